@@ -59,12 +59,6 @@ def lines(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
 
 
-def launch(num_ranks: int, script: str, *arguments: str) -> str:
-    """Run a program of the repository on ranks of torchrun, and return what they printed."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    return _run(*torchrun, str(ROOT / script), *arguments)
-
-
 def run(script: str, *arguments: str, timeout: float = 240) -> str:
     """Run a program of the repository to its end and return what it printed."""
     return _run(str(ROOT / script), *arguments, timeout=timeout)

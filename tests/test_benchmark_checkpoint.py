@@ -86,69 +86,9 @@ def test_what_other_ranks_load_is_bitwise_what_was_saved(
         assert found == digest != before
 
 
-def test_a_plain_module_too(tmp_path: Path) -> None:
-    ((saved, digest),) = run_ranks(
-        save, 1, "single", "save_plain", tmp_path / "it", timeout=PATIENCE
-    )
-    ((_, loaded, found),) = run_ranks(
-        load, 1, "single", "load_plain", tmp_path / "it", timeout=PATIENCE
-    )
-    assert same(loaded, saved)
-    assert found == digest
-
-
-def wiped() -> list[object]:
-    """Load nothing at all; return whether that shows, and whether a single bit does."""
-    import checkpoint_acts
-
-    name, place = "ours", Path("nowhere")
-    save(name, "nothing", place)
-    trained = checkpoint_acts.digest(name)
-    contestant = checkpoint_acts._BUILT[name]
-    local = next(contestant.model.parameters()).to_local().detach()
-    bits = local.view(torch.int32)
-    bits[0, 0] ^= 1
-    one_bit = checkpoint_acts.digest(name)
-    bits[0, 0] ^= 1
-    again = checkpoint_acts.digest(name)
-    checkpoint_acts.perform(name, "load_nothing", place)
-    zeros = all(not tensor.any() for tensor in full_state(name).values())
-    return [again == trained, one_bit != trained, zeros]
-
-
-def with_acts_that_do_nothing() -> list[object]:
-    import checkpoint_acts
-
-    before = dict(checkpoint_acts.ACTS)
-    checkpoint_acts.ACTS.update({act: lambda *_: None for act in ("nothing", "load_nothing")})
-    try:
-        return wiped()
-    finally:
-        checkpoint_acts.ACTS.clear()
-        checkpoint_acts.ACTS.update(before)
-
-
-def test_a_load_that_does_nothing_would_be_noticed() -> None:
-    assert run_ranks(with_acts_that_do_nothing, 2) == [[True] * 3] * 2
-
-
 def files(name: str, folder: Path) -> dict[str, int]:
     run_ranks(save, 2, name, "save_sharded", folder / name, timeout=PATIENCE)
     return {path.name: path.stat().st_size for path in (folder / name).iterdir()}
-
-
-def test_each_rank_writes_its_bytes_and_no_others(tmp_path: Path) -> None:
-    ours, theirs = (files(name, tmp_path) for name in SHARDED)
-    shards = ["__0_0.distcp", "__1_0.distcp"]
-    assert sorted(ours) == sorted(theirs) == [".metadata", *shards]
-    assert [ours[shard] for shard in shards] == [theirs[shard] for shard in shards]
-    (saved, _), *_ = run_ranks(
-        save, 2, "ours", "save_sharded", tmp_path / "again", timeout=PATIENCE
-    )
-    tensors = sum(tensor.numel() * tensor.itemsize for tensor in saved.values())
-    written = sum(ours[shard] for shard in shards)
-    # Around each tensor of each rank lies a zip container.
-    assert tensors < written < tensors + 2 * len(saved) * 2500
 
 
 @pytest.fixture
@@ -187,14 +127,3 @@ def test_the_program_measures_all_and_cleans_up(
     lines = capsys.readouterr().out.splitlines()
     printed = [line for line in lines if line.startswith("bytes on disk")]
     assert len(printed) == 3 and all(str(figures["payload"]) in line for line in printed)
-
-
-def test_a_checkpoint_of_other_bytes_is_refused(
-    program: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(program, "on_ranks", lambda fn, n, *args: ["changed"] * n)
-    monkeypatch.setattr(program, "take", lambda *args: None)
-    step = program.Step("load sharded, 2", "load_sharded", 2, "sharded")
-    with pytest.raises(RuntimeError, match="composable_shard: load sharded, 2 gave other bytes"):
-        program.take_checked(step, "ours", Path("nowhere"), {"sharded": "saved"})
-    program.take_checked(step, "ours", Path("nowhere"), {"sharded": "changed"})

@@ -99,30 +99,36 @@ def test_a_step_is_compared_with_the_limit(
     assert "load average" in printed
 
 
-@pytest.mark.matrix
-def test_a_sweep_has_one_row_for_each_batch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sweep = ["--sweep", "1", "3", "--rounds", "2", "--layers", "1", "--width", "64"]
-    figures = main(step, tmp_path, *sweep, "--only", "ours", "ddp")
-    printed = capsys.readouterr().out
-    assert headings_of(printed) == [
-        *("batch", "ours ms", "ours/ddp", "ours/limit", "limit is", "proc. /limit")
-    ]
-    rows = rows_of(printed)
-    assert [row[0] for row in rows] == ["1", "3"]
-    for row in rows:
-        turns = figures["turns"][row[0]]
-        ratios = [median_ratio(turns, "ours", other) for other in ("ddp", "limit")]
-        assert row[2:4] == ratios
-        larger = max(("compute", "transfer"), key=lambda s: statistics.median(walls(turns, s)))
-        assert row[4] == larger
-
-
 def test_compute_alone_updates_one_rank_s_share_and_sends_nothing() -> None:
     for rank, (numels, counts) in enumerate(run_ranks(compute_alone, 2)):
         assert sum(numels) == sum(param.numel() for param in parameters()) // 2, rank
         assert (counts.collectives, counts.messages) == (0, 0)
+
+
+SMALL = ("--layers", "1", "--width", "64", "--rounds", "2")
+BLOCKS = ("--blocks", "2", "--rounds", "2", "--steps-per-round", "1")
+PROGRAMS: list[tuple[Any, tuple[str, ...], str, set[str]]] = [
+    (step, (*SMALL, "--sweep", "1", "3", "--only", "ours", "ddp"), "turns", {"1", "3"}),
+    (copies, (*TINY, "--dtype-policies", "fp32", "--only", "fsdp2"), "counts", {"fp32"}),
+    (memory, (*TINY, "--only", "ours", "--rounds", "1"), "live", {"ours"}),
+    (host, (*BLOCKS, "--ranks", "2", "64"), "seconds", {"2", "64"}),
+    (packing, (*BLOCKS[2:], "--params", "2", "--sizes", "4", "512"), "seconds", {"4", "512"}),
+]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("program", "arguments", "part", "names"), PROGRAMS)
+def test_a_program_prints_what_it_has_measured(
+    program: Any,
+    arguments: tuple[str, ...],
+    part: str,
+    names: set[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    figures = main(program, tmp_path, *arguments)
+    assert names <= set(figures[part])
+    assert len(rows_of(capsys.readouterr().out)) >= len(names)
 
 
 def compute_alone() -> tuple[list[int], Any]:
@@ -219,18 +225,6 @@ def test_ddp_writes_every_gradient_once_and_the_plain_module_is_the_floor() -> N
     assert beyond_floor("single", "fp32")[0] == none
 
 
-@pytest.mark.matrix
-def test_copies_prints_bytes_over_the_parameters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chosen = ["--dtype-policies", "fp32", "--only", "fsdp2", "--rounds", "1"]
-    figures = main(copies, tmp_path, *TINY, *chosen)
-    rows = rows_of(capsys.readouterr().out)
-    assert [row[0] for row in rows] == ["torch FSDP2", "FSDP2 by arithmetic"]
-    assert rows[0][:5] == ["torch FSDP2", *rows[1][1:5]]
-    assert list(figures["counts"]["fp32"]) == ["fsdp2", "floor"]
-
-
 def test_live_storage_follows_views_resizes_and_frees() -> None:
     with live_storage.LiveStorage() as live:
         a = torch.ones(100)
@@ -282,67 +276,6 @@ def test_the_minimum_is_the_sum_of_its_terms() -> None:
     assert memory.terms(SPEC, 4, 10**9, sharded=False).total() == 12 * num_params + 10**9
 
 
-@pytest.mark.matrix
-def test_memory_prints_the_terms_and_the_peaks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    figures = main(memory, tmp_path, *TINY, "--only", "ours", "--rounds", "1")
-    terms, whole, ours = rows_of(capsys.readouterr().out)
-    assert (terms[0], whole[0], ours[0]) == ("sharded", "whole", "composable_shard")
-    minimum = memory.Terms(**figures["minimum"]["sharded"]).total()
-    assert terms[-1] == f"{minimum / 1e6:.1f}"
-    assert ours[3] == f"{figures['live']['ours'] / minimum:.3f}"
-    assert ours[5] == f"{figures['resident']['ours'] / 1e6:.1f}"
-
-
-@pytest.mark.parametrize(("ours", "other", "cell"), [(8, 4, "2.000"), (0, 4, "0.000"), (4, 0, "-")])
-def test_a_ratio_to_a_growth_of_nothing(ours: int, other: int, cell: str) -> None:
-    assert memory.ratio_cell({"ours": ours, "other": other}, "other", "ours") == cell
-
-
-@pytest.mark.matrix
-def test_host_time_is_shown_raw_and_beyond_the_plain_module(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sizes = ["--ranks", "2", "64", "--blocks", "2", "--rounds", "2", "--steps-per-round", "1"]
-    figures = main(host, tmp_path, *sizes)
-    rows = rows_of(capsys.readouterr().out)
-    assert [row[:2] for row in rows] == [
-        [ranks, phase] for ranks in ("2", "64") for phase in ("forward", "backward")
-    ]
-    for row, (ranks, place) in zip(rows, [("2", 0), ("2", 1), ("64", 0), ("64", 1)], strict=True):
-        turns = figures["seconds"][ranks]
-        ours, fsdp2, plain = ([turn[place] for turn in turns[name]] for name in host.NAMES)
-        trios = list(zip(ours, fsdp2, plain, strict=True))
-        assert row[5] == f"{statistics.median(a / b for a, b, _ in trios):.3f}"
-        beyond = statistics.median((a - c) / (b - c) for a, b, c in trios)
-        assert row[6].split()[0] == f"{beyond:.3f}"
-        assert row[2] == f"{statistics.median(ours) * 1e6:.0f}"
-
-
-def test_host_time_shards_twelve_parameters_in_every_group() -> None:
-    names = [name for name, _ in host.build("single", 3, 8).named_parameters()]
-    assert len(names) == 3 * 12
-
-
-def test_both_ways_to_send_small_parameters_are_timed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    figures = main(
-        packing,
-        tmp_path,
-        *("--sizes", "4", "512", "--rounds", "2", "--steps-per-round", "1", "--params", "2"),
-    )
-    printed = capsys.readouterr().out
-    assert figures["backend"] == "gloo"
-    for row in rows_of(printed):
-        turns = figures["seconds"][row[0]]
-        assert {name: len(sample) for name, sample in turns.items()} == {"packed": 2, "own": 2}
-        pairs = zip(turns["packed"], turns["own"], strict=True)
-        assert row[3].split()[0] == f"{statistics.median(a / b for a, b in pairs):.3f}"
-    assert f"up to {figures['threshold']} KiB" in printed
-
-
 def groups_sent(num_params: int, numel: int) -> list[int]:
     """Return how many messages each way of sending has, and one in the way of the library."""
     mesh = packing.make_mesh("cpu")
@@ -375,11 +308,6 @@ def test_examples_in_docstrings(name: str) -> None:
     assert failed == 0
 
 
-def test_a_table_without_rich_is_laid_out_with_spaces() -> None:
-    table = report.plain_table("t", ["name", "ms"], [["a", "10.0"], ["longer", "5"]])
-    assert table == "t\nname      ms\na       10.0\nlonger     5"
-
-
 @pytest.mark.matrix
 def test_full_weights_beside_those_of_torch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -390,15 +318,7 @@ def test_full_weights_beside_those_of_torch(
     names = ["iter_full", "full_tensor of each", "full state dict of DCP"]
     assert list(figures["seconds"]) == list(figures["nbytes"]) == names
     assert [len(times) for times in figures["seconds"].values()] == [3, 3, 3]
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "2 ranks"
-    for line, name in zip(lines[1:], names, strict=True):
-        median = statistics.median(figures["seconds"][name])
-        assert line.split(name)[1].split()[0] == f"{median:.3f}"
-    own, *others = figures["seconds"].values()
-    for line, other in zip(lines[2:], others, strict=True):
-        share = statistics.median(mine / theirs for mine, theirs in zip(own, other, strict=True))
-        assert f"ours: {share:.2f} of the time" in line
+    assert capsys.readouterr().out.count(" of the time") == 2
 
 
 @on_ranks(2)

@@ -54,26 +54,6 @@ def test_a_resumed_training_has_bitwise_the_losses_of_an_uninterrupted_one(
 
 
 @pytest.mark.matrix
-def test_the_example_records_a_timeline(uninterrupted: Path) -> None:
-    found = json.loads((uninterrupted / "timeline" / "trace.json").read_text())
-    summary = found["otherData"]["summary"]
-    assert (summary["first_step"], summary["num_steps"]) == (4, 3)
-    assert [rank["rank"] for rank in summary["ranks"]] == [0, 1]
-
-
-@pytest.mark.matrix
-def test_gradients_as_int8_hardly_change_the_losses_and_resume(
-    tmp_path: Path, text: Path, uninterrupted: Path
-) -> None:
-    demo.train(*options(tmp_path / "int8", text, "--int8-gradients", "--stop-at", "5"))
-    demo.train(*options(tmp_path / "int8", text, "--int8-gradients", "--resume"))
-    exact, rounded = losses(uninterrupted), losses(tmp_path / "int8")
-    assert exact != rounded
-    for one, other in zip(exact, rounded, strict=True):
-        assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
-
-
-@pytest.mark.matrix
 def test_training_with_muon_goes_on_bitwise(tmp_path: Path, text: Path) -> None:
     muon = ["--optimizer", "muon"]
     demo.train(*options(tmp_path / "whole", text, *muon))
@@ -182,37 +162,6 @@ def expect_uneven_work(documents: list[Document], epoch: int) -> int:
     seeing = [[any(one.picture is not None for one in some) for some in step] for step in full]
     assert any(len(set(of_step)) == 2 for of_step in seeing)
     return len(steps)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_towers_train_as_one_process_does_on_ranks_of_torchrun(
-    tmp_path: Path, num_ranks: int
-) -> None:
-    printed = demo.launch(
-        num_ranks, "examples/two_towers.py", *small_towers(tmp_path / "report"), "--check"
-    )
-    assert re.search(r"^largest difference from one unsharded process: \S+$", printed, re.M)
-    report = json.loads((tmp_path / "report").read_text())
-    assert report["losses"] == pytest.approx(report["unsharded"], rel=1e-9, abs=0)
-
-
-@pytest.mark.matrix
-def test_pictures_tell_what_no_text_does(tmp_path: Path) -> None:
-    seeing, blind = tmp_path / "seeing", tmp_path / "blind"
-    model = ["--width", "32", "--heads", "2", "--lr", "0.008"]
-    demo.run("examples/two_towers.py", *model, "--json", str(seeing))
-    demo.run("examples/two_towers.py", *model, "--text-only", "--json", str(blind))
-    losses, lost = (json.loads(file.read_text())["held_out"] for file in (seeing, blind))
-    assert losses["with"] < 0.75 * min(losses["without"], lost["without"])
-
-
-def test_losses_that_differ_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    two_towers.check([2.0, 1.0], [2.0, 1.0 + 1e-12])
-    assert capsys.readouterr().out == "largest difference from one unsharded process: 1.0e-12\n"
-    with pytest.raises(ArithmeticError) as caught:
-        two_towers.check([2.0, 1.0], [2.0, 1.1])
-    assert str(caught.value) == "Expected losses that differ by at most 1e-09, got 9.1e-02"
 
 
 def test_the_contestants_of_the_benchmark_train_alike(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 import composable_shard
 from composable_shard import cli
+from composable_shard.cli import parse
 from composable_shard.compat.torch_dropin import is_installed
 
 ROOT = Path(composable_shard.__file__).parents[1]
@@ -100,3 +104,38 @@ def test_a_reader_that_has_seen_enough_is_no_failure_to_speak_of() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 1
+
+
+DOCS = ROOT / "docs"
+PAGES = ("command_line.md", "drop_in.md")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    pattern = rf"^```{language}\n(.*?)^```$"
+    return re.findall(pattern, (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(page: str) -> list[list[str]]:
+    return [shlex.split(line) for block in blocks(page, "sh") for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_are_understood(page: str) -> None:
+    found = commands(page)
+    assert len(found) >= 4
+    for program, *words in found:
+        if program == "composable-shard":
+            parse(words)
+        else:
+            assert program == "torchrun"
+            chosen = get_args_parser().parse_args(words)
+            assert (chosen.module, chosen.training_script) == (True, "composable_shard.run")
+
+
+def test_the_report_on_the_page_has_the_topics_that_are_printed() -> None:
+    report, _ = blocks("command_line.md", "text")
+    topics = [line.split()[0] for line in report.splitlines() if not line.startswith(" ")]
+    assert topics == [
+        *("torch", "python", "devices", "backends", "variables", "ranks", "transport"),
+        *("all-gather", "reduce-scatter", "verdict"),
+    ]

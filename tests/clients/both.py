@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -57,3 +58,31 @@ def train_both(
     assert [noted.pop("owner") for noted in theirs] == [OWNERS["torch"]] * num_ranks
     assert [noted.pop("owner") for noted in ours] == [OWNERS["ours"]] * num_ranks
     return theirs, ours
+
+
+# The small Llama that clients of ``transformers`` train, and its batches.
+VOCABULARY, LENGTH, BATCH = 64, 12, 2
+
+
+def llama(**changes: object) -> Any:
+    """Return the same model on every rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    options = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": LENGTH,
+        "tie_word_embeddings": False,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**options, **changes}))
+
+
+def tokens(step: int, rank: int) -> torch.Tensor:
+    """Return the batch of a rank in a step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)

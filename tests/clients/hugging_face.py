@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clients.both import owner, shared_folder
-from clients.llama import llama, tokens
+from clients.both import llama, owner, shared_folder, tokens
 
 LAYER = "LlamaDecoderLayer"
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}

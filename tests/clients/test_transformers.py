@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from clients.both import needs, owner, shared_folder, train_both
+from clients.both import llama, needs, owner, shared_folder, tokens, train_both
 from clients.hugging_face import saved
-from clients.llama import llama, tokens
 
 pytestmark = [needs("transformers"), pytest.mark.timeout(600)]
 

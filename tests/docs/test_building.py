@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 import tomllib
-
-import pytest
 
 from docs.pages import DOCS, ROOT
 
@@ -27,13 +23,6 @@ def test_the_extra_is_pinned_and_no_version_contradicts_another() -> None:
         assert others.get(name, version) == version
 
 
-def test_tests_and_lint_do_not_need_it() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (dev,) = project["optional-dependencies"]["dev"]
-    assert "docs" not in re.split(r"[\[\],]", dev)
-    assert "docs" not in (ROOT / ".ci" / "run").read_text()
-
-
 def test_warnings_are_errors() -> None:
     (command,) = re.findall(r"^docs:.*\n\t(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert "mkdocs build --strict" in command
@@ -42,18 +31,6 @@ def test_warnings_are_errors() -> None:
     assert checks is not None
     choices = re.findall(r"^    \w+: (\w+)$", checks[1], re.MULTILINE)
     assert choices == ["warn"] * 7
-
-
-def test_files_that_the_configuration_names_are_there() -> None:
-    config = (ROOT / "mkdocs.yml").read_text()
-    assert re.findall(r"- (docs/\S+\.py)$", config, re.MULTILINE) == ["docs/_site/docstrings.py"]
-    assert (DOCS / "_site" / "docstrings.py").exists()
-
-
-def test_the_site_fetches_nothing_from_elsewhere() -> None:
-    config = (ROOT / "mkdocs.yml").read_text()
-    assert "font: false" in config
-    assert "://" not in config
 
 
 WORKER = DOCS / "javascripts" / "iframe-worker.js"
@@ -72,41 +49,3 @@ def test_the_site_searches_when_opened_from_disk_and_fetches_nothing_for_it() ->
 
 
 # What of a browser the file uses: a frame runs a script that answers each message with its double.
-BROWSER = """
-const context = (protocol) => {
-  const frame = () => {
-    const inside = new EventTarget();
-    inside.MessageEvent = MessageEvent;
-    inside.document = {
-      open() {}, write() {}, close() {}, createElement: () => ({}),
-      body: { append(script) {
-        inside.addEventListener("message", (event) => inside.postMessage(2 * event.data));
-        setTimeout(script.onload);
-      } },
-    };
-    return { contentWindow: inside };
-  };
-  return {
-    location: { protocol }, document: { createElement: frame, body: { append() {} } },
-    window: { Worker: "of the browser" },
-  };
-};
-const { location, document, window } = context(PROTOCOL);
-SOURCE
-if (window.Worker === "of the browser") console.log(window.Worker);
-else {
-  const worker = new window.Worker("search.js");
-  worker.addEventListener("message", (event) => console.log(event.data));
-  worker.postMessage(21);
-}
-"""
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="runs JavaScript")
-@pytest.mark.parametrize(
-    ("protocol", "printed"), [("file:", "42\n"), ("https:", "of the browser\n")]
-)
-def test_a_worker_runs_in_a_frame_where_there_are_none(protocol: str, printed: str) -> None:
-    source = BROWSER.replace("PROTOCOL", repr(protocol)).replace("SOURCE", WORKER.read_text())
-    done = subprocess.run(["node", "-e", source], capture_output=True, text=True, check=True)
-    assert done.stdout == printed

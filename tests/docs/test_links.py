@@ -52,13 +52,6 @@ def test_links_point_to_what_is_there() -> None:
                 assert is_member or anchor in anchors(Page(target)), f"{page}: {link}"
 
 
-def test_headings_of_a_page_differ() -> None:
-    for page in PAGES:
-        names = [slug(heading) for heading in page.headings]
-        assert len(set(names)) == len(names), page
-        assert page.text.startswith("# ") and page.prose.count("\n# ") == 0, page
-
-
 def test_lists_and_tables_stand_apart() -> None:
     """Without an empty line before it, the site shows a list or a table as text."""
     for page in PAGES:
@@ -67,14 +60,6 @@ def test_lists_and_tables_stand_apart() -> None:
             for start in ("- ", "1. ", "|"):
                 if line.startswith(start) and before.strip():
                     assert before.startswith((start, "  ")), f"{page}: {line}"
-
-
-def test_the_words_of_the_field_are_in_headings() -> None:
-    headings = "\n".join(heading for page in site_pages() for heading in page.headings)
-    words = ["HSDP", "Expert parallel", "MoE", "Inference", "`generate`", "QLoRA", "FP8"]
-    words += ["torchao float8", "Muon", "Pipeline parallelism", "Profiler", "Explicit prefetch"]
-    words += ["vLLM"]
-    assert [word for word in words if word not in headings] == []
 
 
 def test_there_are_pictures_and_each_is_shown() -> None:

@@ -124,17 +124,6 @@ def test_ranks_that_diverge_all_name_the_groups(
     assert run_ranks(at_once, 2, act, timeout=20) == [expected] * 2
 
 
-LATER = [act for act, _ in CASES if act is not skips_the_last_one]
-
-
-@pytest.mark.parametrize("act", LATER, ids=lambda act: act.__name__)
-def test_ranks_that_diverge_later_all_raise(act: Callable[[nn.Module, bool], None]) -> None:
-    said = run_ranks(after_a_good_step, 2, act, timeout=20)
-    assert said[0] == said[1]
-    assert said[0][0] == "RankMismatchError"
-    assert "got at step" in said[0][1] and "layers" in said[0][1]
-
-
 def test_a_group_that_was_gathered_ahead_may_be_skipped() -> None:
     assert run_ranks(after_a_good_step, 2, skips_the_last_one) == [("nothing", "")] * 2
 

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import signal
-import threading
-import time
-import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from warm import Warm
-
-from composable_shard import _torch
 
 # What runs last says which process groups are left.
 LAST = """
@@ -142,52 +136,3 @@ def test_a_process_without_a_launcher_trains_alone(warm: Warm, tmp_path: Path) -
     ((code, _, errors),) = warm.run(tmp_path, ALONE, 1)
     assert code == 0
     assert "got a process without RANK and WORLD_SIZE, which trains alone, as one rank; " in errors
-
-
-def work(is_done: Callable[[], bool]) -> threading.Thread:
-    """Start a thread that looks to the system like a worker of gloo, and runs without the lock."""
-
-    def run() -> None:
-        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_gloo_runloop")
-        is_named.set()
-        while not is_done():
-            zlib.compress(bytes(1 << 20))
-
-    is_named = threading.Event()
-    thread = threading.Thread(target=run)
-    thread.start()
-    is_named.wait()
-    return thread
-
-
-def test_workers_that_run_are_waited_for() -> None:
-    end = time.monotonic() + 0.5
-    thread = work(lambda: time.monotonic() > end)
-    _torch.wait_for_workers(60)
-    assert time.monotonic() > end
-    thread.join()
-
-
-def test_workers_that_never_sleep_are_not_waited_for_long() -> None:
-    stop = threading.Event()
-    thread = work(stop.is_set)
-    _torch.wait_for_workers(0.2)
-    assert thread.is_alive()
-    stop.set()
-    thread.join()
-
-
-def test_threads_of_the_user_are_not_waited_for() -> None:
-    stop = threading.Event()
-
-    def spin() -> None:
-        while not stop.is_set():
-            zlib.compress(bytes(1 << 20))
-
-    thread = threading.Thread(target=spin)
-    thread.start()
-    began = time.monotonic()
-    _torch.wait_for_workers(60)
-    assert time.monotonic() - began < 30
-    stop.set()
-    thread.join()

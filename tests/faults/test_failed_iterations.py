@@ -11,15 +11,12 @@ import pytest
 import torch
 from nets import (
     Checkpointed,
-    Net,
     assert_parity,
-    average_gradients,
     own_input,
     train_step,
     two_nets,
 )
 from on_ranks import on_ranks
-from torch.distributed.tensor import DTensor
 
 from composable_shard.testing import run_ranks
 from faults.raising import (
@@ -30,10 +27,8 @@ from faults.raising import (
     Failure,
     Interrupt,
     after_root,
-    before_block,
     before_root,
     between_blocks,
-    events_after_failure,
     fail,
     train_with_failure,
     within_block,
@@ -53,14 +48,6 @@ def test_the_next_iteration_is_as_if_none_had_failed(
 def test_failures_on_one_and_on_three_ranks(break_at: Break) -> None:
     for num_ranks in (1, 3):
         run_ranks(train_with_failure, num_ranks, break_at, Failure, 1)
-
-
-@pytest.mark.parametrize("error", [Failure, Interrupt, torch.OutOfMemoryError])
-@pytest.mark.parametrize("break_at", FORWARD + BACKWARD, ids=str)
-def test_the_next_iteration_has_the_same_events(
-    break_at: Break, error: type[BaseException]
-) -> None:
-    run_ranks(events_after_failure, 2, break_at, error)
 
 
 @pytest.mark.parametrize("num_failures", [1, 2])
@@ -120,69 +107,6 @@ def test_a_recomputation_that_fails(reentrant: bool, error: type[BaseException])
                     loss.backward()
                 handle.remove()
     assert_parity(model, reference)
-
-
-class Lenient(Net):
-    """Goes on without a block that fails."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            try:
-                x = block(x)
-            except (Failure, Interrupt):
-                x = x * 2
-        return self.out(x)
-
-
-@pytest.mark.parametrize("error", [Failure, Interrupt])
-@pytest.mark.parametrize("break_at", [before_block, within_block], ids=str)
-@on_ranks(2)
-def test_a_failure_that_the_root_catches(break_at: Break, error: type[BaseException]) -> None:
-    reference, model = two_nets(2, make=Lenient)
-    for step in range(3):
-        for one in (model, reference):
-            one.zero_grad()
-            handle = break_at(one, error) if step == 1 else None
-            train_step(one, step, None)
-            if handle is not None:
-                handle.remove()
-        assert_parity(model, reference)
-    model.reshard()
-    assert all(isinstance(param, DTensor) for param in model.parameters())
-
-
-class Storing(Net):
-    """Returns nothing and stores its loss."""
-
-    loss: torch.Tensor
-
-    def forward(self, x: torch.Tensor) -> None:
-        self.loss = super().forward(x).square().sum()
-
-
-@pytest.mark.parametrize("fails", [False, True])
-@on_ranks(2)
-def test_a_forward_within_an_exception_handler(fails: bool) -> None:
-    """The forward that goes well runs while another exception is being handled."""
-    reference, model = two_nets(2, make=Storing)
-    for step in range(3):
-        try:
-            handle = within_block(model, Failure) if fails else None
-            if fails:
-                model(own_input(7))
-            raise Failure
-        except Failure:
-            if handle is not None:
-                handle.remove()
-            model(own_input(step))
-            model.loss.backward()
-        reference(own_input(step))
-        reference.loss.backward()
-        average_gradients(reference.parameters())
-        assert_parity(model, reference)
-        model.zero_grad()
-        reference.zero_grad()
 
 
 @pytest.mark.parametrize("break_at", [before_root, within_block, after_root], ids=str)

@@ -82,30 +82,6 @@ def test_training_goes_on(fail: Keep, evaluates: bool) -> None:
     assert_parity(model, reference)
 
 
-@on_ranks(2)
-def test_the_same_backward_may_be_tried_again() -> None:
-    """Start another backward of the same graph, without a forward, after one that failed."""
-    reference, model = two_nets(2)
-    kept: list[object] = []
-    train_step(model, 0, None)
-    model.zero_grad()
-    loss = model(own_input(1)).square().sum()
-    is_armed = [True]
-
-    def fail_once(_: torch.Tensor) -> None:
-        if is_armed.pop() if is_armed else False:
-            raise ValueError("while gradients are handed out")
-
-    model.set_all_reduce_hook(fail_once)
-    with pytest.raises(ValueError) as caught:
-        loss.backward(retain_graph=True)
-    kept.append(caught)
-    model.zero_grad()
-    loss.backward()
-    train_step(reference, 1, None)
-    assert_parity(model, reference)
-
-
 class LateMessage:
     """Stands for the work of a message that does not come within the time-out."""
 

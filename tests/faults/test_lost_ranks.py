@@ -78,22 +78,6 @@ def test_a_rank_that_was_killed_before_a_collective_is_named_by_all(
             assert text == blames(rank, act, ENDED)
 
 
-def killed_within(act: str) -> None:
-    model, end = layers(1), End()
-    with at_launch(act, after=kill_this_rank if dist.get_rank() == BAD else end.wait):
-        step(model)
-    step(model)
-
-
-@pytest.mark.parametrize(
-    "act", ["gathering group '0'", pytest.param(REDUCING, marks=pytest.mark.matrix)]
-)
-def test_what_a_rank_has_published_outlives_it_and_the_next_collective_names_it(act: str) -> None:
-    said = failures(killed_within, 2, act, apart=False)
-    following = REDUCING if act != REDUCING else "gathering group '0'"
-    assert said == {0: blames(0, following, ENDED), BAD: KILLED}
-
-
 def stalled(act: str, count: int, stall: Callable[[], None]) -> None:
     model = layers(count)
     with at_launch(act, before=stall if dist.get_rank() == BAD else bool):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,20 +15,15 @@ from composable_shard.testing import RankError, run_ranks, stop_ranks
 
 
 def forward(model: nn.Module) -> None:
-    dtype = next(model.parameters()).dtype
-    fully_shard(model)(torch.ones(1, 4, dtype=dtype))
+    fully_shard(model)(torch.ones(1, 4))
 
 
-def net(rows: int = 6, **kwargs: Any) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, rows, **kwargs))
+def net(rows: int = 6, bias: bool = True) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, rows, bias))
 
 
 def other_shape(rank: int) -> None:
     forward(net(6 + rank))
-
-
-def other_dtype(rank: int) -> None:
-    forward(net(dtype=(torch.float32, torch.float64)[rank]))
 
 
 def other_policy(rank: int) -> None:
@@ -80,7 +74,6 @@ GROUP = "the root group over 2 ranks, param_dtype {}, reduce_dtype None"
     ("case", "first", "second"),
     [
         (other_shape, WEIGHT, PARAMETER.format("0.weight", [7, 4])),
-        (other_dtype, WEIGHT, WEIGHT.replace("float32", "float64")),
         (other_policy, GROUP.format(None), GROUP.format(torch.bfloat16)),
         (other_requires_grad, WEIGHT.replace("trainable", "frozen"), WEIGHT),
         (other_names, PARAMETER.format("0.bias", [6]), "nothing more"),
@@ -103,24 +96,10 @@ def right() -> list[float]:
     return model[0].weight.grad.full_tensor().flatten().tolist()
 
 
-@pytest.mark.parametrize("case", [other_shape, other_groups])
-def test_after_a_mismatch_a_right_model_works(case: Case) -> None:
+def test_after_a_mismatch_a_right_model_works() -> None:
     with pytest.raises(RankError):
-        run_ranks(differs, 2, case, timeout=20)
+        run_ranks(differs, 2, other_groups, timeout=20)
     try:
         assert run_ranks(right, 2, timeout=20) == [[1.0] * 4] * 2
     finally:
         stop_ranks()
-
-
-def test_one_more_model_on_one_rank_hurts_nobody() -> None:
-    try:
-        assert run_ranks(right_beside_another, 2, timeout=20) == [[1.0] * 4] * 2
-    finally:
-        stop_ranks()
-
-
-def right_beside_another() -> list[float]:
-    if dist.get_rank() == 0:
-        fully_shard(nn.Linear(4, 4))
-    return right()

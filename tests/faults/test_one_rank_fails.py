@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import resource
-import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +15,7 @@ import torch.distributed as dist
 from near import Apart
 from torch import nn
 
-from composable_shard import CommunicationError, ShardError, _torch, fully_shard
-from composable_shard.core.transport.failures import _Board
+from composable_shard import CommunicationError, _torch
 from composable_shard.core.transport.mailbox import mailbox_of
 from composable_shard.testing import run_ranks
 from faults.breaking import (
@@ -27,10 +24,8 @@ from faults.breaking import (
     TIME_OUT,
     WHEREABOUTS,
     X,
-    at_launch,
     failures,
     layers,
-    mesh_of_its_own,
     step,
 )
 
@@ -74,35 +69,6 @@ def test_an_exception_on_one_rank_stays_what_it_is_and_the_others_miss_it(apart:
         0: silent(0, "gathering group '1'", apart) + WHEREABOUTS,
         BAD: "ValueError: a bad sample",
     }
-
-
-def fails_and_waits_in_the_store() -> str:
-    """Fail on one rank, which then waits in the store until the other one has heard of it."""
-    model, store = layers(3), dist.distributed_c10d._get_default_store()
-    key, say = f"heard of {model[0].weight.device_mesh.get_group().group_name}", _Board.say
-
-    def fail() -> None:
-        raise ValueError("boom")
-
-    def say_late(board: _Board, *words: str) -> None:
-        time.sleep(0.3)
-        say(board, *words)
-
-    if dist.get_rank() == BAD:
-        with mock.patch.object(_Board, "say", say_late), at_launch("gathering group '1'", fail):
-            with pytest.raises(ValueError, match="boom"):
-                step(model)
-            store.wait([key], datetime.timedelta(seconds=LIMIT))
-        return ""
-    with pytest.raises(CommunicationError) as caught:
-        step(model)
-    store.set(key, "")
-    return str(caught.value)
-
-
-def test_a_rank_that_waits_in_the_store_has_told_that_it_failed() -> None:
-    told, _ = run_ranks(fails_and_waits_in_the_store, 2, timeout=LIMIT)
-    assert "rank 1 failed while gathering group '1': ValueError: boom" in told
 
 
 TO_SHARE = "bytes of memory to share with the other ranks of this host, got "
@@ -170,29 +136,6 @@ def test_no_memory_to_gather_into_on_one_rank(apart: bool) -> None:
     told = "rank 1 failed while gathering group '0': "
     assert first.count(told) == first.count(why) == 1
     assert not apart or f"{told}RuntimeError: " in first
-
-
-def no_memory_to_regather() -> None:
-    """Lack memory in backward, where each of two neighbours has kept a half."""
-    model, mesh = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh_of_its_own()
-    for layer in model:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=2)
-    loss = fully_shard(model, mesh=mesh)(X).sum()
-
-    def none(*_: object) -> None:
-        raise torch.OutOfMemoryError("no memory left")
-
-    with contextlib.ExitStack() as stack:
-        if dist.get_rank() == BAD:
-            stack.enter_context(mock.patch.object(_torch, "allocate", none))
-        loss.backward()
-
-
-def test_no_memory_to_regather_into_is_told_to_all() -> None:
-    said = failures(no_memory_to_regather, 4, apart=False)
-    assert said.pop(BAD) == "OutOfMemoryError: no memory left"
-    told = "rank 1 failed while gathering group '1': OutOfMemoryError: no memory left"
-    assert sorted(rank for rank, text in said.items() if told in text) == [0, 2, 3], said
 
 
 def no_memory_on_all(why: str) -> tuple[bool, int]:
@@ -311,13 +254,3 @@ def test_parameters_that_were_converted_on_one_rank_are_not_misread() -> None:
         0: MISMATCH.format(0, numels, single, 1, numels, double),
         1: MISMATCH.format(1, numels, double, 0, numels, single),
     }
-
-
-def test_parameters_that_were_converted_on_one_rank_do_not_fit_into_messages() -> None:
-    """Gloo ends the process that gets more bytes than it waits for; the other one may go on."""
-    said = failures(converted_on_one, 2, apart=True)
-    assert said[0] == "RuntimeError: The process ended during the call, exit code -6"
-
-
-def test_what_is_raised_here_are_errors_of_a_state() -> None:
-    assert issubclass(CommunicationError, ShardError)

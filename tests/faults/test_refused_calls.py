@@ -160,15 +160,3 @@ def test_a_refused_list_leaves_every_member() -> None:
             fully_shard([good, bad, None])
         assert_unchanged(good, before[0])
         assert_unchanged(bad, before[1])
-
-
-def test_after_a_refusal_the_right_call_works() -> None:
-    with fake_ranks(2):
-        model = Model()
-        names = [name for name, _ in model.named_parameters()]
-        with pytest.raises(ValueError, match="reshard_after_forward"):
-            fully_shard(model, reshard_after_forward=2.0)
-        fully_shard(model)
-        assert [name for name, _ in model.named_parameters()] == names
-        assert all(param.to_local().shape[0] == 2 for param in model.parameters())
-        assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from nets import Net, assert_parity, own_input, shard_net, train_step, two_nets
+from nets import Net, assert_parity, own_input, train_step, two_nets
 from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor
 
@@ -27,22 +26,6 @@ def test_reset_before_the_first_forward(of_block: bool) -> None:
         train_step(reference, step, None)
         model.zero_grad()
         reference.zero_grad()
-    assert_parity(model, reference)
-
-
-@on_ranks(2)
-def test_reset_keeps_reduced_gradients() -> None:
-    reference, model = two_nets(2)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
-    for step in range(3):
-        for one, optimizer in zip((model, reference), optimizers, strict=True):
-            train_step(one, step, None)
-            if one is model:
-                model.reset_iter_state()
-            optimizer.step()
-            optimizer.zero_grad()
-            if one is model:
-                model.reset_iter_state()
     assert_parity(model, reference)
 
 
@@ -83,43 +66,3 @@ def test_reset_after_a_failure_drops_what_is_not_reduced(break_at: Break) -> Non
     train_step(model, 1, None)
     train_step(reference, 1, None)
     assert_parity(model, reference)
-
-
-@on_ranks(2)
-def test_a_failed_microbatch_leaves_what_others_accumulated() -> None:
-    """Without a reset, what earlier microbatches accumulated stays when a later one fails."""
-    reference, model = two_nets(2)
-    with model.no_sync():
-        model(own_input(0)).square().sum().backward()
-    fail_at(model, after_block)
-    reference(own_input(0)).square().sum().backward()
-    train_step(model, 1, None)
-    train_step(reference, 1, None)
-    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-5, atol=1e-6)
-
-
-@on_ranks(2)
-def test_reset_waits_for_what_is_under_way() -> None:
-    reference, model = two_nets(2)
-    model.set_is_last_backward(False)
-    train_step(model, 5, None)
-    model.set_is_last_backward(True)
-    model.blocks[0].unshard(async_op=True)
-    with record_events(model) as recorded:
-        model.reset_iter_state()
-    assert recorded == [("reshard", "blocks.0")]
-    model.zero_grad()
-    train_step(model, 1, None)
-    train_step(reference, 1, None)
-    assert_parity(model, reference)
-
-
-@on_ranks(2)
-def test_reset_frees_the_root() -> None:
-    model = shard_net(Net(1))
-    model(own_input())
-    with record_events(model) as recorded:
-        model.reset_iter_state()
-    assert all(isinstance(param, DTensor) for param in model.parameters())
-    assert ([f"{event} {name}" for event, name in recorded]) == (["reshard "])

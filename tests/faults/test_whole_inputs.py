@@ -7,7 +7,6 @@ packed as on a device, and memory is NaN where nothing has been written to it.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -105,44 +104,31 @@ def every_kind(**kwargs: Any) -> None:
     train(model, lambda step: batch_of(rank, step), rank)
 
 
-def plain(stored: torch.dtype, computed: torch.dtype, reshards: bool | int = True) -> None:
+def bf16_computed_in_fp32() -> None:
     """Uneven rows and columns of their own message, and packed biases."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(*layers()) for _ in range(2))).to(stored)
-    for block in (*model, model):
-        fully_shard(
-            block,
-            reshard_after_forward=reshards,
-            mp_policy=MixedPrecisionPolicy(computed, reduce_dtype=torch.float32),
-            shard_placement_fn=lambda param: Shard(1 if param.shape == (WIDTH, 301) else 0),
-        )
+    layers = [nn.Linear(WIDTH, 301), nn.LayerNorm(301), nn.Linear(301, WIDTH)]
+    model = nn.Sequential(*layers).bfloat16()
+    fully_shard(
+        model,
+        mp_policy=MixedPrecisionPolicy(torch.float32, reduce_dtype=torch.float32),
+        shard_placement_fn=lambda param: Shard(1 if param.shape == (WIDTH, 301) else 0),
+    )
     for name, param in model.named_parameters():
         assert param.to_local().data_ptr() % NBYTES == 0, name
     train(model, lambda step: batch_of(dist.get_rank(), step))
 
 
-def layers() -> list[nn.Module]:
-    return [nn.Linear(WIDTH, 301), nn.LayerNorm(301), nn.Linear(301, WIDTH)]
+def hybrid() -> None:
+    every_kind(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
-def replicated(*shape: int) -> None:
-    every_kind(mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
-
-
-FP32, BF16 = torch.float32, torch.bfloat16
 BOTH = {"all-gather", "reduce-scatter"}
 PROGRAMS: dict[str, tuple[int, Callable[[], None], set[str]]] = {
-    "fp32": (2, lambda: train_and_compare(True), BOTH),
     "subclass regathered": (4, lambda: train_and_compare(2), BOTH),
-    "regathered": (4, lambda: plain(FP32, FP32, 2), BOTH),
     "uneven": (3, every_kind, BOTH),
-    "bf16": (2, lambda: plain(FP32, BF16), BOTH),
-    "stored and handed out in bf16, computed and reduced in fp32": (
-        *(3, lambda: plain(BF16, FP32)),
-        BOTH,
-    ),
-    "hybrid": (4, lambda: replicated(2, 2), {*BOTH, "all-reduce"}),
-    "replicated": (2, lambda: replicated(2, 1), {"all-reduce"}),
+    "stored and handed out in bf16": (3, bf16_computed_in_fp32, BOTH),
+    "hybrid": (4, hybrid, {*BOTH, "all-reduce"}),
     "encoded": (
         *(3, lambda: train(shard_net(as_type(Net(), Lossless)), own_input)),
         {"all-gather", "all-to-all"},
@@ -150,12 +136,10 @@ PROGRAMS: dict[str, tuple[int, Callable[[], None], set[str]]] = {
 }
 
 
-def inputs_of(program: str, clears: bool = True) -> Inputs:
-    """Run a program; return what its collectives were given, where gaps are cleared or not."""
+def inputs_of(program: str) -> Inputs:
+    """Run a program; return what its collectives were given."""
     inputs = Inputs()
-    with taken_for_a_device(), inputs.watched(), contextlib.ExitStack() as stack:
-        if not clears:
-            stack.enter_context(mock.patch.object(_torch, "zero_ranges_", lambda *_: None))
+    with taken_for_a_device(), inputs.watched():
         PROGRAMS[program][1]()
     return inputs
 
@@ -166,63 +150,3 @@ def test_all_that_collectives_are_given_has_values(program: str) -> None:
     for inputs in run_ranks(inputs_of, num_ranks, program):
         assert set(inputs.num_seen) >= kinds
         assert not +inputs.unwritten
-
-
-@pytest.mark.parametrize(
-    ("program", "kind"), [("regathered", "all-gather"), ("hybrid", "all-reduce")]
-)
-def test_gaps_that_are_not_cleared_are_seen(program: str, kind: str) -> None:
-    ranks = run_ranks(inputs_of, PROGRAMS[program][0], program, clears=False)
-    assert {unwritten for inputs in ranks for unwritten in +inputs.unwritten} == {kind}
-
-
-def calls_and_survivors() -> tuple[list[tuple[str, int]], int]:
-    """Reduce one group of bf16 gradients in fp32.
-
-    Returns:
-        The calls by which they are copied, each with the number of tensors, and how many gradients
-        are still there when the reduce-scatter is launched.
-    """
-    calls, grads, survivors = [], list[weakref.ref[torch.UntypedStorage]](), list[int]()
-    copy, zero, launch = _torch.copy_all_, _torch.zero_all_, _torch.reduce_scatter_flat
-
-    def copy_all(into: Any, sources: Any) -> None:
-        is_alike = all(map(lambda a, b: a.stride() == b.stride(), into, sources))
-        calls.append(("copy" if is_alike else "permuting copy", len(into)))
-        copy(into, sources)
-
-    def zero_all(tensors: Any) -> None:
-        calls.append(("zero", len(tensors)))
-        zero(tensors)
-
-    def note(arriving: tuple[torch.Tensor, ...]) -> None:
-        grads.extend(weakref.ref(grad.untyped_storage()) for grad in arriving)
-
-    def look(layer: nn.Module, _: object) -> None:
-        for param in layer.parameters():
-            torch.autograd.graph.get_gradient_edge(param).node.register_prehook(note)
-
-    def reduce_scatter(*args: Any) -> Any:
-        survivors.append(sum(grad() is not None for grad in grads))
-        return launch(*args)
-
-    with (
-        taken_for_a_device(),
-        mock.patch.object(_torch, "copy_all_", copy_all),
-        mock.patch.object(_torch, "zero_all_", zero_all),
-        mock.patch.object(_torch, "reduce_scatter_flat", reduce_scatter),
-    ):
-        model = nn.Sequential(*layers(), *layers())
-        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-        fully_shard(model, mp_policy=policy)
-        for layer in model:
-            layer.register_forward_pre_hook(look)
-        model(batch_of(dist.get_rank(), 0)).float().sum().backward()
-    assert len(grads) == len(list(model.parameters()))
-    return calls, sum(survivors)
-
-
-def test_gradients_are_cast_in_one_call_and_go_before_they_are_sent() -> None:
-    for calls, num_survivors in run_ranks(calls_and_survivors, 2):
-        assert calls == [("zero", 4), ("copy", 4)]  # the weights, whose rows are odd
-        assert num_survivors == 0

@@ -68,16 +68,6 @@ def frozen() -> nn.Module:
     return shard(model)
 
 
-def mixed_dtypes() -> Stack:
-    """Layers half of which compute in double precision, between casts of their inputs."""
-    model = Stack()
-    for layer in model.layers:
-        layer.up.to(torch.float64)
-        layer.up.register_forward_pre_hook(lambda m, args: (args[0].double(),))
-        layer.up.register_forward_hook(lambda m, args, out: out.float())
-    return model
-
-
 def subclasses() -> nn.Module:
     return shard_children(two_tensor_mlp(dim=64))
 

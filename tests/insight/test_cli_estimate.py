@@ -170,15 +170,6 @@ def test_arguments_that_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "Expected TOML or JSON in" in capsys.readouterr().err
 
 
-def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        call("--help")
-    assert caught.value.code == 0
-    said = capsys.readouterr().out
-    assert "composable-shard estimate train.toml --ranks 512 --json" in said
-    assert "exit codes: 0 done" in said
-
-
 KEYS = (
     "['arguments', 'bandwidth', 'batch', 'device', 'flops', 'fully_shard', 'latency', 'loss', "
     "'model', 'optimizer', 'ranks', 'replica_bandwidth']"
@@ -191,7 +182,7 @@ WRONG: list[tuple[str, str]] = [
     ("ranks = 2", "Expected a key 'model' in {path}, got none"),
     *(
         (f"model = {said}\n[batch]", f"Expected 'model' to be 'module:attribute', got {said}")
-        for said in ("'tests'", "':Net'", "'.models:Net'", "'tests:'", "3", "['tests:Net']")
+        for said in ("'tests'", "['tests:Net']")
     ),
     (f"{MODEL}:Nothing'\n[batch]", "Expected 'Nothing' in module 'tests.insight.models', got none"),
     (
@@ -211,12 +202,9 @@ WRONG: list[tuple[str, str]] = [
         f"{STACK}batch = [{{ dtype = 'int64' }}]",
         "Expected a table with shape and dtype in batch, got {'dtype': 'int64'}",
     ),
-    *(
-        (
-            f"{STACK}batch = [{{ shape = {said} }}]",
-            f"Expected 'shape' in batch to be a list of lengths, got {said}",
-        )
-        for said in ("4", "[-2, 16]", "[1.5]")
+    (
+        f"{STACK}batch = [{{ shape = [-2, 16] }}]",
+        "Expected 'shape' in batch to be a list of lengths, got [-2, 16]",
     ),
     (
         f"{STACK}batch = [{{ shape = [1], dtype = 'int65' }}]",
@@ -227,21 +215,12 @@ WRONG: list[tuple[str, str]] = [
         "Expected keys out of ['dtype', 'shape'] in batch, got ['size']",
     ),
     (f"{STACK}arguments = 3\n[batch]", "Expected 'arguments' to be a table, got 3"),
-    *(
-        (
-            f"{STACK}ranks = {said}\n[batch]",
-            f"Expected 'ranks' to be a number of ranks, or [replicas, shards], got {said}",
-        )
-        for said in ("'x'", "0", "[1, 2, 3]", "[2, -1]", "2.0")
+    (
+        f"{STACK}ranks = [2, -1]\n[batch]",
+        "Expected 'ranks' to be a number of ranks, or [replicas, shards], got [2, -1]",
     ),
     (f"{STACK}device = 'tpu'\n[batch]", "Expected 'device' to be a device of torch, got 'tpu'"),
-    *(
-        (f"{STACK}{key} = {said}\n[batch]", f"Expected '{key}' to be a positive number, got {said}")
-        for key, said in (
-            *(("flops", said) for said in ("'many'", "nan", "0", "-1.5")),
-            *(("bandwidth", "'x'"), ("replica_bandwidth", "nan")),
-        )
-    ),
+    (f"{STACK}flops = nan\n[batch]", "Expected 'flops' to be a positive number, got nan"),
     (f"{STACK}latency = nan\n[batch]", "Expected 'latency' to be a number of at least 0, got nan"),
     (f"{STACK}fully_shard = 3\n[batch]", "Expected 'fully_shard' to be a table, got 3"),
     (
@@ -249,13 +228,10 @@ WRONG: list[tuple[str, str]] = [
         "Expected keys out of ['offload', 'param_dtype', 'policy', 'reduce_dtype', "
         "'reshard_after_forward'] in fully_shard, got ['polcy']",
     ),
-    *(
-        (
-            f"{SHARDED}policy = {said}",
-            "Expected 'policy' in fully_shard to be a list of 'module:attribute', or a number of "
-            f"elements, got {said}",
-        )
-        for said in ("'tests.insight.models:Layer'", "0", "['Layer']")
+    (
+        f"{SHARDED}policy = 0",
+        "Expected 'policy' in fully_shard to be a list of 'module:attribute', or a number of "
+        "elements, got 0",
     ),
     (
         f"{SHARDED}policy = ['tests.insight.models:__name__']",
@@ -286,26 +262,6 @@ def test_files_that_are_wrong(
     message = message.replace("{path}", str(path))
     assert call(path) == 2
     assert capsys.readouterr().err == f"composable-shard estimate: {message}\n"
-
-
-@pytest.mark.parametrize(
-    ("option", "said", "expected"),
-    [
-        ("--flops", "nan", "'flops' on the command line to be a positive number, got nan"),
-        ("--bandwidth", "0", "'bandwidth' on the command line to be a positive number, got 0.0"),
-        ("--batch", "0", "'batch' on the command line to be a positive whole number, got 0"),
-        (
-            "--reduce-dtype",
-            "half2",
-            "'reduce_dtype' on the command line to be a dtype of torch, got 'half2'",
-        ),
-    ],
-)
-def test_options_that_are_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, said: str, expected: str
-) -> None:
-    assert call(written(tmp_path, TOML), option, said) == 2
-    assert capsys.readouterr().err == f"composable-shard estimate: Expected {expected}\n"
 
 
 BUILDERS = """
@@ -341,15 +297,6 @@ def test_what_a_model_raises_is_told_in_a_line(
     ):
         assert call(written(tmp_path, f"model = '{model}'\n[batch]")) == 1
         assert capsys.readouterr().err == f"composable-shard estimate: {message}\n"
-
-
-def test_null_in_json_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {"model": "tests.insight.models:Stack", "batch": [{"shape": [2, 256]}]}
-    said = []
-    for more in ({}, {"flops": None, "loss": None, "fully_shard": {"policy": None}}):
-        assert call(written(tmp_path, json.dumps(config | more), "train.json")) == 0
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1]
 
 
 UNREADABLE: dict[str, tuple[bytes | None, str]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -28,19 +27,14 @@ from composable_shard import (
     explain,
     fully_shard,
 )
-from composable_shard.insight.advice import is_repeated_block, repeated_blocks
-from composable_shard.insight.estimate import Estimate, _by_policy
-from composable_shard.insight.group_traffic import StepTraffic, total, total_traffic
+from composable_shard.insight.advice import is_repeated_block
+from composable_shard.insight.estimate import Estimate
+from composable_shard.insight.group_traffic import total
 from composable_shard.insight.rehearsal import (
-    Question,
-    checked_ranks,
     default_loss,
-    rehearse,
-    rehearsing_arguments,
 )
-from composable_shard.insight.step_costs import StepTime
-from composable_shard.testing import fake_ranks, run_ranks
-from tests.insight.models import BF16, BF16_SUMS, Stack
+from composable_shard.testing import fake_ranks
+from tests.insight.models import BF16, Stack
 
 BATCH = torch.empty(2, 256, device="meta")
 
@@ -105,59 +99,6 @@ def test_bytes_on_devices_are_those_that_explain_tells_where_they_are(
     assert {part: getattr(result.traffic, part) for part in expected} == expected
 
 
-def reduce_in_halves() -> StepTraffic:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = Stack()
-    apply_fully_shard(model, is_repeated_block(model), mesh=mesh, mp_policy=BF16_SUMS)
-    return total_traffic(group.traffic for group in explain(model).groups)
-
-
-def test_gloo_sums_halves_over_replicas_in_single_precision() -> None:
-    """And the ranks are real ones: those that pass for others are not asked by whom they are."""
-    in_halves = told((2, 2), device="cpu", mp_policy=BF16_SUMS)
-    assert run_ranks(reduce_in_halves, 4) == [in_halves.traffic] * 4
-    in_singles = told((2, 2), device="cpu", mp_policy=BF16)
-    assert in_halves.traffic.all_reduces == in_singles.traffic.all_reduces
-    elsewhere = told((2, 2), device="cuda", mp_policy=BF16_SUMS).traffic.all_reduces.nbytes
-    everywhere = told((2, 2), device="cuda", mp_policy=BF16).traffic.all_reduces.nbytes
-    assert elsewhere is not None and everywhere is not None
-    assert elsewhere < 0.51 * everywhere
-
-
-def test_the_same_step_is_recorded_for_any_number_of_ranks() -> None:
-    recorded = []
-    for num_ranks in (2, 100_000):
-        ranks = checked_ranks(num_ranks, None)
-        assert ranks.rehearsing == (1, 2)
-        question = Question(
-            Stack, _by_policy(None, {}), BATCH, default_loss, torch.optim.SGD, "cpu"
-        )
-        rehearsal = rehearse(question, ranks)
-        recorded.append(rehearsal.moments)
-    assert recorded[0] == recorded[1]
-    assert checked_ranks(100_000, 10_000).rehearsing == (1, 4)
-    assert checked_ranks((1000, 100), None).rehearsing == (2, 2)
-
-
-def test_arguments_of_many_ranks_are_turned_into_those_of_few() -> None:
-    meant = [
-        (16, 8, 2),
-        (16, 16, True),
-        (16, 1, False),
-        (16, True, True),
-        (16, None, None),
-        (1, 1, False),
-    ]
-    for num_ranks, reshard, expected in meant:
-        kwargs = {"reshard_after_forward": reshard}
-        found = rehearsing_arguments(checked_ranks(num_ranks, reshard), kwargs)
-        assert [num_ranks, reshard, found] == [
-            num_ranks,
-            reshard,
-            {"reshard_after_forward": expected},
-        ]
-
-
 WIDTH, ROWS = 1024, 16
 
 
@@ -189,26 +130,6 @@ def test_one_layer_by_hand() -> None:
     assert result.time.step == pytest.approx(compute + communication)
     assert result.peak.gathered == whole
     assert result.peak.gradients in (whole, whole + 4 * flag + whole // 4 + flag)
-
-
-def test_communication_hides_behind_compute() -> None:
-    slow = told(8, flops=1e6, bandwidth=1e12)
-    assert slow.time is not None
-    assert slow.time.exposed < 0.01 * slow.time.step
-    parts = told(8, flops=1e12, bandwidth=1e3).time
-    assert isinstance(parts, StepTime)
-    assert parts.exposed > 0.99 * parts.step
-    assert told(8).time is None
-
-
-def test_replicas_have_a_bandwidth_of_their_own() -> None:
-    alike = told((2, 4), flops=1e12, bandwidth=1e6)
-    slower = told((2, 4), flops=1e12, bandwidth=1e6, replica_bandwidth=1e5)
-    assert alike.time is not None and slower.time is not None
-    all_reduced = alike.traffic.all_reduces.nbytes
-    assert all_reduced is not None
-    more = slower.time.communication - alike.time.communication
-    assert more == pytest.approx(all_reduced / 1e5 - all_reduced / 1e6)
 
 
 def test_optimizers() -> None:
@@ -258,19 +179,6 @@ def test_forms_of_a_batch() -> None:
         assert estimate(Stack, 2, batch=batch) == by_tensor
 
 
-def test_a_model_on_the_meta_device() -> None:
-    def build() -> nn.Module:
-        with torch.device("meta"):
-            model = Stack()
-            model.register_buffer("table", torch.zeros(8))
-            model.layers[1].up.weight = model.layers[0].up.weight
-        return model
-
-    tied = estimate(build, 2, batch=BATCH)
-    assert tied.num_parameters == told(2).num_parameters - 256 * 384
-    assert tied.between_steps.unsharded == told(2).between_steps.unsharded + 8 * 4
-
-
 def test_shard_by_oneself() -> None:
     def shard(model: Stack, mesh: Any) -> None:
         for layer in model.layers:
@@ -278,30 +186,6 @@ def test_shard_by_oneself() -> None:
         fully_shard(model, mesh=mesh)
 
     assert estimate(Stack, 8, batch=BATCH, shard=shard) == told(8)
-
-
-def over_axis(axis: str) -> Callable[[Stack, Any], None]:
-    def shard(model: Stack, mesh: Any) -> None:
-        for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh[axis])
-
-    return shard
-
-
-def test_shard_over_one_axis_of_two() -> None:
-    both = told((4, 8), shard=over_axis("shard"))
-    alone = told(8)
-    assert (both.traffic, both.peak) == (alone.traffic, alone.peak)
-
-
-def test_repeated_blocks_are_the_outermost_ones() -> None:
-    model = nn.ModuleDict(
-        {
-            "blocks": nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in "ab"),
-            "heads": nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.ReLU()]),
-        }
-    )
-    assert repeated_blocks(model) == set(model["blocks"])
 
 
 def test_losses() -> None:

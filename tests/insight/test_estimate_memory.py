@@ -20,19 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from composable_shard import MixedPrecisionPolicy, apply_fully_shard, estimate
 from composable_shard._torch import poisoned_memory
 from composable_shard.insight.advice import is_repeated_block
-from composable_shard.insight.estimate import Estimate
 from composable_shard.testing import run_ranks
 
 NUM_RANKS = 2
 BATCH, CONTEXT = 4, 64
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3, fused=True)
-
-CASES: dict[str, tuple[Spec, dict[str, Any], int | tuple[int, int]]] = {
-    "fp32": (Spec(layers=2, width=256), {}, 2),
-    "bf16": (Spec(layers=2, width=256), {"mp_policy": BF16}, 2),
-    "replicas": (Spec(layers=2, width=256), {}, (2, 1)),
-}
 
 
 class Checkpointed(Gpt):
@@ -44,6 +37,17 @@ class Checkpointed(Gpt):
             x = checkpoint(block, x, use_reentrant=False)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+
+SMALL = partial(Gpt, Spec(layers=2, width=256))
+UNEVEN = partial(Gpt, Spec(layers=2, width=192, context=65))
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int | tuple[int, int]]] = {
+    "fp32": (SMALL, {}, 2),
+    "checkpoints": (partial(Checkpointed, Spec(layers=2, width=256)), {}, 2),
+    "rows that do not divide": (UNEVEN, {"reshard_after_forward": False}, 2),
+    "bf16": (SMALL, {"mp_policy": BF16}, 2),
+    "replicas": (SMALL, {}, (2, 1)),
+}
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -82,37 +86,15 @@ def measure(
     return between, live.peak
 
 
-def told(
-    build: Callable[[], nn.Module], kwargs: dict[str, Any], shape: int | tuple[int, int]
-) -> Estimate:
-    tokens = torch.empty(BATCH, CONTEXT, dtype=torch.int64, device="meta")
-    return estimate(
-        build, shape, None, tokens, loss=loss_of, optimizer=OPTIMIZER, device="cpu", **kwargs
-    )
-
-
-@pytest.mark.brief(1)
+@pytest.mark.brief(3)
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_is_within_a_tenth(case: str) -> None:
-    spec, kwargs, shape = CASES[case]
-    compare(partial(Gpt, spec), kwargs, shape)
-
-
-def test_the_peak_with_activation_checkpoints() -> None:
-    compare(partial(Checkpointed, Spec(layers=2, width=256)), {}, 2)
-
-
-def test_the_peak_where_rows_do_not_divide() -> None:
-    compare(
-        partial(Gpt, Spec(layers=2, width=192, context=65)), {"reshard_after_forward": False}, 2
-    )
-
-
-def compare(
-    build: Callable[[], nn.Module], kwargs: dict[str, Any], shape: int | tuple[int, int]
-) -> None:
+    build, kwargs, shape = CASES[case]
     ranks = run_ranks(measure, NUM_RANKS, build, kwargs, shape)
-    result = told(build, kwargs, shape)
+    tokens = torch.empty(BATCH, CONTEXT, dtype=torch.int64, device="meta")
+    result = estimate(
+        build, shape, None, tokens, loss=loss_of, optimizer=OPTIMIZER, device="cpu", **kwargs
+    )
     between, peak = (max(bytes_) for bytes_ in zip(*ranks, strict=True))
     assert result.between_steps.total == pytest.approx(between, rel=0.01)
     assert result.peak.total == pytest.approx(peak, rel=0.1)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import re
-import sys
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
 
 from composable_shard import MixedPrecisionPolicy, explain, fully_shard
 from composable_shard.insight.events import record_events
@@ -57,68 +53,6 @@ def test_the_text() -> None:
         assert str(explain(model_of_text())) == TEXT
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.Linear(256, 256)
-        self.out = nn.Linear(256, 256)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.q(x))
-
-
-class TwoAttentions(nn.Module):
-    """A decoder layer: names of its parameters end alike."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = Attention()
-        self.cross = Attention()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.cross(self.attn(x))
-
-
-class Named(nn.ModuleDict):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-def test_parameters_have_their_whole_path_in_the_model() -> None:
-    with fake_ranks(2):
-        layer = fully_shard(TwoAttentions(), mp_policy=BF16)
-        within = str(explain(layer))
-        around = str(explain(nn.Sequential(layer)))
-    names = "attn.q.bias, attn.out.bias, cross.q.bias and 1 more"
-    assert f"  - packed ({names}), " in within
-    assert f"  - packed ({', '.join('0.' + name for name in names.split(', '))}), " in around
-
-
-def test_groups_whose_modules_have_other_names_are_not_alike() -> None:
-    def groups(*names: str) -> list[str]:
-        blocks = [Named({name: nn.Linear(64, 64)}) for name in names]
-        model = nn.ModuleList(fully_shard(block) for block in blocks)
-        return [row[0] for row in explain(model).sections()[0].rows]
-
-    with fake_ranks(2):
-        assert groups("q", "q") == ["0 to 1 (2 alike)"]
-        assert groups("q", "k") == ["0", "1"]
-
-
-@pytest.mark.parametrize("width", [40, 80])
-def test_rich_breaks_what_is_too_long_and_clips_nothing(width: int) -> None:
-    from rich.console import Console
-
-    with fake_ranks(2):
-        explanation = explain(model_of_text())
-    file = io.StringIO()  # no terminal, as a pipe is none
-    Console(width=width, file=file).print(explanation)
-    printed = file.getvalue()
-    assert "…" not in printed and "\x1b" not in printed
-    letters = "".join(re.findall(r"\w", printed))
-    assert Counter(letters) == Counter("".join(re.findall(r"\w", TEXT)))
-
-
 def test_the_other_forms() -> None:
     from rich.console import Console
 
@@ -151,15 +85,6 @@ def test_the_other_forms() -> None:
     assert "layers.0 to layers.1 (2 alike)" in console.export_text()
 
 
-def test_text_and_notebook_do_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich", None)
-    monkeypatch.setitem(sys.modules, "rich.table", None)
-    with fake_ranks(2):
-        explanation = explain(model_of_text())
-    assert str(explanation) == TEXT
-    assert explanation._repr_html_().startswith("<p><b>Groups")
-
-
 def test_nothing_is_gathered_or_changed() -> None:
     with fake_ranks(4):
         model = shard(Stack())
@@ -168,15 +93,6 @@ def test_nothing_is_gathered_or_changed() -> None:
             assert explain(model) == explain(model)
         assert events == []
         assert {n: (id(p), p._version) for n, p in model.named_parameters()} == before
-
-
-def test_a_model_with_several_roots() -> None:
-    with fake_ranks(2):
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        for layer in model:
-            fully_shard(layer)
-        names = [group.name for group in explain(model).groups]
-    assert names == ["0", "1"]
 
 
 def test_what_is_not_sharded_is_refused() -> None:
@@ -239,10 +155,6 @@ def summed_in_bf16() -> nn.Module:
     return fully_shard(Stack(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
 
 
-def by_columns() -> nn.Module:
-    return fully_shard(nn.Linear(64, 4), shard_placement_fn=lambda p: Shard(p.ndim - 1))
-
-
 ADVICE: dict[str, tuple[int, Callable[[], nn.Module], tuple[str, ...], str, str]] = {
     "giant root": (
         *(2, lambda: fully_shard(Stack(layers=6)), ("(root)",)),
@@ -280,13 +192,6 @@ def test_advice(kind: str) -> None:
     num_ranks, build, *said = ADVICE[kind]
     with fake_ranks(num_ranks):
         assert advice(build())[kind] == tuple(said)
-
-
-def test_a_bias_that_leaves_ranks_empty_may_be_small() -> None:
-    with fake_ranks(8):
-        about, _, remedy = advice(by_columns())["empty ranks"]
-    assert about == ("bias",)
-    assert remedy == "nothing, if they are small: they share one message"
 
 
 def test_what_is_whole_on_every_rank() -> None:

@@ -107,19 +107,6 @@ def test_a_step_of_two_ranks(case: str) -> None:
         assert after == before
 
 
-def count_mixed_dtypes() -> tuple[Sent, Sent]:
-    """Count a model whose own casts are subtracted."""
-    own = count_step(models.mixed_dtypes()).copied
-    model = models.shard(models.mixed_dtypes())
-    sent = count_step(model)
-    return replace(sent, copied=sent.copied - own), told(explain(model), 2)
-
-
-def test_dtypes_that_differ_within_a_group() -> None:
-    for sent, said in run_ranks(Apart(count_mixed_dtypes), 2):
-        assert sent == said
-
-
 def count_four(num_replicas: int, policy: MixedPrecisionPolicy) -> tuple[Sent, Sent]:
     model = models.hybrid(num_replicas, mp_policy=policy)
     before = explain(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 from collections.abc import Callable
@@ -48,19 +47,6 @@ def test_the_class_of_a_sharded_module() -> None:
         modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
         assert fully_shard(modules) is modules
         assert all(isinstance(module, FSDPModule) for module in modules)
-
-
-def test_indexing_a_sharded_sequential() -> None:
-    with fake_ranks(2):
-        layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
-        model = nn.Sequential(*layers)
-        fully_shard(model[0])
-        fully_shard(model)
-        assert model[0] is layers[0] and model[-1] is layers[2]
-        part = model[:2]
-        assert type(part) is nn.Sequential
-        assert list(part) == layers[:2]
-        assert len(model) == 3
 
 
 def test_every_public_method_of_torch_is_overridden() -> None:
@@ -162,28 +148,6 @@ def test_arguments_are_those_of_torch(name: str) -> None:
     assert {method: differences for method, differences in found.items() if differences} == {}
 
 
-def test_a_difference_of_arguments_is_seen() -> None:
-    def theirs(first: int, second: bool = True, *, third: int = 1) -> None: ...
-
-    def renamed(first: int, other: bool = True, *, third: int = 1) -> None: ...
-
-    def turned(second: bool = True, first: int = 0, *, third: int = 1) -> None: ...
-
-    def defaults(first: int, second: bool = False, *, third: int = 1) -> None: ...
-
-    def more(first: int, second: bool = True, *, third: int = 1, fourth: int) -> None: ...
-
-    assert unlike(theirs, theirs) == []
-    assert unlike(renamed, theirs) == ["second: missing"]
-    assert unlike(turned, theirs) == [
-        "first: not argument 0",
-        "first: default 0, not <class 'inspect._empty'>",
-        "second: not argument 1",
-    ]
-    assert unlike(defaults, theirs) == ["second: default False, not True"]
-    assert unlike(more, theirs) == ["fourth: needed"]
-
-
 def clear_by_module(model: nn.Module, set_to_none: bool) -> None:
     model.zero_grad(set_to_none=set_to_none)
 
@@ -212,21 +176,6 @@ def test_accumulated_gradients_are_cleared(clear: Clear, set_to_none: bool) -> N
     clear(model, set_to_none)
     for param in model.parameters():
         assert param.grad is None or not full(param.grad).any()
-    train_step(model, 0, None)
-    train_step(reference, 0, None)
-    assert_parity(model, reference)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@on_ranks(2)
-def test_reduced_gradients_are_cleared(set_to_none: bool) -> None:
-    reference, model = two_nets(1)
-    train_step(model, 5, None)
-    model.zero_grad(set_to_none=set_to_none)
-    for param in model.parameters():
-        assert (param.grad is None) == set_to_none
-        assert set_to_none or (param.grad.placements == param.placements)
-        assert set_to_none or not param.grad.to_local().any()
     train_step(model, 0, None)
     train_step(reference, 0, None)
     assert_parity(model, reference)
@@ -329,14 +278,3 @@ def test_unshard_handles() -> None:
     dropped.wait()  # nothing to wait for any more
     assert isinstance(block.up.weight, DTensor)
     assert torch.equal(model(own_input()), reference(own_input()))
-
-
-@on_ranks(2)
-def test_a_copy_by_state_dict_is_independent() -> None:
-    """``deepcopy`` before sharding and ``state_dict`` after it give independent models."""
-    reference, model = two_nets(1)
-    other = shard_net(copy.deepcopy(reference))
-    other.load_state_dict(model.state_dict())
-    train_step(model, 0, torch.optim.SGD(model.parameters(), lr=0.1))
-    other.reshard()
-    assert_parity(other, reference)

@@ -1,17 +1,34 @@
-"""A training on several nodes that may be killed: what was started, and what has come of it."""
+"""The programs of ``examples/launch``, and a training on several nodes that may be killed."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 from many_machines.nodes import Agent, Node
 
+FOLDER = Path(__file__).parents[2] / "examples" / "launch"
 VARIABLES = {"RANKS": "1", "PATIENCE": "3", "RESTARTS": "3"}
 START = re.compile(r"^rank \d of (\d) on \S+: from step (\d+)$", re.MULTILINE)
+
+
+def program(name: str) -> ModuleType:
+    """Load one of them."""
+    spec = importlib.util.spec_from_file_location(f"launched_{name}", FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train(arguments: list[str]) -> None:
+    """Train on a rank that is there already."""
+    program("train").main(arguments)
 
 
 def losses(folder: Path) -> list[dict[str, float]]:

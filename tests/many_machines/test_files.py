@@ -18,7 +18,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from many_machines.programs import FOLDER, program
+from many_machines.runs import FOLDER, program
 
 ROOT = FOLDER.parents[1]
 PAGE = ROOT / "docs" / "many_machines.md"
@@ -68,11 +68,6 @@ def called(script: str, tools: Path, variables: dict[str, str], *options: str) -
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", ["torchrun.sh", "slurm.sbatch"])
-def test_scripts_are_bash(name: str) -> None:
-    subprocess.run(["bash", "-n", str(FOLDER / name)], check=True)
-
-
 def test_torchrun_is_told_about_the_nodes(tools: Path) -> None:
     variables = {"HEAD": "node0", "NODES": "2:4", "RANKS": "8", "PORT": "1234", "JOB": "x"}
     arguments, environment = called("torchrun.sh", tools, variables, "--steps", "7")
@@ -98,21 +93,6 @@ def test_the_node_of_that_address_hosts_the_rendezvous(tools: Path) -> None:
         assert launcher.local_addr == address
         assert rendezvous(launcher).get("is_host") == hosts
         assert rendezvous(launcher)["keep_alive_interval"] == "20"
-
-
-def test_without_a_head_the_script_says_what_is_missing(tools: Path) -> None:
-    done = subprocess.run(
-        ["bash", str(FOLDER / "torchrun.sh")],
-        env={"PATH": f"{tools}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert done.stderr.endswith(
-        "HEAD: set HEAD to the name or address of the node that hosts the rendezvous\n"
-    )
 
 
 # Options of sbatch, as its manual lists them: those with a value and those without.

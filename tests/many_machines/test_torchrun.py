@@ -9,8 +9,7 @@ import pytest
 
 from composable_shard.testing import run_ranks
 from many_machines.nodes import Node, namespaces, reason_against_namespaces, this_machine_twice
-from many_machines.programs import train
-from many_machines.runs import Run, losses
+from many_machines.runs import Run, losses, train
 
 STEPS, EVERY = 10, 3
 OPTIONS = ["--steps", str(STEPS), "--checkpoint-every", str(EVERY)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from composable_shard.core.bucket import Staging, matching_pieces
 from composable_shard.core.gradient_bucket import GradBucket, GradTransfer
 from composable_shard.core.layout import BucketLayout, ParamLayout, packing_of, plan_bucket
-from composable_shard.insight.group_plan import GatherPlan
 from composable_shard.testing.strategies import param_layouts
 
 NUM_SHARDS = st.integers(1, 5)
@@ -175,31 +173,3 @@ def test_every_rank_is_left_with_its_shard_of_the_sum(
                 assert torch.equal(shard, shard_of(param, total, rank))
             else:
                 assert not shard.any()
-
-
-def test_a_dense_even_gradient_in_the_reduce_dtype_is_the_message_itself() -> None:
-    layout = ParamLayout((64, 512), 0, 2)
-    grad = torch.ones(layout.shape)
-    transfer = GradBucket([layout], 2, torch.float32, CPU, PLAIN).start_reduce([grad])
-    assert transfer.inputs[0].data_ptr() == grad.data_ptr()
-    assert transfer.inputs[0].shape == (layout.numel,)
-
-
-@pytest.mark.parametrize(("fuses", "numel"), [(False, 3072 + 4), (True, 2 * 3072)])
-def test_small_parameters_are_copied_without_those_of_ranks_that_have_none(
-    fuses: bool, numel: int
-) -> None:
-    params = tuple(ParamLayout((rows,), 0, 4096) for rows in (3072, 4))
-    bucket = plan_bucket(params, 4096, 4, PLAIN)
-    flat = torch.zeros(bucket.unsharded_numel)
-    regions = {
-        index: flat[start : start + param.gathered_numel]
-        for index, (param, start) in enumerate(zip(params, bucket.unsharded_offsets, strict=True))
-    }
-    staging = Staging(bucket, regions, fuses=fuses)
-    copied = staging._unpacked if fuses else staging._into
-    assert sum(tensor.numel() for tensor in copied) == numel
-    plan = GatherPlan(
-        ("a", "b"), bucket, torch.float32, is_away=False, fuses=fuses, stored_dtype=torch.float32
-    )
-    assert plan.packed_nbytes == 4 * numel

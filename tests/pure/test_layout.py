@@ -117,18 +117,6 @@ def test_messages_cost_by_the_peer_with_gloo_and_at_once_with_nccl() -> None:
     assert (GLOO.alignment_nbytes, NCCL.alignment_nbytes) == (1, 16)
 
 
-@given(NUM_SHARDS.flatmap(param_layouts))
-def test_what_needs_no_message_or_a_permutation_is_never_packed(layout: ParamLayout) -> None:
-    if layout.num_shards == 1 or (layout.outer > 1 and layout.numel):
-        assert not any(travels_packed(layout, 4, packing) for packing in PACKINGS)
-
-
-@given(NUM_SHARDS.flatmap(param_layouts))
-def test_what_has_no_elements_needs_no_message_of_its_own(layout: ParamLayout) -> None:
-    if layout.num_shards > 1 and not layout.numel:
-        assert all(travels_packed(layout, 4, packing) for packing in PACKINGS)
-
-
 @given(buckets())
 def test_a_bucket(planned: tuple[BucketLayout, int]) -> None:
     bucket, itemsize = planned
@@ -212,18 +200,6 @@ def test_what_is_packed_is_aligned_in_the_wire_dtype_and_in_a_narrower_one(
         starts += [start for start, _ in bucket.staged]
         starts += [bucket.packed_offset, bucket.packed_numel, bucket.aligned(num_flags)]
         assert all(start * size % nbytes == 0 for start in starts)
-
-
-def test_a_packed_message_by_hand() -> None:
-    params = (ParamLayout((6,), 0, 2), ParamLayout((9,), 0, 2))
-    bucket = plan_bucket(params, 2, 4, NCCL)
-    assert bucket.shard_offsets == (0, 4)
-    assert (bucket.packed_numel, bucket.packed_paddings) == (12, [1, 3])
-    assert (bucket.staging_numel, bucket.dropped_numel) == (2 * 12 + 2 * 3, 2 * 3)
-    narrow = plan_bucket(params, 2, 4, NCCL, 2)  # bf16 in between: 8 elements are 16 bytes
-    assert (narrow.shard_offsets, narrow.packed_numel) == ((0, 8), 16)
-    plain = plan_bucket(params, 2, 4, GLOO)
-    assert (plain.shard_offsets, plain.packed_numel, plain.staging_numel) == ((0, 3), 8, 16)
 
 
 @given(st.lists(st.integers(0, 9), max_size=5), st.sampled_from([1, 4, 16]))

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_shard import _torch
 from composable_shard.core.gradient_bucket import PackedGrads, flags_travel_alone
 from composable_shard.core.layout import BucketLayout, Packing, ParamLayout, packing_of, plan_bucket
 from composable_shard.testing.strategies import param_layouts
@@ -72,21 +71,6 @@ def test_the_flags_of_every_shard_say_which_gradients_there_are(
         assert flags.tolist() == [[float(one) for one in present]] * num_shards
 
 
-def test_the_fused_kernel_gets_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[torch.Tensor] = []
-    monkeypatch.setattr(_torch, "chunk_cat_into", lambda out, tensors: seen.extend(tensors))
-    bucket = plan_bucket((ParamLayout((5, 3), 0, 4),) * 2, 4, 4, ALIGNED)
-    grads: list[torch.Tensor | None]
-    for grads in ([torch.ones(5, 3)] * 2, [torch.ones(5, 3).bfloat16(), None]):
-        seen.clear()
-        packed(bucket, grads, fuses=True)
-        assert grads[0] is not None
-        # Of six elements of a rank and two flags, padding to eight and to four.
-        columns = [one.numel() // 4 for one in seen[1::2]]
-        assert columns == [2, 2]
-        assert [(one.is_contiguous(), one.dtype) for one in seen] == [(True, grads[0].dtype)] * 5
-
-
 def packing_one(numel: int) -> PackedGrads:
     bucket = plan_bucket((ParamLayout((numel,), 0, 2),), 2, 4, PLAIN)
     return PackedGrads(bucket, 1, torch.float32, CPU, fuses=False)
@@ -126,32 +110,3 @@ def test_flags_travel_alone_where_they_are_more_than_a_message_to_one_peer_costs
     most = packing.cost_nbytes(1) // 4 // 2
     for num_shards, alone in ((most, False), (most + 1, True)):
         assert flags_travel_alone(plan_bucket((), num_shards, 4, packing), 2, 4) == alone
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("fuses", [False, True])
-def test_many_flags_travel_by_themselves(fuses: bool, dtype: torch.dtype) -> None:
-    num_shards = PLAIN.cost_nbytes(1) // dtype.itemsize // 2 + 1
-    params = (ParamLayout((3,), 0, num_shards),) * 2
-    bucket = plan_bucket(params, num_shards, dtype.itemsize, PLAIN)
-    packing = PackedGrads(bucket, 2, dtype, CPU, fuses=fuses)
-    assert packing.numels == [2, 2]
-    for grads in ([torch.ones(3), None], [torch.ones(3), torch.full((3,), 2.0)]) * 2:
-        second = 0.0 if grads[1] is None else 2.0
-        rows, flags = packing.pack(grads, [grad is not None for grad in grads])
-        assert rows.view(num_shards, 2)[:3].tolist() == [[1.0, second]] * 3
-        assert flags.view(num_shards, 2).tolist() == [[1.0, float(second > 0)]] * num_shards
-        if dtype == torch.float16:
-            flags.div_(2)  # as a reduction does with what it is given; others leave them alone
-
-
-def test_flags_without_anything_that_is_packed() -> None:
-    num_shards = PLAIN.cost_nbytes(1) // 4 + 1
-    for packing, columns in ((PLAIN, 1), (ALIGNED, 4)):
-        bucket = plan_bucket((), num_shards, 4, packing)
-        packed = PackedGrads(bucket, 1, torch.float32, CPU, fuses=False)
-        assert packed.numels == [columns]
-        (flags,) = packed.pack([None], [False])
-        assert not flags.any()
-        (flags,) = packed.pack([torch.ones(1)], [True])
-        assert flags.view(num_shards, columns).sum(0).tolist() == [num_shards, 0, 0, 0][:columns]

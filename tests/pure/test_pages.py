@@ -42,11 +42,6 @@ def test_big_memory_has_all_pages_and_no_less_than_was_asked(nbytes: int) -> Non
         assert tensor.sum().item() == tensor.numel()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="mincore(2) and madvise(2) are Linux's")
-def test_memory_that_nobody_asked_pages_for_has_none_before_it_is_written() -> None:
-    assert resident(torch.empty(64 * MIB // 4)) < 0.5
-
-
 @pytest.fixture
 def keeping() -> Iterator[None]:
     if memory._swap is None:
@@ -107,23 +102,3 @@ def test_small_memory_and_that_of_fake_tensors_is_not_kept() -> None:
         _torch.allocate(fake)
     _torch.free(small)
     assert sizes_kept() == [] and fake.untyped_storage().size() == 12 * MIB
-
-
-@pytest.mark.usefixtures("keeping")
-def test_kept_memory_is_poisoned_when_it_goes_and_when_it_comes() -> None:
-    tensor = torch.ones(MIB)
-    with _torch.poisoned_memory(True):
-        _torch.free(tensor)
-        (kept,) = _torch.spare_storages()
-        assert torch.empty(0).set_(kept).isnan().all()
-        torch.empty(0).set_(kept).fill_(1.0)
-        _torch.allocate(tensor)
-        assert tensor.isnan().all()
-
-
-def test_a_torch_that_cannot_swap_memory_frees_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_swap", None)
-    _torch.keep_spare()
-    tensor = torch.empty(MIB)
-    _torch.free(tensor)
-    assert sizes_kept() == [] and tensor.untyped_storage().size() == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,26 +36,3 @@ def test_half_precision_divides_before_by_about_the_square_root(exponent: int) -
     scale = plan_scale(2**exponent, torch.float16)
     assert scale.before == 2.0 ** ((exponent + 1) // 2)
     assert scale.after == 2.0 ** (exponent // 2)
-
-
-def test_an_average_by_the_backend_is_all_there_is_to_do() -> None:
-    assert plan_scale(6, torch.float32) == ReductionScale(before=1, averages=True, after=1, total=6)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "dtype", "each", "mean"),
-    [
-        (4, torch.float16, 30000.0, 30000.0),  # the plain sum, 120000, is beyond float16
-        (8, torch.float16, 30.0, 30.0),
-        (3, torch.float32, 7.0, 7.0),
-        (3, torch.bfloat16, 8.0, 8.0),
-    ],
-)
-def test_a_sum_scaled_as_planned_is_the_mean(
-    num_ranks: int, dtype: torch.dtype, each: float, mean: float
-) -> None:
-    scale = plan_scale(num_ranks, dtype, can_average=False)
-    total = torch.zeros(1, dtype=dtype)
-    for _ in range(num_ranks):
-        total += torch.tensor([each], dtype=dtype) / scale.before
-    assert (total / scale.after).item() == mean

@@ -71,23 +71,6 @@ def test_a_skipped_key_is_caught_up_with_at_once(order: list[str], data: st.Data
     assert run_pass(record, shorter) == [after[key] for key in shorter]
 
 
-@given(orders_without_repeats, st.data())
-def test_a_key_that_was_never_recorded_is_caught_up_with(
-    order: list[str], data: st.DataObject
-) -> None:
-    place = data.draw(st.integers(0, len(order)))
-    record = recorded(order)
-    longer = [*order[:place], "new", *order[place:]]
-    after = {**dict(zip(order, followers(order), strict=True)), "new": []}
-    assert run_pass(record, longer) == [after[key] for key in longer]
-
-
-@given(st.integers(2, 6))
-def test_repeats_of_one_key_are_told_apart_by_their_place(num_repeats: int) -> None:
-    order = [key for place in range(num_repeats) for key in ("shared", str(place))]
-    assert run_pass(recorded(order), order) == followers(order)
-
-
 @given(orders, st.lists(keys, max_size=10))
 def test_an_abandoned_pass_leaves_the_record(order: list[str], begun: list[str]) -> None:
     record = recorded(order)

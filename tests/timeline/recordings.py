@@ -37,12 +37,6 @@ def growing_memory() -> LiveMemory:
     return LiveMemory(map(Reading, itertools.count(100)).__next__, "heap")
 
 
-def device_memory() -> LiveMemory:
-    """Count one byte more each time, of which twice as many are reserved."""
-    counts = itertools.count(2**20)
-    return LiveMemory((Reading(count, 2 * count) for count in counts).__next__, "device")
-
-
 def two_layers(**kwargs: Any) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

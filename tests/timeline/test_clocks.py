@@ -94,15 +94,6 @@ def test_memory_of_the_heap_rises_and_falls_with_a_tensor() -> None:
     assert read().reserved is None
 
 
-def test_elsewhere_resident_memory_is_read_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "_heap", lambda: None)
-    read, of = live_memory(torch.device("cpu"))
-    if of == "resident":
-        assert read is not None and read().nbytes > 1 << 20
-    monkeypatch.setattr(recording, "_RESIDENT", "/nowhere")
-    assert live_memory(torch.device("cpu")) == (None, "nothing")
-
-
 def test_a_device_is_asked_for_what_its_allocator_has_handed_out_and_reserved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -121,12 +112,3 @@ def test_a_device_is_asked_for_what_its_allocator_has_handed_out_and_reserved(
     assert read is not None and of == "device"
     assert [read(), read()] == [(0, 0), (77, 99)]  # nothing is known before the first use
     assert asked == [device, device]
-
-
-def test_other_accelerators_tell_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, nbytes in (("memory_allocated", 77), ("memory_reserved", 99)):
-        answers = {torch.device("xpu", 0): nbytes}
-        monkeypatch.setattr(torch.accelerator, name, answers.__getitem__)
-    read, of = live_memory(torch.device("xpu", 0))
-    assert read is not None and of == "device"
-    assert read() == (77, 99)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import webbrowser
 from pathlib import Path
 
 import pytest
 
 from composable_shard.cli import main
 from composable_shard.insight.timeline.merging import MERGED
-from timeline.recordings import device_memory, recorded_steps
+from timeline.recordings import recorded_steps
 
 
 def call(*arguments: str | Path) -> int:
@@ -55,27 +54,10 @@ def test_the_table_has_a_row_for_each_rank(
     assert capsys.readouterr().out == TABLE + said + files
 
 
-def test_reserved_memory_of_a_device_is_one_more_column(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recorded_steps(1, tmp_path, memory=device_memory)
-    assert call(tmp_path) == 0
-    title, row = capsys.readouterr().out.splitlines()[1:3]
-    assert title.endswith("other  MiB  reserved MiB")
-    assert row.split()[-2:] == ["1", "2"]
-
-
 def test_missing_ranks_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorded_steps(1, tmp_path)
     assert call(tmp_path) == 0
     assert "missing: rank 1 wrote no trace" in capsys.readouterr().out.splitlines()
-
-
-def test_the_page_is_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[str] = []
-    monkeypatch.setattr(webbrowser, "open", opened.append)
-    assert call(folder, "--json", "--open") == 0
-    assert opened == [(folder / "timeline.html").resolve().as_uri()]
 
 
 def test_failures_are_one_line_and_exit_code_1(
@@ -84,19 +66,3 @@ def test_failures_are_one_line_and_exit_code_1(
     assert call(tmp_path) == 1
     text = f"Expected files of ranks (rank-00000.json) in {tmp_path}, got none"
     assert capsys.readouterr().err == f"composable-shard trace: {text}\n"
-
-
-def test_wrong_arguments_are_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        call()
-    assert caught.value.code == 2
-    assert "the following arguments are required: FOLDER" in capsys.readouterr().err
-
-
-def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        call("--help")
-    assert caught.value.code == 0
-    printed = capsys.readouterr().out
-    assert "composable-shard trace runs/trace --open" in printed
-    assert "exit codes: 0 merged, 1 no trace to merge, 2 wrong arguments" in printed

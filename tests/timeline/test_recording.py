@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from composable_shard import fully_shard, trace
-from composable_shard.insight.events import record_events
+from composable_shard import trace
 from composable_shard.insight.timeline.recording import GroupFacts, RankTrace
-from composable_shard.insight.timeline.spans import Mark, Span, unfold
+from composable_shard.insight.timeline.spans import Span
 from composable_shard.insight.trace import Timeline
 from composable_shard.testing import fake_ranks
 from timeline.recordings import MS, Ticks, growing_memory, recorded_steps, train, two_layers
@@ -79,22 +77,6 @@ def test_every_moment_of_a_step_belongs_to_one_span() -> None:
         assert before.end <= after.start
 
 
-def test_flights_last_from_the_launch_to_the_end_of_the_wait() -> None:
-    recorded = recorded_steps(2)
-    flights = [(f.op, f.name, f.number, f.start // MS, f.end // MS) for f in recorded.flights]
-    assert flights[6:] == [
-        ("gather", "0", 2, 52, 57),
-        ("gather", "1", 2, 54, 63),
-        ("gather", "0", 3, 68, 77),
-        ("reduce", "1", 1, 73, 81),
-        ("reduce", "0", 1, 83, 87),
-    ]
-    launched = {(s.op, s.name, s.number): s.start for s in recorded.spans if s.kind == "launch"}
-    waited = {(s.op, s.name, s.number): s.end for s in recorded.spans if s.kind == "wait"}
-    for flight in recorded.flights:
-        assert (launched[flight[:3]], waited[flight[:3]]) == (flight.start, flight.end)
-
-
 def test_memory_is_asked_where_it_was_taken_or_is_given_back() -> None:
     memory = recorded_steps(1).memory
     assert [sample.nbytes for sample in memory] == list(range(100, 100 + len(memory)))
@@ -144,27 +126,6 @@ def test_reductions_over_replicas_are_flights_of_their_own() -> None:
         assert ends[f"all-reduce {name}"].start == ends[f"reduce {name}"].end
 
 
-def test_a_failed_backward_leaves_no_span_open() -> None:
-    marks = [
-        Mark(0, "pre_backward", ""),
-        Mark(1, "pre_backward", "0"),
-        Mark(2, "begin_wait_for_all_gather", "0"),  # raises
-        Mark(7, "pre_forward", ""),
-        Mark(9, "post_forward", ""),
-        Mark(12, "step"),
-    ]
-    spans = unfold(marks).spans
-    assert spans[-2:] == [Span("wait", "0", 2, 7, "gather", 0), Span("forward", "", 7, 9)]
-
-
-def test_a_mark_that_seems_earlier_than_the_last_counts_as_that_moment() -> None:
-    marks = [Mark(0, "pre_forward", "0"), Mark(9, "pre_forward", "1"), Mark(5, "post_forward", "1")]
-    assert unfold([*marks, Mark(12, "post_forward", "0")]).spans == [
-        Span("forward", "0", 0, 9),
-        Span("forward", "0", 9, 12),
-    ]
-
-
 def test_skipped_steps_are_not_recorded_and_recording_ends_by_itself() -> None:
     with fake_ranks(2):
         model = two_layers()
@@ -201,48 +162,6 @@ def test_an_exception_ends_the_recording_and_what_was_recorded_is_kept(tmp_path:
     recorded = RankTrace.from_json((tmp_path / "rank-00000.json").read_text())
     assert recorded == timeline.recorded
     assert len(recorded.steps) == 1
-
-
-def test_other_listeners_hear_what_a_timeline_hears() -> None:
-    with fake_ranks(2):
-        model = two_layers()
-        x = torch.ones(2, 4)
-        with (
-            record_events(model, "all_gather") as outer,
-            trace(model),
-            record_events(model, "all_gather") as inner,
-        ):
-            model(x)
-    assert inner == outer == [("all_gather", "0"), ("all_gather", "1")]
-
-
-def test_optimizers_of_other_models_are_not_heard() -> None:
-    with fake_ranks(2):
-        model, other = two_layers(), nn.Linear(2, 2)
-        strange = torch.optim.SGD(other.parameters(), lr=0.1)
-        with trace(model) as timeline:
-            other(torch.ones(1, 2)).sum().backward()
-            strange.step()
-    assert timeline.recorded is not None and timeline.recorded.spans == []
-
-
-def test_trees_within_a_plain_module_are_told_apart_by_their_names() -> None:
-    with fake_ranks(2):
-        model = nn.ModuleDict({name: fully_shard(nn.Linear(4, 4)) for name in ("first", "second")})
-        with trace(model) as timeline:
-            for one in model.values():
-                one(torch.ones(2, 4))
-    assert timeline.recorded is not None
-    assert acts(timeline.recorded) == ["gather first", "gather second"]
-
-
-def test_an_inner_module_shows_the_whole_tree() -> None:
-    with fake_ranks(2):
-        model: Any = two_layers()
-        with trace(model[1]) as timeline:
-            model(torch.ones(2, 4))
-    assert timeline.recorded is not None
-    assert list(timeline.recorded.groups) == ["", "0", "1"]
 
 
 CASES = [

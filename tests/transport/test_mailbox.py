@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from on_ranks import on_ranks
 from torch import nn
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.core.transport import beside, exchange, failures, mailbox, point_to_point
+from composable_shard.core.transport import beside, mailbox, point_to_point
 from composable_shard.core.transport.exchange import Exchange
 from composable_shard.core.transport.mailbox import Mailbox, mailbox_of
 from composable_shard.core.transport.pending import Pending
@@ -29,7 +28,6 @@ from composable_shard.core.transport.point_to_point import (
     DirectGather,
     DirectReduceScatter,
 )
-from composable_shard.core.transport.shared_memory import _Piece
 from composable_shard.errors import ShardError
 from composable_shard.testing import run_ranks
 
@@ -88,20 +86,6 @@ def gathered(dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gathered_are_the_shards_of_all(dtype: torch.dtype, apart: int | None, ranks: int) -> None:
     assert run_ranks(kept_apart(gathered, apart), ranks, dtype) == [True] * ranks
-
-
-@on_ranks(3)
-def test_a_great_many_tensors_are_gathered_at_once() -> None:
-    rank, count = dist.get_rank(), dist.get_world_size()
-    inputs = [torch.full((1 + number % 3,), number + rank / 8) for number in range(1100)]
-    outputs = [torch.empty(count * one.numel()) for one in inputs]
-    group = dist.group.WORLD
-    assert group is not None
-    Pending(DirectAllGather().launch(outputs, inputs, group, TAG)).wait()
-    assert all(
-        out.tolist() == [number + peer / 8 for peer in range(count) for _ in own]
-        for number, (out, own) in enumerate(zip(outputs, inputs, strict=True))
-    )
 
 
 def reduced(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str) -> bool:
@@ -201,16 +185,6 @@ def evaluates(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x)  # type: ignore[no-any-return]
 
 
-def runs_forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).detach()  # type: ignore[no-any-return]
-
-
-def unshards(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    model.unshard()  # type: ignore[operator]
-    weight: torch.Tensor = model.weight  # type: ignore[assignment]
-    return weight.detach().sum(1)[None].clone()
-
-
 def trains(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     x.requires_grad_()
     model.set_reshard_after_forward(True)  # type: ignore[operator]
@@ -225,7 +199,7 @@ def trains_without_sync(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("policy", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("act", [evaluates, runs_forward, unshards, trains, trains_without_sync])
+@pytest.mark.parametrize("act", [evaluates, trains, trains_without_sync])
 def test_shards_may_change_as_soon_as_a_pass_has_ended(
     act: Callable[[nn.Module, torch.Tensor], torch.Tensor], policy: torch.dtype | None
 ) -> None:
@@ -304,21 +278,6 @@ def test_nothing_is_held_after_a_backward_and_memory_does_not_grow() -> None:
     for left, blocks in run_ranks(after_training, 2):
         assert left == [left[0]] * 30  # what tests before have left to nobody
         assert max(blocks[10:]) <= 3 * max(blocks[:10])  # more where ranks are further apart
-
-
-def many_under_way(num: int) -> list[bool]:
-    """Launch more than the ring has entries; wait for the last first."""
-    launched = [(start, *gather(float(start), TAG + 2 + start % 7)) for start in range(num)]
-    exact = []
-    for start, output, pending in reversed(launched):
-        pending.wait()
-        exact.append(is_exact(gather, start, output))
-    return exact
-
-
-def test_more_are_under_way_than_the_ring_has_entries() -> None:
-    num = 3 * mailbox.NUM_ENTRIES + 5
-    assert run_ranks(many_under_way, 2, num) == [[True] * num] * 2
 
 
 def gathered_to_one(num: int, in_step: bool) -> tuple[list[bool], int]:
@@ -403,22 +362,6 @@ def test_what_nobody_reads_is_freed(launch: Launch, first: int | None, ranks: in
     assert run_ranks(dropped, ranks, launch, first) == [([True] * 3, 0)] * ranks
 
 
-def launched_by_one_first() -> list[object]:
-    """How much is held while one rank has launched, and when the other has done so too."""
-    rank, before = dist.get_rank(), unread()
-    seen: list[object] = []
-    for late in (False, True):
-        if late == bool(rank):
-            gather(10.0, TAG + 1)
-        seen += [complete(gather), unread() - before]
-    return seen
-
-
-def test_what_was_published_stays_until_the_others_have_launched_theirs() -> None:
-    exact: list[object] = [True] * 3
-    assert run_ranks(launched_by_one_first, 2) == [[exact, 1, exact, 0], [exact, 1, exact, 0]]
-
-
 PLACES = [(Mailbox, "look"), (Mailbox, "has_read"), (Mailbox, "_acknowledge"), (Exchange, "read")]
 
 
@@ -467,44 +410,6 @@ def test_the_next_one_does_not_read_what_was_for_nobody(
         assert [exact for *_, exact in seen] == [[True] * 3] * 16, seen
 
 
-def interrupted_as_it_forgets(kind: type) -> tuple[str, bool, int]:
-    """Interrupt a rank as it gives up the pages of what it has read."""
-    real, group, said = _Piece.forget_pages, world(), ""
-    count, left = group.size(), [dist.get_rank()]
-
-    def interrupt(piece: _Piece) -> None:
-        if left.pop() if left else 0:
-            raise KeyboardInterrupt
-        real(piece)
-
-    def gathers(value: float) -> bool:
-        own = torch.full((count,), value + dist.get_rank())
-        output = torch.empty(count**2 if kind is DirectAllGather else 1)
-        wanted = torch.arange(count).repeat_interleave(count) + value
-        if kind is DirectAllGather:
-            Pending(DirectAllGather().launch([output], [own], group, TAG)).wait()
-            return torch.equal(output, wanted)
-        op = dist.ReduceOp.SUM
-        Pending(DirectReduceScatter().launch([output], [own], group, op, TAG)).wait()
-        return torch.equal(output, wanted[::count].sum(0, keepdim=True))
-
-    with mock.patch.object(_Piece, "forget_pages", interrupt):
-        try:
-            gathers(1.0)
-        except KeyboardInterrupt:
-            said = "KeyboardInterrupt"
-    gc.collect()
-    exact = gathers(3.0)
-    dist.barrier()
-    return said, exact, box().num_unread
-
-
-@pytest.mark.parametrize("kind", [DirectAllGather, DirectReduceScatter])
-def test_an_interrupt_at_the_end_of_a_collective_is_not_dropped(kind: type) -> None:
-    first, second = run_ranks(interrupted_as_it_forgets, 2, kind)
-    assert (first, second) == (("", True, 0), ("KeyboardInterrupt", True, 0))
-
-
 def interrupted_at_launch(name: str) -> list[str]:
     """Interrupt rank 0 before it has published, and go on: who waits for it is told."""
     group = dist.new_group()
@@ -543,27 +448,6 @@ def test_a_rank_that_is_interrupted_before_it_publishes_is_missed_at_once(name: 
 
 
 @on_ranks(2)
-def test_a_rank_does_not_wait_for_one_that_keeps_its_exception() -> None:
-    kept: list[BaseException] = []
-    before = unread()
-    pending = gather(10.0)[1]
-    with interrupted_at(Mailbox, "look", 0):
-        try:
-            pending.wait()
-        except KeyboardInterrupt as error:
-            kept.append(error)
-    del pending
-    if dist.get_rank() == 0:
-        kept.clear()
-        gc.collect()
-    seen: list[object] = [complete(gather)]
-    kept.clear()
-    gc.collect()
-    exact = [True] * 3
-    assert ([*seen, complete(gather), unread() - before]) == ([exact, exact, 0])
-
-
-@on_ranks(2)
 def test_an_exchange_may_go_while_the_lock_is_held() -> None:
     before = unread()
     pending = gather(10.0)[1]
@@ -571,44 +455,3 @@ def test_an_exchange_may_go_while_the_lock_is_held() -> None:
         del pending
         noted = len(box().given_up)
     assert (noted, complete(gather), unread() - before) == ((1, [True] * 3, 0))
-
-
-@on_ranks(2)
-def test_an_exchange_may_go_when_the_interpreter_ends() -> None:
-    pending, found = gather(10.0)[1], []
-    with contextlib.ExitStack() as stack:
-        hook = mock.patch.object(
-            sys, "unraisablehook", lambda one: found.append(str(one.exc_value))
-        )
-        stack.enter_context(hook)
-        for module in (exchange, mailbox):
-            for name in [name for name in vars(module) if not name.startswith("__")]:
-                stack.enter_context(mock.patch.object(module, name, None))
-        del pending
-    assert (found, complete(gather)) == (([], [True] * 3))
-
-
-def lost_meanwhile() -> tuple[list[bool], str]:
-    group = dist.new_group()
-    assert isinstance(group, dist.ProcessGroup)
-
-    def launch() -> Pending:
-        output = torch.empty(4)
-        return Pending(DirectAllGather().launch([output], [torch.ones(2)], group, TAG))
-
-    pending = launch()
-    failures.lost(group, 1 - dist.get_rank(), "a test")
-    del pending
-    exact = complete(gather)
-    with pytest.raises(ShardError) as caught:
-        launch()
-    return exact, str(caught.value)
-
-
-def test_a_group_that_is_lost_is_refused_and_others_go_on() -> None:
-    for rank, (exact, said) in enumerate(run_ranks(lost_meanwhile, 2)):
-        assert exact == [True] * 3
-        assert said == (
-            "Expected a process group without failures, got one that had failed before: Expected "
-            f"rank {1 - rank} to take part in a collective, got a test"
-        )

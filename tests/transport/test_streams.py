@@ -20,10 +20,9 @@ from support.simulated_device import SimulatedDevice, Stream
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable_shard import AllGather, ReduceScatter, _torch, fully_shard
+from composable_shard import AllGather, ReduceScatter, fully_shard
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import Memory
-from composable_shard.core.transport.pending import compute_stream
 from composable_shard.mesh import resolve_mesh
 from composable_shard.testing import fake_ranks, run_ranks
 
@@ -134,19 +133,6 @@ def test_what_a_custom_collective_sends_lives_until_it_has_been_waited_for() -> 
     assert run_ranks(train_late, 2) == expected
 
 
-class Scalar:
-    """Says how it was moved."""
-
-    def to(self, device: torch.device, non_blocking: bool) -> tuple[torch.device, bool]:
-        return device, non_blocking
-
-
-@pytest.mark.parametrize(("device", "waits"), [("cpu", True), ("cuda:0", False)])
-def test_what_comes_to_the_host_is_waited_for(device: str, waits: bool) -> None:
-    there = torch.device(device)
-    assert _torch.carried(Scalar(), there) == (there, not waits)  # type: ignore[arg-type]
-
-
 class Input(torch.Tensor):
     """An input of a forward in memory that is pinned or not; notes how it was moved."""
 
@@ -196,7 +182,3 @@ def test_on_another_stream_gradients_are_accumulated_by_other_nodes() -> None:
             assert_parity(model, reference)
     expected = [[is_new] * 2 for is_new in (True, False, True, False, True)]
     assert (renewed) == (expected)
-
-
-def test_the_stream_of_a_host_is_always_the_same() -> None:
-    assert compute_stream(torch.device("cpu")) == 0

@@ -1,15 +1,46 @@
-"""A training that goes on with the nodes that are left, and takes in another one later."""
+"""Runs that take long: the demo to its end, two thousand iterations, nodes that leave and join."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from demo import run
 from many_machines.nodes import namespaces, reason_against_namespaces, this_machine_twice
-from many_machines.programs import train
-from many_machines.runs import Run, losses
+from many_machines.runs import Run, losses, train
+from training.iterations import iterate
 
-from composable_shard.testing import run_ranks
+from composable_shard.testing import run_on_ranks, run_ranks, stop_ranks
+
+AFTER = r"held-out loss after training *\S *(\S+) nats"
+
+
+@pytest.mark.timeout(1200)
+def test_the_demo_with_int8_gradients_ends_within_a_hundredth_of_the_loss(tmp_path: Path) -> None:
+    found = []
+    for more in ((), ("--int8-gradients",)):
+        folder = str(tmp_path / "-".join(("run", *more)))
+        printed = run("examples/train_lm.py", "--checkpoint-dir", folder, *more, timeout=600)
+        (loss,) = re.findall(AFTER, printed)
+        found.append(float(loss))
+    assert 1.5 < found[0] < 2.2
+    assert found[1] == pytest.approx(found[0], rel=0.01)
+
+
+MEASURES = (400, 800, 1200, 1600, 2000)
+
+
+@pytest.mark.timeout(3000)
+def test_two_thousand_iterations_train_exactly_and_leave_nothing_behind() -> None:
+    stop_ranks()  # what earlier calls have left in the processes is none of this
+    for found, seen in run_on_ranks(iterate, 2, 2000, MEASURES, timeout=2700):
+        assert found == []
+        for name in ("open_files", "process_groups", "own_objects", "tensors"):
+            assert len({getattr(one, name) for one in seen}) == 1, (name, seen)
+        growth = seen[-1].resident_nbytes - seen[0].resident_nbytes
+        assert growth < 4 * 2**20, seen
+
 
 OPTIONS = ["--steps", "400", "--checkpoint-every", "5"]
 
