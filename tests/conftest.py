@@ -33,7 +33,7 @@ for folder in ("benchmarks", "examples"):
 # Few and long tests, which start programs, compile, or wait. What comes last should be short, so
 # that no worker is left alone with it.
 FIRST = (
-    *("faults/test_restarts.py", "faults/test_lost_ranks.py", "many_machines/test_torchrun.py"),
+    *("faults/test_lost_ranks.py", "many_machines/test_torchrun.py"),
     *("uneven/test_programs.py", "test_programs.py"),
     *("compile/test_blocks.py", "compat/test_torch_dropin.py"),
 )

@@ -100,6 +100,30 @@ def test_ranks_that_do_not_end_are_given_up(monkeypatch: pytest.MonkeyPatch) -> 
     assert str(caught.value) == "Expected 2 ranks to measure within 0.2 s, got no end"
 
 
+def test_the_slowest_rank_counts_and_one_wrong_value_is_wrong() -> None:
+    def rank(
+        seconds: float, is_right: bool, transports: dict[str, str], copied: float
+    ) -> dict[str, Any]:
+        one = {"how": "X", "seconds": seconds, "nbytes_received": 8, "is_right": is_right}
+        return {
+            "backend": "gloo",
+            "num_threads": 1,
+            "transports": transports,
+            "copied_per_second": copied,
+            "all_gather": one,
+            "reduce_scatter": {**one, "is_right": True},
+        }
+
+    merged = doctor._slowest(
+        [rank(1.0, False, {"0-1": "a", "0-2": "b"}, 5.0), rank(2.0, True, {"1-2": "a"}, 6.0)]
+    )
+    assert merged == Measurement(
+        *("gloo", 1, {"0-1": "a", "0-2": "b", "1-2": "a"}, 5.0),
+        *(Collective("X", 2.0, 8, False), Collective("X", 2.0, 8, True)),
+    )
+    assert merged.pairs_by_way() == {"a": "0-1, 1-2", "b": "0-2"}
+
+
 def test_this_machine_is_seen_as_it_is() -> None:
     seen = look()
     assert seen.versions["torch"] == torch.__version__
@@ -210,6 +234,54 @@ def test_threads(
     assert found == Findings([problem] * bool(problem), [warning] * bool(warning))
 
 
+@pytest.mark.parametrize(("load", "is_busy"), [(2.4, False), (2.6, True), (9.0, True)])
+def test_a_busy_machine_is_no_fault(load: float, is_busy: bool) -> None:
+    found = Findings()
+    judge_threads(replace(HERE, load=load), 2, measured_with(1, 2e9, 0.1e9), found)
+    assert bool(found.problems) is not is_busy
+    assert found.warnings == is_busy * [
+        "reduce-scatter is 80 times slower than a copy of memory; other programs were running "
+        f"(load {load} on 4 cores): measure again when they have ended"
+    ]
+    found = Findings()
+    judge_threads(replace(HERE, load=load), 2, measured_with(4, 2e9, 0.1e9), found)
+    assert (f"{SHARED}: set OMP_NUM_THREADS=2" in found.warnings) is is_busy
+
+
+def test_ranks_that_do_not_end_on_a_busy_machine_are_no_fault(
+    given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given["measured"] = TimeoutError("Expected 2 ranks to measure within 120 s, got no end")
+    assert cli.main(["doctor"]) == 1
+    given["machine"] = replace(HERE, load=9.0)
+    assert cli.main(["doctor"]) == 0
+    assert (
+        "warning    Expected 2 ranks to measure within 120 s, got no end; other programs were "
+        "running (load 9.0 on 4 cores): measure again when they have ended"
+    ) in capsys.readouterr().out
+
+
+def test_what_looks_slow_is_measured_again(
+    given: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, fast = measured_with(1, 2e9, 0.1e9), measured_with(1, 2e9, 1e9)
+    wrong = replace(slow, all_gather=replace(slow.all_gather, is_right=False))
+    for attempts, code, num_left in (([slow, fast, slow], 0, 1), ([slow] * 4, 1, 1)):
+        monkeypatch.setattr(doctor, "measure", lambda *_, left=attempts: left.pop(0))
+        assert cli.main(["doctor"]) == code
+        assert len(attempts) == num_left
+    assert capsys.readouterr().out.count("reduce-scatter is 80 times slower") == 1
+    monkeypatch.setattr(doctor, "measure", lambda *_, left=[wrong, fast]: left.pop(0))
+    assert cli.main(["doctor"]) == 1  # what was wrong once is not made good
+    assert "all_gather gave wrong values" in capsys.readouterr().out
+
+
+def test_one_thread_each_is_not_too_many_for_more_ranks_than_cores() -> None:
+    found = Findings()
+    judge_threads(replace(HERE, num_threads=1), 9, None, found)
+    assert found == Findings()
+
+
 WHY = "a rank has no memory to share: [Errno 1] not here"
 SENT = (
     "ranks 0-1, 1-2 send through sockets what they could read in shared memory: "
@@ -271,6 +343,49 @@ def test_the_report_for_programs(given: dict[str, Any], capsys: pytest.CaptureFi
     assert report["warnings"] == [SENT]
 
 
+def test_the_report_of_ranks_that_send(
+    given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gather = replace(GATHER, how="DirectAllGather")
+    given["measured"] = replace(MEASURED, transports=MIXED, num_threads=2, all_gather=gather)
+    assert cli.main(["doctor", "--ranks", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "ranks           3 on cpu over gloo, 2 threads each\n" in printed
+    assert f"transport       messages, because {WHY}: ranks 0-1, 1-2\n" in printed
+    assert "transport       shared memory: ranks 0-2\n" in printed
+    assert "(8 MiB in 4.0 ms), sent from rank to rank over gloo\n" in printed
+
+
+def test_nothing_is_started_if_not_asked_for(
+    given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", "--no-measure", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["measured"] is None
+    assert given["requests"] == []
+
+
+def test_gpus_are_measured_unless_the_cpu_is_asked_for(
+    given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given["machine"] = GPUS
+    coalesced = replace(GATHER, how="CoalescedAllGather")
+    given["measured"] = replace(MEASURED, backend="nccl", all_gather=coalesced, transports={})
+    assert cli.main(["doctor"]) == 0
+    assert "one coalesced launch of nccl for a group" in capsys.readouterr().out
+    assert cli.main(["doctor", "--device", "cpu", "--ranks", "3"]) == 0
+    asked = [request[:2] for request in given["requests"]]
+    assert asked == [(2, "cuda"), (3, "cpu")]
+
+
+def test_one_gpu_is_well_and_has_nothing_to_measure(
+    given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given["machine"] = replace(GPUS, devices=["GPU"])
+    assert cli.main(["doctor"]) == 0
+    assert given["requests"] == []
+    assert "ranks      1 on cuda, which communicates with nobody\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("measured", "problem"),
     [
@@ -298,10 +413,40 @@ def test_what_is_wrong_exits_with_1(
     assert "nothing is wrong" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("option", "value"), [("--ranks", "0"), ("--mib", "two")])
+def test_no_ranks_are_started_on_a_machine_with_problems(
+    given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given["machine"] = replace(HERE, backends={"gloo": False})
+    assert cli.main(["doctor"]) == 1
+    assert given["requests"] == []
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "problem    torch has no backend for collectives: install a build with gloo"
+    )
+
+
+@pytest.mark.parametrize("option", ["--ranks", "--mib"])
+@pytest.mark.parametrize("value", ["0", "-1", "two"])
 def test_numbers_are_positive(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["doctor", option, value])
     assert caught.value.code == 2
     text = f"Expected a positive number, got '{value}'"
     assert capsys.readouterr().err.endswith(f"error: argument {option}: {text}\n")
+
+
+def test_too_many_threads_are_not_said_to_be_well(
+    given: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given["machine"] = replace(HERE, num_threads=4)
+    given["measured"] = measured_with(4, 2e9, 1e9)
+    assert cli.main(["doctor"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        f"warning         {SHARED}: set OMP_NUM_THREADS=2",
+        "verdict         training works; see what is above",
+    ]
+    given["measured"] = measured_with(4, 2e9, 0.1e9)
+    assert cli.main(["doctor"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "problem         reduce-scatter is 80 times slower than a copy of memory; "
+        f"{SHARED}: set OMP_NUM_THREADS=2"
+    )

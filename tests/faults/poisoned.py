@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard import _torch, fully_shard
 from composable_shard.core.transport.channel import Channel
@@ -210,6 +211,49 @@ class Plant(NamedTuple):
     apart: bool = False
 
 
+class Instead(TorchDispatchMode):
+    """Calls something else instead of one operation."""
+
+    def __init__(self, op: Any, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self._op, self._call = op, call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = self._call if func is self._op else func
+        return call(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def spoiled_arrivals(
+    spoil: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
+) -> Iterator[None]:
+    """Copy what a gather has brought out of its messages in another way."""
+    arrived, gather = set[int](), Channel.gather
+
+    def note(self: Channel, outputs: Any, *rest: Any) -> Any:
+        arrived.update(_torch.storage_numbers(outputs))
+        return gather(self, outputs, *rest)
+
+    def copy(into: list[torch.Tensor], sources: list[torch.Tensor], *rest: Any) -> None:
+        is_arrival = arrived.issuperset(_torch.storage_numbers(sources))
+        (spoil if is_arrival else torch._foreach_copy_)(into, sources)
+
+    noting = mock.patch.object(Channel, "gather", note)
+    with noting, Instead(torch.ops.aten._foreach_copy_.default, copy):
+        yield
+
+
+def copy_too_late(into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for source in sources:
+        source.fill_(torch.nan)
+    torch._foreach_copy_(into, sources)
+
+
+def gaps_left(tensor: torch.Tensor) -> torch.Tensor:
+    """Zero what has values alone."""
+    return tensor if tensor.isnan().any() else tensor.zero_()
+
+
 @contextlib.contextmanager
 def inner_tensors(*kinds: Any) -> Iterator[None]:
     """Let classes call all that they are made of inner tensors, which are freed with a gather."""
@@ -242,6 +286,16 @@ def skipped(owner: object, name: str, returned: object = None) -> Callable[[], A
 
 FAULTS: dict[str, Fault | Plant] = {
     "saved scales are freed": Plant(lambda: inner_tensors(Scaled)),
+    "a rank's own part of a gather is left out": Fault(
+        DirectAllGather, "launch", "(shards, addresses, own_places)", "(shards, addresses)"
+    ),
+    "what is packed is not copied out": Plant(lambda: spoiled_arrivals(lambda *_: None)),
+    "what is packed is overwritten before it is copied out": Plant(
+        lambda: spoiled_arrivals(copy_too_late)
+    ),
+    "a gap in a packed message is not cleared": Plant(
+        lambda: Instead(torch.ops.aten.zero_.default, gaps_left)
+    ),
     "a missing gradient is not cleared": Plant(skipped(_torch, "zero_all_")),
     "padding of a reduced buffer is read": Plant(skipped(_torch, "zero_ranges_")),
     "a regather is left out": Plant(skipped(Channel, "regather", []), 4, 2),

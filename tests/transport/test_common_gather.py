@@ -27,7 +27,7 @@ from composable_shard.core.transport.common_gather import CommonGather, have_com
 from composable_shard.core.transport.mailbox import Mailbox, mailbox_of
 from composable_shard.core.transport.pending import Pending
 from composable_shard.core.transport.point_to_point import DirectAllGather
-from composable_shard.core.transport.shared_memory import CommonFile, OwnFile
+from composable_shard.core.transport.shared_memory import CommonFile, Lease, OwnFile
 from composable_shard.errors import ShardError
 from composable_shard.testing import run_ranks
 
@@ -151,6 +151,22 @@ def test_a_rank_may_be_late(rank: int, which: str) -> None:
     assert run_ranks(late, 3, rank, which) == [[True] * 9] * 3
 
 
+@on_ranks(3)
+def test_a_rank_writes_while_it_waits_for_something_else() -> None:
+    """Launch before the first rank does, and then wait for another collective of that rank."""
+    if dist.get_rank() == 0:
+        time.sleep(0.1)
+    first, pending = begin(1, tag=TAG + 20)
+    if dist.get_rank() == 0:
+        pending.wait()  # for what the others have only launched
+    other, after = begin(2, tag=TAG + 22)
+    after.wait()
+    pending.wait()
+    assert ([torch.equal(first, whole(1, 2000)), torch.equal(other, whole(2, 2000))]) == (
+        [True] * 2
+    )
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 @on_ranks("ranks")
 def test_a_rank_writes_while_it_waits_outside() -> None:
@@ -222,6 +238,17 @@ def test_a_slab_is_not_taken_while_a_rank_uses_it(rank: int) -> None:
     assert run_ranks(used_for_long, 3, rank) == [[True] * 20] * 3
 
 
+def used_for_long_with_a_fault() -> list[bool]:
+    fault = Fault(Mailbox, "_take_back", " and not published.slab.is_held", "")
+    with planted(fault):
+        return used_for_long(0)
+
+
+def test_a_slab_that_is_taken_while_the_first_rank_uses_it_would_be_seen() -> None:
+    first, *_ = run_ranks(used_for_long_with_a_fault, 3)
+    assert not all(first)
+
+
 def blocks_and_maps() -> tuple[list[int], list[int]]:
     """Gather tensors of several sizes; return what that takes, of the file and of addresses."""
     slabs, blocks, maps = box().shared.slabs, [], []
@@ -254,8 +281,88 @@ def test_ranks_that_gather_other_things_are_told() -> None:
     assert f" bytes in all from rank {1 - rank} as on this one, got others" in said, said
 
 
+def not_mapped() -> tuple[str, bool]:
+    """Go on after the first rank had a slab, and could not map it; the slab is there again."""
+    group, said = fresh_group(), ""
+
+    def refuse(*_: object) -> None:
+        raise ShardError("no more mappings")
+
+    def gathered() -> torch.Tensor:
+        buffer = empty(1200)
+        shard = torch.full((600,), float(dist.get_rank()))
+        Pending(DirectAllGather().launch_into([buffer], [buffer], [shard], group, TAG)).wait()
+        return buffer
+
+    gathered()
+    gc.collect()
+    mailbox = mailbox_of(group)
+    assert mailbox is not None
+    mailbox.let_go()
+    dist.barrier()
+    slabs = mailbox.shared.slabs
+    before = 0 if slabs is None else os.fstat(slabs.file).st_size
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == 0:
+            stack.enter_context(mock.patch.object(CommonFile, "lease", refuse))
+        try:
+            gathered()
+        except ShardError as error:
+            said = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    is_exact = gathered().tolist() == [0.0] * 600 + [1.0] * 600
+    return said, is_exact and (slabs is None or os.fstat(slabs.file).st_size == before)
+
+
+def test_a_slab_that_the_first_rank_cannot_map_is_no_memory_on_all() -> None:
+    first, second = run_ranks(not_mapped, 2)
+    assert first == ("ShardError: no more mappings", True)
+    told = "Expected rank 0 to have 4800 bytes of memory to share with the other ranks of this host"
+    assert second == (f"CommunicationError: {told}, got none", True)
+
+
 class Interrupted(BaseException):
     """Comes from outside, as that of a keyboard does."""
+
+
+def interrupted(rank: int, method: str) -> list[str]:
+    """Interrupt a rank in the middle; the others hear of it at once, and a new group works."""
+    group, said = fresh_group(), []
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == rank:
+            stack.enter_context(mock.patch.object(CommonGather, method, interrupt))
+        start = time.monotonic()
+        try:
+            buffer = empty(600)
+            Pending(
+                DirectAllGather().launch_into([buffer], [buffer], [torch.ones(200)], group, TAG)
+            ).wait()
+        except (Interrupted, ShardError) as error:
+            said.append(type(error).__name__)
+            del error
+        gc.collect()
+    if dist.get_rank() == rank:  # tells what it has given up before the next one
+        with contextlib.suppress(ShardError):
+            mailbox = mailbox_of(group)
+            assert mailbox is not None
+            mailbox.go_on()
+    dist.barrier()
+    said.append("soon" if time.monotonic() - start < 20 else "late")
+    other, pending = begin(3)
+    pending.wait()
+    said.append(str(torch.equal(other, whole(3, 2000))))
+    return said
+
+
+def test_a_rank_that_is_interrupted_before_it_has_written_is_missed_at_once() -> None:
+    first, second, third = run_ranks(interrupted, 3, 1, "_write")
+    assert second == ["Interrupted", "soon", "True"]
+    for kind, *rest in (first, third):  # at the wait, or at the launch
+        assert kind in ("CommunicationError", "ShardError") and rest == ["soon", "True"]
 
 
 def interrupted_while_it_writes(place: str) -> tuple[str, bool]:
@@ -295,6 +402,29 @@ def interrupted_while_it_writes(place: str) -> tuple[str, bool]:
 )
 def test_a_rank_that_is_interrupted_while_it_writes_goes_on(place: str) -> None:
     assert run_ranks(interrupted_while_it_writes, 2, place) == [("", True), ("Interrupted", True)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_lease_ends_whole_even_if_it_is_interrupted() -> None:
+    """Python drops the interrupt; the slab is free, and what was written in private is gone."""
+    own, ended, left = OwnFile(8), list[int](), [1]
+    slab, common = own.take(mmap.PAGESIZE), CommonFile(os.dup(own.file))
+    lease = common.lease(slab.start, slab.nbytes, lambda: ended.append(1))
+    forget = lease._forget_own
+
+    def interrupt() -> None:
+        if left:
+            left.pop()
+            raise KeyboardInterrupt
+        forget()
+
+    ctypes.memset(lease.common, 3, slab.nbytes)
+    ctypes.memset(lease.address, 9, slab.nbytes)
+    lease._forget_own = interrupt
+    del lease
+    again = common.lease(slab.start, slab.nbytes, lambda: None)
+    assert ended == [1]
+    assert ctypes.string_at(again.address, slab.nbytes) == b"\3" * slab.nbytes
 
 
 def where_memory_is_locked() -> list[bool] | str:
@@ -490,6 +620,10 @@ FAULTS = {
     "nobody waits until all have written": Fault(
         CommonGather, "wait", "for rank in self._unread:", "for rank in ():"
     ),
+    "small parameters are not copied out": Fault(
+        CommonGather, "_copy_out", "number < 0 or ", ""
+    ),
+    "what a rank wrote by itself stays": Fault(Lease, "__del__", "self._forget_own()", "pass"),
 }  # fmt: skip
 
 

@@ -114,6 +114,14 @@ def test_custom_communication_acts_on_its_own_group_alone() -> None:
     assert seen == expected
 
 
+@on_ranks(1)
+def test_a_hook_on_a_stream_of_the_cpu_runs_in_place() -> None:
+    model = fully_shard(nn.Linear(2, 1, bias=False))
+    model.set_all_reduce_hook(lambda grads: grads.mul_(3), stream=torch.cpu.Stream())
+    model(torch.tensor([[1.0, 2.0]])).sum().backward()
+    assert model.weight.grad.full_tensor().tolist() == [[3.0, 6.0]]
+
+
 @on_ranks(4)
 def test_an_all_reduce_hook_makes_replicas() -> None:
     """Shard over pairs of ranks; reduce between the pairs by a hook instead of a hybrid mesh."""
@@ -135,6 +143,28 @@ def test_an_all_reduce_hook_makes_replicas() -> None:
     oracle.take()
     oracle.reduce()
     assert (gradient_differences(dict(model.named_parameters()), oracle)) == ([])
+
+
+@on_ranks(4)
+def test_a_hook_may_bring_gradients_that_no_rank_here_has() -> None:
+    """Pairs that use different parameters: the hook brings gradients from the other pair."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x: torch.Tensor, name: str) -> torch.Tensor:
+            return self.parts[name](x)
+
+    either = fully_shard(Either(), mesh=mesh["shard"])
+    either.set_all_reduce_hook(lambda g: dist.all_reduce(g, group=mesh.get_group("replicate")))
+    name = "ab"[mesh["replicate"].get_local_rank()]
+    either(torch.ones(2, 4), name).sum().backward()
+    assert ([param.grad is not None for param in either.parameters()]) == ([True] * 4)
 
 
 def reductions_in_flight(max_input_buffers: int) -> list[str]:

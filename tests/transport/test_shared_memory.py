@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import gc
 import logging
 import mmap
 import os
+import resource
 import socket
 import threading
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -19,9 +22,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
+from warm import Warm
 
 from composable_shard._torch import can_adopt_memory, free
 from composable_shard.core.transport import mailbox, shared_memory
+from composable_shard.core.transport.common_gather import CommonGather
 from composable_shard.core.transport.exchange import Exchange, HostCollective
 from composable_shard.core.transport.mailbox import mailbox_of, near_ranks, why_apart
 from composable_shard.core.transport.pending import Pending
@@ -165,6 +170,87 @@ def test_a_rank_that_cannot_share_is_sent_messages(what: str) -> None:
         ]
 
 
+@contextlib.contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """Let this process open so many more files, and no others."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.dup(0)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 50, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        for _ in range(count):
+            os.close(taken.pop())
+        yield
+    finally:
+        for file in taken:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def met_with_few_descriptors(rank: int, count: int) -> tuple[list[int], dict[int, str], bool, bool]:
+    """Whom a group shares with, why not with others, whether it takes seconds, and gathers."""
+    group, start = fresh_group(), time.monotonic()
+    dist.barrier()
+    with descriptors_left(count) if dist.get_rank() == rank else contextlib.nullcontext():
+        near = near_ranks(group)
+    is_slow = time.monotonic() - start > 10.0
+    return near, why_apart(group), is_slow, gathers(group)
+
+
+@pytest.mark.usefixtures("sharing")
+@pytest.mark.parametrize("count", range(9))
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_descriptors_is_sent_messages(rank: int, count: int) -> None:
+    """However many are left, both of a pair know that they do not share, and why."""
+    found = run_ranks(met_with_few_descriptors, 3, rank, count)
+    for place, (near, reasons, is_slow, exact) in enumerate(found):
+        assert (is_slow, exact) == (False, True)
+        assert sorted([*near, *reasons]) == [peer for peer in range(3) if peer != place]
+        for peer, reason in reasons.items():
+            assert rank in (place, peer) and place in found[peer][1]
+            assert "[Errno 24] Too many open files" in reason
+
+
+def met_with_warnings_as_errors() -> tuple[str, bool]:
+    group, raised = fresh_group(), ""
+    mailbox._is_warned = False
+    with warnings.catch_warnings(), mock.patch.object(os, "memfd_create", refuse):
+        if dist.get_rank() == 1:
+            warnings.simplefilter("error")
+        try:
+            near_ranks(group)
+        except UserWarning as error:
+            raised = str(error)
+    return raised, gathers(group)
+
+
+@pytest.mark.usefixtures("sharing")
+def test_a_warning_that_is_an_error_on_one_rank_is_no_concern_of_others() -> None:
+    told, raised = run_ranks(met_with_warnings_as_errors, 2)
+    assert (told, raised[1]) == (("", True), True)
+    assert raised[0].startswith("Rank 1 and rank 0 run on one host and share no memory, because")
+
+
+@pytest.mark.usefixtures("sharing")
+@on_ranks(2)
+def test_a_program_that_a_rank_starts_inherits_no_memory_of_ranks() -> None:
+    def inherited() -> set[int]:
+        found = set[int]()
+        for file in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # that of the list itself
+                if os.get_inheritable(file):
+                    found.add(file)
+        return found
+
+    group = fresh_group()
+    dist.barrier(group)
+    before = inherited()
+    assert gathers(group) and near_ranks(group)
+    assert (sorted(inherited() - before)) == ([])
+
+
 def met_by_one_that_is_told_not_to() -> object:
     with mock.patch.dict(os.environ, {SWITCH: "0"} if dist.get_rank() == 1 else {}):
         return met()
@@ -177,6 +263,15 @@ def test_a_rank_that_is_told_not_to_share_is_left_alone() -> None:
     assert [one[:2] for one in found] == [([], {1: why}), ([], {0: why})]
     assert [bool(one[3]) for one in found] == [True, False]  # who was told knows it
     assert all(one[4] for one in found)
+
+
+@pytest.mark.usefixtures("sharing")
+def test_processes_that_may_not_look_into_each_other_share_all_the_same(
+    warm: Warm, tmp_path: Path
+) -> None:
+    script = Path(__file__).with_name("forbidden.py").read_text()
+    told = warm.run(tmp_path, script)
+    assert [out for _, out, _ in told] == ["refused: EPERM EPERM EPERM; shares; exact\n"] * 2, told
 
 
 @pytest.mark.usefixtures("sharing")
@@ -214,10 +309,58 @@ def test_nobody_but_its_owner_can_write_a_file_and_nobody_can_shorten_it() -> No
     os.close(passed)
 
 
+def test_a_slab_is_read_where_it_was_written() -> None:
+    own = OwnFile(8)
+    peer = PeerFile(os.dup(own.file), 8)
+    own.words[7] = -5
+    assert peer.words[7] == -5
+    slabs = [own.take(nbytes) for nbytes in (PAGE, 3 * PAGE + 1)]
+    for number, slab in enumerate(slabs):
+        ctypes.memset(slab.address + 64, number + 1, 5)
+    for number, slab in enumerate(slabs):
+        seen = peer.view(slab.start, slab.nbytes).tensor(64, 7, torch.uint8)
+        assert seen.tolist() == [number + 1] * 5 + [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int16])
+def test_a_view_has_tensors_of_every_dtype(dtype: torch.dtype) -> None:
+    own = OwnFile(8)
+    slab, written = own.take(PAGE), torch.arange(5).to(dtype)
+    ctypes.memmove(slab.address + 16, written.data_ptr(), written.nbytes)
+    view = PeerFile(os.dup(own.file), 8).view(slab.start, slab.nbytes)
+    assert torch.equal(view.tensor(16, 5, dtype), written)
+    assert torch.equal(view.tensor(16, 0, dtype), written[:0])
+    assert view.bytes(18)[16:] == bytes(written.view(torch.uint8)[:2].tolist())
+    assert len(view.bytes(2 * PAGE)) == PAGE  # its end
+
+
+def resident_pages(address: int) -> int:
+    """Return how many pages of a mapping that begins at an address count as of this process."""
+    (line, *_) = lines_of_mapping(address, "Rss:")
+    return int(line.split()[1]) * 1024 // PAGE
+
+
 def lines_of_mapping(address: int, name: str) -> list[str]:
     lines = Path("/proc/self/smaps").read_text().splitlines()
     first = next(n for n, line in enumerate(lines) if line.startswith(f"{address:08x}-"))
     return [line for line in lines[first:] if line.startswith(name)]
+
+
+def test_what_was_looked_at_is_no_memory_of_this_process_in_the_end() -> None:
+    own = OwnFile(8)
+    slab = own.take(8 * PAGE)
+    peer, seen = PeerFile(os.dup(own.file), 8), []
+    for value in (1, 2):
+        ctypes.memset(slab.address, value, slab.nbytes)
+        view = peer.view(slab.start, slab.nbytes)
+        every = view.tensor(0, slab.nbytes, torch.uint8)
+        assert every.unique().tolist() == [value]
+        seen.append(every.data_ptr())
+        assert resident_pages(seen[-1]) == 8
+        view.forget_pages()
+        assert resident_pages(seen[-1]) == 0
+        assert every[:PAGE].unique().tolist() == [value]  # who still looks, sees it
+    assert seen[0] == seen[1]  # it stayed mapped
 
 
 def test_what_has_ended_forgets_no_pages_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +390,30 @@ def test_what_has_ended_forgets_no_pages_of_others(monkeypatch: pytest.MonkeyPat
     for address in others:
         assert ctypes.string_at(address, PAGE) == bytes([7]) * PAGE
         real.munmap(address, PAGE)
+
+
+def test_as_many_slabs_stay_mapped_as_are_used_in_turns() -> None:
+    own = OwnFile(8)
+    slabs, peer = [own.take(PAGE) for _ in range(17)], PeerFile(os.dup(own.file), 8)
+    for number, slab in enumerate(slabs):
+        ctypes.memset(slab.address, number, 1)
+    views = [peer.view(slab.start, slab.nbytes) for slab in slabs]  # in use, one more than stays
+    for number, (slab, view) in enumerate(zip(slabs, views, strict=True)):
+        assert view.tensor(0, 1, torch.uint8).item() == number
+        address = view.tensor(0, 1, torch.uint8).data_ptr()
+        again = peer.view(slab.start, slab.nbytes).tensor(0, 1, torch.uint8)
+        assert again.item() == number
+        assert number == 0 or again.data_ptr() != address  # each pushes out the next
+
+
+def test_what_cannot_be_mapped_is_an_error() -> None:
+    own = OwnFile(8)
+    with pytest.raises(ShardError) as caught:
+        PeerFile(os.dup(own.file), 8).view(1, PAGE)
+    assert str(caught.value) == (
+        f"Expected {PAGE} bytes of memory to share with the other ranks of this host, got the "
+        f"error 'Invalid argument'; {SWITCH}=0 on all ranks sends everything through sockets"
+    )
 
 
 def test_free_slabs_are_used_again_the_smallest_that_fits_first() -> None:
@@ -303,6 +470,18 @@ def test_big_slabs_have_huge_pages_as_far_as_they_go(nbytes: int) -> None:
     own.give_back(slab)
     own._return(slab)
     assert blocks(own) == before + PAGE
+
+
+def test_a_system_that_makes_no_huge_pages_has_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    libc = mock.Mock(wraps=shared_memory._libc())
+    libc.madvise.side_effect = lambda *_: -1
+    monkeypatch.setattr(shared_memory, "_libc", lambda: libc)
+    own = OwnFile(8)
+    before = blocks(own)
+    slab = own.take(2 * HUGE + PAGE)
+    assert libc.madvise.call_args.args == (slab.address, 2 * HUGE, 25)
+    assert blocks(own) == before + 2 * HUGE + PAGE
+    ctypes.memset(slab.address, 1, slab.nbytes)
 
 
 def test_a_lack_of_memory_is_an_error_and_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,6 +563,25 @@ REFUSED = (
 def test_a_forked_process_publishes_nothing() -> None:
     for launched, waited, exact in run_ranks(forked, 2):
         assert (REFUSED in launched, REFUSED in waited, exact) == (True, True, True)
+
+
+def forked_while_a_thread_writes() -> tuple[str, list[float]]:
+    group = fresh_group()
+    near_ranks(group)
+    output, own = torch.empty(2), torch.full((1,), 9.0)
+    assert free(output)
+    gather = CommonGather(group, TAG, [output], [output], [own])
+    with gather._writing:
+        said = child_that(gather.wait)()
+    gather.wait()
+    return said, output.tolist()
+
+
+@pytest.mark.usefixtures("sharing")
+@pytest.mark.skipif(not can_adopt_memory(), reason="this torch has no storages of given memory")
+def test_a_forked_process_waits_for_no_thread_of_its_parent() -> None:
+    for said, gathered in run_ranks(forked_while_a_thread_writes, 2):
+        assert (REFUSED in said, gathered) == (True, [9.0, 9.0])
 
 
 def overtaken(way: str) -> tuple[str, list[float]]:
