@@ -60,7 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("brief"):
         os.environ["BRIEF_EXAMPLES"] = "1"  # read where examples are generated
-        settings.register_profile("brief", max_examples=25)
+        settings.register_profile("brief", max_examples=15)
         settings.load_profile("brief")
 
 

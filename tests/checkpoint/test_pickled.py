@@ -163,7 +163,7 @@ TIMES = [
 ]
 
 
-@pytest.mark.brief(7)
+@pytest.mark.brief(5)
 @pytest.mark.parametrize("way", ["torch.save", "pickle"])
 @pytest.mark.parametrize(("kind", "ranks", "when"), TIMES)
 @on_ranks("ranks")

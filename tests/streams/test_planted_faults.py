@@ -268,6 +268,7 @@ def test_a_planted_fault_is_seen(name: str) -> None:
     assert seen, faults
 
 
+@pytest.mark.brief(8)
 @pytest.mark.parametrize("program", [n for n, one in PROGRAMS.items() if not one.is_for_any_device])
 def test_nothing_is_seen_where_nothing_was_planted(program: str) -> None:
     assert faults_of(program) == []
@@ -377,7 +378,7 @@ def train_twice(program: str) -> tuple[list[str], list[bool]]:
 
 
 # Those that give work to streams cannot be trained without a device.
-@pytest.mark.brief(11)
+@pytest.mark.brief(6)
 @pytest.mark.parametrize("program", [n for n, one in PROGRAMS.items() if one.is_for_any_device])
 def test_training_is_that_of_the_cpu(program: str) -> None:
     num_ranks = PROGRAMS[program].replicas * PROGRAMS[program].shards

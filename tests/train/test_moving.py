@@ -192,7 +192,7 @@ ROUTES = {
 }
 
 
-@pytest.mark.brief(5)
+@pytest.mark.brief(3)
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("route", ROUTES)
 @on_ranks(4)

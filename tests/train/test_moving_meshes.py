@@ -231,7 +231,7 @@ def output(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(DTensor.from_local(x, model.weight.device_mesh, cuts, run_check=False)).to_local()
 
 
-@pytest.mark.brief(4)
+@pytest.mark.brief(3)
 @pytest.mark.parametrize("name", CASES)
 @on_ranks(4)
 def test_every_mesh_moves_as_from_a_checkpoint(name: str, tmp_path: Path) -> None:
