@@ -162,7 +162,7 @@ def options_of(kind: str) -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.brief(9)
+@pytest.mark.brief(6)
 @pytest.mark.parametrize(
     ("kind", "num_ranks"),
     [("hybrid", 4), *product(("plain", "offloaded", "mixed"), (1, 2, 3))],

@@ -48,6 +48,7 @@ class Noting:
 DTYPES = (torch.bfloat16, torch.float32)
 
 
+@pytest.mark.brief(5)
 @pytest.mark.parametrize(
     ("ranks", "reshard", "dtypes"),
     [

@@ -35,6 +35,7 @@ PROGRAM: list[Any] = [
 ]
 
 
+@pytest.mark.brief(7)
 @pytest.mark.parametrize(
     ("mesh", "reshard"),
     [

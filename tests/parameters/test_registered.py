@@ -351,6 +351,7 @@ LOOPS: list[Loop] = [
 LOOPS_OF_KEPT = [clears_by_hand, steps_by_hand, steps_data_by_hand]
 
 
+@pytest.mark.brief(5)
 @pytest.mark.parametrize(
     ("how", "num_ranks"), [*product([*SHARDED, "kept"], [2]), ("kept", 1), ("kept", 3)]
 )

@@ -251,7 +251,7 @@ def compare_losses(case: Case) -> tuple[float, float]:
     return worst[0], worst[1]
 
 
-@pytest.mark.brief(4)
+@pytest.mark.brief(2)
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_an_unsharded_run_and_of_fsdp2(case: Case) -> None:
     for off_unsharded, off_fsdp2 in run_ranks(compare_losses, case.num_ranks, case):

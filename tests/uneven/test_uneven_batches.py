@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from launches import counted
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from training.cases import reproducible
 
 from composable_shard import clip_grad_norm_, sit_out, uneven
 from composable_shard.errors import CommunicationError, ShardError
@@ -115,7 +116,7 @@ def train_whole(whole: Model, counts: Counts, num_ranks: int) -> list[float]:
 steps = st.lists(st.integers(0, 3), max_size=3)
 
 
-@settings(deadline=None)
+@reproducible(40)
 @given(
     drawn=st.sampled_from([(2, 1), (3, 1), (4, 2)]).flatmap(
         lambda shape: st.tuples(
