@@ -120,7 +120,7 @@ _MODULES = {
 }
 """Where each public name is defined; for type checkers, the imports above say the same."""
 
-# The core that is being written stands in for today's where it is asked for.
+# COMPOSABLE_SHARD_CORE=next replaces today's core by the next one.
 _REPLACED = ("module", "api") if os.environ.get("COMPOSABLE_SHARD_CORE") == "next" else ()
 for _name in _REPLACED:
     sys.modules[f"{__name__}.{_name}"] = import_module(f"{__name__}.core_next.{_name}")

@@ -348,3 +348,35 @@ def _accelerator() -> str | None:
     """Return the type of the accelerators that this process can use, if it has any."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return None if accelerator is None else accelerator.type
+
+
+def check_reshard(
+    reshard_after_forward: bool | int | None, meshes: Iterable[ShardMesh]
+) -> bool | int | None:
+    """Return the choice for parameters over ``meshes``: ``1`` means False, all ranks mean True.
+
+    Raises:
+        ValueError: If it is neither a bool nor a number that divides that of the shards.
+    """
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    if not isinstance(reshard_after_forward, int):
+        raise ValueError(
+            "Expected reshard_after_forward to be True, False, a number of ranks or None, got "
+            f"{type(reshard_after_forward).__name__}: {reshard_after_forward!r}"
+        )
+    sizes = sorted({mesh.num_shards for mesh in meshes})
+    for num_shards in sizes:
+        if reshard_after_forward < 1 or num_shards % reshard_after_forward:
+            raise ValueError(
+                "Expected reshard_after_forward to divide the number of shards, got "
+                f"{reshard_after_forward} for {num_shards} shards"
+            )
+    if reshard_after_forward == 1:
+        warnings.warn(
+            "reshard_after_forward=1 keeps all parameters on every rank after forward; "
+            "pass False to say so",
+            stacklevel=3,
+        )
+        return False
+    return True if sizes == [reshard_after_forward] else reshard_after_forward

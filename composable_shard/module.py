@@ -23,7 +23,7 @@ from composable_shard.arguments import (
 )
 from composable_shard.core.copying import SavedModule, copy_sharded, restore_module, save_module
 from composable_shard.core.gradient import assign_grad, clear
-from composable_shard.core.group import ParamGroup, check_reshard, group_of, set_group
+from composable_shard.core.group import ParamGroup, group_of, set_group
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.root import Context, context_of
 from composable_shard.core.torch_state import TorchState, answer_torch, torch_state
@@ -35,6 +35,7 @@ from composable_shard.core.transport.collectives import (
 )
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.errors import ShardError
+from composable_shard.mesh import check_reshard
 from composable_shard.train.clip import clip_grad_norm
 
 __all__ = [
@@ -144,11 +145,10 @@ def _convert(
         converted = {id(t): (t, fn(t)) for t in (*held.values(), *others)}
         new_grads: list[torch.Tensor | None] = []
         for param, grad in zip(params, grads, strict=True):
-            new = None if grad is None else converted[id(grad)][1]
-            if grad is None or new is None or grad.dtype in (param.sharded.dtype, new.dtype):
-                new_grads.append(new)
-            else:  # it is of a dtype of its own, and keeps it
-                new_grads.append(grad.to(new.device))
+            new: Any = None if grad is None else converted[id(grad)][1]
+            if grad is not None and grad.dtype not in (param.sharded.dtype, new.dtype):
+                new = grad.to(new.device)  # it has a dtype of its own, and keeps it
+            new_grads.append(new)
     before = [(p, p.detach(), _torch.local_part(p)) for p in held.values()]
     buffers = [(module, dict(module._buffers)) for module in modules]
     for param in params:

@@ -148,7 +148,7 @@ def symmetric_memory_of_nccl() -> tuple[Allocate, Callable[[torch.Tensor, dist.P
     return allocate, lambda tensor, group: symmetric.rendezvous(tensor, group=group.group_name)
 
 
-_Gloo = getattr(distributed_c10d, "ProcessGroupGloo", None)
+_Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
 
 
 class _MeansGloo(type):
@@ -165,7 +165,6 @@ class _GlooOfOneWorker(metaclass=_MeansGloo):
     def __new__(
         cls, store: dist.Store, rank: int, num_ranks: int, timeout: timedelta, **more: Any
     ) -> Any:
-        assert _Gloo is not None
         if any(more.values()):  # what only the plain call can do
             return _Gloo(store, rank, num_ranks, timeout=timeout, **more)
         options = _Gloo._Options()
@@ -179,7 +178,6 @@ class _GlooOfOneWorker(metaclass=_MeansGloo):
 @functools.cache
 def _gloo_device(interface: str, process: int) -> Any:
     """Return a device that the groups of a process share: each has a thread that polls."""
-    assert _Gloo is not None
     return _Gloo.create_device(interface=interface) if interface else _Gloo.create_default_device()
 
 

@@ -43,13 +43,8 @@ def preserved_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractCo
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
-set_version_counters = torch._C._autograd._unsafe_set_version_counter
-"""Sets version counters; see :func:`set_versions`."""
-
-
-def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """Set version counters; autograd refuses saved tensors whose counter has moved."""
-    set_version_counters(tuple(tensors), tuple(versions))
+set_versions = torch._C._autograd._unsafe_set_version_counter
+"""Sets version counters of a tuple; autograd refuses saved tensors whose counter has moved."""
 
 
 def chunk_cat_into(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.codec import has_extension, has_grad_extension
-from composable_shard.core.group import ParamGroup
-from composable_shard.core.param import ShardedParam
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import watched
 from composable_shard.core.transport.process_groups import (
@@ -36,8 +35,11 @@ trees of a process have a tag in common, though their process groups differ.
 """
 
 
-def agree_on_model(groups: Sequence[ParamGroup]) -> None:
+def agree_on_model(groups: Sequence[Any]) -> None:
     """Raise the same error on all ranks if ``groups`` differ between them; else give them tags.
+
+    Args:
+        groups: The groups of a tree.
 
     Raises:
         RankMismatchError: On all ranks, with the first difference to rank 0.
@@ -46,7 +48,7 @@ def agree_on_model(groups: Sequence[ParamGroup]) -> None:
         what was sharded on the meta device; more only if it raises.
     """
     channels = [(group, channel) for group in groups for channel in group.channels.values()]
-    process_groups: dict[dist.ProcessGroup, list[tuple[ParamGroup, Channel]]] = {}
+    process_groups: dict[dist.ProcessGroup, list[tuple[Any, Channel]]] = {}
     for group, channel in channels:
         channel.set_label(group.label)
         for ranks in channel.mesh.process_groups:
@@ -54,11 +56,12 @@ def agree_on_model(groups: Sequence[ParamGroup]) -> None:
     for ranks, members in process_groups.items():
         facts = [line for group, channel in members for line in _facts(group, channel.mesh)]
         filled = [
-            (group.label, param)
+            (f"'{param.name}' of {group.label}", local)
             for group, channel in members
             for param in group.params
             if param.began_on_meta and param.mesh == channel.mesh
-            if channel.mesh.shard_group is ranks and _is_filled_on_cpu(param)
+            if channel.mesh.shard_group is ranks
+            if (local := _local_of(param)).is_cpu and not _torch.is_subclass(local)
         ]
         tag = _agree(ranks, members[0][1].mesh.device, facts, len(members), filled)
         for place, (_, channel) in enumerate(members):
@@ -66,13 +69,8 @@ def agree_on_model(groups: Sequence[ParamGroup]) -> None:
                 channel.set_tag(tag + place)
 
 
-def _is_filled_on_cpu(param: ShardedParam) -> bool:
-    local = _local_of(param)
-    return local.device.type == "cpu" and not _torch.is_subclass(local)
-
-
-_Filled = list[tuple[str, ShardedParam]]
-"""Parameters that users have filled as shards, with what messages call their groups."""
+_Filled = list[tuple[str, torch.Tensor]]
+"""The shards that users have filled, with the names of their parameters."""
 
 
 def _agree(
@@ -96,14 +94,14 @@ def _agree(
 def _warn_of_same_rows(ranks: dist.ProcessGroup, device: torch.device, filled: _Filled) -> None:
     """Warn if all ranks hold the same random numbers, as those do that fill shards by one seed."""
     digests = []
-    for _, param in filled:
-        first = _local_of(param).detach().flatten()[:64].contiguous()
+    for _, local in filled:
+        first = local.detach().flatten()[:64].contiguous()
         held = first.view(torch.uint8).tolist()  # bytes, of any dtype
         is_random = len({*held}) > max(4, len(held) / 4)  # no constants
         digests.append(hash(tuple(held)) >> 2 if is_random else ranks.rank())
     _, found = compare("", ranks, device, *digests, *(-digest for digest in digests))
     pairs = zip(filled, found, found[len(filled) :], strict=False)
-    same = [f"'{param.name}' of {label}" for (label, param), most, least in pairs if most == -least]
+    same = [name for (name, _), most, least in pairs if most == -least]
     if same:
         warnings.warn(
             f"All ranks hold the same rows of {same[0]}: random functions fill shards on the CPU "
@@ -112,7 +110,7 @@ def _warn_of_same_rows(ranks: dist.ProcessGroup, device: torch.device, filled: _
         )
 
 
-def _facts(group: ParamGroup, mesh: ShardMesh) -> list[str]:
+def _facts(group: Any, mesh: ShardMesh) -> list[str]:
     name = group.label
     policy = group.policy
     replicas = f" times {mesh.num_replicas} replicas" if mesh.num_replicas > 1 else ""
@@ -127,23 +125,22 @@ def _facts(group: ParamGroup, mesh: ShardMesh) -> list[str]:
     ]
 
 
-def _local_of(param: ShardedParam) -> torch.Tensor:
+def _local_of(param: Any) -> torch.Tensor:
     """Return the local shard of what stands in the place of a parameter."""
     current = param.slots[0].get()
     return _torch.local_tensor(current) if isinstance(current, DTensor) else param.local
 
 
-def _fact(param: ShardedParam, policy: MixedPrecisionPolicy) -> str:
-    local = _local_of(param)
+def _fact(param: Any, policy: MixedPrecisionPolicy) -> str:
+    local, (shape, dim, asked) = _local_of(param), param.facts()
     kind = "trainable" if param.sharded.requires_grad else "frozen"
-    placement = "replicated" if param.form.dim is None else f"Shard({param.form.dim})"
+    placement = "replicated" if dim is None else f"Shard({dim})"
     extension = ", with its own all-gather" if has_extension(local) else ""
     extension += ", with its own reduce-scatter" if has_grad_extension(local) else ""
     own = param.policy.param_dtype
     dtypes = f", computed in {own}" if own != policy.param_dtype else ""
-    asked = "any dtype" if param.takes_any_grad else param.remember_grad_dtype()
     dtypes += f", gradients in {asked}" if asked is not None else ""
     return (
-        f"shape {list(param.form.shape)}, {local.dtype}, {placement}, "
+        f"shape {list(shape)}, {local.dtype}, {placement}, "
         f"{kind}, on {local.device.type}{dtypes}{extension}"
     )

@@ -104,6 +104,22 @@ def in_words(formats: Formats) -> str:
     return f"[{', '.join(map(str, formats))}]"
 
 
+def check_alike(name: str, ranks: Sequence[int], formats: Sequence[Formats]) -> None:
+    """Raise ``ExtensionError`` unless what each of ``ranks`` sends can be gathered together."""
+    first = formats[0]
+    for rank, theirs in zip(ranks, formats, strict=True):
+        alike = len(theirs) == len(first) and all(
+            a.dtype == b.dtype and a.shape[1:] == b.shape[1:]
+            for a, b in zip(theirs, first, strict=True)
+        )
+        if not alike:
+            raise ExtensionError(
+                f"Expected {PRE} of {name} to return tensors of the same number, dtypes and "
+                f"trailing dims on all ranks, got {in_words(first)} on rank {ranks[0]} and "
+                f"{in_words(theirs)} on rank {rank}"
+            )
+
+
 @dataclass(frozen=True)
 class Codec:
     """How a wrapper subclass is taken apart, and made again of other plain tensors.
@@ -181,6 +197,46 @@ def flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         )
 
     return flat, rebuild
+
+
+# Memory of tensors that travel --------------------------------------------------------------------
+
+Storages = dict[int, tuple[torch.UntypedStorage, torch.dtype]]
+"""Storages by their number, each with the dtype of what lies in it."""
+
+
+def storages_of(tensors: Sequence[torch.Tensor]) -> Storages:
+    """Return the storages behind tensors that can be freed and allocated again."""
+    every = [leaf for tensor in tensors for leaf in _torch.leaves(tensor)]
+    return {
+        _torch.storage_number(leaf): (leaf.untyped_storage(), leaf.dtype)
+        for leaf in every
+        if leaf.untyped_storage().resizable()
+    }
+
+
+def flat_view(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
+    """View all of a storage, as bytes where it does not divide into elements."""
+    if storage.nbytes() % dtype.itemsize:
+        dtype = torch.uint8
+    whole = torch.empty(0, dtype=dtype, device=storage.device)
+    return whole.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
+
+
+def padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a tensor flat, with zeros behind it up to ``rows`` rows."""
+    if tensor.shape[0] == rows:
+        return tensor.view(-1)
+    longer = _torch.poison_when_unused(tensor.new_zeros(rows, *tensor.shape[1:]))
+    longer[: tensor.shape[0]] = tensor
+    return longer.view(-1)
+
+
+def copy_unless_same(out: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy ``source`` to ``out`` unless they lie in the same memory."""
+    pairs = zip(_torch.leaves(out), _torch.leaves(source), strict=True)
+    if any(mine.data_ptr() != theirs.data_ptr() for mine, theirs in pairs):
+        out.copy_(source)
 
 
 # A shard of a tensor subclass ---------------------------------------------------------------------

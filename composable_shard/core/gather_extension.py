@@ -28,10 +28,16 @@ from composable_shard.core.codec import (
     RELEASE,
     Format,
     Formats,
+    Storages,
     bound_hook,
+    check_alike,
+    copy_unless_same,
+    flat_view,
     flatten,
     has_extension,
     in_words,
+    padded,
+    storages_of,
 )
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.transport.process_groups import gather_objects
@@ -122,30 +128,12 @@ class ExtensionGather:
 
     # The gather -----------------------------------------------------------------------------
 
-    def agree(self, formats: list[Formats]) -> None:
-        """Accept what the ranks said they will send, or raise the same error on all of them."""
-        first, group = formats[0], self.mesh.shard_group
-        ranks = [0] if group is None else dist.get_process_group_ranks(group)
-        for rank, theirs in zip(ranks, formats, strict=True):
-            alike = len(theirs) == len(first) and all(
-                a.dtype == b.dtype and a.shape[1:] == b.shape[1:]
-                for a, b in zip(theirs, first, strict=True)
-            )
-            if not alike:
-                raise ExtensionError(
-                    f"Expected {PRE} of {self.param.name} to return tensors of the same number, "
-                    f"dtypes and trailing dims on all ranks, got "
-                    f"{in_words(first)} on rank {ranks[0]} and "
-                    f"{in_words(theirs)} on rank {rank}"
-                )
-        self.formats = formats
-
     def start_gather(self) -> Transfer:
         """Allocate what arrives and name what is sent; :meth:`prepare` must have been called."""
         assert self.formats is not None
         self._check_unchanged(self.formats[self.param.mesh.shard_rank])
         padded_rows = [max(rows) for rows in self._rows()]
-        inputs = [_padded(t, rows) for t, rows in zip(self._sent, padded_rows, strict=True)]
+        inputs = [padded(t, rows) for t, rows in zip(self._sent, padded_rows, strict=True)]
         if not self._arrived:
             self._create_buffers(inputs)
         for memory in (*self._arrived, *self._buffers, *self._inner):
@@ -187,7 +175,7 @@ class ExtensionGather:
         """Call the post-all-gather hook on what arrived, without the padding."""
         outputs = self._rebuild([self._unpadded(index) for index in range(len(self._buffers))])
         # Refilling is no change of inner tensors, which autograd may have saved by themselves.
-        _torch.set_versions(self._buffers, self._versions)
+        _torch.set_versions(tuple(self._buffers), tuple(self._versions))
         self._rebuild = None
         local, param = self.param.local, self.param
         metadata, self._metadata = self._metadata, None
@@ -197,7 +185,7 @@ class ExtensionGather:
                     whole = outputs[0].to(self._dtype)
                     self._create_unsharded(whole, _torch.leaves(whole))
                 else:
-                    self._overwrite(lambda out: _copy_unless_same(out, outputs[0]))
+                    self._overwrite(lambda out: copy_unless_same(out, outputs[0]))
                 return
             hook = bound_hook(getattr(local, POST), local)
             if param.unsharded is None:
@@ -236,7 +224,7 @@ class ExtensionGather:
         for whole in self._kept:
             numel = -(-whole.numel() // num_parts)
             mine = whole[part * numel : (part + 1) * numel]
-            copied = _padded(mine, numel) if mine.numel() < numel else mine.clone()
+            copied = padded(mine, numel) if mine.numel() < numel else mine.clone()
             kept.append(_torch.poison_when_unused(copied))
         return kept
 
@@ -285,20 +273,20 @@ class ExtensionGather:
             )
         param.create_unsharded(fitting)
         self._out, self._returned = tensor if is_padded else param.unsharded_local(), list(inner)
-        buffers, shard = _storages_of(self._buffers), _storages_of([param.local])
+        buffers, shard = storages_of(self._buffers), storages_of([param.local])
         besides = {
             number: one
-            for number, one in _storages_of(inner).items()
+            for number, one in storages_of(inner).items()
             if number not in buffers and number not in shard
         }
-        self._inner = [_flat(*one) for one in besides.values()]
+        self._inner = [flat_view(*one) for one in besides.values()]
         if _torch.is_subclass(param.unsharded_local()):
             leaves, freed = _torch.leaves(param.unsharded_local()), {*buffers, *besides}
             param.parts = [leaf for leaf in leaves if _torch.storage_number(leaf) in freed]
         kept = {**besides, **self._used_buffers(buffers, inner)}
-        self._kept = [_flat(storage, torch.uint8) for storage, _ in kept.values()]
+        self._kept = [flat_view(storage, torch.uint8) for storage, _ in kept.values()]
 
-    def _used_buffers(self, buffers: _Storages, inner: Sequence[torch.Tensor]) -> _Storages:
+    def _used_buffers(self, buffers: Storages, inner: Sequence[torch.Tensor]) -> Storages:
         """Return the storages of what arrived that are needed after the hook, alike on all ranks.
 
         Where a class does not say what the unsharded parameter is made of, all of them may be.
@@ -308,7 +296,7 @@ class ExtensionGather:
             return {}
         if _torch.is_subclass(unsharded) and not _torch.is_wrapper_subclass(unsharded):
             return buffers
-        used = _storages_of([unsharded, *inner])
+        used = storages_of([unsharded, *inner])
         return {key: value for key, value in buffers.items() if key in used}
 
     def _asks_to_release(self) -> bool:
@@ -329,10 +317,6 @@ class ExtensionGather:
         parts = _torch.leaves(self.param.unsharded_local())
         with _torch.preserved_versions([unsharded, self._out, *parts, *self._returned]):
             fill(self._out)
-
-
-_Storages = dict[int, tuple[torch.UntypedStorage, torch.dtype]]
-"""Storages by their number, each with the dtype of what lies in it."""
 
 
 def agree_formats(gathers: Sequence[ExtensionGather]) -> None:
@@ -363,37 +347,6 @@ def agree_formats(gathers: Sequence[ExtensionGather]) -> None:
     failures = [f"rank {rank}: {text}" for rank, text in told if isinstance(text, str)]
     if failures:
         raise ExtensionError(f"{PRE} failed on " + "; ".join(failures)) from cause
-    for index, gather in enumerate(gathers):
-        gather.agree([theirs[index] for theirs in heard])
-
-
-def _storages_of(tensors: Sequence[torch.Tensor]) -> _Storages:
-    """Return the storages behind tensors that can be freed and allocated again."""
-    every = [leaf for tensor in tensors for leaf in _torch.leaves(tensor)]
-    return {
-        _torch.storage_number(leaf): (leaf.untyped_storage(), leaf.dtype)
-        for leaf in every
-        if leaf.untyped_storage().resizable()
-    }
-
-
-def _flat(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
-    """View all of a storage, as bytes where it does not divide into elements."""
-    if storage.nbytes() % dtype.itemsize:
-        dtype = torch.uint8
-    whole = torch.empty(0, dtype=dtype, device=storage.device)
-    return whole.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
-
-
-def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    if tensor.shape[0] == rows:
-        return tensor.view(-1)
-    padded = _torch.poison_when_unused(tensor.new_zeros(rows, *tensor.shape[1:]))
-    padded[: tensor.shape[0]] = tensor
-    return padded.view(-1)
-
-
-def _copy_unless_same(out: torch.Tensor, source: torch.Tensor) -> None:
-    pairs = zip(_torch.leaves(out), _torch.leaves(source), strict=True)
-    if any(mine.data_ptr() != theirs.data_ptr() for mine, theirs in pairs):
-        out.copy_(source)
+    for gather, *formats in zip(gathers, *heard, strict=True):
+        check_alike(gather.param.name, ranks, formats)
+        gather.formats = formats

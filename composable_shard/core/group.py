@@ -10,7 +10,6 @@ exists nowhere but inside it.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -176,38 +175,6 @@ class GroupSettings:
     forward_prefetch: list[ParamGroup] = field(default_factory=list)
     backward_prefetch: list[ParamGroup] = field(default_factory=list)
     reduction: ReductionSettings = field(default_factory=ReductionSettings)
-
-
-def check_reshard(
-    reshard_after_forward: bool | int | None, meshes: Iterable[ShardMesh]
-) -> bool | int | None:
-    """Return the choice for parameters over ``meshes``: ``1`` means False, all ranks mean True.
-
-    Raises:
-        ValueError: If it is neither a bool nor a number that divides that of the shards.
-    """
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward
-    if not isinstance(reshard_after_forward, int):
-        raise ValueError(
-            "Expected reshard_after_forward to be True, False, a number of ranks or None, got "
-            f"{type(reshard_after_forward).__name__}: {reshard_after_forward!r}"
-        )
-    sizes = sorted({mesh.num_shards for mesh in meshes})
-    for num_shards in sizes:
-        if reshard_after_forward < 1 or num_shards % reshard_after_forward:
-            raise ValueError(
-                "Expected reshard_after_forward to divide the number of shards, got "
-                f"{reshard_after_forward} for {num_shards} shards"
-            )
-    if reshard_after_forward == 1:
-        warnings.warn(
-            "reshard_after_forward=1 keeps all parameters on every rank after forward; "
-            "pass False to say so",
-            stacklevel=3,
-        )
-        return False
-    return True if sizes == [reshard_after_forward] else reshard_after_forward
 
 
 ON_OTHER_RANKS = "on other ranks; move() it to a mesh that has this one first"

@@ -438,6 +438,11 @@ class ShardedParam:
         asked = self.remember_grad_dtype()
         return self._has_asked and asked is None and self.policy.reduce_dtype is None
 
+    def facts(self) -> tuple[Sequence[int], int | None, object]:
+        """Return shape, sharded dim and the dtype asked of gradients: those ranks agree on."""
+        asked = "any dtype" if self.takes_any_grad else self._asked_grad_dtype
+        return self.form.shape, self.form.dim, asked
+
     def reduction_dtype(self) -> torch.dtype:
         """Return the dtype in which the gradient is summed, by itself and without a wider one."""
         if self.takes_any_grad:

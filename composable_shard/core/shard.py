@@ -150,14 +150,14 @@ def plan_params(
                 f"Expected parameter '{name}' of {type(slots[0].module).__name__} to have a shape, "
                 "got an uninitialized one; run a forward of the model before fully_shard"
             )
-        placement, own_mesh = _placement_of(name, param, shard_placement_fn)
+        placement, own_mesh = placement_of(name, param, shard_placement_fn)
         over = mesh
         if own_mesh is not None:
             if own_mesh not in meshes:
-                meshes[own_mesh] = _own_mesh(name, own_mesh)
+                meshes[own_mesh] = own_mesh_of(name, own_mesh)
             over = meshes[own_mesh]
         _check_param(name, param, over)
-        dim = _shard_dim(name, param, placement)
+        dim = shard_dim(name, param, placement)
         dtypes = policy.for_parameter(name, param)
         planned.append(
             ShardedParam(name, slots, param, dim, over, dtypes, offload_of(name, offload))
@@ -181,7 +181,7 @@ def _check_param(name: str, param: nn.Parameter, mesh: ShardMesh) -> None:
         )
 
 
-def _placement_of(
+def placement_of(
     name: str, param: nn.Parameter, shard_placement_fn: ShardPlacementFn | None
 ) -> tuple[Shard | None, DeviceMesh | None]:
     """Ask the user how a parameter is cut, and over which mesh of its own."""
@@ -208,14 +208,15 @@ def _placement_of(
     )
 
 
-def _own_mesh(name: str, mesh: DeviceMesh) -> ShardMesh:
+def own_mesh_of(name: str, mesh: DeviceMesh) -> ShardMesh:
+    """Resolve the mesh that users give a parameter, which errors name."""
     try:
         return resolve_mesh(mesh)
     except ValueError as error:
         raise ValueError(f"{error}, from shard_placement_fn for parameter '{name}'") from error
 
 
-def _shard_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int | None:
+def shard_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int | None:
     """Return the dim to shard, ``None`` for a scalar, which has none."""
     if placement is None:
         return 0 if param.ndim else None

@@ -30,7 +30,7 @@ from composable_shard.mesh import ShardMesh
 VERSION_OF_FREED = 1_000_000_000
 """What a version counter shows while the parameter is freed; no parameter is changed so often."""
 
-Versions = tuple[list[torch.Tensor], list[int]]
+Versions = tuple[tuple[torch.Tensor, ...], tuple[int, ...]]
 """Tensors and what their version counters showed."""
 
 _version_of = attrgetter("_version")
@@ -51,7 +51,7 @@ class ParamSet:
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         self._params = params
         self.accumulators: list[Node] = []
-        self.readable: list[torch.Tensor] = []
+        self.readable: tuple[torch.Tensor, ...] = ()
         self._forbidden: tuple[()] | Versions = ()
         self.look_again()
 
@@ -75,7 +75,7 @@ class ParamSet:
         self.storages = {
             _torch.storage_number(leaf) for tensor in readable for leaf in _torch.leaves(tensor)
         }
-        self.readable = [tensor for tensor in readable if not tensor.is_inference()]
+        self.readable = tuple([tensor for tensor in readable if not tensor.is_inference()])
         self.is_created = len(self._unsharded) == len(params)
         self._put_sharded = _pairs(params, self._sharded)
         self._put_unsharded = _pairs(params, self._unsharded) if self.is_created else []
@@ -97,8 +97,8 @@ class ParamSet:
     def forbid_reading(self) -> None:
         """Let autograd refuse the unsharded parameters, whose memory is freed."""
         if self.readable and not self._forbidden:
-            self._forbidden = self.readable, list(map(_version_of, self.readable))
-            _torch.set_versions(self.readable, [VERSION_OF_FREED] * len(self.readable))
+            self._forbidden = self.readable, tuple(map(_version_of, self.readable))
+            _torch.set_versions(self.readable, (VERSION_OF_FREED,) * len(self.readable))
 
     def allow_reading(self) -> None:
         """Let autograd read the unsharded parameters again."""
@@ -108,12 +108,12 @@ class ParamSet:
 
     def versions_of_readable(self) -> Versions:
         """Return the version counters of what is freed; to be compared by ``written_since``."""
-        return self.readable, list(map(_version_of, self.readable))
+        return self.readable, tuple(map(_version_of, self.readable))
 
     def written_since(self, noted: Versions) -> list[str]:
         """Return the names of the parameters that were written in place, and will be freed."""
         tensors, versions = noted
-        now = list(map(_version_of, tensors))
+        now = tuple(map(_version_of, tensors))
         if now == versions:
             return []
         written = {id(t) for t, was, is_ in zip(tensors, versions, now, strict=True) if was != is_}

@@ -125,7 +125,7 @@ def _initialize(
     mesh: ShardMesh,
     policy: MixedPrecisionPolicy,
 ) -> None:
-    """Make an empty object a group of parameters whose sharded DTensors exist."""
+    """Initialize an empty group around sharded DTensors that exist."""
     shards = [_torch.local_tensor(param.sharded) for param in params]
     init_group(group, modules, params, shards, mesh, policy)
 
@@ -146,7 +146,7 @@ def _copy_settings(source: ParamGroup, target: ParamGroup, memo: Memo) -> None:
 
 
 class SavedModule(NamedTuple):
-    """What is pickled of a sharded module.
+    """The pickled form of a sharded module.
 
     Attributes:
         attributes: What the module itself would pickle, without what has a name of this process.
@@ -162,7 +162,7 @@ class SavedModule(NamedTuple):
 
 
 class _SavedGroup(NamedTuple):
-    """What is pickled of a group; it refers to others by their names.
+    """The pickled form of a group, which refers to other groups by name.
 
     Prefetched groups are not referred to, or the pickle of a chain of layers would be as deep.
     """
@@ -180,7 +180,7 @@ class _SavedGroup(NamedTuple):
 
 
 class _Restored(NamedTuple):
-    """What of a saved group has to wait until the groups around it are restored, too."""
+    """The parts of a saved group that are restored after the groups around it."""
 
     name: str
     prefetch: dict[str, list[str]]
@@ -192,7 +192,7 @@ _SAVED = "_composable_shard_saved"
 
 
 def save_module(module: nn.Module) -> SavedModule:
-    """Return what is to be pickled of a sharded module. Collective: none.
+    """Return the pickled form of a sharded module. Collective: none.
 
     Memory: none here; the groups below free their unsharded parameters.
     """
@@ -211,7 +211,7 @@ def save_module(module: nn.Module) -> SavedModule:
 
 
 def restore_module(module: nn.Module, saved: SavedModule) -> None:
-    """Make a module sharded again, whose attributes are there."""
+    """Shard a module again after its attributes are restored."""
     group = group_of(module)
     assert group is not None
     module.__dict__[_torch.COMPOSABLE_STATE] = saved.states

@@ -7,7 +7,6 @@ The layers above tell it when to gather, free and reduce.
 from __future__ import annotations
 
 import enum
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -56,38 +55,6 @@ def groups_in(modules: Iterable[nn.Module]) -> list[ParamGroup]:
     """Return the groups of all sharded modules in some modules, outer ones first."""
     found = (group_of(child) for module in modules for child in module.modules())
     return list(dict.fromkeys(group for group in found if group is not None))
-
-
-def check_reshard(
-    reshard_after_forward: bool | int | None, meshes: Iterable[ShardMesh]
-) -> bool | int | None:
-    """Return the choice for parameters over ``meshes``: ``1`` means False, all ranks mean True.
-
-    Raises:
-        ValueError: If it is neither a bool nor a number that divides that of the shards.
-    """
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward
-    if not isinstance(reshard_after_forward, int):
-        raise ValueError(
-            "Expected reshard_after_forward to be True, False, a number of ranks or None, got "
-            f"{type(reshard_after_forward).__name__}: {reshard_after_forward!r}"
-        )
-    sizes = sorted({mesh.num_shards for mesh in meshes})
-    for num_shards in sizes:
-        if reshard_after_forward < 1 or num_shards % reshard_after_forward:
-            raise ValueError(
-                "Expected reshard_after_forward to divide the number of shards, got "
-                f"{reshard_after_forward} for {num_shards} shards"
-            )
-    if reshard_after_forward == 1:
-        warnings.warn(
-            "reshard_after_forward=1 keeps all parameters on every rank after forward; "
-            "pass False to say so",
-            stacklevel=3,
-        )
-        return False
-    return True if sizes == [reshard_after_forward] else reshard_after_forward
 
 
 class State(enum.Enum):
@@ -160,7 +127,7 @@ class ParamGroup:
         state: Whether the unsharded parameters exist.
         is_unsharded_registered: Whether the modules hold the unsharded or the sharded parameters.
         is_held: Whether ``unshard()`` was called, so that forward does not free the group.
-        ran: The modules that have run since the group was gathered.
+        is_partly_run: Whether some modules of a list have run, and others are still to come.
         unsharded_version: Grows when a gather brings new values. It is the version counter of the
             unsharded parameters.
         num_optimizer_steps: How many optimizer steps have changed the shards.
@@ -193,8 +160,8 @@ class ParamGroup:
         self.settings = Settings()
         self.plugins = Plugins()
         self.state = State.SHARDED
-        self.is_unsharded_registered = self.is_held = False
-        self.ran: set[nn.Module] = set()
+        self.is_unsharded_registered = self.is_held = self.is_partly_run = False
+        self._ran: set[nn.Module] = set()  # of a list, since the group was gathered
         self.unsharded_version = 0
         self.num_optimizer_steps = 0
         self.unsynced_names: frozenset[str] = frozenset()
@@ -320,8 +287,8 @@ class ParamGroup:
 
     def reshard(self) -> None:
         """Free the unsharded parameters and register the sharded ones."""
-        self.is_held = False
-        self.ran.clear()
+        self.is_held = self.is_partly_run = False
+        self._ran.clear()
         if self.state is not State.SHARDED:
             if self.state is State.UNSHARDING:
                 self.wait()
@@ -330,6 +297,13 @@ class ParamGroup:
             self.state = State.SHARDED
         if self.is_unsharded_registered:
             self.register_sharded()
+
+    def note_run(self, module: nn.Module) -> None:
+        """Note that a module of a list runs; if it has run already, another round begins."""
+        if module in self._ran:
+            self._ran.clear()
+        self._ran.add(module)
+        self.is_partly_run = len(self._ran) < len(self.modules)
 
     def register_sharded(self) -> None:
         """Register the sharded parameters."""

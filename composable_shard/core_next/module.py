@@ -38,16 +38,16 @@ from composable_shard.core_next.features.hybrid import AllReduceHook
 from composable_shard.core_next.group import (
     ParamGroup,
     State,
-    check_reshard,
     group_of,
     groups_in,
     set_group,
 )
 from composable_shard.core_next.reduction import assign_grad, clear, is_partial
-from composable_shard.core_next.storage import LIFTED, grad_dtype_asked
+from composable_shard.core_next.storage import carry_over, grad_dtype_asked
 from composable_shard.core_next.torch_state import TorchState, answer_torch, torch_state
 from composable_shard.core_next.tree import Tree
 from composable_shard.errors import ShardError
+from composable_shard.mesh import check_reshard
 from composable_shard.train.clip import clip_grad_norm
 
 __all__ = [
@@ -158,11 +158,10 @@ def _convert(
         converted = {id(t): (t, fn(t)) for t in (*held.values(), *others)}
         new_grads: list[torch.Tensor | None] = []
         for param, grad in zip(params, grads, strict=True):
-            new = None if grad is None else converted[id(grad)][1]
-            if grad is None or new is None or grad.dtype in (param.sharded.dtype, new.dtype):
-                new_grads.append(new)
-            else:  # it has a dtype of its own, and keeps it
-                new_grads.append(grad.to(new.device))
+            new: Any = None if grad is None else converted[id(grad)][1]
+            if grad is not None and grad.dtype not in (param.sharded.dtype, new.dtype):
+                new = grad.to(new.device)  # it has a dtype of its own, and keeps it
+            new_grads.append(new)
     before = [(p, p.detach(), _torch.local_part(p)) for p in held.values()]
     buffers = [(module, dict(module._buffers)) for module in modules]
     attributes = [dict(param.sharded.__dict__) for param in params]
@@ -181,17 +180,11 @@ def _convert(
             module._buffers.update(present)
         raise
     finally:
-        for param, grad, (has_asked, dtype), own in zip(
-            params, grads, asked, attributes, strict=True
-        ):
+        for param, grad, dtypes, own in zip(params, grads, asked, attributes, strict=True):
             now = param.find_registered()
             if now is None:
                 continue
-            for name, value in own.items():
-                if name != LIFTED:
-                    now.__dict__.setdefault(name, value)
-            if has_asked and now.grad_dtype != dtype:
-                now.grad_dtype = dtype
+            carry_over(own, dtypes, now)
             if grad is not None:
                 assign_grad(now, grad)
 

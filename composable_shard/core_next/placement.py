@@ -1,27 +1,20 @@
-"""How one parameter is cut: its rows in memory, and the DTensor of its shards on its mesh.
+"""How the elements of one parameter lie in flat buffers, and its rows there.
 
 A flat buffer holds a tensor in the order in which its elements lie in memory. So a transposed or
 channels-last parameter is cut, gathered and reduced without a permuting copy, and keeps its
 strides. A scalar has no rows: it is laid out as one equal row for each rank.
-
-A tensor-parallel parameter is cut once more, within the part that each of its ranks holds. Its
-sharded DTensor then spans the data-parallel axes and the tensor-parallel ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from composable_shard import _torch
 from composable_shard.core_next.layout import ParamLayout
 from composable_shard.errors import ExtensionError
-from composable_shard.mesh import ShardMesh
 
 # How a tensor of any shape and stride lies in flat buffers ----------------------------------------
 
@@ -169,185 +162,3 @@ def matching_pieces(
         last = shards[num_full, :numel].view(layout.outer, rest, layout.inner)
         pieces.append((whole[:, -rest:], last))
     return pieces
-
-
-# Where the DTensor of a parameter lies on its mesh, and that of its gradient on the way -----------
-
-Placements = tuple[Placement, ...]
-
-Role = Literal["replicate", "shard"] | None
-
-GradStage = Literal["sharded", "unreplicated", "unreduced"]
-"""How far the reduction of a gradient has come: which placements of a parameter it has."""
-
-
-@dataclass(frozen=True)
-class ParamPlacement:
-    """Mesh and placements of the sharded parameter and of its gradient.
-
-    Attributes:
-        mesh: The mesh of the sharded DTensor.
-        sharded: Placements of the parameter and of its reduced gradient.
-        unreplicated: Those of a gradient that is reduced over the shards, not over the replicas.
-        unreduced: Those of a gradient that is not reduced at all.
-        roles: What each axis does: shard, replicate, or, ``None``, split the model.
-        model: What the unsharded parameter is as a DTensor; ``None`` for a plain tensor.
-        model_grad: Placements of the unsharded gradient; ``None`` leaves an axis as it comes.
-    """
-
-    mesh: DeviceMesh
-    sharded: Placements
-    unreplicated: Placements
-    unreduced: Placements
-    roles: tuple[Role, ...]
-    model: _torch.DTensorSpec | None = None
-    model_grad: tuple[Placement | None, ...] = ()
-
-    def model_local_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of an unsharded gradient.
-
-        Collective: for a DTensor whose placements are not those of the parameter, the
-        redistribution over the axes that are not data-parallel.
-        """
-        if self.model is None:
-            return grad
-        assert isinstance(grad, DTensor), type(grad)
-        wanted = tuple(
-            current if asked is None else asked
-            for current, asked in zip(grad.placements, self.model_grad, strict=True)
-        )
-        if wanted != grad.placements:
-            grad = grad.redistribute(placements=wanted)
-        return _torch.waited(_torch.local_tensor(grad))
-
-
-def plan_placement(
-    name: str, param: torch.Tensor, dim: int | None, mesh: ShardMesh
-) -> ParamPlacement:
-    """Decide mesh and placements of a parameter.
-
-    Args:
-        name: What messages call it.
-        param: The parameter, a plain tensor or a DTensor.
-        dim: The dim to shard; ``None`` replicates it.
-        mesh: The data-parallel ranks.
-
-    Raises:
-        ValueError: If the parameter does not fit ``mesh``.
-    """
-    if not isinstance(param, DTensor):
-        if not mesh.is_whole:
-            raise ValueError(
-                f"Expected parameter '{name}' to be a DTensor on the mesh that dp_mesh_dims "
-                f"describes, got a plain {type(param).__name__}; distribute it first"
-            )
-        return _spread(mesh.mesh, _axes(mesh, dim), None)
-    spec = _torch.spec_of(param)
-    if mesh.dims is not None:
-        return _on_full_mesh(name, spec, dim, mesh)
-    tensor_parallel = spec.mesh
-    if tensor_parallel.device_type != mesh.mesh.device_type:
-        raise ValueError(
-            f"Expected the DTensor parameter '{name}' on a mesh of {mesh.mesh.device_type} "
-            f"devices, got {tensor_parallel}"
-        )
-    try:
-        both = _torch.concatenate_meshes([mesh.mesh, tensor_parallel])
-    except Exception as error:
-        raise ValueError(
-            f"Expected the mesh of the DTensor parameter '{name}' and the data-parallel mesh to "
-            f"be parts of one mesh with named axes, got {tensor_parallel} and {mesh.mesh}; pass "
-            "the axes of that mesh over which data is parallel, such as mesh['data']"
-        ) from error
-    axes = _axes(mesh, dim, _num_parts(spec.placements, tensor_parallel, dim))
-    return _spread(both, [*axes, *((p, None) for p in spec.placements)], spec, spec.placements)
-
-
-_Axis = tuple[Placement, Role]
-"""The placement of a parameter on one axis, and whether that one shards or replicates."""
-
-
-def _axes(mesh: ShardMesh, dim: int | None, num_parts: int = 1) -> list[_Axis]:
-    axes: list[_Axis] = []
-    if mesh.replica_group is not None:
-        axes.append((Replicate(), "replicate"))
-    if mesh.shard_group is not None:
-        axes.append((_shard(dim, num_parts), "shard"))
-    return axes
-
-
-def _shard(dim: int | None, num_parts: int) -> Placement:
-    """Shard a dim of which each rank holds one of ``num_parts`` parts already."""
-    if dim is None:
-        return Replicate()
-    return Shard(dim) if num_parts == 1 else _torch.strided_shard(dim, num_parts)
-
-
-def _num_parts(placements: Any, mesh: DeviceMesh, dim: int | None, after: int = -1) -> int:
-    parts = 1
-    for axis, placement in enumerate(placements):
-        if axis > after and dim is not None and _torch.shards_dim(placement, dim):
-            parts *= mesh.size(axis)
-    return parts
-
-
-def _spread(
-    mesh: DeviceMesh,
-    axes: list[_Axis],
-    model: _torch.DTensorSpec | None,
-    model_grad: tuple[Placement | None, ...] = (),
-) -> ParamPlacement:
-    average = Partial("avg")
-    return ParamPlacement(
-        mesh=mesh,
-        sharded=tuple(placement for placement, _ in axes),
-        unreplicated=tuple(average if role == "replicate" else p for p, role in axes),
-        unreduced=tuple(average if role is not None else p for p, role in axes),
-        roles=tuple(role for _, role in axes),
-        model=model,
-        model_grad=model_grad,
-    )
-
-
-def _on_full_mesh(
-    name: str, spec: _torch.DTensorSpec, dim: int | None, mesh: ShardMesh
-) -> ParamPlacement:
-    """Place a parameter that is a DTensor on all axes, the data-parallel ones included.
-
-    Several axes that shard are replaced by the one that they are flattened to.
-    """
-    full, dims = spec.mesh, mesh.dims
-    assert dims is not None and full.mesh_dim_names is not None
-    if full != mesh.full_mesh:
-        raise ValueError(
-            f"Expected parameter '{name}' on the mesh that was passed to fully_shard, "
-            f"{mesh.full_mesh}, got one on {full}; for a parameter on some of its axes pass the "
-            "data-parallel ones alone, such as mesh['data'], without dp_mesh_dims"
-        )
-    roles: dict[str, Role] = {name: "shard" for name in dims.shard_names}
-    roles |= {name: "replicate" for name in dims.replicate_names}
-    submeshes: list[DeviceMesh] = []
-    axes: list[_Axis] = []
-    for index, axis_name in enumerate(full.mesh_dim_names):
-        placement, role = spec.placements[index], roles.get(axis_name)
-        if role is not None and not placement.is_replicate():
-            raise ValueError(
-                f"Expected parameter '{name}' to be replicated over the data-parallel axis "
-                f"'{axis_name}', got {placement}"
-            )
-        if role != "shard":
-            submeshes.append(full[axis_name])
-            axes.append((placement, role))
-        elif axis_name == dims.shard_names[0]:
-            submeshes.append(_torch.flat_axis(full, dims.shard_names))
-            axes.append((_shard(dim, _num_parts(spec.placements, full, dim, index)), role))
-    flattens = len(dims.shard_names) > 1
-    return _spread(
-        _torch.concatenate_meshes(submeshes) if flattens else full,
-        axes,
-        spec,
-        tuple(
-            None if axis_name in roles else placement
-            for axis_name, placement in zip(full.mesh_dim_names, spec.placements, strict=True)
-        ),
-    )

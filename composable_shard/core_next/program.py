@@ -166,7 +166,7 @@ class Program:
         wait: list[Op] = [*ops("await_gather")]
         free: list[Op] = [*ops("free")]
         freed = tuple(unsharded), (FREED,) * len(unsharded)
-        free += [partial(_torch.set_version_counters, *freed)]
+        free += [partial(_torch.set_versions, *freed)]
         for bucket in group.buckets:
             shards = [param.local for param in bucket.params]
             bucket_ops = bucket.gather_ops(
@@ -239,4 +239,4 @@ def _setter(slot: Slot) -> Callable[[str, nn.Parameter], None]:
 
 
 def _set_unsharded_version(group: Any, unsharded: tuple[torch.Tensor, ...]) -> None:
-    _torch.set_version_counters(unsharded, (group.unsharded_version,) * len(unsharded))
+    _torch.set_versions(unsharded, (group.unsharded_version,) * len(unsharded))

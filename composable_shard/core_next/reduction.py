@@ -22,9 +22,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
+from composable_shard.core.placement import GradStage
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Pending, launching_stream
-from composable_shard.core_next.placement import GradStage
 from composable_shard.core_next.storage import (
     LIFTED,
     ShardedParam,

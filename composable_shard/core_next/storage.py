@@ -13,7 +13,7 @@ Imports layout, placement, plugins, and the transport below. The tensors of a pa
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -22,18 +22,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
+from composable_shard.core.placement import GradStage, ParamPlacement, plan_placement
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.host import pins
 from composable_shard.core.transport.pending import Pending, Waitable, launching_stream
 from composable_shard.core_next.layout import ParamLayout, message_cost, plan_bucket
-from composable_shard.core_next.placement import (
-    GradStage,
-    ParamPlacement,
-    TensorLayout,
-    matching_pieces,
-    plan_placement,
-    plan_tensor,
-)
+from composable_shard.core_next.placement import TensorLayout, matching_pieces, plan_tensor
 from composable_shard.core_next.plugins import Op
 from composable_shard.errors import MaterializationError, ShardError, StaleParameterError
 from composable_shard.mesh import ShardMesh
@@ -152,6 +146,12 @@ class ShardedParam:
     def __deepcopy__(self, memo: object) -> ShardedParam:
         """Return itself; `copying.py` copies the parameters of a group."""
         return self
+
+    def facts(self) -> tuple[Sequence[int], int | None, object]:
+        """Return shape, sharded dim and the dtype asked of gradients: those ranks agree on."""
+        has_asked, asked = grad_dtype_asked(self.sharded)
+        takes_any = has_asked and asked is None and self.policy.reduce_dtype is None
+        return self.layout.shape, self.layout.dim, "any dtype" if takes_any else asked
 
     @property
     def shape(self) -> torch.Size:
@@ -295,17 +295,25 @@ def take_over_registered(params: Sequence[ShardedParam], label: str) -> bool:
         local = _torch.local_tensor(tensor)
         replaced = replaced or local is not param.local
         if tensor is not param.sharded:
-            _carry_over(param.sharded, tensor)
+            carry_over(param.sharded.__dict__, grad_dtype_asked(param.sharded), tensor)
             param.sharded = tensor
             param.put(tensor)
         param.local, param.dtype = local, local.dtype
     return replaced
 
 
-def _carry_over(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Give a parameter the attributes and the ``grad_dtype`` of the one that it replaces."""
-    has_asked, asked = grad_dtype_asked(old)
-    for name, value in old.__dict__.items():
+def carry_over(
+    attributes: Mapping[str, Any], asked_of_old: tuple[bool, torch.dtype | None], new: nn.Parameter
+) -> None:
+    """Give a parameter the attributes and the ``grad_dtype`` of the one that it replaces.
+
+    Args:
+        attributes: Those of the old parameter.
+        asked_of_old: See :func:`grad_dtype_asked`.
+        new: The parameter.
+    """
+    has_asked, asked = asked_of_old
+    for name, value in attributes.items():
         if name != LIFTED:
             new.__dict__.setdefault(name, value)
     fits = new.grad is None or asked in (None, new.grad.dtype)

@@ -15,9 +15,9 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from composable_shard import _torch
+from composable_shard.core.agreement import agree_on_model
 from composable_shard.core.nested import Given
 from composable_shard.core.transport.pending import Waitable
-from composable_shard.core_next.agreement import agree_on_model
 from composable_shard.core_next.backward import Backward
 from composable_shard.core_next.features.trace import Listener, Trace
 from composable_shard.core_next.finalization import Finalization
@@ -148,9 +148,7 @@ class Tree:
             if call.is_substituted:
                 return call
             if len(group.modules) > 1:
-                if module in group.ran:  # another round of the modules of a list begins
-                    group.ran.clear()
-                group.ran.add(module)
+                group.note_run(module)
             call.versions = group.unsharded_versions()
             checkpoints = _torch.notes_of_checkpoints(with_graph_around=False)
             if checkpoints or torch.is_grad_enabled():
@@ -193,7 +191,7 @@ class Tree:
                 group.state is State.UNSHARDED
                 and group.settings.reshard_after_forward is not False
                 and not group.is_held
-                and not (group.ran and self._is_partly_run(group))
+                and not group.is_partly_run
             ):
                 group.reshard()
         self.finalization.check_ended()
@@ -219,7 +217,7 @@ class Tree:
             return
         self.tape.end_forward(outermost)
         for group in self.groups:
-            is_over = group.ran and self._is_partly_run(group) and group is not outermost
+            is_over = group.is_partly_run and group is not outermost
             if group.state is State.UNSHARDING or is_over:  # prefetched, but not used after all
                 group.reshard()
 
@@ -243,7 +241,7 @@ class Tree:
 
     def _free(self, group: ParamGroup, *, may_have_backward: bool) -> None:
         reshard = group.settings.reshard_after_forward
-        if group.is_held or (group.ran and self._is_partly_run(group)):
+        if group.is_held or group.is_partly_run:
             return
         if reshard is None:
             reshard = group is not self.root or not may_have_backward
@@ -251,10 +249,6 @@ class Tree:
             group.reshard()
         elif group.is_unsharded_registered and (reshard or not may_have_backward):
             group.register_sharded()
-
-    def _is_partly_run(self, group: ParamGroup) -> bool:
-        """Return whether modules of a list, some of which have run, are still to come."""
-        return len(group.ran) < len(group.modules)
 
     def _interval_of(self, checkpoints: Sequence[dict[Any, Any]]) -> Interval | None:
         """Return the interval of the enclosing checkpoints, which all of their calls share."""
@@ -299,11 +293,7 @@ class Tree:
         for setting, _ in settings:
             setting.all_reduce_grads = True
         try:
-            self.finish_reductions()
-            for group in self.groups:
-                flight = group.start_deferred_reduction()
-                if flight is not None:
-                    flight.finish()
+            self._reduce_deferred(self.groups)
         finally:
             for setting, before in settings:
                 setting.all_reduce_grads = before
@@ -315,9 +305,12 @@ class Tree:
 
     def finish_backwards(self) -> None:
         """Reduce and deliver all gradients that backwards have left, as the settings say."""
+        self._reduce_deferred([group for group in self.groups if group.settings.reduce_grads])
+
+    def _reduce_deferred(self, groups: Sequence[ParamGroup]) -> None:
         self.finish_reductions()
-        for group in self.groups:
-            flight = group.start_deferred_reduction() if group.settings.reduce_grads else None
+        for group in groups:
+            flight = group.start_deferred_reduction()
             if flight is not None:
                 flight.finish()
 

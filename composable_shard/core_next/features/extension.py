@@ -29,9 +29,14 @@ from composable_shard.core.codec import (
     Format,
     Formats,
     bound_hook,
+    check_alike,
+    copy_unless_same,
+    flat_view,
     flatten,
     has_extension,
     in_words,
+    padded,
+    storages_of,
 )
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Pending, launching_stream
@@ -143,7 +148,7 @@ class ExtensionBucket:
             self.encode(shard)
         self._check_unchanged(self.formats[self.mesh.shard_rank])
         num_rows = [max(rows) for rows in self._num_rows()]
-        inputs = [_padded(t, rows) for t, rows in zip(self._sent, num_rows, strict=True)]
+        inputs = [padded(t, rows) for t, rows in zip(self._sent, num_rows, strict=True)]
         del self._sent
         if not self._gathered:
             self._create_buffers(inputs)
@@ -168,7 +173,7 @@ class ExtensionBucket:
         self._pending.wait()
         outputs = self._rebuild([self._unpadded(index) for index in range(len(self._rows))])
         # Filling them again is no change of inner tensors, which autograd may have saved.
-        _torch.set_versions(self._rows, self._versions)
+        _torch.set_versions(tuple(self._rows), tuple(self._versions))
         shard: Any = self._shard
         metadata = self._metadata
         del self._pending, self._shard, self._metadata, self._rebuild
@@ -242,7 +247,7 @@ class ExtensionBucket:
             whole = whole.to(self.compute_dtype)
             self._create_unsharded(whole, _torch.leaves(whole))
         else:
-            self._fill(lambda out: _copy_unless_same(out, whole))
+            self._fill(lambda out: copy_unless_same(out, whole))
 
     def _checked(self, result: Any) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Return the result of a post hook if it is a tensor and its inner tensors."""
@@ -270,13 +275,13 @@ class ExtensionBucket:
             )
         param.create_unsharded(fitting, is_encoded=has_extension(param.local))
         self._out = tensor if is_padded else param.unsharded_local
-        gathered, shard = _storages_of(self._rows), _storages_of([param.local])
+        gathered, shard = storages_of(self._rows), storages_of([param.local])
         besides = {
             number: one
-            for number, one in _storages_of(inner).items()
+            for number, one in storages_of(inner).items()
             if number not in gathered and number not in shard
         }
-        self._inner = [_flat(*one) for one in besides.values()]
+        self._inner = [flat_view(*one) for one in besides.values()]
         leaves = _torch.leaves(param.unsharded_local)
         if _torch.is_subclass(param.unsharded_local):
             freed = {*gathered, *besides}
@@ -329,25 +334,9 @@ def agree_formats(buckets: Sequence[ExtensionBucket], shards: Sequence[torch.Ten
     failures = [f"rank {rank}: {text}" for rank, text in told if isinstance(text, str)]
     if failures:
         raise ExtensionError(f"{PRE} failed on " + "; ".join(failures)) from cause
-    for index, bucket in enumerate(buckets):
-        bucket.formats = _agreed(bucket.param.name, ranks, [theirs[index] for theirs in heard])
-
-
-def _agreed(name: str, ranks: Sequence[int], formats: list[Formats]) -> list[Formats]:
-    """Return the formats of all ranks if they can be gathered together."""
-    first = formats[0]
-    for rank, theirs in zip(ranks, formats, strict=True):
-        alike = len(theirs) == len(first) and all(
-            a.dtype == b.dtype and a.shape[1:] == b.shape[1:]
-            for a, b in zip(theirs, first, strict=True)
-        )
-        if not alike:
-            raise ExtensionError(
-                f"Expected {PRE} of {name} to return tensors of the same number, dtypes and "
-                f"trailing dims on all ranks, got {in_words(first)} on rank {ranks[0]} and "
-                f"{in_words(theirs)} on rank {rank}"
-            )
-    return formats
+    for bucket, *formats in zip(buckets, *heard, strict=True):
+        check_alike(bucket.param.name, ranks, formats)
+        bucket.formats = formats
 
 
 def gather_unknown(buckets: Sequence[Storage], channels: dict[ShardMesh, Channel]) -> None:
@@ -364,39 +353,3 @@ def gather_unknown(buckets: Sequence[Storage], channels: dict[ShardMesh, Channel
         agree_formats(unknown, shards)
         for bucket, shard in zip(unknown, shards, strict=True):
             bucket.gather_first(shard, channels[mesh])
-
-
-_Storages = dict[int, tuple[torch.UntypedStorage, torch.dtype]]
-"""Storages by their number, each with the dtype of the tensor in it."""
-
-
-def _storages_of(tensors: Sequence[torch.Tensor]) -> _Storages:
-    """Return the storages of tensors that can be freed and allocated again."""
-    every = [leaf for tensor in tensors for leaf in _torch.leaves(tensor)]
-    return {
-        _torch.storage_number(leaf): (leaf.untyped_storage(), leaf.dtype)
-        for leaf in every
-        if leaf.untyped_storage().resizable()
-    }
-
-
-def _flat(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
-    """View all of a storage, as bytes where it does not divide into elements."""
-    if storage.nbytes() % dtype.itemsize:
-        dtype = torch.uint8
-    whole = torch.empty(0, dtype=dtype, device=storage.device)
-    return whole.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
-
-
-def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    if tensor.shape[0] == rows:
-        return tensor.view(-1)
-    padded = _torch.poison_when_unused(tensor.new_zeros(rows, *tensor.shape[1:]))
-    padded[: tensor.shape[0]] = tensor
-    return padded.view(-1)
-
-
-def _copy_unless_same(out: torch.Tensor, source: torch.Tensor) -> None:
-    pairs = zip(_torch.leaves(out), _torch.leaves(source), strict=True)
-    if any(mine.data_ptr() != theirs.data_ptr() for mine, theirs in pairs):
-        out.copy_(source)
