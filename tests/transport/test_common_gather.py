@@ -385,14 +385,15 @@ def interrupted_while_it_writes(place: str) -> tuple[str, bool]:
         output, pending = begin(9, numel=600)
         dist.barrier()
     else:
-        with mock.patch.object(Mailbox, "look", lambda *_: None):  # there is no slab yet
-            output, pending = begin(9, numel=600)
-        dist.barrier()
-        with mock.patch.object(owner, name, interrupt):
-            try:
-                box().write_what_it_can()
-            except Interrupted:
-                said = "Interrupted"
+        with mock.patch.object(Mailbox, "catch_up", lambda _: None):  # of the thread beside
+            with mock.patch.object(Mailbox, "look", lambda *_: None):  # there is no slab yet
+                output, pending = begin(9, numel=600)
+            dist.barrier()
+            with mock.patch.object(owner, name, interrupt):
+                try:
+                    box().write_what_it_can()
+                except Interrupted:
+                    said = "Interrupted"
     pending.wait()
     return said, torch.equal(output, whole(9, 600))
 
