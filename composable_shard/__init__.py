@@ -7,7 +7,6 @@ beside ``import torch``, and the command line answers before torch is imported.
 from __future__ import annotations
 
 import os
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -120,10 +119,8 @@ _MODULES = {
 }
 """Where each public name is defined; for type checkers, the imports above say the same."""
 
-# COMPOSABLE_SHARD_CORE=next replaces today's core by the next one.
-_REPLACED = ("module", "api") if os.environ.get("COMPOSABLE_SHARD_CORE") == "next" else ()
-for _name in _REPLACED:
-    sys.modules[f"{__name__}.{_name}"] = import_module(f"{__name__}.core_next.{_name}")
+if os.environ.get("COMPOSABLE_SHARD_CORE") == "next":  # in place of today's core
+    import_module(f"{__name__}.core_next").replace_core()
 
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

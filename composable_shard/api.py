@@ -16,23 +16,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_shard.arguments import check_module, check_type
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import install, register_forward_method
-from composable_shard.core.not_sharded import ignore
+from composable_shard.core.not_sharded import check_not_taken, ignore, top_modules
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.root import context_of, join_tree, share_reductions
 from composable_shard.core.shard import (
-    ShardPlacementFn,
     build_group,
-    check_not_taken,
     check_subclasses,
     commit,
     find_managed,
     plan_params,
-    top_modules,
 )
 from composable_shard.core.state_dict import install_state_dict_hooks
 from composable_shard.core.ties import Claims, Managed, claim_ties
 from composable_shard.core.transport.host import check_offload
-from composable_shard.mesh import DataParallelMeshDims, ShardMesh, check_reshard, resolve_mesh
+from composable_shard.mesh import (
+    DataParallelMeshDims,
+    ShardMesh,
+    ShardPlacementFn,
+    check_reshard,
+    resolve_mesh,
+)
 from composable_shard.module import check_class, group_of, groups_of, make_sharded
 from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -88,6 +89,9 @@ class ShardPlacementResult:
 
     placement: Shard | None = None
     mesh: DeviceMesh | None = None
+
+
+ShardPlacementFn = Callable[[nn.Parameter], Shard | DeviceMesh | ShardPlacementResult | None]
 
 
 @dataclass(frozen=True)
@@ -348,6 +352,48 @@ def _accelerator() -> str | None:
     """Return the type of the accelerators that this process can use, if it has any."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return None if accelerator is None else accelerator.type
+
+
+def placement_of(
+    name: str, param: nn.Parameter, shard_placement_fn: ShardPlacementFn | None
+) -> tuple[Shard | None, DeviceMesh | None]:
+    """Ask the user how a parameter is cut, and over which mesh of its own."""
+    asked: Any = None
+    if shard_placement_fn is not None:
+        try:
+            asked = shard_placement_fn(param)
+        except Exception as error:
+            error.add_note(f"raised by shard_placement_fn for parameter '{name}'")
+            raise
+    placement, mesh = (None, asked) if isinstance(asked, DeviceMesh) else (asked, None)
+    if isinstance(asked, ShardPlacementResult):
+        placement, mesh = asked.placement, asked.mesh
+    if isinstance(placement, Shard | None) and isinstance(mesh, DeviceMesh | None):
+        return placement, mesh
+    raise ValueError(
+        "Expected shard_placement_fn to return Shard, a DeviceMesh, ShardPlacementResult or None "
+        f"for parameter '{name}', got {type(asked).__name__}: {asked!r}"
+    )
+
+
+def own_mesh_of(name: str, mesh: DeviceMesh) -> ShardMesh:
+    """Resolve the mesh that users give a parameter, which errors name."""
+    try:
+        return resolve_mesh(mesh)
+    except ValueError as error:
+        raise ValueError(f"{error}, from shard_placement_fn for parameter '{name}'") from error
+
+
+def shard_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int | None:
+    """Return the dim to shard, ``None`` for a scalar, which has none."""
+    if placement is None:
+        return 0 if param.ndim else None
+    if not -param.ndim <= placement.dim < param.ndim:
+        raise ValueError(
+            f"Expected shard_placement_fn to return a dim within the {param.ndim} dims of "
+            f"parameter '{name}', got {placement}"
+        )
+    return placement.dim % param.ndim
 
 
 def check_reshard(

@@ -38,7 +38,6 @@ FIRST = (
     *("compile/test_blocks.py", "compat/test_torch_dropin.py"),
 )
 
-
 STARTED = time.monotonic()
 
 NEXT_CORE = Path(__file__).with_name("next_core.txt")

@@ -152,7 +152,7 @@ CORE = [
     *("forward", "tree_reductions", "substituted", "optimizers", "ties", "not_sharded"),
     *("agreement", "group", "calls", "tree", "order", "reduction", "reduction_plan"),
     *("gradient_extension", "gradient_bucket", "gradient", "units", "gather_extension"),
-    *("bucket", "param", "nested", "codec", "placement", "layout", "transport.channel"),
+    *("bucket", "param", "codec", "nested", "placement", "layout", "transport.channel"),
     *("transport.point_to_point", "transport.common_gather"),
     *("transport.exchange", "transport.mailbox"),
     *("transport.shared_memory", "transport.collectives"),

@@ -26,6 +26,7 @@ from composable_shard import _torch
 from composable_shard.core.bucket import GatherUnit
 from composable_shard.core.calls import Call, InputMarker
 from composable_shard.core.gradient import Exposure, ReductionSettings
+from composable_shard.core.not_sharded import GROUP
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.reduction import GroupGradients
 from composable_shard.core.transport import host
@@ -684,14 +685,11 @@ class ParamGroup:
         return f"ParamGroup({self.name or 'root'}, {len(self.params)} params, {self.state})"
 
 
-_ATTRIBUTE = "_composable_shard_group"
-
-
 def group_of(module: nn.Module) -> ParamGroup | None:
     """Return the group of a sharded module, ``None`` for any other."""
-    return module.__dict__.get(_ATTRIBUTE)
+    return module.__dict__.get(GROUP)
 
 
 def set_group(module: nn.Module, group: ParamGroup) -> None:
     """Remember the group of a module that is being sharded."""
-    module.__dict__[_ATTRIBUTE] = group
+    module.__dict__[GROUP] = group

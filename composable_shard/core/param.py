@@ -30,9 +30,8 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.codec import has_extension
+from composable_shard.core.codec import Attributes, attributes_of_user, has_extension
 from composable_shard.core.layout import ParamLayout
-from composable_shard.core.nested import tensors_stored_in
 from composable_shard.core.placement import (
     GradStage,
     ParamPlacement,
@@ -121,68 +120,6 @@ class Slot(NamedTuple):
 
     def get(self) -> nn.Parameter | None:
         return self.module._parameters.get(self.attribute)
-
-
-class Attributes:
-    """What users set on one form of a parameter, ``param.tag = ...``, is there on the other.
-
-    Both forms have one dict, unless the other is a tensor subclass, which keeps what is its own in
-    its dict. What was set, changed or deleted on one of them is then carried over when the forms
-    change places.
-
-    Args:
-        sharded: The sharded form.
-        other: An unsharded one, just made.
-    """
-
-    def __init__(self, sharded: nn.Parameter, other: nn.Parameter) -> None:
-        self._sharded, self._other = sharded, other
-        self.are_shared = type(other) in (nn.Parameter, DTensor)
-        self._of_class = {"_is_param", *other.__dict__}
-        self._carried: dict[str, object] = {}
-        if self.are_shared:
-            other.__dict__ = sharded.__dict__
-        else:
-            self.give()
-
-    def give(self) -> None:
-        """Carry changes of the sharded form to the other, which is registered now."""
-        self._carry(self._sharded.__dict__, self._other.__dict__)
-
-    def take(self) -> None:
-        """Carry changes of the other form to the sharded one, which is registered now."""
-        found = self._other.__dict__.items()
-        self._carry({k: v for k, v in found if self._is_of_user(k, v)}, self._sharded.__dict__)
-
-    def _is_of_user(self, name: str, value: object) -> bool:
-        """Tell whether a user, and not the class, has set an attribute of the other form.
-
-        Unless users had set it before, what the class declares (``functools.cached_property``) and
-        what holds tensors, which were computed of what is gathered anew, counts as the class's.
-        """
-        if name in self._carried or name in self._sharded.__dict__:
-            return True
-        is_declared = hasattr(getattr(type(self._other), name, None), "__get__")
-        return not is_declared and next(tensors_stored_in(value, set()), None) is None
-
-    def _carry(self, source: dict[str, object], target: dict[str, object]) -> None:
-        if self.are_shared:
-            return
-        now = {name: value for name, value in source.items() if name not in self._of_class}
-        for name in self._carried.keys() - now.keys():
-            target.pop(name, None)
-        for name, value in now.items():
-            if name not in self._carried or self._carried[name] is not value:
-                target[name] = value
-        self._carried = now
-
-
-def attributes_of_user(param: nn.Parameter) -> dict[str, object]:
-    """Return what was set on a parameter: what is in its dict and not of its class."""
-    of_class = {"_is_param"}
-    if type(param) not in (nn.Parameter, DTensor):
-        of_class.update(param.detach().__dict__)
-    return {name: value for name, value in param.__dict__.items() if name not in of_class}
 
 
 class ShardedParam:

@@ -5,88 +5,24 @@ Everything that can fail happens before the module is touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import is_lazy
 
 from composable_shard import _torch
 from composable_shard.core.codec import agree_on_shards, cut_shard, needs_extension
-from composable_shard.core.group import ParamGroup, group_of
+from composable_shard.core.group import ParamGroup
 from composable_shard.core.not_sharded import is_taken
 from composable_shard.core.param import Attributes, ShardedParam, Slot
 from composable_shard.core.ties import Managed, owner_of_sharded, remember
 from composable_shard.core.transport.host import Offload, check_names, offload_of
 from composable_shard.core.units import build_units
 from composable_shard.errors import ExtensionError
-from composable_shard.mesh import ShardMesh, ShardPlacementResult, resolve_mesh
+from composable_shard.mesh import ShardMesh, ShardPlacementFn, own_mesh_of, placement_of, shard_dim
 from composable_shard.policy import MixedPrecisionPolicy
-
-ShardPlacementFn = Callable[[nn.Parameter], Shard | DeviceMesh | ShardPlacementResult | None]
-
-
-def top_modules(module: object) -> tuple[nn.Module, ...]:
-    """Return the modules of the argument, without those that lie inside another of them.
-
-    Raises:
-        TypeError: If it is not a module or a list of modules.
-        ValueError: If the list is empty, or a module is a container without a forward.
-    """
-    modules = [module] if isinstance(module, nn.Module) else module
-    if not isinstance(modules, (list, tuple)):
-        raise TypeError(
-            f"Expected module to be an nn.Module or a list of them, got {type(module).__name__}"
-        )
-    if not modules:
-        raise ValueError("Expected at least one module, got an empty list")
-    for index, member in enumerate(modules):
-        if not isinstance(member, nn.Module):
-            raise TypeError(
-                f"Expected a list of nn.Module, got {type(member).__name__} at index {index}"
-            )
-        if type(member).forward is nn.Module.forward and "forward" not in vars(member):
-            raise ValueError(
-                f"Expected a module with a forward, got the container {type(member).__name__}; "
-                "call fully_shard on its children, or on a list of them"
-            )
-    inner = {id(m) for top in modules for m in top.modules() if m is not top}
-    unique = {id(member): member for member in modules if id(member) not in inner}
-    return tuple(unique.values())
-
-
-def check_not_taken(modules: Iterable[nn.Module]) -> None:
-    """Refuse modules whose gradients another call, or another function, reduces.
-
-    Raises:
-        ValueError: If ``fully_shard``, ours or torch's, or ``replicate`` has one, or if a function
-            of torch has converted the parameters of a module around it.
-    """
-    for module in modules:
-        kind = type(module).__name__
-        if _torch.is_replicated(module):
-            raise ValueError(
-                f"Expected a module without torch's replicate or DistributedDataParallel, got "
-                f"{kind}; leave that out, or apply fully_shard to modules inside of it, before it, "
-                "or to one around it"
-            )
-        if is_taken(module):
-            raise ValueError(
-                f"Expected a module that is not sharded, got {kind}, which fully_shard was "
-                "applied to before; shard what was added to it, such as new adapters, alone"
-            )
-        if not any(isinstance(param, DTensor) for param in module.parameters()):
-            continue
-        for outer in _torch.modules_with_state():
-            is_of_torch = group_of(outer) is None and is_taken(outer)
-            if is_of_torch and any(module is inner for inner in outer.modules()):
-                raise ValueError(
-                    f"Expected fully_shard of {kind} before torch has converted the parameters "
-                    f"of {type(outer).__name__} around it, got it after; start with the inner "
-                    "modules"
-                )
 
 
 def find_managed(
@@ -179,53 +115,6 @@ def _check_param(name: str, param: nn.Parameter, mesh: ShardMesh) -> None:
             f"Expected parameter '{name}' on {mesh.device}, on the CPU or on the meta device, "
             f"got {param.device}"
         )
-
-
-def placement_of(
-    name: str, param: nn.Parameter, shard_placement_fn: ShardPlacementFn | None
-) -> tuple[Shard | None, DeviceMesh | None]:
-    """Ask the user how a parameter is cut, and over which mesh of its own."""
-    asked: object = None
-    if shard_placement_fn is not None:
-        try:
-            asked = shard_placement_fn(param)
-        except Exception as error:
-            error.add_note(f"raised by shard_placement_fn for parameter '{name}'")
-            raise
-    if isinstance(asked, ShardPlacementResult):
-        placement, mesh = asked.placement, asked.mesh
-        if (placement is None or isinstance(placement, Shard)) and (
-            mesh is None or isinstance(mesh, DeviceMesh)
-        ):
-            return placement, mesh
-    if isinstance(asked, DeviceMesh):
-        return None, asked
-    if asked is None or isinstance(asked, Shard):
-        return asked, None
-    raise ValueError(
-        "Expected shard_placement_fn to return Shard, a DeviceMesh, ShardPlacementResult or None "
-        f"for parameter '{name}', got {type(asked).__name__}: {asked!r}"
-    )
-
-
-def own_mesh_of(name: str, mesh: DeviceMesh) -> ShardMesh:
-    """Resolve the mesh that users give a parameter, which errors name."""
-    try:
-        return resolve_mesh(mesh)
-    except ValueError as error:
-        raise ValueError(f"{error}, from shard_placement_fn for parameter '{name}'") from error
-
-
-def shard_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int | None:
-    """Return the dim to shard, ``None`` for a scalar, which has none."""
-    if placement is None:
-        return 0 if param.ndim else None
-    if not -param.ndim <= placement.dim < param.ndim:
-        raise ValueError(
-            f"Expected shard_placement_fn to return a dim within the {param.ndim} dims of "
-            f"parameter '{name}', got {placement}"
-        )
-    return placement.dim % param.ndim
 
 
 @torch.no_grad()

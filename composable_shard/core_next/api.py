@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard.arguments import check_module, check_type
-from composable_shard.core.not_sharded import ignore
-from composable_shard.core.shard import ShardPlacementFn, check_not_taken, top_modules
+from composable_shard.core.not_sharded import check_not_taken, ignore, top_modules
 from composable_shard.core.transport.host import check_offload
+from composable_shard.core_next import optimizers  # noqa: F401 - its hooks
 from composable_shard.core_next.group import ParamGroup, group_of
 from composable_shard.core_next.hooks import install, register_forward_method
 from composable_shard.core_next.module import check_class, groups_of, make_sharded
@@ -31,7 +31,13 @@ from composable_shard.core_next.state_dict import install_state_dict_hooks
 from composable_shard.core_next.storage import ShardedParam
 from composable_shard.core_next.ties import Claims, Managed, claim_ties
 from composable_shard.core_next.tree import join_tree
-from composable_shard.mesh import DataParallelMeshDims, ShardMesh, check_reshard, resolve_mesh
+from composable_shard.mesh import (
+    DataParallelMeshDims,
+    ShardMesh,
+    ShardPlacementFn,
+    check_reshard,
+    resolve_mesh,
+)
 from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy
 
 _Sharded = TypeVar("_Sharded", nn.Module, list[nn.Module])
@@ -235,7 +241,7 @@ def _adopt(group: ParamGroup, managed: Managed) -> None:
     for module in group.modules:
         check_class(module)
     commit(group, managed)
-    install(group)
+    install(group, managed.modules)
     install_state_dict_hooks(group)
     for module in group.modules:
         make_sharded(module, group)

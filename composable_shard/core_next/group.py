@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from composable_shard import _torch
+from composable_shard.core.not_sharded import GROUP
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import announce
 from composable_shard.core_next.plugins import Plugins
@@ -37,24 +37,41 @@ from composable_shard.policy import MixedPrecisionPolicy
 
 _version = attrgetter("_version")
 
-_GROUP = "_composable_shard_group"
-
 
 def group_of(module: nn.Module) -> ParamGroup | None:
     """Return the group of a sharded module."""
-    found: ParamGroup | None = module.__dict__.get(_GROUP)
+    found: ParamGroup | None = module.__dict__.get(GROUP)
     return found
 
 
 def set_group(module: nn.Module, group: ParamGroup) -> None:
     """Let a module belong to a group."""
-    module.__dict__[_GROUP] = group
+    module.__dict__[GROUP] = group
 
 
-def groups_in(modules: Iterable[nn.Module]) -> list[ParamGroup]:
-    """Return the groups of all sharded modules in some modules, outer ones first."""
-    found = (group_of(child) for module in modules for child in module.modules())
-    return list(dict.fromkeys(group for group in found if group is not None))
+ON_OTHER_RANKS = "on other ranks; move() it to a mesh that has this one first"
+"""Why shards are not in memory of a rank that is not in their mesh."""
+
+
+_groups_of_params: dict[int, weakref.ref[ParamGroup]] = {}
+"""By id, the groups of sharded parameters; an id may have passed to another tensor since."""
+
+_num_registered = 0  # how often that has changed
+
+
+def num_registered() -> int:
+    """Return a number that changes when :func:`group_of_param` may have other answers."""
+    return _num_registered
+
+
+def group_of_param(param: torch.Tensor) -> ParamGroup | None:
+    """Return the group of a sharded parameter that was gathered."""
+    owner = _groups_of_params.get(id(param), _none)()
+    return owner if owner is not None and owner.is_compiled and owner.owns(param) else None
+
+
+def _none() -> None:
+    return None
 
 
 class State(enum.Enum):
@@ -130,6 +147,8 @@ class ParamGroup:
         is_partly_run: Whether some modules of a list have run, and others are still to come.
         unsharded_version: Grows when a gather brings new values. It is the version counter of the
             unsharded parameters.
+        is_opened: Whether the modules hold full parameters, inside of ``unsharded()``.
+        absence: Why its shards are not in memory, and what to do; ``None`` if they are.
         num_optimizer_steps: How many optimizer steps have changed the shards.
         unsynced_names: Names of parameters that may have unreduced gradients.
         finished_nodes: The graph task of each node that has run: gradient accumulations and input
@@ -161,6 +180,8 @@ class ParamGroup:
         self.plugins = Plugins()
         self.state = State.SHARDED
         self.is_unsharded_registered = self.is_held = self.is_partly_run = False
+        self.is_opened = False
+        self.absence: str | None = None
         self._ran: set[nn.Module] = set()  # of a list, since the group was gathered
         self.unsharded_version = 0
         self.num_optimizer_steps = 0
@@ -201,6 +222,11 @@ class ParamGroup:
         """The group as messages call it."""
         return f"group '{self.name}'" if self.name else "the root group"
 
+    def check_awake(self, purpose: str) -> None:
+        """Raise ``ShardError`` if its shards are not in memory."""
+        if self.absence is not None:
+            raise ShardError(f"Expected {self.label} in memory {purpose}, got it {self.absence}")
+
     # Gather ---------------------------------------------------------------------------------
 
     def refresh(self) -> bool:
@@ -226,6 +252,7 @@ class ParamGroup:
         before = self.program if self.is_compiled else None
         if before is not None:
             self.reshard()
+        self.check_awake("to be gathered")
         with torch.inference_mode(False), torch.no_grad():
             if take_over_registered(self.params, self.label) and not _torch.in_functional_call():
                 self._rebuild()
@@ -234,9 +261,18 @@ class ParamGroup:
         self.compile()
         if before is None or not self.program.has_shards_of(before):
             self._gathered_version = -1
-        for sharded in self.program.sharded:
-            _owners[id(sharded)] = weakref.ref(self)
+        self._register()
         return True
+
+    def _register(self) -> None:
+        global _num_registered
+        for sharded in self.program.sharded:
+            _groups_of_params[id(sharded)] = weakref.ref(self)
+        _num_registered += 1
+
+    def owns(self, sharded: torch.Tensor) -> bool:
+        """Return whether a tensor is one of its sharded parameters."""
+        return any(sharded is one for one in self.program.sharded)
 
     def compile(self) -> None:
         """Compile the program for the parameters, settings and features as they are."""
@@ -404,19 +440,3 @@ class Flight(NamedTuple):
     def finish(self) -> None:
         """Wait for it and write ``.grad`` of the sharded parameters."""
         self.group.finish_reduction(self.program)
-
-
-_owners: dict[int, weakref.ref[ParamGroup]] = {}
-"""By id, the groups of sharded parameters; an id may have passed to another tensor since."""
-
-
-def _count_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Count a step for each group that it may have changed: foreach kernels bump no version."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    owners = [owner() for owner in map(_owners.get, map(id, params)) if owner is not None]
-    for group in dict.fromkeys(owners):
-        if group is not None:
-            group.num_optimizer_steps += 1
-
-
-register_optimizer_step_post_hook(_count_optimizer_step)

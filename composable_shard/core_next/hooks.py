@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, update_wrapper
 from types import MethodType
 from typing import Any
@@ -16,18 +16,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.nested import find_changes, map_tensors, tensors_in
 from composable_shard.core_next.group import ParamGroup
 from composable_shard.core_next.tree import Call
+from composable_shard.errors import ShardError
 
 _HOOKS = "_composable_shard_hooks"
 
+_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ParamGroup]] = weakref.WeakKeyDictionary()
 
-def install(group: ParamGroup) -> None:
-    """Let the modules of a group call back before and after forward."""
+
+def owner_of(module: nn.Module) -> ParamGroup | None:
+    """Return the group that holds the parameters of a module that is sharded or inside of one."""
+    owner = _owners.get(module)
+    return None if owner is None else owner()
+
+
+def groups_in(modules: Iterable[nn.Module]) -> list[ParamGroup]:
+    """Return the groups with parameters in ``modules``: their own, and outer ones of tied ones.
+
+    A parameter that is tied across groups is registered in modules of groups that do not own it.
+    """
+    within = dict.fromkeys(modules)
+    own = dict.fromkeys(group for m in within if (group := owner_of(m)) is not None)
+    around = dict.fromkeys(one for group in own for one in group.tree.groups)
+    return [
+        group
+        for group in around
+        if group in own
+        or any(slot.module in within for param in group.params for slot in param.slots)
+    ]
+
+
+def install(group: ParamGroup, managed: Iterable[nn.Module]) -> None:
+    """Let the modules of a group call back before and after forward.
+
+    Args:
+        group: The group.
+        managed: Its modules and all below, except those of inner groups.
+    """
     hooks = ModuleHooks(group)
+    for module in managed:
+        _owners[module] = weakref.ref(group)
     for module in group.modules:
         module.__dict__[_HOOKS] = hooks
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
@@ -65,6 +98,9 @@ class ModuleHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather the group, cast the inputs and add input markers."""
         group = self._group
+        if group.is_opened:
+            _check_can_run_opened(group)
+            return args, kwargs
         call = group.tree.enter(group, module)
         if call.is_substituted:
             return args, kwargs
@@ -93,6 +129,8 @@ class ModuleHooks:
 
     def leave(self, output: Any, *, has_failed: bool) -> Any:
         """End the innermost call; return the output, hooked, cast, and safe from the free."""
+        if self._group.is_opened:
+            return output
         tree = self._group.tree
         call = tree.call_stack[-1]
         if call.is_substituted:
@@ -149,6 +187,21 @@ class ModuleHooks:
     def _gather_again(self, _: Tensor) -> None:
         group = self._group
         group.tree.begin_backward().gather_for_backward(group, has_input_markers=True)
+
+
+def _check_can_run_opened(group: ParamGroup) -> None:
+    """Raise if a group that is open cannot run as a plain module."""
+    if torch.is_grad_enabled():
+        raise ShardError(
+            f"Expected no forward of {group.label} with gradients inside of unsharded(), got one; "
+            "run it under torch.no_grad(), or after the context"
+        )
+    for param in group.params:
+        if any(isinstance(slot.get(), DTensor) for slot in param.slots):
+            raise ShardError(
+                f"Expected full parameters in a forward of {group.label} inside of unsharded(), "
+                f"got '{param.name}' sharded; open the sharded module itself, on all ranks"
+            )
 
 
 def _replace_marker(markers: list[Any], tensor: Tensor) -> Tensor:

@@ -39,9 +39,9 @@ from composable_shard.core_next.group import (
     ParamGroup,
     State,
     group_of,
-    groups_in,
     set_group,
 )
+from composable_shard.core_next.hooks import groups_in
 from composable_shard.core_next.reduction import assign_grad, clear, is_partial
 from composable_shard.core_next.storage import carry_over, grad_dtype_asked
 from composable_shard.core_next.torch_state import TorchState, answer_torch, torch_state
@@ -227,6 +227,11 @@ class FSDPModule(TorchFSDPModule):
         """
         checked_bool("async_op", async_op)
         group = self._group()
+        if group.is_opened:
+            raise ShardError(
+                f"Expected unshard() of {group.label} outside of unsharded(), got it inside, where "
+                "the parameters are full"
+            )
         if not group.tree.call_stack:
             group.tree.prepare_gather()
         group.refresh()
@@ -370,7 +375,7 @@ class FSDPModule(TorchFSDPModule):
         """
         group = self._group()
         tree: Tree = group.tree
-        if not tree.is_idle:
+        if tree.is_computing:
             raise ShardError(
                 f"Expected {method}() of {group.label} outside of forward and backward, got it "
                 "within one; call it between iterations"

@@ -425,6 +425,11 @@ class LocalReduction(Reduction):
 # The gradient of a sharded parameter --------------------------------------------------------------
 
 
+def has_hooks(param: ShardedParam) -> bool:
+    """Return whether the user has put hooks on the sharded parameter."""
+    return _torch.has_grad_hooks(param.sharded)
+
+
 def is_partial(grad: torch.Tensor | None) -> bool:
     """Return whether a gradient is still to be averaged over some ranks."""
     return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)

@@ -16,7 +16,6 @@ from torch.nn.parameter import is_lazy
 from composable_shard import _torch
 from composable_shard.core.codec import agree_on_shards, cut_shard, needs_extension
 from composable_shard.core.not_sharded import is_taken
-from composable_shard.core.shard import ShardPlacementFn, own_mesh_of, placement_of, shard_dim
 from composable_shard.core.transport.host import Offload, check_names, offload_of
 from composable_shard.core_next.features.extension import ExtensionBucket, gather_unknown
 from composable_shard.core_next.features.hybrid import Replicas
@@ -24,7 +23,7 @@ from composable_shard.core_next.group import BucketFactory, ParamGroup
 from composable_shard.core_next.storage import Bucket, ShardedParam, Slot, Storage
 from composable_shard.core_next.ties import Managed, owner_of_sharded, remember
 from composable_shard.errors import ExtensionError
-from composable_shard.mesh import ShardMesh
+from composable_shard.mesh import ShardMesh, ShardPlacementFn, own_mesh_of, placement_of, shard_dim
 from composable_shard.policy import MixedPrecisionPolicy
 
 

@@ -13,7 +13,8 @@ Imports layout, placement, plugins, and the transport below. The tensors of a pa
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
+from composable_shard.core.codec import has_extension
 from composable_shard.core.placement import GradStage, ParamPlacement, plan_placement
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.host import pins
@@ -39,6 +41,33 @@ LIFTED = "_composable_shard_lifted"
 """On a parameter whose ``grad_dtype`` the library, and not the user, has set to ``None``."""
 
 _UNSAFE_VARIABLES = ("COMPOSABLE_SHARD_UNSAFE_SETATTR", "FSDP_USE_UNSAFE_SETATTR")
+
+
+_stand_ins: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[ShardedParam]]] = {}
+"""By id, unsharded parameters and full copies that modules hold or have held."""
+
+
+def remember_stand_in(tensor: torch.Tensor, param: ShardedParam) -> None:
+    """Note that a module holds, or has held, ``tensor`` in the place of a sharded parameter.
+
+    Only weak references to the tensor itself are possible: torch does not convert a module with a
+    parameter, such as the sharded one, that is weakly referred to.
+    """
+    key = id(tensor)
+    known = weakref.ref(tensor, lambda _: _stand_ins.pop(key, None))
+    _stand_ins[key] = known, weakref.ref(param)
+
+
+def sharded_form(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sharded parameter that an unsharded one stands for; any other tensor itself."""
+    known = _stand_ins.get(id(tensor))
+    param = None if known is None else known[1]()
+    return tensor if param is None else param.sharded
+
+
+def num_standing_for_sharded(ids: Set[int]) -> int:
+    """Count the unsharded parameters and full copies among live tensors with these ids."""
+    return 0 if ids.isdisjoint(_stand_ins) else len(ids & {*_stand_ins})
 
 
 class Slot(NamedTuple):
@@ -239,10 +268,23 @@ class ShardedParam:
         model = self.placement.model
         if model is not None:
             tensor = _torch.from_local(tensor, _torch.spec_with_dtype(model, tensor.dtype))
-        if self._kind is None or is_encoded:
+        if is_encoded:
             self.unsharded = _torch.parameter_of(tensor, requires_grad=False)
         else:
-            self.unsharded = _torch.parameter_of_class(tensor, self._kind, requires_grad=False)
+            self.unsharded = self.leaf_around(tensor, requires_grad=False)
+        remember_stand_in(self.unsharded, self)
+
+    def leaf_around(
+        self, tensor: torch.Tensor, *, requires_grad: bool | None = None
+    ) -> nn.Parameter:
+        """Make a parameter of a full tensor, of the class that the original had.
+
+        A class with hooks for its gather says by itself what the tensor is.
+        """
+        needs = self.sharded.requires_grad if requires_grad is None else requires_grad
+        if self._kind is None or has_extension(self.local):
+            return _torch.parameter_of(tensor, needs)
+        return _torch.parameter_of_class(tensor, self._kind, needs)
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:

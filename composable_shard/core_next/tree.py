@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.autograd.graph import Node
 from composable_shard import _torch
 from composable_shard.core.agreement import agree_on_model
 from composable_shard.core.nested import Given
+from composable_shard.core.not_sharded import refuse_replicated, warn_of_plain
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.core_next.backward import Backward
 from composable_shard.core_next.features.trace import Listener, Trace
@@ -25,6 +27,7 @@ from composable_shard.core_next.group import Flight, ParamGroup, State, group_of
 from composable_shard.core_next.plugins import Feature, Plugins
 from composable_shard.core_next.tape import Interval, PlanStep, Tape, Visit
 from composable_shard.core_next.ties import refuse_unowned
+from composable_shard.errors import ShardError
 
 _current_task = _torch.current_backward
 
@@ -203,12 +206,22 @@ class Tree:
     def prepare_gather(self) -> None:
         """Agree on the model before the first gather; wait for an optimizer that runs beside."""
         if not self.is_agreed:
-            refuse_unowned(module for group in self.groups for module in group.all_modules())
+            self._check_modules()
             agree_on_model(self.groups)
             self.is_agreed = True
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None:
             event.wait()
+
+    def _check_modules(self) -> None:
+        """Refuse tied parameters without an owner, and late ``replicate``; warn of late ones."""
+        refuse_unowned(module for group in self.groups for module in group.all_modules())
+        for group in self.groups:
+            holders = {slot.module for param in group.params for slot in param.slots}
+            refuse_replicated(group.modules, holders, group.label)
+        if self.root.mesh.num_ranks > 1:
+            stand_ins = (p.__dict__.get("unsharded") for group in self.groups for p in group.params)
+            warn_of_plain(self.root.modules, stand_ins)
 
     def _end_forward(self, outermost: ParamGroup, *, has_failed: bool) -> None:
         if has_failed:
@@ -325,10 +338,9 @@ class Tree:
         return self._backward is not None and not self._backward.is_running
 
     @property
-    def is_idle(self) -> bool:
-        """Whether neither a forward nor a backward is running."""
-        backward = self._backward
-        return not self.call_stack and (backward is None or not backward.is_running)
+    def is_computing(self) -> bool:
+        """Whether a forward of the tree is running, or any backward."""
+        return bool(self.call_stack) or _current_task() != -1
 
     def reset(self) -> None:
         """Return to the state between two steps, after a forward or backward has failed.
@@ -347,6 +359,24 @@ class Tree:
             group.reset()
         for feature in self.plugins.features:
             feature.fail(self)
+
+
+context_of: Callable[[ParamGroup], Tree] = attrgetter("tree")
+"""Returns the tree of a group."""
+
+
+def check_at_rest(group: ParamGroup, op: str) -> None:
+    """Raise ``ShardError`` if ``op`` is called while a group computes, or is open."""
+    if group.tree.is_computing:
+        raise ShardError(
+            f"Expected {op}() outside of forward and backward, got it in one of {group.label}; "
+            "use it between iterations"
+        )
+    if group.is_opened:
+        raise ShardError(
+            f"Expected {op}() outside of unsharded(), got it inside of one of {group.label}; "
+            "leave that first"
+        )
 
 
 def join_tree(root: ParamGroup) -> Tree:

@@ -1,0 +1,129 @@
+"""Optimizers: that they step sharded parameters, and which groups they have changed.
+
+Imports reduction, storage, ties. Foreach and fused kernels change a DTensor without bumping a
+version counter, so each group counts the steps that may have changed it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from composable_shard import _torch
+from composable_shard.core.transport import host
+from composable_shard.core_next.group import ParamGroup, group_of_param, num_registered
+from composable_shard.core_next.reduction import is_partial
+from composable_shard.core_next.storage import num_standing_for_sharded
+from composable_shard.core_next.ties import num_replaced
+from composable_shard.errors import ShardError
+
+
+class _Params:
+    """The parameters of an optimizer, and what is looked up for them once.
+
+    Attributes:
+        ids: Of all.
+        scalars: Sharded ones without dims.
+        strided: Sharded ones whose shards are not contiguous.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self._params, self._num_registered = params, num_registered()
+        self.ids = set(map(id, params))
+        sharded = [param for param in params if isinstance(param, DTensor)]
+        self.scalars = [param for param in sharded if not _torch.spec_of(param).shape]
+        self.strided = [p for p in sharded if not _torch.local_tensor(p).is_contiguous()]
+        owners = dict.fromkeys(map(group_of_param, params))
+        self._groups = [weakref.ref(owner) for owner in owners if owner is not None]
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        """Their groups, in an order that is the same on all ranks."""
+        return [group for ref in self._groups if (group := ref()) is not None]
+
+    def is_of(self, params: Sequence[torch.Tensor]) -> bool:
+        """Return whether these are the parameters, and no group has got others since."""
+        if self._num_registered != num_registered() or len(params) != len(self._params):
+            return False
+        return all(map(is_, params, self._params))
+
+
+_PARAMS = "_composable_shard_params"
+
+
+def _params_of(optimizer: Optimizer) -> _Params:
+    params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    known = vars(optimizer).get(_PARAMS)
+    if known is None or not known.is_of(params):
+        known = vars(optimizer)[_PARAMS] = _Params(params)
+    return known
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    params, kind = _params_of(optimizer), type(optimizer).__name__
+    replaced = num_replaced(params.ids)
+    if replaced:
+        raise ShardError(
+            f"Expected {kind} to have sharded parameters, got {replaced} that fully_shard has "
+            "replaced; build the optimizer after fully_shard"
+        )
+    unsharded = num_standing_for_sharded(params.ids)
+    if unsharded:
+        raise ShardError(
+            f"Expected {kind} to have sharded parameters, got {unsharded} unsharded ones, whose "
+            "changes are lost; build the optimizer, or fill its groups, of model.parameters() "
+            "outside of unsharded(), before a forward or after a backward"
+        )
+    for owner in params.groups:
+        owner.check_awake(f"for a step of {kind}")
+    host.settle()  # copies of shards that a forward without a backward has launched
+    if any(group.get("fused") for group in optimizer.param_groups):
+        _refuse_unreduced(kind, params.strided)
+    for param in params.scalars:
+        _distribute_state(param, optimizer.state.get(param, {}))
+
+
+def _refuse_unreduced(kind: str, params: Sequence[DTensor]) -> None:
+    """Raise if gradients of parameters with strides of their own are not reduced.
+
+    DTensor would reduce them to contiguous shards. Fused kernels walk through memory in order, so
+    an element would be stepped by the gradient of another.
+    """
+    if any(is_partial(param.grad) for param in params):
+        raise ShardError(
+            f"Expected reduced gradients for a fused step of {kind}, got one that was accumulated "
+            "without sync, of a parameter that is not contiguous; call synchronize_gradients() "
+            "first, or leave out fused=True"
+        )
+
+
+def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:
+    """Make DTensors of a scalar parameter's states: torch loads them as if they counted steps."""
+    for name, value in state.items():
+        is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if is_plain and value.ndim == 0 and name != "step":
+            state[name] = DTensor.from_local(
+                value, param.device_mesh, param.placements, run_check=False
+            )
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    for group in _params_of(optimizer).groups:
+        group.num_optimizer_steps += 1
+        if group.is_unsharded_registered and not group.tree.is_computing:
+            group.register_sharded()
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
