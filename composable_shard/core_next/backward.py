@@ -19,7 +19,7 @@ from itertools import islice
 import torch
 
 from composable_shard import _torch
-from composable_shard.core_next.group import Flight, ParamGroup, State
+from composable_shard.core_next.group import Flights, ParamGroup, State
 from composable_shard.core_next.reduction import Reduction
 from composable_shard.core_next.tape import PlanStep
 from composable_shard.errors import ShardError
@@ -62,7 +62,7 @@ class Backward:
         groups: Sequence[ParamGroup],
         steps: list[PlanStep[ParamGroup]],
         num_checkpoints: dict[ParamGroup, int],
-        in_flight: deque[Flight],
+        in_flight: Flights,
         on_end: Callable[[Backward], None],
     ) -> None:
         """Begin a backward.
@@ -227,12 +227,8 @@ class Backward:
         else:
             self._to_free.append(group)
         if group.needs_reduce:
-            flights, limit = self._in_flight, group.settings.max_reductions
-            while len(flights) >= limit or any(flight.group is group for flight in flights):
-                flights.popleft().finish()
-            flight = group.start_reduction()
-            if flight is not None:
-                flights.append(flight)
+            self._in_flight.make_room(group)
+            self._in_flight.add(group.start_reduction())
 
     # The end --------------------------------------------------------------------------------
 
@@ -254,8 +250,8 @@ class Backward:
                 self._gather(step.group)
             else:
                 self._finish(step.group)
-        while waits and self._in_flight:
-            self._in_flight.popleft().finish()
+        if waits:
+            self._in_flight.finish()
         for group in self._to_free:
             group.reshard()
         for group in self._planned:

@@ -61,11 +61,9 @@ class Finalization:
         """
         tree = self._tree
         for group in tree.groups:
-            if any(flight.group is group for flight in tree.in_flight):
-                tree.finish_reductions()
-            flight = group.start_deferred_reduction() if group.settings.reduce_grads else None
-            if flight is not None:
-                tree.in_flight.append(flight)
+            if group.settings.reduce_grads and group.unsynced_names:
+                tree.in_flight.make_room(group)
+                tree.in_flight.add(group.start_deferred_reduction())
             if group.settings.reshard_after_backward and not group.is_held:
                 group.reshard()
         self._used, self.handle = None, handle

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -370,10 +371,8 @@ class ParamGroup:
             self.unsynced_names |= program.reduced_names
         return Flight(self, program) if reduce_grads else None
 
-    def finish_reduction(self, program: Program) -> None:
-        """Wait for the reduction and write ``.grad`` of the sharded parameters."""
-        for op in program.deliver:
-            op()
+    def note_reduced(self, program: Program) -> None:
+        """Note what a reduction has delivered, or left for one over the replicas."""
         if not self.settings.all_reduce_grads:
             self.unsynced_names |= program.reduced_names
         elif self.unsynced_names:
@@ -431,12 +430,75 @@ class ParamGroup:
             reduction.discard()
 
 
-class Flight(NamedTuple):
-    """A reduction in flight, launched by a program that may be out of date by now."""
+class Flight:
+    """A reduction in flight, launched by a program that may be out of date by now.
 
-    group: ParamGroup
-    program: Program
+    Attributes:
+        group: Its group.
+        program: The program that launched it.
+    """
+
+    def __init__(self, group: ParamGroup, program: Program) -> None:
+        self.group, self.program = group, program
+        self._stages = iter(program.deliver[group.settings.all_reduce_grads])
+        self._stage = next(self._stages)
+
+    def go_on(self) -> bool:
+        """Run the next stage, which begins with a wait; return whether another is left."""
+        for op in self._stage:
+            op()
+        self._stage = next(self._stages, ())
+        if not self._stage:
+            self.group.note_reduced(self.program)
+        return bool(self._stage)
 
     def finish(self) -> None:
-        """Wait for it and write ``.grad`` of the sharded parameters."""
-        self.group.finish_reduction(self.program)
+        """Run all stages, the last of which writes ``.grad`` of the sharded parameters."""
+        while self.go_on():
+            pass
+
+
+class Flights:
+    """The reductions in flight, of a tree or of several that share them.
+
+    A reduction holds the unsharded gradients of its group in its first stage alone, so there is a
+    bound on how many are in that stage. The end of a backward runs the others.
+    """
+
+    def __init__(self) -> None:
+        self._first: deque[Flight] = deque()  # the oldest first
+        self._later: list[Flight] = []
+
+    def make_room(self, group: ParamGroup) -> None:
+        """Go on with the oldest until another one exceeds no limit; finish those of ``group``."""
+        first, limit = self._first, group.settings.max_reductions
+        while len(first) >= limit or any(flight.group is group for flight in first):
+            self._go_on_with_oldest()
+        if self._later:
+            for flight in [one for one in self._later if one.group is group]:
+                self._later.remove(flight)
+                flight.finish()
+
+    def add(self, flight: Flight | None) -> None:
+        """Add a reduction that was launched, if one was."""
+        if flight is not None:
+            self._first.append(flight)
+
+    def finish(self) -> None:
+        """Finish all."""
+        while self._first:
+            self._go_on_with_oldest()
+        while self._later:
+            later, self._later = self._later, []
+            self._later = [flight for flight in later if flight.go_on()]
+
+    def discard(self, group: ParamGroup) -> None:
+        """Drop the reductions of a group whose backward has failed."""
+        for flight in [one for one in (*self._first, *self._later) if one.group is group]:
+            (self._first if flight in self._first else self._later).remove(flight)
+            flight.program.discard()
+
+    def _go_on_with_oldest(self) -> None:
+        flight = self._first.popleft()
+        if flight.go_on():
+            self._later.append(flight)

@@ -209,7 +209,7 @@ def plan_bucket(
     packed_step = max(1, cost.alignment_nbytes // min_itemsize)
     numels = [param.shard_numel for param in ordered]
     direct_offsets, end = _end_to_end(numels[:num_direct], step)
-    packed_offset = _aligned(end, step)
+    packed_offset = _aligned(end, step) if num_direct < len(params) else end
     packed_offsets, packed_numel = _end_to_end(numels[num_direct:], packed_step)
     packed_numel = _aligned(packed_numel, packed_step)
     gathered = [param.num_shards * param.shard_numel for param in ordered[:num_direct]]

@@ -34,7 +34,7 @@ from composable_shard.core_next.copying import (
     restore_module,
     save_module,
 )
-from composable_shard.core_next.features.hybrid import AllReduceHook
+from composable_shard.core_next.features.all_reduce_hook import AllReduceHook
 from composable_shard.core_next.group import (
     ParamGroup,
     State,

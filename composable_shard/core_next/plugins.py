@@ -22,8 +22,12 @@ Phase = Literal[
     "reduce",
     "reduced",
     "await_reduction",
+    "averaged",
+    "all_reduced",
+    "await_all_reduce",
     "deliver",
     "delivered",
+    "replicas_delivered",
     "post_backward",
 ]
 """When the operations of a feature run, relative to those of the core:
@@ -36,9 +40,14 @@ Phase = Literal[
 - ``pre_backward``, ``post_backward``: when a backward first needs the group, and has finished it.
 - ``accumulated``: after gradients were accumulated without a reduction.
 - ``reduce``, ``reduced``: before and after the reduce-scatter is launched.
-- ``await_reduction``: before the wait for it.
-- ``deliver``: after the mean is in the reduced buffer, before it is written to ``.grad``.
-- ``delivered``: after ``.grad`` is written.
+- ``await_reduction``, ``averaged``: before the wait for it, and after its mean is in the reduced
+  buffer.
+- ``all_reduced``, ``await_all_reduce``: after the reduction over replicas is launched, if there is
+  one, and before the wait for it.
+- ``deliver``: after the mean over all ranks is in the reduced buffer, before it is written to
+  ``.grad``.
+- ``delivered``, ``replicas_delivered``: after ``.grad`` is written without, and with, a reduction
+  over replicas.
 """
 
 

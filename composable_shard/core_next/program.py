@@ -46,7 +46,8 @@ class Program:
         gather, wait, free: Operations that launch the all-gather, complete it, and undo it.
         pre_forward, post_forward, pre_backward, post_backward: Operations of features alone.
         reduce: For each mode, operations that launch the reduction, or accumulate without sync.
-        deliver: Operations that complete a reduction.
+        deliver: The stages that complete a reduction, with a reduction over the replicas and
+            without. Each begins with a wait; the last one writes ``.grad``.
         version_tensors: Tensors whose version counters grow when the shards change.
         sharded: The sharded parameters that were registered at compile time.
         freed: The unsharded parameters whose memory is freed.
@@ -194,18 +195,34 @@ class Program:
                 *ops("accumulated"),
             ),
         }
-        reduce_wait = (reduction.wait_and_average for reduction in reductions)
-        write_grads = (
-            one.write_after_autograd if one.waits_for_autograd else one.write_grads
-            for one in reductions
-        )
-        self.deliver: tuple[Op, ...] = (
+        reduced = (
             *ops("await_reduction"),
-            *reduce_wait,
-            *ops("deliver"),
-            *write_grads,
-            *ops("delivered"),
+            *(reduction.wait_and_average for reduction in reductions),
+            *ops("averaged"),
         )
+        write = (
+            *(
+                one.write_after_autograd if one.waits_for_autograd else one.write_grads
+                for one in reductions
+            ),
+        )
+        self.deliver: dict[bool, tuple[tuple[Op, ...], ...]] = {
+            True: ((*reduced, *ops("deliver"), *write, *ops("delivered")),)
+        }
+        self.deliver[False] = self.deliver[True]
+        replicated = [one for one in reductions if one.num_replicas > 1]
+        if replicated:
+            over_replicas = tuple(one.launch_over_replicas for one in replicated)
+            await_replicas = tuple(one.wait_for_replicas for one in replicated)
+            self.deliver[True] = (
+                (*reduced, *over_replicas, *ops("all_reduced")),
+                (
+                    *(*ops("await_all_reduce"), *await_replicas, *ops("deliver")),
+                    *(*write, *ops("replicas_delivered")),
+                ),
+            )
+            leave_out = tuple(one.leave_out_replicas for one in replicated)
+            self.deliver[False] = ((*reduced, *leave_out, *write, *ops("delivered")),)
 
     def _plan_reductions(self, group: Any) -> Sequence[Reduction]:
         """Plan the reductions. Several dtypes of a group are reduced in the promoted dtype."""
@@ -223,7 +240,8 @@ class Program:
                 if param in dtypes:
                     dtype = widest[dtypes[param].is_complex]
                     params.setdefault(dtype, []).append(param)
-            kind = LocalReduction if bucket.mesh.num_ranks == 1 else Reduction
+            is_local = bucket.mesh.num_ranks == 1 and group.settings.all_reduce_hook is None
+            kind = LocalReduction if is_local else Reduction
             reductions += [
                 kind(bucket, same, dtype, group.channels[bucket.mesh], group)
                 for dtype, same in params.items()

@@ -198,11 +198,13 @@ class Reduction:
     def take_with_unsynced(self) -> None:
         """Take the gradients, and add those that earlier backwards left unreduced."""
         self.take_grads()
+        factor = self._num_ranks_per_divisor()
         for index, (param, sharded) in enumerate(zip(self.params, self._sharded, strict=True)):
             old_grad: Any = settled_grad(param)
             grad = self._grads[index]
             if stage_of(param, old_grad) == "unreduced":
                 local = _torch.local_tensor(old_grad).to(self._mesh.device)
+                local = local if factor == 1 else local / factor
                 sharded.grad = None
                 self._grads[index] = local if grad is None else local + grad.to(local.dtype)
 
@@ -310,19 +312,28 @@ class Reduction:
         if self.scale.after != 1:
             self.reduced.div_(self.scale.after)
 
-    def average_over_replicas(self) -> None:
-        """Average the reduced shards over the replicas, with what waits for that in ``.grad``."""
-        if not self._group.settings.all_reduce_grads:
-            self._specs = self._specs_of("unreplicated")
-            return
+    def leave_out_replicas(self) -> None:
+        """Leave the reduced shards as they are: they differ from replica to replica."""
+        self._specs = self._specs_of("unreplicated")
+
+    def launch_over_replicas(self) -> None:
+        """Launch the reduction over the replicas, with the shards in ``.grad`` that await one."""
         self._specs = self._specs_of("sharded")
-        for param, shard in zip(self.params, self._views_of(self.reduced), strict=True):
+        flags = self.reduced[-self.num_flags :]
+        for index, shard in enumerate(self._views_of(self.reduced)):
+            param = self.params[index]
             grad: Any = param.sharded.grad
             if stage_of(param, grad) == "unreplicated":
                 shard.add_(_torch.local_tensor(grad).to(shard.device))
+                flags[index] = 1
                 param.sharded.grad = None
         works = self._channel.all_reduce(self.reduced, average=True)
-        Pending(works, self._channel.reducing, launching_stream(self._mesh.device)).wait()
+        self._pending = Pending(works, self._channel.reducing, launching_stream(self._mesh.device))
+
+    def wait_for_replicas(self) -> None:
+        """Wait for the mean over the replicas."""
+        self._pending.wait()
+        del self._pending
 
     def call_hook(self) -> None:
         """Call the user's hook with the reduced shards."""
@@ -493,7 +504,11 @@ def add_grad(sharded: nn.Parameter, grad: Any) -> None:
     if old_grad is None:
         assign_grad(sharded, grad)
         return
-    if old_grad.placements != grad.placements:
+    if is_partial(grad) and not is_partial(old_grad):  # replicas are alike, and so their own mean
+        local, spec = _torch.local_tensor(old_grad), _torch.spec_of(grad)
+        old_grad = _torch.from_local(local, _torch.spec_with_dtype(spec, local.dtype))
+        sharded.grad = old_grad
+    elif old_grad.placements != grad.placements:
         with torch.no_grad():
             old_grad = sharded.grad = old_grad.redistribute(placements=grad.placements)
     _torch.local_tensor(old_grad).add_(_torch.local_tensor(grad))

@@ -18,7 +18,6 @@ from composable_shard.core.codec import agree_on_shards, cut_shard, needs_extens
 from composable_shard.core.not_sharded import is_taken
 from composable_shard.core.transport.host import Offload, check_names, offload_of
 from composable_shard.core_next.features.extension import ExtensionBucket, gather_unknown
-from composable_shard.core_next.features.hybrid import Replicas
 from composable_shard.core_next.group import BucketFactory, ParamGroup
 from composable_shard.core_next.storage import Bucket, ShardedParam, Slot, Storage
 from composable_shard.core_next.ties import Managed, owner_of_sharded, remember
@@ -161,11 +160,6 @@ def init_group(
                     param.create_sharded(local, originals[param])
     factory = BucketFactory(build_buckets, gather_unknown)
     group.__init__(modules, buckets, factory, mesh, policy.without_override())  # type: ignore[misc]
-    if any(over.num_replicas > 1 for over in group.channels):
-        group.plugins.install(_replicas)
-
-
-_replicas = Replicas()
 
 
 def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> list[Storage]:

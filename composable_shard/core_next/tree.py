@@ -6,7 +6,6 @@ Imports agreement, backward, finalization, group, tape, plugins.
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -23,7 +22,7 @@ from composable_shard.core.transport.pending import Waitable
 from composable_shard.core_next.backward import Backward
 from composable_shard.core_next.features.trace import Listener, Trace
 from composable_shard.core_next.finalization import Finalization
-from composable_shard.core_next.group import Flight, ParamGroup, State, group_of
+from composable_shard.core_next.group import Flights, ParamGroup, State, group_of
 from composable_shard.core_next.plugins import Feature, Plugins
 from composable_shard.core_next.tape import Interval, PlanStep, Tape, Visit
 from composable_shard.core_next.ties import refuse_unowned
@@ -74,7 +73,7 @@ class Tree:
         groups: The root group first.
         tape: The record of forwards since the last backward.
         call_stack: The calls in progress, the innermost last.
-        in_flight: The reductions in flight, the oldest first; trees may share it.
+        in_flight: The reductions in flight; trees may share them.
         is_last_backward: Whether the end of a backward waits for its reductions.
         is_agreed: Whether all ranks are known to hold the same model.
         post_optim_event: The next gather waits for it.
@@ -88,7 +87,7 @@ class Tree:
         self.plugins = Plugins(features)
         self.tape: Tape[ParamGroup] = Tape()
         self.call_stack: list[Call] = []
-        self.in_flight: deque[Flight] = deque()
+        self.in_flight = Flights()
         self.is_last_backward, self.is_agreed = True, False
         self.post_optim_event: Waitable | None = None
         self.finalization = Finalization(self)
@@ -313,8 +312,7 @@ class Tree:
 
     def finish_reductions(self) -> None:
         """Deliver all gradients whose reductions are in flight."""
-        while self.in_flight:
-            self.in_flight.popleft().finish()
+        self.in_flight.finish()
 
     def finish_backwards(self) -> None:
         """Reduce and deliver all gradients that backwards have left, as the settings say."""
@@ -353,9 +351,7 @@ class Tree:
         self.call_stack.clear()
         self.finalization.reset()
         for group in self.groups:
-            for flight in [one for one in self.in_flight if one.group is group]:
-                self.in_flight.remove(flight)
-                flight.program.discard()
+            self.in_flight.discard(group)
             group.reset()
         for feature in self.plugins.features:
             feature.fail(self)

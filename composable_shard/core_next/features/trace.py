@@ -24,7 +24,11 @@ _EVENTS: dict[Phase, tuple[str, ...]] = {
     "reduce": ("begin_reduce_scatter",),
     "reduced": ("reduce_scatter",),
     "await_reduction": ("begin_wait_for_reduce_scatter",),
-    "delivered": ("waited_for_reduce_scatter", "wait_for_reduce_scatter"),
+    "averaged": ("waited_for_reduce_scatter",),
+    "all_reduced": ("wait_for_reduce_scatter", "all_reduce"),
+    "await_all_reduce": ("begin_wait_for_all_reduce",),
+    "delivered": ("wait_for_reduce_scatter",),
+    "replicas_delivered": ("waited_for_all_reduce", "wait_for_all_reduce"),
     "post_backward": ("post_backward",),
 }
 

@@ -1,4 +1,4 @@
-"""Hybrid sharding: averages reduced shards over the replicas of a shard. Imports plugins."""
+"""Hooks of users that see the reduced gradients. Imports plugins."""
 
 from __future__ import annotations
 
@@ -6,17 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from composable_shard.core_next.plugins import Feature, Op, Phase
-
-
-class Replicas(Feature):
-    """Averages reduced shards, and their flags, over the replicate axis of a mesh."""
-
-    def ops(self, group: Any, phase: Phase) -> Sequence[Op]:
-        """Return one all-reduce for each reduced buffer on a hybrid mesh."""
-        if phase != "deliver":
-            return ()
-        reductions = group.program.reductions
-        return [one.average_over_replicas for one in reductions if one.num_replicas > 1]
 
 
 class AllReduceHook(Feature):
