@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core_next.plugins import Op
+from composable_shard.core_next.plugins import Op, Phase
 from composable_shard.core_next.reduction import LocalReduction, Reduction, reduce_dtype
 from composable_shard.core_next.storage import ShardedParam, Slot
 
@@ -178,7 +178,8 @@ class Program:
             gather += bucket_ops.gather
             wait += bucket_ops.wait
             free += bucket_ops.free
-        self.reductions = reductions = list(self._plan_reductions(group))
+        self.reductions: list[Reduction] = list(self._plan_reductions(group))
+        reductions = self.reductions
         wait += [partial(_set_unsharded_version, group, tuple(unsharded)), *ops("wait")]
         self.gather, self.wait = (*gather, *ops("gathered")), tuple(wait)
         self.free = (*free, *ops("freed"))
@@ -195,6 +196,11 @@ class Program:
                 *ops("accumulated"),
             ),
         }
+        self._compile_delivery(ops)
+
+    def _compile_delivery(self, ops: Callable[[Phase], tuple[Op, ...]]) -> None:
+        """Compile how a reduction is completed: in one stage, or in two if there are replicas."""
+        reductions = self.reductions
         reduced = (
             *ops("await_reduction"),
             *(reduction.wait_and_average for reduction in reductions),
