@@ -22,7 +22,7 @@ from composable_shard import _torch
 from composable_shard.core.not_sharded import GROUP
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import announce
-from composable_shard.core_next.plugins import Plugins
+from composable_shard.core_next.plugins import Op, Plugins
 from composable_shard.core_next.program import Mode, Program
 from composable_shard.core_next.reduction import Reduction
 from composable_shard.core_next.storage import (
@@ -81,6 +81,7 @@ class State(enum.Enum):
     SHARDED = enum.auto()
     UNSHARDING = enum.auto()  # the all-gather is in flight
     UNSHARDED = enum.auto()
+    PARTLY_SHARDED = enum.auto()  # some neighbours together hold the unsharded parameters
 
 
 @dataclass
@@ -163,6 +164,7 @@ class ParamGroup:
     """
 
     program: Program
+    _wait_ops: Sequence[Op]
 
     def __init__(
         self,
@@ -300,13 +302,19 @@ class ParamGroup:
 
     def unshard(self) -> None:
         """Launch the all-gather, unless the group is unsharded or unsharding."""
-        if self.state is not State.SHARDED:
+        program = self.program
+        if self.state is State.SHARDED:
+            version = self._shard_version()
+            if version != self._gathered_version:
+                self._gathered_version = version
+                self.unsharded_version += 1
+            gather: Sequence[Op] = program.gather
+            self._wait_ops = program.wait
+        elif self.state is State.PARTLY_SHARDED:
+            gather, self._wait_ops = program.regather.gather, program.regather.wait
+        else:
             return
-        version = self._shard_version()
-        if version != self._gathered_version:
-            self._gathered_version = version
-            self.unsharded_version += 1
-        for op in self.program.gather:
+        for op in gather:
             op()
         self.state = State.UNSHARDING
 
@@ -318,20 +326,32 @@ class ParamGroup:
     def wait(self) -> None:
         """Wait for the all-gather, if one is in flight."""
         if self.state is State.UNSHARDING:
-            for op in self.program.wait:
+            for op in self._wait_ops:
                 op()
             self.state = State.UNSHARDED
 
-    def reshard(self) -> None:
-        """Free the unsharded parameters and register the sharded ones."""
+    def reshard(self, *, keeps_part: bool = False) -> None:
+        """Free the unsharded parameters and register the sharded ones.
+
+        Args:
+            keeps_part: Whether to keep a part for the next gather, if
+                ``settings.reshard_after_forward`` is a number of ranks.
+        """
         self.is_held = self.is_partly_run = False
         self._ran.clear()
         if self.state is not State.SHARDED:
             if self.state is State.UNSHARDING:
                 self.wait()
-            for op in self.program.free:
+            program, state = self.program, State.SHARDED
+            if program.keep and keeps_part:
+                for op in program.keep:
+                    op()
+                state = State.PARTLY_SHARDED
+            is_kept = self.state is State.PARTLY_SHARDED
+            free: Sequence[Op] = program.regather.free if is_kept else program.free
+            for op in free:
                 op()
-            self.state = State.SHARDED
+            self.state = state
         if self.is_unsharded_registered:
             self.register_sharded()
 

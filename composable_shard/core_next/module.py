@@ -528,6 +528,7 @@ class FSDPModule(TorchFSDPModule):
         checked = [check_reshard(reshard_after_forward, group.channels) for group in groups]
         for group, choice in zip(groups, checked, strict=True):
             group.settings.reshard_after_forward = choice
+            group.plugins.invalidate_programs()
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True

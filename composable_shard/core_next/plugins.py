@@ -11,6 +11,7 @@ Op = Callable[[], object]
 Phase = Literal[
     "pre_forward",
     "gather",
+    "regather",
     "gathered",
     "await_gather",
     "wait",
@@ -34,6 +35,7 @@ Phase = Literal[
 
 - ``pre_forward``, ``post_forward``: when a forward enters and leaves the group's module.
 - ``gather``, ``gathered``: before and after the all-gather is launched.
+- ``regather``: in place of ``gather``, if neighbours have kept parts.
 - ``await_gather``, ``wait``: before and after the wait for it; then the unsharded parameters are
   filled.
 - ``free``, ``freed``: before and after the unsharded memory is freed.

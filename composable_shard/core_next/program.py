@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 from composable_shard.core_next.plugins import Op, Phase
 from composable_shard.core_next.reduction import LocalReduction, Reduction, reduce_dtype
-from composable_shard.core_next.storage import ShardedParam, Slot
+from composable_shard.core_next.storage import GatherOps, Regather, ShardedParam, Slot
 
 FREED = 2**31
 """The version of freed unsharded parameters: autograd then refuses the saved ones."""
@@ -44,6 +44,8 @@ class Program:
 
     Attributes:
         gather, wait, free: Operations that launch the all-gather, complete it, and undo it.
+        keep: Operations that keep a part of the unsharded parameters, before the others are freed.
+        regather: Operations that gather them from the parts of neighbours, or free the own part.
         pre_forward, post_forward, pre_backward, post_backward: Operations of features alone.
         reduce: For each mode, operations that launch the reduction, or accumulate without sync.
         deliver: The stages that complete a reduction, with a reduction over the replicas and
@@ -182,6 +184,7 @@ class Program:
         reductions = self.reductions
         wait += [partial(_set_unsharded_version, group, tuple(unsharded)), *ops("wait")]
         self.gather, self.wait = (*gather, *ops("gathered")), tuple(wait)
+        self._compile_regather(group, tuple(unsharded), ops)
         self.free = (*free, *ops("freed"))
         self.pre_forward, self.post_forward = ops("pre_forward"), ops("post_forward")
         self.pre_backward, self.post_backward = ops("pre_backward"), ops("post_backward")
@@ -197,6 +200,31 @@ class Program:
             ),
         }
         self._compile_delivery(ops)
+
+    def _compile_regather(
+        self,
+        group: Any,
+        unsharded: tuple[torch.Tensor, ...],
+        ops: Callable[[Phase], tuple[Op, ...]],
+    ) -> None:
+        """Compile how the group is gathered for backward from the parts that neighbours keep."""
+        num_ranks = group.settings.reshard_after_forward
+        regathers = []
+        if num_ranks is not None and not isinstance(num_ranks, bool):
+            for bucket in group.buckets:
+                channel = group.channels[bucket.mesh]
+                regathers.append(Regather(bucket.memory_for_backward(), channel, num_ranks))
+        self.keep = tuple(one.keep for one in regathers)
+        self.regather = GatherOps(
+            (*ops("regather"), *(one.launch for one in regathers), *ops("gathered")),
+            (
+                *ops("await_gather"),
+                *(one.wait for one in regathers),
+                partial(_set_unsharded_version, group, unsharded),
+                *ops("wait"),
+            ),
+            tuple(one.drop for one in regathers),
+        )
 
     def _compile_delivery(self, ops: Callable[[Phase], tuple[Op, ...]]) -> None:
         """Compile how a reduction is completed: in one stage, or in two if there are replicas."""

@@ -447,6 +447,55 @@ class Storage(Protocol):
             keeps_storage: Whether the unsharded memory stays allocated.
         """
 
+    def memory_for_backward(self) -> Sequence[torch.Tensor]:
+        """Return the flat memory, of one length on all ranks, that a backward may read."""
+
+
+class Regather:
+    """Keeps one of several equal parts of memory, and gathers it again from neighbours."""
+
+    def __init__(self, memory: Sequence[torch.Tensor], channel: Channel, num_ranks: int) -> None:
+        """Plan to gather ``memory`` from ``num_ranks`` neighbours. Collective: makes their group."""
+        self._memory, self._channel, self._num_ranks = memory, channel, num_ranks
+        self._part = channel.mesh.shard_rank % num_ranks
+        self._kept: list[torch.Tensor] = []
+        channel.prepare_regather(num_ranks)
+
+    def keep(self) -> None:
+        """Copy this rank's part; what does not divide evenly is padded."""
+        for whole in self._memory:
+            numel = -(-whole.numel() // self._num_ranks)
+            own = whole[self._part * numel : (self._part + 1) * numel]
+            part = own.new_zeros(numel)
+            part[: own.numel()].copy_(own)
+            self._kept.append(_torch.poison_when_unused(part))
+
+    def launch(self) -> None:
+        """Allocate the memory and launch the all-gather."""
+        parts, count = self._kept, self._num_ranks
+        for whole in self._memory:
+            _torch.allocate(whole)
+        self._arrived = [
+            whole if whole.numel() == count * part.numel() else part.new_empty(count * part.numel())
+            for whole, part in zip(self._memory, parts, strict=True)
+        ]
+        works = self._channel.regather(self._arrived, parts, count)
+        stream = launching_stream(self._channel.mesh.device)
+        self._pending = Pending(works, self._channel.gathering, stream, parts)
+
+    def wait(self) -> None:
+        """Wait for it, and copy what could not arrive in place."""
+        self._pending.wait()
+        for whole, arrived in zip(self._memory, self._arrived, strict=True):
+            if arrived is not whole:
+                whole.copy_(arrived[: whole.numel()])
+        del self._pending, self._arrived
+        self.drop()
+
+    def drop(self) -> None:
+        """Free this rank's part."""
+        self._kept = []
+
 
 # The bucket of plain parameters -------------------------------------------------------------------
 
@@ -507,6 +556,10 @@ class Bucket:
             return GatherOps((), (), ())
         ops = _AllGather(self, shards, channel).ops()
         return ops._replace(free=()) if keeps_storage else ops
+
+    def memory_for_backward(self) -> Sequence[torch.Tensor]:
+        """Return the unsharded buffer."""
+        return () if self.shares_storage else (self.unsharded,)
 
     def shard_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return each parameter's shard in a buffer with the layout of ``sharded``.

@@ -190,7 +190,7 @@ class Tree:
             self.reset()
         for group in self.groups:  # may be stale: a write through ``.data`` bumps no version
             if (
-                group.state is State.UNSHARDED
+                group.state in (State.UNSHARDED, State.PARTLY_SHARDED)
                 and group.settings.reshard_after_forward is not False
                 and not group.is_held
                 and not group.is_partly_run
@@ -258,7 +258,7 @@ class Tree:
         if reshard is None:
             reshard = group is not self.root or not may_have_backward
         if reshard and not (may_have_backward and self.tape.is_last(group)):
-            group.reshard()
+            group.reshard(keeps_part=may_have_backward)
         elif group.is_unsharded_registered and (reshard or not may_have_backward):
             group.register_sharded()
 

@@ -28,6 +28,7 @@ from composable_shard.core.codec import (
     RELEASE,
     Format,
     Formats,
+    Storages,
     bound_hook,
     check_alike,
     copy_unless_same,
@@ -282,11 +283,30 @@ class ExtensionBucket:
             if number not in gathered and number not in shard
         }
         self._inner = [flat_view(*one) for one in besides.values()]
+        read = {**besides, **self._read_rows(gathered, inner)}
+        self._read = [flat_view(storage, torch.uint8) for storage, _ in read.values()]
         leaves = _torch.leaves(param.unsharded_local)
         if _torch.is_subclass(param.unsharded_local):
             freed = {*gathered, *besides}
             param.parts = [leaf for leaf in leaves if _torch.storage_number(leaf) in freed]
         self._kept_parts = [param.unsharded, self._out, *leaves, *inner]
+
+    def _read_rows(self, gathered: Storages, inner: Sequence[torch.Tensor]) -> Storages:
+        """Return the gathered storages that are needed after the post hook, alike on all ranks.
+
+        A class that does not name its inner tensors may need all of them.
+        """
+        unsharded = self.param.unsharded_local
+        if self._releases_gathered:
+            return {}
+        if _torch.is_subclass(unsharded) and not _torch.is_wrapper_subclass(unsharded):
+            return gathered
+        used = storages_of([unsharded, *inner])
+        return {number: one for number, one in gathered.items() if number in used}
+
+    def memory_for_backward(self) -> Sequence[torch.Tensor]:
+        """Return the memory of the unsharded parameter."""
+        return self._read
 
     def _asks_to_release(self, shard: Any) -> bool:
         """Return whether the class lets gathered tensors be freed once its post hook has run."""

@@ -14,6 +14,7 @@ Listener = Callable[[str, str], None]
 _EVENTS: dict[Phase, tuple[str, ...]] = {
     "pre_forward": ("pre_forward",),
     "gather": ("begin_all_gather",),
+    "regather": ("begin_regather",),
     "gathered": ("all_gather",),
     "await_gather": ("begin_wait_for_all_gather",),
     "wait": ("waited_for_all_gather", "wait_for_all_gather"),
