@@ -214,7 +214,7 @@ class Program:
             for bucket in group.buckets:
                 channel = group.channels[bucket.mesh]
                 regathers.append(Regather(bucket.memory_for_backward(), channel, num_ranks))
-        self.keep = tuple(one.keep for one in regathers)
+        self.keep: tuple[Op, ...] = tuple(one.keep for one in regathers)
         self.regather = GatherOps(
             (*ops("regather"), *(one.launch for one in regathers), *ops("gathered")),
             (

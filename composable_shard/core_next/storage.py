@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping, Sequence, Set
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -26,7 +27,7 @@ from composable_shard import _torch
 from composable_shard.core.codec import has_extension
 from composable_shard.core.placement import GradStage, ParamPlacement, plan_placement
 from composable_shard.core.transport.channel import Channel
-from composable_shard.core.transport.host import pins
+from composable_shard.core.transport.host import Lane, copies_beside_compute, pins, upload
 from composable_shard.core.transport.pending import Pending, Waitable, launching_stream
 from composable_shard.core_next.layout import ParamLayout, message_cost, plan_bucket
 from composable_shard.core_next.placement import TensorLayout, matching_pieces, plan_tensor
@@ -455,7 +456,7 @@ class Regather:
     """Keeps one of several equal parts of memory, and gathers it again from neighbours."""
 
     def __init__(self, memory: Sequence[torch.Tensor], channel: Channel, num_ranks: int) -> None:
-        """Plan to gather ``memory`` from ``num_ranks`` neighbours. Collective: makes their group."""
+        """Plan to gather memory from some neighbours. Collective: makes their process group."""
         self._memory, self._channel, self._num_ranks = memory, channel, num_ranks
         self._part = channel.mesh.shard_rank % num_ranks
         self._kept: list[torch.Tensor] = []
@@ -618,7 +619,11 @@ class Bucket:
 
 
 class _AllGather:
-    """The all-gather of a bucket: a message per direct parameter, and one for all packed ones."""
+    """The all-gather of a bucket: a message per direct parameter, and one for all packed ones.
+
+    Ranks of one host may gather into memory that they share; the transport then gives it to the
+    unsharded buffer. Shards in pinned memory of the host are copied to the device beside compute.
+    """
 
     def __init__(self, bucket: Bucket, shards: Sequence[torch.Tensor], channel: Channel) -> None:
         self._bucket, self._channel = bucket, channel
@@ -633,6 +638,12 @@ class _AllGather:
             numel, dtype = layout.shard_numel, bucket.compute_dtype
             self._source = _torch.empty(numel, dtype=dtype, device=mesh.device)
         self._inputs = [self._source[start : start + n] for start, n in layout.message_spans]
+        self._is_given_memory = channel.gives_memory()
+        self._has_own_memory = True  # a user may hold an array of it
+        offload = bucket.params[0].offload
+        is_on_host = bucket.device.type == "cpu"
+        self._is_uploaded = is_on_host and copies_beside_compute(offload, mesh.device)
+        self._lane: Lane | None = None
         if self._casts:
             _torch.free(self._source)
 
@@ -642,7 +653,10 @@ class _AllGather:
         allocate, free = _torch.memory_ops(bucket.unsharded)
         if bucket.mesh.num_shards == 1:
             copy = partial(self._copy_in, bucket.whole)
-            return GatherOps([allocate, copy], [], [free])
+            wait_for_copy = [self._wait_for_copy] if self._is_uploaded else []
+            return GatherOps([allocate, copy], wait_for_copy, [free])
+        if self._is_given_memory:
+            allocate, free = self._allocate, self._free
         gather: list[Op] = [allocate]
         wait: list[Op] = [self.wait]
         if self._casts:
@@ -658,17 +672,37 @@ class _AllGather:
 
     def _copy_in(self, source: torch.Tensor) -> None:
         """Fill the input, in the compute dtype and on the device of compute."""
-        bucket = self._bucket
-        if self._in_place:
-            source.copy_(bucket.sharded)
-            return
-        flat = torch.zeros_like(bucket.sharded)  # users have replaced sharded parameters
-        _torch.copy_all_(bucket.shard_views(flat), list(self._shards))
-        source.copy_(flat)
+        flat = self._bucket.sharded
+        if not self._in_place:  # users have replaced sharded parameters
+            flat = torch.zeros_like(flat)
+            _torch.copy_all_(self._bucket.shard_views(flat), list(self._shards))
+        if self._is_uploaded:
+            self._lane = upload(flat, source)
+        else:
+            source.copy_(flat)
+
+    def _wait_for_copy(self) -> None:
+        assert self._lane is not None
+        self._lane.arrival().wait()
+
+    def _allocate(self) -> None:
+        if self._has_own_memory:
+            _torch.allocate(self._bucket.unsharded)
+
+    def _free(self) -> None:
+        self._has_own_memory = not _torch.free(self._bucket.unsharded)
 
     def launch(self) -> None:
-        works: list[Waitable] = self._channel.gather(self._bucket.gather_outputs, self._inputs)
-        stream = launching_stream(self._bucket.mesh.device) if self._has_streams else None
+        """Launch the all-gather, behind the copy to the device if there is one."""
+        bucket, lane = self._bucket, self._lane
+        buffers = [bucket.unsharded] if self._is_given_memory else []
+        with nullcontext() if lane is None else lane.behind():
+            works: list[Waitable] = self._channel.gather(
+                bucket.gather_outputs, self._inputs, buffers
+            )
+        if lane is not None:
+            works = [lane.arrival(), *works]
+        stream = launching_stream(bucket.mesh.device) if self._has_streams else None
         self._pending = Pending(works, self._channel.gathering, stream)
 
     def wait(self) -> None:
