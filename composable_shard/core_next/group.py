@@ -230,6 +230,12 @@ class ParamGroup:
         if self.absence is not None:
             raise ShardError(f"Expected {self.label} in memory {purpose}, got it {self.absence}")
 
+    @property
+    def stays_after_forward(self) -> bool:
+        """Whether forward leaves the unsharded parameters registered, if a backward may come."""
+        reshard = self.settings.reshard_after_forward
+        return self.tree.root is self if reshard is None else not reshard
+
     # Gather ---------------------------------------------------------------------------------
 
     def refresh(self) -> bool:

@@ -582,6 +582,9 @@ class FSDPModule(TorchFSDPModule):
         for group in self._groups(recurse):
             group.reshard()
             group.settings.keeps_storage = keep
+            if not keep:
+                for bucket in group.buckets:
+                    bucket.free()
             group.is_compiled = False
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -1107,6 +1110,8 @@ class UnshardHandle:
         group, self._group = self._group, None
         if group is not None and group.state is not State.SHARDED:
             group.wait()
+            for bucket in group.buckets:
+                bucket.own_memory()
             group.register_unsharded()
 
 

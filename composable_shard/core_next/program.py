@@ -170,12 +170,14 @@ class Program:
         free: list[Op] = [*ops("free")]
         freed = tuple(unsharded), (FREED,) * len(unsharded)
         free += [partial(_torch.set_versions, *freed)]
+        keeps_storage = group.settings.keeps_storage
         for bucket in group.buckets:
             shards = [param.local for param in bucket.params]
             bucket_ops = bucket.gather_ops(
                 shards,
                 group.channels[bucket.mesh],
-                keeps_storage=group.settings.keeps_storage,
+                keeps_storage=keeps_storage,
+                is_private=keeps_storage or group.stays_after_forward,
             )
             gather += bucket_ops.gather
             wait += bucket_ops.wait

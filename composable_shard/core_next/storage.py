@@ -438,7 +438,12 @@ class Storage(Protocol):
     version_tensors: list[torch.Tensor]
 
     def gather_ops(
-        self, shards: Sequence[torch.Tensor], channel: Channel, *, keeps_storage: bool
+        self,
+        shards: Sequence[torch.Tensor],
+        channel: Channel,
+        *,
+        keeps_storage: bool,
+        is_private: bool,
     ) -> GatherOps:
         """Return the operations that gather these shards, one shard per parameter.
 
@@ -446,7 +451,14 @@ class Storage(Protocol):
             shards: The local shards; users may have replaced them.
             channel: The collectives.
             keeps_storage: Whether the unsharded memory stays allocated.
+            is_private: Whether it must not be shared with other ranks: users may hold it.
         """
+
+    def own_memory(self) -> None:
+        """Move the unsharded parameters out of memory that other ranks share, if they are there."""
+
+    def free(self) -> None:
+        """Free the unsharded memory that was to stay allocated."""
 
     def memory_for_backward(self) -> Sequence[torch.Tensor]:
         """Return the flat memory, of one length on all ranks, that a backward may read."""
@@ -548,15 +560,29 @@ class Bucket:
         self.version_tensors = [self.sharded]
 
     def gather_ops(
-        self, shards: Sequence[torch.Tensor], channel: Channel, *, keeps_storage: bool
+        self,
+        shards: Sequence[torch.Tensor],
+        channel: Channel,
+        *,
+        keeps_storage: bool,
+        is_private: bool,
     ) -> GatherOps:
         """Return the operations that gather these shards, which may lie outside ``sharded``."""
         if self.shares_storage and all(
             s is p.local for s, p in zip(shards, self.params, strict=True)
         ):
             return GatherOps((), (), ())
-        ops = _AllGather(self, shards, channel).ops()
+        ops = _AllGather(self, shards, channel, is_private=is_private).ops()
         return ops._replace(free=()) if keeps_storage else ops
+
+    def own_memory(self) -> None:
+        """Move the unsharded buffer out of memory that other ranks share, if it is there."""
+        _torch.own(self.unsharded)
+
+    def free(self) -> None:
+        """Free the unsharded buffer."""
+        if not self.shares_storage:
+            _torch.free(self.unsharded)
 
     def memory_for_backward(self) -> Sequence[torch.Tensor]:
         """Return the unsharded buffer."""
@@ -625,7 +651,14 @@ class _AllGather:
     unsharded buffer. Shards in pinned memory of the host are copied to the device beside compute.
     """
 
-    def __init__(self, bucket: Bucket, shards: Sequence[torch.Tensor], channel: Channel) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        shards: Sequence[torch.Tensor],
+        channel: Channel,
+        *,
+        is_private: bool,
+    ) -> None:
         self._bucket, self._channel = bucket, channel
         self._has_streams = _torch.has_streams(bucket.mesh.device)
         layout, mesh = bucket.layout, bucket.mesh
@@ -638,7 +671,7 @@ class _AllGather:
             numel, dtype = layout.shard_numel, bucket.compute_dtype
             self._source = _torch.empty(numel, dtype=dtype, device=mesh.device)
         self._inputs = [self._source[start : start + n] for start, n in layout.message_spans]
-        self._is_given_memory = channel.gives_memory()
+        self._is_given_memory = channel.gives_memory() and not is_private
         self._has_own_memory = True  # a user may hold an array of it
         offload = bucket.params[0].offload
         is_on_host = bucket.device.type == "cpu"

@@ -74,11 +74,19 @@ class ExtensionBucket:
     formats: list[Formats] | None
 
     def gather_ops(
-        self, shards: Sequence[torch.Tensor], channel: Channel, *, keeps_storage: bool
+        self,
+        shards: Sequence[torch.Tensor],
+        channel: Channel,
+        *,
+        keeps_storage: bool,
+        is_private: bool,  # it always is
     ) -> GatherOps:
         """Return the operations that gather the shard."""
         launch = partial(self.launch, shards[0], channel)
         return GatherOps([launch], [self.complete], [] if keeps_storage else [self.free])
+
+    def own_memory(self) -> None:
+        """Nothing is to do: no other rank shares the memory."""
 
     # Before the first gather ----------------------------------------------------------------
 
