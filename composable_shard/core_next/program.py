@@ -18,9 +18,12 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
+from composable_shard.core.transport import host
 from composable_shard.core_next.plugins import Op, Phase
 from composable_shard.core_next.reduction import LocalReduction, Reduction, reduce_dtype
 from composable_shard.core_next.storage import GatherOps, Regather, ShardedParam, Slot
+
+Stage = tuple[Op, ...]
 
 FREED = 2**31
 """The version of freed unsharded parameters: autograd then refuses the saved ones."""
@@ -229,36 +232,42 @@ class Program:
         )
 
     def _compile_delivery(self, ops: Callable[[Phase], tuple[Op, ...]]) -> None:
-        """Compile how a reduction is completed: in one stage, or in two if there are replicas."""
+        """Compile the stages of the delivery, with a reduction over the replicas and without."""
         reductions = self.reductions
         reduced = (
             *ops("await_reduction"),
             *(reduction.wait_and_average for reduction in reductions),
             *ops("averaged"),
         )
-        write = (
-            *(
-                one.write_after_autograd if one.waits_for_autograd else one.write_grads
-                for one in reductions
-            ),
+        downloads = tuple(one.download for one in reductions if one.is_offloaded)
+        write = tuple(
+            one.write_after_autograd if one.waits_for_autograd else one.write_grads
+            for one in reductions
         )
-        self.deliver: dict[bool, tuple[tuple[Op, ...], ...]] = {
-            True: ((*reduced, *ops("deliver"), *write, *ops("delivered")),)
-        }
-        self.deliver[False] = self.deliver[True]
         replicated = [one for one in reductions if one.num_replicas > 1]
-        if replicated:
-            over_replicas = tuple(one.launch_over_replicas for one in replicated)
-            await_replicas = tuple(one.wait_for_replicas for one in replicated)
-            self.deliver[True] = (
+        hooks = ops("deliver")
+
+        def stages(first: Stage, *last: Op) -> tuple[Stage, ...]:
+            if not downloads:
+                return ((*first, *last),)
+            return (*first, *downloads), (host.settle, *last)
+
+        self.deliver: dict[bool, tuple[Stage, ...]]
+        if not replicated:
+            same = stages((*reduced, *hooks), *write, *ops("delivered"))
+            self.deliver = {True: same, False: same}
+            return
+        leave_out = (one.leave_out_replicas for one in replicated)
+        over_replicas = (one.launch_over_replicas for one in replicated)
+        await_replicas = (one.wait_for_replicas for one in replicated)
+        waits: Stage = (*ops("await_all_reduce"), *await_replicas, *hooks)
+        self.deliver = {
+            False: stages((*reduced, *leave_out), *write, *ops("delivered")),
+            True: (
                 (*reduced, *over_replicas, *ops("all_reduced")),
-                (
-                    *(*ops("await_all_reduce"), *await_replicas, *ops("deliver")),
-                    *(*write, *ops("replicas_delivered")),
-                ),
-            )
-            leave_out = tuple(one.leave_out_replicas for one in replicated)
-            self.deliver[False] = ((*reduced, *leave_out, *write, *ops("delivered")),)
+                *stages(waits, *write, *ops("replicas_delivered")),
+            ),
+        }
 
     def _plan_reductions(self, group: Any) -> Sequence[Reduction]:
         """Plan the reductions. Several dtypes of a group are reduced in the promoted dtype."""

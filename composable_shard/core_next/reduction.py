@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 from composable_shard.core.placement import GradStage
 from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.host import copies_beside_compute, download
 from composable_shard.core.transport.pending import Pending, launching_stream
 from composable_shard.core_next.storage import (
     LIFTED,
@@ -89,6 +90,7 @@ class Reduction:
         reduced: One flat buffer with the reduced shards and flags, from launch to write.
         num_flags: How many elements at its end are flags.
         params: The parameters, in the order of the buffer.
+        is_offloaded: Whether ``.grad`` is on the host, and compute is not.
         waits_for_autograd: Whether to write by :meth:`write_after_autograd`.
     """
 
@@ -113,6 +115,9 @@ class Reduction:
         """
         self._channel, self._dtype, self._group = channel, dtype, group
         self._has_streams = _torch.has_streams(bucket.mesh.device)
+        self.is_offloaded = params[0].device != bucket.mesh.device or copies_beside_compute(
+            params[0].offload, bucket.mesh.device
+        )
         self._mesh, self._compute_dtype = bucket.mesh, bucket.compute_dtype
         direct: set[ShardedParam] = set()  # reduce-scattered without packing
         if bucket.compute_dtype == dtype:
@@ -335,6 +340,14 @@ class Reduction:
         self._pending.wait()
         del self._pending
 
+    def download(self) -> None:
+        """Copy the reduced shards and the flags to the host, beside compute if possible."""
+        self.reduced = self._to_host(self.reduced)
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_beside = copies_beside_compute(self.params[0].offload, self._mesh.device)
+        return download(tensor) if is_beside else tensor.cpu()
+
     def call_hook(self) -> None:
         """Call the user's hook with the reduced shards."""
         hook = self._group.settings.all_reduce_hook
@@ -416,6 +429,11 @@ class LocalReduction(Reduction):
         """Divide the gradients, if a divisor other than one was set."""
         if self._divisor != 1:
             _torch.divide_all_([g for g in self._results_here if g is not None], self._divisor)
+
+    def download(self) -> None:
+        """Copy the gradients to the host."""
+        grads = self._results_here
+        self._results_here = [grad if grad is None else self._to_host(grad) for grad in grads]
 
     def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
         grads = self._results_here

@@ -522,6 +522,7 @@ class Bucket:
         unsharded: All parameters [unsharded_numel]; it has no memory between uses. With one shard
             and no cast it is ``sharded`` itself, and nothing is ever copied.
         whole: The part of ``unsharded`` to copy ``sharded`` to, if there is only one shard.
+        is_uploaded: Whether shards are copied from pinned memory of the host, beside compute.
         gather_outputs: Where each message arrives: in place, or, the packed one, in ``staging``.
         staging: The packed message of all ranks [num_shards, packed_numel]; has no memory between
             uses.
@@ -549,11 +550,14 @@ class Bucket:
         )
         self.params = [params[index] for index in self.layout.order]
         self._pins = first.offload is not None and pins(first.offload)
+        is_on_host = self.device.type == "cpu"
+        self.is_uploaded = is_on_host and copies_beside_compute(first.offload, self.mesh.device)
         self.num_direct = self.layout.num_direct
         self.shares_storage = (
             self.mesh.num_shards == 1
             and self.dtype == self.compute_dtype
             and self.device == self.mesh.device
+            and not self.is_uploaded
         )
         self._make_sharded([shards[index] for index in self.layout.order])
         self._make_unsharded()
@@ -664,7 +668,7 @@ class _AllGather:
         layout, mesh = bucket.layout, bucket.mesh
         self._in_place = all(s is p.local for s, p in zip(shards, bucket.params, strict=True))
         self._casts = not self._in_place or bucket.dtype != bucket.compute_dtype
-        self._casts = self._casts or bucket.device != mesh.device
+        self._casts = self._casts or bucket.device != mesh.device or bucket.is_uploaded
         self._shards = shards
         self._source = bucket.sharded
         if self._casts:
@@ -673,9 +677,6 @@ class _AllGather:
         self._inputs = [self._source[start : start + n] for start, n in layout.message_spans]
         self._is_given_memory = channel.gives_memory() and not is_private
         self._has_own_memory = True  # a user may hold an array of it
-        offload = bucket.params[0].offload
-        is_on_host = bucket.device.type == "cpu"
-        self._is_uploaded = is_on_host and copies_beside_compute(offload, mesh.device)
         self._lane: Lane | None = None
         if self._casts:
             _torch.free(self._source)
@@ -686,7 +687,7 @@ class _AllGather:
         allocate, free = _torch.memory_ops(bucket.unsharded)
         if bucket.mesh.num_shards == 1:
             copy = partial(self._copy_in, bucket.whole)
-            wait_for_copy = [self._wait_for_copy] if self._is_uploaded else []
+            wait_for_copy = [self._wait_for_copy] if bucket.is_uploaded else []
             return GatherOps([allocate, copy], wait_for_copy, [free])
         if self._is_given_memory:
             allocate, free = self._allocate, self._free
@@ -709,7 +710,7 @@ class _AllGather:
         if not self._in_place:  # users have replaced sharded parameters
             flat = torch.zeros_like(flat)
             _torch.copy_all_(self._bucket.shard_views(flat), list(self._shards))
-        if self._is_uploaded:
+        if self._bucket.is_uploaded:
             self._lane = upload(flat, source)
         else:
             source.copy_(flat)

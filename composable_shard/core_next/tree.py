@@ -18,6 +18,7 @@ from composable_shard import _torch
 from composable_shard.core.agreement import agree_on_model
 from composable_shard.core.nested import Given
 from composable_shard.core.not_sharded import refuse_replicated, warn_of_plain
+from composable_shard.core.transport import host
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.core_next.backward import Backward
 from composable_shard.core_next.features.trace import Listener, Trace
@@ -227,6 +228,7 @@ class Tree:
             self.tape.discard_forward()
             self.reset()
             return
+        self._settle_copies()
         self.tape.end_forward(outermost)
         for group in self.groups:
             is_over = group.is_partly_run and group is not outermost
@@ -294,10 +296,20 @@ class Tree:
     def _end_backward(self, backward: Backward) -> None:
         by_hand = self.finalization.note_backward()
         backward.close(waits=self.is_last_backward and not by_hand)
+        self._settle_copies()
         self._backward = None
         self.tape.clear()
         for feature in self.plugins.features:
             feature.end_backward(self)
+
+    def _settle_copies(self) -> None:
+        """Wait for copies between host and device: users may write the shards from now on."""
+        if not host.uploads or not host.is_busy():
+            return
+        hear = self.listener or (lambda event, name: None)
+        hear("begin_wait_for_copies", self.root.name)
+        host.settle()
+        hear("wait_for_copies", self.root.name)
 
     def synchronize_gradients(self) -> None:
         """Reduce what backwards have accumulated without sync, one group after the other."""
