@@ -34,7 +34,6 @@ from composable_shard.core_next.copying import (
     restore_module,
     save_module,
 )
-from composable_shard.core_next.features.all_reduce_hook import AllReduceHook
 from composable_shard.core_next.group import (
     ParamGroup,
     State,
@@ -936,7 +935,7 @@ class FSDPModule(TorchFSDPModule):
             )
         group.settings.all_reduce_hook = hook
         group.settings.hook_stream = stream if has_streams else None
-        group.plugins.install(_all_reduce_hook)
+        group.plugins.invalidate_programs()
 
     # How tensors travel ---------------------------------------------------------------------
 
@@ -1115,5 +1114,4 @@ class UnshardHandle:
             group.register_unsharded()
 
 
-_all_reduce_hook = AllReduceHook()
 _torch.let_foreach_zero_any_placement()

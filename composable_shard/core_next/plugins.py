@@ -63,6 +63,9 @@ class Feature:
     def begin_forward(self, tree: Any) -> None:
         """Called when a forward of the tree begins."""
 
+    def end_forward(self, tree: Any, outermost: Any) -> None:
+        """Called when a forward that has not failed ends; the call of ``outermost`` began it."""
+
     def end_backward(self, tree: Any) -> None:
         """Called when a backward of the tree has delivered all gradients."""
 

@@ -204,7 +204,7 @@ class Program:
                 *ops("accumulated"),
             ),
         }
-        self._compile_delivery(ops)
+        self._compile_delivery(group, ops)
 
     def _compile_regather(
         self,
@@ -231,7 +231,7 @@ class Program:
             tuple(one.drop for one in regathers),
         )
 
-    def _compile_delivery(self, ops: Callable[[Phase], tuple[Op, ...]]) -> None:
+    def _compile_delivery(self, group: Any, ops: Callable[[Phase], tuple[Op, ...]]) -> None:
         """Compile the stages of the delivery, with a reduction over the replicas and without."""
         reductions = self.reductions
         reduced = (
@@ -245,7 +245,9 @@ class Program:
             for one in reductions
         )
         replicated = [one for one in reductions if one.num_replicas > 1]
-        hooks = ops("deliver")
+        hooks: Stage = ops("deliver")
+        if group.settings.all_reduce_hook is not None:
+            hooks += tuple(one.call_hook for one in reductions)
 
         def stages(first: Stage, *last: Op) -> tuple[Stage, ...]:
             if not downloads:

@@ -21,6 +21,7 @@ from composable_shard.core.not_sharded import refuse_replicated, warn_of_plain
 from composable_shard.core.transport import host
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.core_next.backward import Backward
+from composable_shard.core_next.features.order_check import OrderCheck, order_checks
 from composable_shard.core_next.features.trace import Listener, Trace
 from composable_shard.core_next.finalization import Finalization
 from composable_shard.core_next.group import Flights, ParamGroup, State, group_of
@@ -85,7 +86,9 @@ class Tree:
         self.groups = list(groups)
         self.root = groups[0]
         features = [feature for group in groups for feature in group.plugins.features]
-        self.plugins = Plugins(features)
+        checks = [one for one in features if isinstance(one, OrderCheck)]
+        others = [one for one in features if one not in checks]
+        self.plugins = Plugins([*others, *(checks[:1] or order_checks())])
         self.tape: Tape[ParamGroup] = Tape()
         self.call_stack: list[Call] = []
         self.in_flight = Flights()
@@ -229,6 +232,8 @@ class Tree:
             self.reset()
             return
         self._settle_copies()
+        for feature in self.plugins.features:
+            feature.end_forward(self, outermost)
         self.tape.end_forward(outermost)
         for group in self.groups:
             is_over = group.is_partly_run and group is not outermost

@@ -1,0 +1,90 @@
+"""Compares with the other ranks what comes next, to find why a program hangs. Imports plugins.
+
+Ranks that call different collectives, or the same ones in different order, wait for each other
+until the process group's time-out, and nothing says which group it was. With
+``COMPOSABLE_SHARD_CHECK=1`` in the environment of all ranks, they exchange a number before every
+gather and reduction and at the end of every forward and backward: ranks that disagree raise the
+same error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from composable_shard.core.transport.process_groups import compare
+from composable_shard.core_next.plugins import Feature, Op, Phase
+from composable_shard.errors import RankMismatchError
+
+CHECK_VARIABLE = "COMPOSABLE_SHARD_CHECK"
+
+_CHECKED: dict[Phase, str] = {
+    "gather": "all-gather",
+    "regather": "all-gather",
+    "reduce": "reduction",
+}
+
+
+def order_checks() -> list[Feature]:
+    """Return a new check, if the environment asks for one."""
+    return [OrderCheck()] if os.environ.get(CHECK_VARIABLE, "0") not in ("", "0") else []
+
+
+class OrderCheck(Feature):
+    """Compares what the ranks of a tree are about to do."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def ops(self, group: Any, phase: Phase) -> Sequence[Op]:
+        """Return a comparison before a gather or a reduction is launched."""
+        return [partial(self.agree, _CHECKED[phase], group)] if phase in _CHECKED else ()
+
+    def end_forward(self, tree: Any, outermost: Any) -> None:
+        """Compare at the end of a forward."""
+        self.agree("end of a forward", outermost)
+
+    def end_backward(self, tree: Any) -> None:
+        """Compare at the end of a backward."""
+        self.agree("end of a backward", tree.root)
+
+    def agree(self, what: str, group: Any) -> None:
+        """Raise on all ranks if some of them do not come to ``what`` of a group now.
+
+        Raises:
+            RankMismatchError: On all ranks, with what each of two does; on those that wait, if
+                another does not come within the time-out.
+
+        Collective: one all-reduce of 16 bytes for each process group of more than one rank; more
+            only if it raises.
+        """
+        self._count += 1
+        for mesh in group.channels:
+            for ranks in mesh.process_groups:
+                self._compare(f"{what} of {group.label}", ranks, mesh.device)
+
+    def _compare(self, what: str, ranks: dist.ProcessGroup, device: torch.device) -> None:
+        try:
+            is_same, _ = compare(what, ranks, device)
+        except RuntimeError as error:
+            raise RankMismatchError(
+                f"Expected all ranks to come to the {what}, step {self._count}, got none of "
+                "some rank within the time-out; it has ended, or waits elsewhere"
+            ) from error
+        if not is_same:
+            self._raise_difference(what, ranks)
+
+    def _raise_difference(self, what: str, ranks: dist.ProcessGroup) -> None:
+        heard: list[Any] = [None] * ranks.size()
+        dist.all_gather_object(heard, what, group=ranks)
+        numbers = dist.get_process_group_ranks(ranks)
+        other = next(place for place, theirs in enumerate(heard) if theirs != heard[0])
+        raise RankMismatchError(
+            f"Expected the same order of collectives on all ranks, got at step {self._count} on "
+            f"rank {numbers[0]}: {heard[0]}; on rank {numbers[other]}: {heard[other]}"
+        )
