@@ -155,9 +155,10 @@ def notes_of_checkpoints(*, with_graph_around: bool) -> list[dict[Any, Any]]:
         with_graph_around: Whether gradients are enabled outside of the checkpoints. Where that is
             not known, a reentrant one counts if it has an input that needs a gradient.
     """
-    found: list[Any] = []
-    hooks = _saved_tensors_hooks()
-    found += [pack for pack, _ in hooks if pack.__module__ == CheckpointFunction.__module__][:1]
+    if torch.is_grad_enabled() and _autograd._top_saved_tensors_default_hooks(False) is None:
+        return []
+    of_checkpoints, hooks = CheckpointFunction.__module__, _saved_tensors_hooks()
+    found: list[Any] = [pack for pack, _ in hooks if pack.__module__ == of_checkpoints][:1]
     if not torch.is_grad_enabled():
         outermost: Any = None
         frame: FrameType | None = sys._getframe(1)
@@ -174,17 +175,17 @@ def notes_of_checkpoints(*, with_graph_around: bool) -> list[dict[Any, Any]]:
 
 
 _NOTES = "_composable_shard_notes"
+_autograd = torch._C._autograd
 
 
 def _saved_tensors_hooks() -> list[tuple[Any, Any]]:
     """Return the hooks for saved tensors that are in force, the outermost first."""
-    functions = torch._C._autograd
     hooks: list[tuple[Any, Any]] = []
-    while (top := functions._top_saved_tensors_default_hooks(False)) is not None:
+    while (top := _autograd._top_saved_tensors_default_hooks(False)) is not None:
         hooks.insert(0, top)
-        functions._pop_saved_tensors_default_hooks()
+        _autograd._pop_saved_tensors_default_hooks()
     for pack, unpack in hooks:
-        functions._push_saved_tensors_default_hooks(pack, unpack)
+        _autograd._push_saved_tensors_default_hooks(pack, unpack)
     return hooks
 
 

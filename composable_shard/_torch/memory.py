@@ -88,7 +88,8 @@ def empty(
     *shape: int, dtype: torch.dtype, device: torch.device | str, pin_memory: bool = False
 ) -> torch.Tensor:
     """Make a tensor without values."""
-    return without_values(torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory))
+    made = torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
+    return made if _poison is None else without_values(made)
 
 
 def empty_like(

@@ -158,7 +158,8 @@ class Tree:
             call.versions = group.unsharded_versions()
             checkpoints = _torch.notes_of_checkpoints(with_graph_around=False)
             if checkpoints or torch.is_grad_enabled():
-                call.visit = self.tape.enter(group, self._interval_of(checkpoints))
+                interval = self._interval_of(checkpoints) if checkpoints else None
+                call.visit = self.tape.enter(group, interval)
         group.register_unsharded()
         return call
 
@@ -269,10 +270,8 @@ class Tree:
         elif group.is_unsharded_registered and (reshard or not may_have_backward):
             group.register_sharded()
 
-    def _interval_of(self, checkpoints: Sequence[dict[Any, Any]]) -> Interval | None:
+    def _interval_of(self, checkpoints: Sequence[dict[Any, Any]]) -> Interval:
         """Return the interval of the enclosing checkpoints, which all of their calls share."""
-        if not checkpoints:
-            return None
         found = next((notes[self] for notes in checkpoints if self in notes), None)
         interval = found or self.tape.enter_checkpoint()
         for notes in checkpoints:

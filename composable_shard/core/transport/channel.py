@@ -32,9 +32,10 @@ from composable_shard.core.transport.collectives import (
 )
 from composable_shard.core.transport.failures import (
     announce,
+    announced,
+    board_of,
     count_launch,
     go_on,
-    is_watched,
     watched,
 )
 from composable_shard.core.transport.pending import Waitable
@@ -288,8 +289,9 @@ class Channel:
         self, launch: Callable[[], list[Waitable]], group: dist.ProcessGroup, op: str
     ) -> list[Waitable]:
         """Launch collectives; if that fails, say what they were for, here and to other ranks."""
-        go_on()
-        is_seen = is_watched(group)
+        if announced:
+            go_on()
+        is_seen = board_of(group) is not None
         key = self._key(group, op) if is_seen else ""
         number = count_launch(group, key) if key else 0
         try:

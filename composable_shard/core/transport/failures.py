@@ -167,7 +167,7 @@ _ANNOUNCED = "_composable_shard_is_announced"
 
 _boards: weakref.WeakKeyDictionary[dist.ProcessGroup, _Board | None]
 _boards = weakref.WeakKeyDictionary()
-_announced: set[_Board] = set()  # those on which this rank says that it failed
+announced: set[_Board] = set()  # those on which this rank says that it failed
 _waits: list[watched] = []
 _launches: weakref.WeakKeyDictionary[dist.ProcessGroup, _Launches]
 _launches = weakref.WeakKeyDictionary()
@@ -258,7 +258,8 @@ class _Board:
                     group.recv([nothing], peer, _NO_TAG).wait(timedelta(milliseconds=1))
 
 
-def _board_of(group: dist.ProcessGroup) -> _Board | None:
+def board_of(group: dist.ProcessGroup) -> _Board | None:
+    """Return where ranks of ``group`` say that they failed, if waits in it are watched."""
     try:
         return _boards[group]
     except KeyError:
@@ -288,20 +289,20 @@ def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Excepti
     reason = str(error).partition("\n")[0][:2000]
     reason = reason.removeprefix(f"Rank {dist.get_rank()} failed while {op}: ")
     for group in dict.fromkeys(groups):
-        board = None if group is None else _board_of(group)
+        board = None if group is None else board_of(group)
         if board is not None:
             board.num_failures += 1
-            _announced.add(board)
+            announced.add(board)
             text = f"{board.num_failures} {op}: {type(error).__name__}: {reason}"
             ask(functools.partial(board.say, _FAILED, text))
-    if _announced:
+    if announced:
         ask(bool, _ANSWER)  # until it is said: who waits in the store lets nobody else use it
 
 
 def go_on() -> None:
     """Take back that this rank has failed: it goes on and calls a collective."""
-    while _announced:
-        ask(functools.partial(_announced.pop().take_back, _FAILED))
+    while announced:
+        ask(functools.partial(announced.pop().take_back, _FAILED))
 
 
 def count_launch(group: dist.ProcessGroup, key: str) -> int:
@@ -371,7 +372,7 @@ class watched:
         self._op = op
         self._key, self._number = key, number
         self._group = group
-        self.board = _board_of(group)
+        self.board = board_of(group)
         self._is_said = False
         self._seen: str | None = None
         self._start = self._looked = self._looked_at_waits = 0.0  # until it waits
@@ -477,15 +478,9 @@ class watched:
         )
 
 
-def is_watched(group: dist.ProcessGroup) -> bool:
-    """Tell whether waits in ``group`` are watched."""
-    return _board_of(group) is not None
-
-
 def failure_in(group: dist.ProcessGroup) -> str | None:
     """Return the failure of a rank that ends the waits in ``group``, if there is one."""
-    board = _boards.get(group)
-    return next((wait.failure for wait in list(_waits) if wait.board is board), None)
+    return next((one.failure for one in list(_waits) if one.board is _boards.get(group)), None)
 
 
 def _look_at_waits() -> None:
