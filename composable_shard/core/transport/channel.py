@@ -292,7 +292,9 @@ class Channel:
         if announced:
             go_on()
         is_seen = board_of(group) is not None
-        key = self._key(group, op) if is_seen else ""
+        # Ranks that hold the same shards may have agreed on other tags.
+        has_key = is_seen and group is not self.mesh.replica_group
+        key = f"{self.tags[0]} {op}" if has_key else ""
         number = count_launch(group, key) if key else 0
         try:
             works = launch()
@@ -307,13 +309,6 @@ class Channel:
         if not works or not is_seen:
             return works
         return [_Launched(works, partial(watched, group, op, key, number))]
-
-    def _key(self, group: dist.ProcessGroup, op: str) -> str:
-        """Return what an op is called on all ranks of a process group, if they agree on that.
-
-        Those that hold the same shards may have agreed on other tags.
-        """
-        return "" if group is self.mesh.replica_group else f"{self.tags[0]} {op}"
 
 
 class _Launched:
