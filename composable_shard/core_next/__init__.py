@@ -12,11 +12,13 @@ from types import ModuleType
 _REPLACED = {
     "api": "api",
     "module": "module",
+    "core.bucket": "placement",
     "core.copying": "copying",
     "core.finalization": "finalization",
     "core.gradient": "reduction",
     "core.group": "group",
     "core.hooks": "hooks",
+    "core.layout": "layout",
     "core.optimizers": "optimizers",
     "core.param": "storage",
     "core.root": "tree",

@@ -66,9 +66,9 @@ def num_registered() -> int:
 
 
 def group_of_param(param: torch.Tensor) -> ParamGroup | None:
-    """Return the group of a sharded parameter that was gathered."""
+    """Return the group of a sharded parameter, once it was gathered or registered otherwise."""
     owner = _groups_of_params.get(id(param), _none)()
-    return owner if owner is not None and owner.is_compiled and owner.owns(param) else None
+    return owner if owner is not None and owner.owns(param) else None
 
 
 def _none() -> None:
@@ -270,18 +270,19 @@ class ParamGroup:
         self.compile()
         if before is None or not self.program.has_shards_of(before):
             self._gathered_version = -1
-        self._register()
+        self.register_params()
         return True
 
-    def _register(self) -> None:
+    def register_params(self) -> None:
+        """Let :func:`group_of_param`, and so optimizers, find the group by its parameters."""
         global _num_registered
-        for sharded in self.program.sharded:
-            _groups_of_params[id(sharded)] = weakref.ref(self)
+        for param in self.params:
+            _groups_of_params[id(param.sharded)] = weakref.ref(self)
         _num_registered += 1
 
     def owns(self, sharded: torch.Tensor) -> bool:
         """Return whether a tensor is one of its sharded parameters."""
-        return any(sharded is one for one in self.program.sharded)
+        return any(sharded is param.sharded for param in self.params)
 
     def compile(self) -> None:
         """Compile the program for the parameters, settings and features as they are."""

@@ -209,9 +209,9 @@ def plan_bucket(
     packed_step = max(1, cost.alignment_nbytes // min_itemsize)
     numels = [param.shard_numel for param in ordered]
     direct_offsets, end = _end_to_end(numels[:num_direct], step)
-    packed_offset = _aligned(end, step) if num_direct < len(params) else end
+    packed_offset = aligned(end, step) if num_direct < len(params) else end
     packed_offsets, packed_numel = _end_to_end(numels[num_direct:], packed_step)
-    packed_numel = _aligned(packed_numel, packed_step)
+    packed_numel = aligned(packed_numel, packed_step)
     gathered = [param.num_shards * param.shard_numel for param in ordered[:num_direct]]
     gathered += [
         max(param.num_nonempty * param.shard_numel if param.gathers_in_place else 0, param.numel)
@@ -228,7 +228,7 @@ def plan_bucket(
         packed_numel=packed_numel,
         shard_numel=packed_offset + packed_numel,
         unsharded_offsets=tuple(unsharded_offsets),
-        unsharded_numel=_aligned(unsharded_numel, num_shards),  # any subgroup can share it evenly
+        unsharded_numel=aligned(unsharded_numel, num_shards),  # any subgroup can share it evenly
     )
 
 
@@ -242,7 +242,7 @@ def _is_packed(param: ParamLayout, itemsize: int, cost: MessageCost) -> bool:
     return param.numel * itemsize <= cost.nbytes_per_message + peers
 
 
-def _aligned(offset: int, step: int) -> int:
+def aligned(offset: int, step: int) -> int:
     """Return the first multiple of ``step`` at or above ``offset``."""
     return -(-offset // step) * step
 
@@ -251,6 +251,6 @@ def _end_to_end(numels: Sequence[int], step: int) -> tuple[list[int], int]:
     """Return the offsets of spans laid end to end, at multiples of ``step``, and their end."""
     offsets, end = [], 0
     for numel in numels:
-        offsets.append(_aligned(end, step))
+        offsets.append(aligned(end, step))
         end = offsets[-1] + numel
     return offsets, end

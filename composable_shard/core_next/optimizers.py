@@ -28,6 +28,9 @@ from composable_shard.core_next.storage import num_standing_for_sharded
 from composable_shard.core_next.ties import num_replaced
 from composable_shard.errors import ShardError
 
+watch_optimizer_steps = ParamGroup.register_params
+"""Has a group told of every optimizer step on its parameters, before its first gather too."""
+
 
 class _Params:
     """The parameters of an optimizer, and what is looked up for them once.

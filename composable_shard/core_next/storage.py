@@ -71,6 +71,20 @@ def num_standing_for_sharded(ids: Set[int]) -> int:
     return 0 if ids.isdisjoint(_stand_ins) else len(ids & {*_stand_ins})
 
 
+class Place(NamedTuple):
+    """Where a shard lies in the flat buffer of its bucket.
+
+    Attributes:
+        buffer: All shards of the bucket.
+        start: Where this one begins, in elements.
+        following: Where the next one begins; ``None`` for the last one.
+    """
+
+    buffer: torch.Tensor
+    start: int
+    following: int | None
+
+
 class Slot(NamedTuple):
     """One name under which a module holds a parameter; tied parameters have several.
 
@@ -122,6 +136,7 @@ class ShardedParam:
         unsharded: The parameter used in compute.
         unsharded_local: Its plain tensor: itself, except under tensor parallelism.
         parts: Inner tensors of a subclass that are freed too, and that autograd may save.
+        place: Where its shard lies in a bucket; ``None`` if it is gathered by itself.
     """
 
     local: torch.Tensor
@@ -151,15 +166,17 @@ class ShardedParam:
         self.began_on_meta = original.is_meta
         self.shares_storage = False
         self.parts: list[torch.Tensor] = []
+        self.place: Place | None = None
         self._kind = _torch.class_in_memory(original)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the sharded parameter alone."""
-        left_out = {"local", "unsharded", "unsharded_local", "parts"}
+        left_out = {"local", "place", "unsharded", "unsharded_local", "parts"}
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.place = None
         self.forget_unsharded()
         if not self.sharded.is_leaf:  # torch loads a DTensor on the meta device as a view
             local = _torch.local_tensor(self.sharded).detach()
@@ -609,6 +626,9 @@ class Bucket:
             self.layout.shard_numel, dtype=self.dtype, device=self.device, pin_memory=self._pins
         )
         self.locals = self.shard_views(self.sharded)
+        starts = self.layout.shard_offsets
+        for param, start, following in zip(self.params, starts, [*starts[1:], None], strict=True):
+            param.place = Place(self.sharded, start, following)
         if self.device.type != "meta":
             _torch.copy_all_(self.locals, list(shards))
 

@@ -209,13 +209,17 @@ class Tree:
 
     def prepare_gather(self) -> None:
         """Agree on the model before the first gather; wait for an optimizer that runs beside."""
+        self.agree()
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is not None:
+            event.wait()
+
+    def agree(self) -> None:
+        """Check that all ranks hold the same model, unless they are known to."""
         if not self.is_agreed:
             self._check_modules()
             agree_on_model(self.groups)
             self.is_agreed = True
-        event, self.post_optim_event = self.post_optim_event, None
-        if event is not None:
-            event.wait()
 
     def _check_modules(self) -> None:
         """Refuse tied parameters without an owner, and late ``replicate``; warn of late ones."""
@@ -345,6 +349,11 @@ class Tree:
         """Bound the reductions in flight together with those of another tree."""
         self.finish_reductions()
         self.in_flight = other.in_flight
+
+    def clean_up_if_failed(self) -> None:
+        """Return to the state between two steps if a forward or backward has failed."""
+        if self.has_failed or (self.call_stack and _current_task() == -1):
+            self.reset()
 
     @property
     def has_failed(self) -> bool:

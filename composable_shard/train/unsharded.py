@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composable_shard import _torch
 from composable_shard.arguments import check_flags, check_module
+from composable_shard.core.codec import Attributes
 from composable_shard.core.gradient import assign_grad
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import groups_in, owner_of
-from composable_shard.core.optimizers import watch_optimizers
-from composable_shard.core.param import Attributes, remember_stand_in
+from composable_shard.core.optimizers import watch_optimizer_steps
+from composable_shard.core.param import remember_stand_in
 from composable_shard.core.root import context_of
 from composable_shard.core.ties import owner_of_sharded
 from composable_shard.errors import MaterializationError, ShardError
@@ -103,7 +104,6 @@ class FullParams:
                     f"Expected materialized parameters, got {slots[0]} on meta; call "
                     "init_sharded(model, seed=...)"
                 )
-        watch_optimizers()
         with torch.inference_mode(False), torch.no_grad():
             present = {p: p.grad for p in self._slots if self._with_grads and p.grad is not None}
             names = [str(self._slots[param][0]) for param in (*self._slots, *present)]
@@ -400,6 +400,7 @@ def unsharded(
     groups = [group for group in groups_in(modules) if not group.is_opened]
     for group in groups:
         group.reshard()
+        watch_optimizer_steps(group)
         group.context.agree()
     slots = _slots_in(modules, groups)
     params = FullParams(
@@ -477,7 +478,7 @@ def _slots_in(
         is_opened = registered in slots or (is_whole and is_outside)
         if isinstance(registered, DTensor) and is_opened:
             places = slots.setdefault(registered, [])
-            others = (_Slot(slot.module, slot.attribute) for slot in one.slots)
+            others = (_Slot(holder, attribute) for holder, attribute, _ in one.slots)
             places += [place for place in others if place not in places]
     return slots
 
@@ -488,7 +489,7 @@ def _check_can_open(groups: Collection[ParamGroup]) -> None:
             "backward"
             if _torch.current_backward() != -1
             else "forward"
-            if context_of(group).forward.is_running
+            if context_of(group).is_computing
             else None
         )
         if moment is not None:
