@@ -244,7 +244,9 @@ class Reduction:
         if not self._is_plain:
             layouts = [param.layout for param in self.params]
             grads = [
-                layout.rows(grad) if layout.param.outer == 1 else layout.stacked(grad)
+                layout.rows(grad).flatten(0, layout.param.dim)
+                if layout.param.outer == 1
+                else layout.stacked(grad)
                 for layout, grad in zip(layouts, grads, strict=True)
             ]
         direct = [grad.to(self._dtype).reshape(-1) for grad in grads[:num_direct]]
