@@ -130,7 +130,10 @@ class Reduction:
         self.waits_for_autograd = any(
             p.layout.param.num_nonempty < p.layout.param.num_shards for p in self.params
         )
-        self._is_plain = all(p.layout.dim == 0 and p.layout.order is None for p in self.params)
+        self._is_plain = all(
+            p.layout.dim == 0 and p.layout.order is None and p.layout.param.numel
+            for p in self.params
+        )
         self._plan_messages()
         self._plan_results()
         settings, num_shards = group.settings, self._mesh.num_shards
@@ -248,6 +251,7 @@ class Reduction:
                 if layout.param.outer == 1
                 else layout.stacked(grad)
                 for layout, grad in zip(layouts, grads, strict=True)
+                if layout.param.numel  # parameters without elements are not sent
             ]
         direct = [grad.to(self._dtype).reshape(-1) for grad in grads[:num_direct]]
         to_pack = [*grads[num_direct:], flags]

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Mapping, Sequence, Set
 from contextlib import nullcontext
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -777,7 +778,8 @@ def _copy_out_pairs(
         place = bucket.unsharded[layout.unsharded_offsets[index] :]
         if param.gathers_in_place:  # padding lies behind the rows: one copy takes it along
             count = param.num_nonempty
-            pairs.append((place[: count * param.shard_numel].view(count, -1), column[:count]))
+            shape = count, param.shard_numel
+            pairs.append((place[: prod(shape)].view(shape), column[:count]))
         else:
             pairs += matching_pieces(param, place, column)
     pairs = [(into, source) for into, source in pairs if into.numel()]

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from hypothesis import strategies as st
 
-from composable_shard.core.layout import OTHER_COST, ParamLayout
+from composable_shard.core.layout import MESSAGE_COSTS, ParamLayout
 from composable_shard.policy import MixedPrecisionPolicy
 from composable_shard.testing.programs import STEPS, ParamSpec, Step, TreeSpec
 
@@ -89,7 +89,7 @@ def big_shapes(draw: st.DrawFn, num_shards: int, itemsize: int = 4) -> tuple[int
         (9, 2048)
     """
     trailing = draw(st.sampled_from([(2048,), (2047,), (683, 3)]))
-    nbytes = OTHER_COST.cost_nbytes(max(1, num_shards - 1))
+    nbytes = MESSAGE_COSTS["gloo"].nbytes_per_peer * max(1, num_shards - 1)
     least = nbytes // (itemsize * prod(trailing)) + 1
     return (draw(st.integers(least, least + num_shards)), *trailing)
 

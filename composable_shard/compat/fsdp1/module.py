@@ -39,7 +39,7 @@ from composable_shard.compat.fsdp1.policies import (
 from composable_shard.compat.fsdp1.state_dicts import StateDictSettings
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.nested import Given, find_changes, map_tensors
-from composable_shard.core.root import Context, context_of
+from composable_shard.core.root import context_of
 
 # What a wrapper does around the forward of the wrapped module -------------------------------------
 
@@ -57,7 +57,7 @@ def full_precision_in_eval() -> bool:
     return any(os.environ.get(name) == "1" for name in _EVAL_VARIABLES)
 
 
-_checked: weakref.WeakSet[Context] = weakref.WeakSet()
+_checked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def check_tree(root: FullyShardedDataParallel) -> None:
