@@ -177,6 +177,16 @@ class GroupSettings:
     backward_prefetch: list[ParamGroup] = field(default_factory=list)
     reduction: ReductionSettings = field(default_factory=ReductionSettings)
 
+    @property
+    def divisor(self) -> float | None:
+        """What the sum of gradients is divided by; ``None`` for the number of ranks."""
+        return self.reduction.divisor
+
+    @property
+    def all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
+        """Called with each buffer of reduced gradients."""
+        return self.reduction.hook
+
 
 ON_OTHER_RANKS = "on other ranks; move() it to a mesh that has this one first"
 """Why shards are not in memory of a rank that is not in their mesh."""
@@ -238,15 +248,17 @@ class ParamGroup:
         self._create_gradients()
         self.calls: list[Call] = []
         self.input_markers: WeakSet[InputMarker] = WeakSet()
-        self.shows_sharded = False
-        self.is_held = False
-        self.is_opened = False
+        self.shows_sharded = self.is_held = self.is_opened = self.is_exposed = False
         self.absence: str | None = None
-        self.is_exposed = False
         self._exposure: Exposure | None = None
         self.on_gradient: Callable[[torch.Tensor], None]
         self.pending_nodes: dict[int, int] = {}
         self._stream = 0
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """How many optimizer steps have changed the shards."""
+        return self.freshness.num_optimizer_steps
 
     @property
     def label(self) -> str:

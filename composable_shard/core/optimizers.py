@@ -106,8 +106,9 @@ class _Params:
     def __init__(self, params: list[torch.Tensor]) -> None:
         self._params = params
         self.ids = set(map(id, params))
-        self.scalars = [p for p in params if isinstance(p, DTensor) and not _torch.spec_of(p).shape]
-        self.strided = [p for p in params if isinstance(p, DTensor) and _is_strided(p)]
+        sharded = [param for param in params if isinstance(param, DTensor)]
+        self.scalars = [param for param in sharded if not _torch.spec_of(param).shape]
+        self.strided = [p for p in sharded if not _torch.local_tensor(p).is_contiguous()]
         owners = dict.fromkeys(map(_owners.get, map(id, params)))
         self._groups = [weakref.ref(owner) for owner in owners if owner is not None]
         self.num_watched = _num_watched
@@ -158,10 +159,6 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         _refuse_unreduced(optimizer, params.strided)
     for param in params.scalars:
         _distribute_state(param, optimizer.state.get(param, {}))
-
-
-def _is_strided(param: DTensor) -> bool:
-    return not _torch.local_tensor(param).is_contiguous()
 
 
 def _refuse_unreduced(optimizer: Optimizer, params: list[DTensor]) -> None:

@@ -182,15 +182,11 @@ class ShardedParam:
         self.unsharded: nn.Parameter | None = None
         self.attributes: Attributes | None = None
         self._dict: dict[str, object] = {}
-        self.is_subclass = False
         self.parts: Sequence[torch.Tensor] = ()
-        self.encodes_grad = False
-        self.shares_storage = False
+        self.is_subclass = self.encodes_grad = self.shares_storage = False
         self.place: Place | None = None
-        self.is_unsynced = False
-        self.adds_to_synced = False
+        self.is_unsynced = self.adds_to_synced = self._is_watched = False
         self.accumulator: Node | None = None
-        self._is_watched = False
         self._kind = _torch.class_in_memory(original)
         self._has_asked = False
         self._asked_grad_dtype: torch.dtype | None = None

@@ -48,6 +48,13 @@ class Context(Tree[ParamGroup]):
             group.context = self
 
     @property
+    def is_reducing(self) -> bool:
+        """Whether gradients of backwards are yet to arrive."""
+        unfinished, in_flight = self.reductions, self.reductions.in_flight
+        is_open = unfinished.by_hand is not None or unfinished.handle is not None
+        return is_open or bool(in_flight.groups or in_flight.all_reducing)
+
+    @property
     def is_computing(self) -> bool:
         """Whether a forward of the tree is under way, or any backward."""
         return self.forward.is_running or _torch.current_backward() != -1

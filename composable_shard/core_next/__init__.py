@@ -23,6 +23,7 @@ _REPLACED = {
     "core.param": "storage",
     "core.root": "tree",
     "core.shard": "shard",
+    "core.sitting_out": "sitting_out",
     "core.state_dict": "state_dict",
     "core.substituted": "substituted",
     "core.ties": "ties",

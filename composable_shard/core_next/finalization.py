@@ -22,6 +22,11 @@ class Finalization:
         self.handle: object = None
         self._used: bool | None = None  # what the unfinished backwards went by
 
+    @property
+    def is_open(self) -> bool:
+        """Whether backwards are not finished."""
+        return self._used is not None or self.handle is not None
+
     def note_backward(self) -> bool:
         """Note that a backward ends; return whether the user finishes it by a call."""
         is_unfinished = self.by_hand or not self._tree.is_last_backward

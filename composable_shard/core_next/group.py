@@ -496,6 +496,9 @@ class Flights:
         self._first: deque[Flight] = deque()  # the oldest first
         self._later: list[Flight] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._first or self._later)
+
     def make_room(self, group: ParamGroup) -> None:
         """Go on with the oldest until another one exceeds no limit; finish those of ``group``."""
         first, limit = self._first, group.settings.max_reductions

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from operator import itemgetter
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 Group = TypeVar("Group", bound=Hashable)
 
@@ -48,16 +48,42 @@ class PlanStep(NamedTuple, Generic[Group]):
     is_gather: bool
 
 
+class CallRecord(NamedTuple, Generic[Group]):
+    """One call in a forward, as a rank that skips the module makes it up.
+
+    Attributes:
+        depth: How many calls are around it.
+        group: The group.
+        module: Its module that was called.
+        interval: That of its visit; ``None`` if it cannot have a backward.
+        has_grad: Whether gradients were enabled; a reentrant checkpoint disables them.
+        needs_grad: Whether an output may get a gradient.
+    """
+
+    depth: int
+    group: Group
+    module: Hashable
+    interval: Interval | None
+    has_grad: bool
+    needs_grad: bool
+
+
 class Tape(Generic[Group]):
     """The visits of all forwards since the last backward.
 
     Attributes:
         visits: In order of entry.
+        calls: The fields of a `CallRecord` for each call of this forward, in the order of their
+            ends.
+        last_calls: The calls of the last forward with, and without, a backward for each outermost
+            module, the latest forward last.
         num_forwards: How many forwards have begun.
     """
 
     def __init__(self) -> None:
         self.visits: list[Visit[Group]] = []
+        self.calls: list[tuple[Any, ...]] = []
+        self.last_calls: dict[tuple[Hashable, bool], list[tuple[Any, ...]]] = {}
         self.num_forwards = 0
         self._clock = 0
         self._any_reduce = False  # the latest forward has left a group that needs a reduction
@@ -72,7 +98,7 @@ class Tape(Generic[Group]):
         """Begin a forward; the previous one with the same ``outermost`` predicts its order."""
         self.num_forwards += 1
         self._any_reduce = False
-        self._current_order = []
+        self._current_order, self.calls = [], []
         self._predicted_order = self._orders.get(outermost, [])
         if self.visits:
             self._forget_superseded()
@@ -132,6 +158,9 @@ class Tape(Generic[Group]):
     def end_forward(self, outermost: Group) -> None:
         """End a forward; its order predicts the next one."""
         self._orders[outermost] = self._current_order
+        _, _, module, interval, _, _ = self.calls[-1]
+        self.last_calls.pop((module, interval is not None), None)
+        self.last_calls[module, interval is not None] = self.calls
 
     def discard_forward(self) -> None:
         """Forget the visits of the latest forward, which has raised."""

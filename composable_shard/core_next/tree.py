@@ -37,6 +37,7 @@ class Call:
     """One call of a group's module. Only the autograd graph of the call keeps it alive.
 
     Attributes:
+        module: The module.
         visit: Its record on the tape; ``None`` if it cannot have a backward.
         is_recomputed: Whether a checkpoint makes the call during a backward.
         exception_on_entry: The exception being handled when the call began.
@@ -48,11 +49,11 @@ class Call:
 
     __slots__ = (
         *("__weakref__", "exception_on_entry", "group", "is_recomputed", "is_substituted"),
-        *("given", "markers", "versions", "visit"),
+        *("given", "markers", "module", "versions", "visit"),
     )
 
-    def __init__(self, group: ParamGroup, *, is_recomputed: bool) -> None:
-        self.group = group
+    def __init__(self, group: ParamGroup, module: nn.Module, *, is_recomputed: bool) -> None:
+        self.group, self.module = group, module
         self.is_recomputed = is_recomputed
         self.exception_on_entry = sys.exc_info()[1]
         self.visit: Visit[ParamGroup] | None = None
@@ -139,7 +140,7 @@ class Tree:
         is_recomputed = _current_task() != -1 and (group in self.tape or group in self._planned)
         if not is_recomputed and self._is_outermost(group):
             self._begin_forward(group)
-        call = Call(group, is_recomputed=is_recomputed)
+        call = Call(group, module, is_recomputed=is_recomputed)
         self.call_stack.append(call)
         if not group.params:
             return call
@@ -178,6 +179,9 @@ class Tree:
                 op()
         if call.visit is not None and not has_failed:
             self.tape.leave(call.visit, needs_reduce=group.needs_reduce, needs_grad=needs_grad)
+        interval = None if call.visit is None else call.visit.interval
+        facts = call.module, interval, torch.is_grad_enabled(), needs_grad
+        self.tape.calls.append((len(self.call_stack), group, *facts))
         for outer in self.call_stack:
             if outer.group is group:  # the module has called itself
                 return
@@ -359,6 +363,11 @@ class Tree:
     def has_failed(self) -> bool:
         """Whether a backward has begun and neither ended nor is running."""
         return self._backward is not None and not self._backward.is_running
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether gradients of backwards are yet to arrive."""
+        return bool(self.in_flight) or self.finalization.is_open
 
     @property
     def is_computing(self) -> bool:

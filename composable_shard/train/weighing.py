@@ -132,7 +132,7 @@ class Weighing:
         """Divide by ``total``; reductions divided by the number of ranks, or what was set."""
         grads: dict[float, list[torch.Tensor]] = {}
         for group in self._groups:
-            factor = group.settings.reduction.divisor
+            factor = group.settings.divisor
             for param in group.params:
                 if param.sharded.grad is not None:
                     divisor = total / (param.mesh.num_ranks if factor is None else factor)
@@ -143,15 +143,14 @@ class Weighing:
                 _torch.divide_all_(some, divisor)
 
     def _count_steps(self) -> list[int]:
-        return [group.freshness.num_optimizer_steps for group in self._groups]
+        return [group.num_optimizer_steps for group in self._groups]
 
     def _read_settings(self) -> list[Any]:
-        return [(one.mesh, one.settings.reduction.divisor, one.absence) for one in self._groups]
+        return [(one.mesh, one.settings.divisor, one.absence) for one in self._groups]
 
     def _is_unfinished(self) -> bool:
         """Whether gradients of a backward are yet to arrive."""
-        trees = [context_of(group).reductions for group in self._groups]
-        return any(tree.by_hand is not None or tree.handle is not None for tree in trees)
+        return any(context_of(group).is_reducing for group in self._groups)
 
     def _get(self) -> tuple[float, float]:
         if self._known is None:
@@ -242,7 +241,7 @@ def _check(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
                 "add all microbatches to that"
             )
         hooked = [f"'{param.name}'" for param in group.params if has_hooks(param)]
-        if group.settings.reduction.hook is not None:
+        if group.settings.all_reduce_hook is not None:
             hooked.append(f"the reductions of {group.label}")
         if hooked:
             raise ShardError(

@@ -49,9 +49,7 @@ def _check_group(group: ParamGroup) -> None:
     check_at_rest(group, "move")
     if group.absence != ON_OTHER_RANKS:
         group.check_awake("to be moved")
-    reductions = context_of(group).reductions
-    flying = reductions.in_flight
-    if flying.groups or flying.all_reducing or reductions.handle is not None:
+    if context_of(group).is_reducing:
         raise ShardError(
             f"Expected the gradients of {group.label} before it is moved, got some that are being "
             "reduced; end the backward first"
