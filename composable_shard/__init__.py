@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from composable_shard.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
-    from composable_shard.core.sitting_out import sit_out
     from composable_shard.core.transport.collectives import AllGather, ReduceScatter
     from composable_shard.errors import (
         CommunicationError,
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from composable_shard.train.init import init_sharded
     from composable_shard.train.moving.move import move
     from composable_shard.train.parking.parked import parked
+    from composable_shard.train.sitting_out import sit_out
     from composable_shard.train.synchronize import sync_module_states
     from composable_shard.train.uneven import uneven
     from composable_shard.train.unsharded import unsharded
@@ -86,7 +86,7 @@ __all__ = [
 
 _MODULES = {
     "api": ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx"),
-    "core.sitting_out": ("sit_out",),
+    "train.sitting_out": ("sit_out",),
     "core.transport.collectives": ("AllGather", "ReduceScatter"),
     "errors": (
         "CommunicationError",

@@ -138,7 +138,7 @@ def test_the_core_imports_in_no_circle() -> None:
 
 # From the top down: each imports only what stands below it.
 CORE = [
-    *("copying", "sitting_out", "state_dict", "hooks", "shard", "torch_state", "root"),
+    *("copying", "state_dict", "hooks", "shard", "torch_state", "root"),
     *("finalization", "backward"),
     *("forward", "tree_reductions", "substituted", "optimizers", "ties"),
     *("agreement", "group", "calls", "tree", "order", "reduction", "reduction_plan"),

@@ -23,12 +23,12 @@ _REPLACED = {
     "core.param": "storage",
     "core.root": "tree",
     "core.shard": "shard",
-    "core.sitting_out": "sitting_out",
     "core.state_dict": "state_dict",
     "core.substituted": "substituted",
     "core.ties": "ties",
     "core.torch_state": "torch_state",
     "core.tree": "tree",
+    "train.sitting_out": "train.sitting_out",
 }
 """Modules of the package, and what this core has in their places."""
 

@@ -485,14 +485,8 @@ def _slots_in(
 
 def _check_can_open(groups: Collection[ParamGroup]) -> None:
     for group in groups:
-        moment = (
-            "backward"
-            if _torch.current_backward() != -1
-            else "forward"
-            if context_of(group).is_computing
-            else None
-        )
-        if moment is not None:
+        if context_of(group).is_computing:
+            moment = "backward" if _torch.current_backward() != -1 else "forward"
             raise ShardError(
                 f"Expected unsharded() outside of forward and backward, got it in a {moment} of "
                 f"{group.label}; use it between iterations"

@@ -24,10 +24,7 @@ def layers(count: int = 3, width: int = 4) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
 
 
-COMMUNICATION = (
-    *("all_gather", "wait_for_all_gather"),
-    *("reduce_scatter", "wait_for_reduce_scatter"),
-)
+COMMUNICATION = "all_gather", "wait_for_all_gather", "reduce_scatter", "wait_for_reduce_scatter"
 
 
 @on_ranks(2)

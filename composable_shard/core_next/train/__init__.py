@@ -1,0 +1,1 @@
+"""Modules of ``train`` as they are on this core."""
