@@ -183,7 +183,7 @@ class GroupSettings:
         return self.reduction.divisor
 
     @property
-    def all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
+    def all_reduce_hook(self) -> Callable[[torch.Tensor], object] | None:
         """Called with each buffer of reduced gradients."""
         return self.reduction.hook
 
