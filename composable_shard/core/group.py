@@ -152,7 +152,7 @@ class GroupSettings:
             number keeps the parameters sharded over groups of so many ranks.
         reshard_after_backward: Whether unsharded parameters are freed once they have gradients.
         requires_gradient_sync: Whether backward reduces gradients over the ranks.
-        keeps_unsharded_storage: Whether the memory of unsharded parameters stays when they are
+        keeps_storage: Whether the memory of unsharded parameters stays when they are
             resharded.
         finalizes_by_hand: Whether a call, and not the end of a backward, finishes the reductions;
             of the root's group alone.
@@ -168,7 +168,7 @@ class GroupSettings:
     reshard_after_forward: bool | int | None = None
     reshard_after_backward: bool = True
     requires_gradient_sync: bool = True
-    keeps_unsharded_storage: bool = False
+    keeps_storage: bool = False
     finalizes_by_hand: bool = False
     unshards_in_backward: bool = True
     max_reductions: int = 1
@@ -450,11 +450,7 @@ class ParamGroup:
                 if transfer.buffer is None:
                     continue
                 gives_memory = self.channels[mesh].gives_memory()
-                if (
-                    not gives_memory
-                    or self.stays_after_forward
-                    or self.settings.keeps_unsharded_storage
-                ):
+                if not gives_memory or self.stays_after_forward or self.settings.keeps_storage:
                     _torch.allocate(transfer.buffer)  # users may have it in their hands
                 if not gives_memory:
                     transfer.buffer = None
@@ -552,7 +548,7 @@ class ParamGroup:
             return
         with self.streams.at_owner():
             freed = self._freed(state, num_ranks)
-            if not self.settings.keeps_unsharded_storage:
+            if not self.settings.keeps_storage:
                 self._free()
         self.units.all.forbid_reading()
         self._move_to(freed)
@@ -573,7 +569,7 @@ class ParamGroup:
 
     def keep_unsharded_storage(self, keep: bool) -> None:
         """Set whether resharding leaves the memory of the unsharded parameters where it is."""
-        self.settings.keeps_unsharded_storage = keep
+        self.settings.keeps_storage = keep
         if not keep and isinstance(self.state, (Sharded, PartlySharded)):
             with self.streams.at_owner():
                 self._free()

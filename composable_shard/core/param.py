@@ -20,11 +20,9 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence, Set
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
@@ -34,7 +32,6 @@ from composable_shard.core.codec import Attributes, attributes_of_user, has_exte
 from composable_shard.core.layout import ParamLayout
 from composable_shard.core.placement import (
     GradStage,
-    ParamPlacement,
     plan_dense,
     plan_placement,
 )
@@ -262,46 +259,6 @@ class ShardedParam:
         _torch.set_local_tensor(self.sharded, local)
         self.local = local
 
-    def plan_for(self, mesh: ShardMesh) -> ParamPlacement:
-        """Plan to be sharded over other ranks; those that split the model stay the same.
-
-        Raises:
-            ValueError: If it cannot be.
-        """
-        whole, model = self._whole_on_meta(), self.placement.model
-        if model is None:
-            return plan_placement(self.name, whole, self.form.dim, mesh)
-        beside = mesh.full_mesh
-        if beside is None:
-            beside = _torch.axes_beside(mesh.mesh, model.mesh)
-        meta = model.tensor_meta
-        assert meta is not None
-        whole = _torch.from_local(whole, _torch.make_spec(beside, model.placements, meta))
-        planned = plan_placement(self.name, whole, self.form.dim, mesh)
-        before, after = _model_ranks(self.placement), _model_ranks(planned)
-        if before != after:
-            raise ValueError(
-                f"Expected the tensor-parallel ranks {before} of parameter '{self.name}' to stay "
-                f"together, got a mesh with {after} in their place"
-            )
-        # Modules that were parallelized know the mesh that they have.
-        return planned if mesh.full_mesh is not None else replace(planned, model=model)
-
-    def replan(self, mesh: ShardMesh, placement: ParamPlacement) -> None:
-        """Take over what :meth:`plan_for` has planned; the sharded form is left as it is."""
-        meta = self.spec.tensor_meta
-        assert meta is not None
-        self.form = plan_dense(self._whole_on_meta(), self.form.dim, mesh.num_shards)
-        self.mesh, self.placement = mesh, placement
-        self.spec = _torch.make_spec(self.placement.mesh, self.placement.sharded, meta)
-        self.device = torch.device("cpu") if self.offload is not None else mesh.device
-        self._specs, self.place, self.shares_storage = {}, None, False
-        self.forget_unsharded()
-
-    def _whole_on_meta(self) -> torch.Tensor:
-        """Return a tensor like what its ranks hold of it together, without memory."""
-        return self.form.whole(torch.empty(self.layout.gathered_numel, device="meta"))
-
     def create_unsharded(self, tensor: torch.Tensor) -> nn.Parameter:
         """Make the leaf of autograd around ``tensor``; once in the life of its storage."""
         model = self.placement.model
@@ -514,9 +471,3 @@ class ShardedParam:
 
     def __repr__(self) -> str:
         return f"ShardedParam({self.name}, shape={tuple(self.shape)}, {self.placement.sharded})"
-
-
-def _model_ranks(placement: ParamPlacement) -> list[list[int]]:
-    """Return, for each axis that splits the model, the ranks that this one has there."""
-    axes = [axis for axis, role in enumerate(placement.roles) if role is None]
-    return [dist.get_process_group_ranks(placement.mesh.get_group(axis)) for axis in axes]

@@ -28,6 +28,7 @@ _REPLACED = {
     "core.ties": "ties",
     "core.torch_state": "torch_state",
     "core.tree": "tree",
+    "train.moving.relocation": "train.relocation",
     "train.sitting_out": "train.sitting_out",
 }
 """Modules of the package, and what this core has in their places."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -177,7 +177,8 @@ class ParamGroup:
         self.modules = tuple(modules)
         self.name = type(modules[0]).__name__
         self._factory, self.mesh = factory, mesh
-        self._set_buckets(buckets)
+        self.buckets = list(buckets)
+        self.params: list[ShardedParam] = [param for bucket in buckets for param in bucket.params]
         self.policy = policy
         self.settings = Settings()
         self.plugins = Plugins()
@@ -192,17 +193,16 @@ class ParamGroup:
         self.finished_nodes: list[int] = []
         count = map(self.finished_nodes.append, iter(_torch.current_backward, None))
         self.count_gradient = partial(next, count)  # appends at each `next`
-        meshes = dict.fromkeys([mesh, *(bucket.mesh for bucket in buckets)])
-        self.channels = {over: Channel(over) for over in meshes}
+        self.channels = self._new_channels()
         self.tree: Any = None
         self.progress: Any = None
         self.calls: list[weakref.ref[Any]] = []
         self._gathered_version = -1
         self.is_compiled = self.needs_reduce = False
 
-    def _set_buckets(self, buckets: Sequence[Storage]) -> None:
-        self.buckets = list(buckets)
-        self.params: list[ShardedParam] = [param for bucket in buckets for param in bucket.params]
+    def _new_channels(self) -> dict[ShardMesh, Channel]:
+        meshes = dict.fromkeys([self.mesh, *(bucket.mesh for bucket in self.buckets)])
+        return {mesh: Channel(mesh) for mesh in meshes}
 
     def set_name(self, name: str) -> None:
         """Set the qualified name below the root, which messages contain."""
@@ -304,8 +304,37 @@ class ParamGroup:
         for bucket in buckets:
             for param, local in zip(bucket.params, bucket.locals, strict=True):
                 param.hold(local)
-        self._set_buckets(buckets)
+        self.buckets = buckets
         self.is_compiled = False
+
+    def relocate(
+        self,
+        buckets: list[Storage],
+        mesh: ShardMesh,
+        successors: Iterable[tuple[ShardMesh, ShardMesh]],
+    ) -> None:
+        """Let the parameters lie on other ranks, in other buckets.
+
+        Args:
+            buckets: Those of the parameters, which are planned for their ranks.
+            mesh: The ranks of the group.
+            successors: Pairs of a mesh that it had and the one in its place, which takes over the
+                choices of its channel.
+
+        Collective: makes a process group if reductions have one of their own.
+        """
+        choices = {new: self.channels[old].saved() for old, new in successors}
+        self.mesh, self.buckets = mesh, buckets
+        self.channels = self._new_channels()
+        for one, choice in choices.items():
+            self.channels[one].restore(*choice)
+        self.set_name(self.name)
+        self.absence, self.is_compiled, self._gathered_version = None, False, -1
+        self.tree.is_agreed = False
+
+    def leave(self) -> None:
+        """Let the parameters lie on other ranks alone; this rank has no shards of them."""
+        self.buckets, self.is_compiled, self.absence = [], False, ON_OTHER_RANKS
 
     def unshard(self) -> None:
         """Launch the all-gather, unless the group is unsharded or unsharding."""

@@ -160,6 +160,7 @@ def init_group(
                     param.create_sharded(local, originals[param])
     factory = BucketFactory(build_buckets, gather_unknown)
     group.__init__(modules, buckets, factory, mesh, policy.without_override())  # type: ignore[misc]
+    group.params = list(params)  # in the order of the modules, and not of the buckets
 
 
 def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> list[Storage]:

@@ -362,7 +362,7 @@ def residence_of(group: ParamGroup) -> Residence:
         return Residence("kept", why)
     if reshard is None or reshard is True:
         why = "the parameters are freed after forward and gathered again for backward"
-        if settings.keeps_unsharded_storage:
+        if settings.keeps_storage:
             why = "the parameters are gathered again for backward, into memory that is kept"
         return Residence("gathered", why)
     why = (

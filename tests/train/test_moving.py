@@ -31,7 +31,7 @@ from composable_shard import (
 )
 from composable_shard.optim.blocks import Box
 from composable_shard.testing import RankError, run_ranks
-from composable_shard.train.moving import cargo
+from composable_shard.train.moving import relocation
 from composable_shard.train.moving.ground import Cut, Ground
 from composable_shard.train.moving.plan import COPIES_SENT, Piece, cut_box, pieces_of, rounds_of
 from train.moved import (
@@ -362,7 +362,7 @@ def test_a_rank_that_fails_leaves_all_as_it_was() -> None:
     for model, optimizer in pairs:
         train(model, optimizer, 0)
     before = values(*pairs[0])
-    real, calls = cargo.build_units, list[int]()
+    real, calls = relocation.build, list[int]()
 
     def fails(*args: Any) -> Any:
         calls.append(1)
@@ -370,7 +370,7 @@ def test_a_rank_that_fails_leaves_all_as_it_was() -> None:
             raise MemoryError("no more")
         return real(*args)
 
-    with mock.patch.object(cargo, "build_units", fails), pytest.raises(ShardError) as caught:
+    with mock.patch.object(relocation, "build", fails), pytest.raises(ShardError) as caught:
         move(*pairs[0], on_mesh((0,), (1,)))
     assert str(caught.value) == (
         "Expected all ranks to move the model, got on rank 1: MemoryError: no more"

@@ -12,15 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_shard import _torch
-from composable_shard.core.bucket import GatherUnit
 from composable_shard.core.codec import carry_hooks, needs_extension
 from composable_shard.core.gradient import assign_grad
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
 from composable_shard.core.param import ShardedParam
-from composable_shard.core.root import context_of
-from composable_shard.core.units import build_units
 from composable_shard.errors import ShardError
 from composable_shard.optim.layouts import LayoutOptimizer
+from composable_shard.train.moving import relocation
 from composable_shard.train.moving.ground import Cut, Ground, cut_of
 from composable_shard.train.moving.subclasses import Composition
 from composable_shard.train.moving.target import Target
@@ -108,7 +106,7 @@ class Possession:
         self._states: list[Mapping[torch.Tensor, dict[str, Any]]] = []
         self._before = [dict(param.__dict__) for param in self.params]
         self._meshes = {id(param): param.mesh for param in self.params}
-        self._units: list[list[GatherUnit]] = []
+        self._units: list[list[Any]] = []
         self._locals: list[torch.Tensor] = []
 
     @property
@@ -289,11 +287,11 @@ class Possession:
             for param in group.params:
                 index = len(found) + len(shards)
                 local, key = param.local, ("parameter", index)
-                param.replan(target.mesh_of(index), target.placement_of(index))
+                relocation.replan(param, target.mesh_of(index), target.placement_of(index))
                 item, composition = told.items[key], told.compositions[key]
                 shards.append(self._new_shard(param, local, item, composition))
             with torch.inference_mode(False):
-                units, locals_ = build_units(group.params, shards)
+                units, locals_ = relocation.build(group.params, shards)
             self._units.append(units)
             found += locals_
         return found
@@ -302,9 +300,7 @@ class Possession:
         self, param: ShardedParam, local: torch.Tensor, item: Item, composition: Composition
     ) -> torch.Tensor:
         """Return a local shard: of a plain tensor without memory, which its bucket has."""
-        rank = param.mesh.shard_rank
-        flat = torch.empty(param.layout.local_numel(rank), device="meta")
-        like = param.form.local(flat, rank)
+        like = relocation.local_shard_on_meta(param)
         if composition.codec is None and not needs_extension(local):
             return torch.zeros((), dtype=item.dtype, device=param.device).expand(like.shape)
         leaves = [
@@ -343,17 +339,11 @@ class Possession:
         """
         is_new = self.is_empty
         for param, local in zip(self.params, self._locals, strict=True):
-            if any(leaf.is_meta for leaf in _torch.leaves(_torch.local_tensor(param.sharded))):
-                _materialize(param.sharded, local, param.spec)
-                param.hold(param.sharded)
-            _torch.relocate(param.sharded, local, param.spec)
-            param.adopt_local(local)
+            relocation.settle_param(param, local)
         for group, units in zip(self.groups, self._units, strict=True):
             pairs = [(self._meshes[id(param)], param.mesh) for param in group.params]
             pairs = [(group.mesh, target.of_group(group)), *pairs]
-            group.relocate(units, pairs[0][1], dict.fromkeys(pairs))
-        for context in dict.fromkeys(map(context_of, self.groups)):
-            context.order.start_anew()  # who joins has recorded none
+            relocation.settle_group(group, units, pairs[0][1], dict.fromkeys(pairs))
         for key in told.items:
             if key[0] == "gradient":
                 param = self.params[int(key[1])]
@@ -416,7 +406,7 @@ class Possession:
             return
         whole = values.view(tensor.shape)
         if isinstance(tensor, nn.Parameter):
-            _exchange(tensor, nn.Parameter(whole, requires_grad=tensor.requires_grad))
+            relocation.exchange(tensor, nn.Parameter(whole, requires_grad=tensor.requires_grad))
             return
         for module in self.model.modules():
             for attribute, buffer in module._buffers.items():
@@ -433,13 +423,10 @@ class Possession:
         for index, sharded in enumerate(self.params):
             nothing = torch.empty(0, dtype=sharded.local.dtype, device=sharded.local.device)
             carry_hooks(sharded.local, nothing)
-            meta = sharded.spec.tensor_meta
+            meta = _torch.spec_of(sharded.sharded).tensor_meta
             assert meta is not None
             spec = _torch.make_spec(*target.elsewhere(index), meta)
-            sharded.sharded.grad = None
-            sharded.forget_unsharded()
-            _torch.relocate(sharded.sharded, nothing, spec)
-            sharded.local, sharded.place, sharded.spec = nothing, None, spec
+            relocation.leave_param(sharded, nothing, spec)
         for group in self.groups:
             group.leave()
 
@@ -455,14 +442,3 @@ def _with_values(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if not tensor.is_meta:
         return tensor.detach()
     return _torch.empty_like(tensor.detach(), device=device)
-
-
-def _materialize(param: nn.Parameter, local: torch.Tensor, spec: _torch.DTensorSpec) -> None:
-    """Give a sharded parameter of the meta device memory; it stays the object that it is."""
-    _exchange(param, _torch.parameter_of(_torch.from_local(local, spec), param.requires_grad))
-
-
-def _exchange(old: nn.Parameter, new: nn.Parameter) -> None:
-    _torch.share_hooks(old, new)
-    new.__dict__.update(old.__dict__)
-    torch.utils.swap_tensors(old, new)

@@ -16,11 +16,9 @@ from torch.optim import Optimizer
 
 from composable_shard import _torch
 from composable_shard.arguments import check_int, check_module, check_type
-from composable_shard.core.gradient import is_partial
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.optimizers import watch_optimizer_steps
-from composable_shard.core.param import ShardedParam
 from composable_shard.core.root import check_at_rest, context_of
 from composable_shard.core.transport import host
 from composable_shard.core.transport.process_groups import raise_first_difference
@@ -33,6 +31,7 @@ from composable_shard.optim.layouts import Fits
 from composable_shard.train.moving.cargo import Item, Possession, Tensors, Told
 from composable_shard.train.moving.ground import Ground
 from composable_shard.train.moving.plan import Piece, pieces_of, rounds_of
+from composable_shard.train.moving.relocation import has_unsynced_grad
 from composable_shard.train.moving.subclasses import Composition
 from composable_shard.train.moving.target import Meshes, Target
 from composable_shard.train.optimizers import listed
@@ -55,18 +54,13 @@ def _check_group(group: ParamGroup) -> None:
             "reduced; end the backward first"
         )
     for param in group.params:
-        _check_param(param)
-
-
-def _check_param(param: ShardedParam) -> None:
-    if not param.local.is_meta:
-        Composition.of(f"parameter '{param.name}'", param.local)
-    grad = param.sharded.grad
-    if param.is_unsynced or is_partial(grad):
-        raise ShardError(
-            f"Expected a reduced gradient of '{param.name}', got one that was accumulated without "
-            "sync; call synchronize_gradients() first"
-        )
+        if not param.local.is_meta:
+            Composition.of(f"parameter '{param.name}'", param.local)
+        if has_unsynced_grad(group, param):
+            raise ShardError(
+                f"Expected a reduced gradient of '{param.name}', got one that was accumulated "
+                "without sync; call synchronize_gradients() first"
+            )
 
 
 # All together -------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from composable_shard.errors import ShardError
 from composable_shard.mesh import DataParallelMeshDims, ShardMesh, resolve_mesh
 from composable_shard.optim.layouts import Fits, does_fit
 from composable_shard.train.moving.ground import Ground
+from composable_shard.train.moving.relocation import plan
 
 Meshes = DeviceMesh | Mapping[Fits, DeviceMesh]
 """The mesh of all parameters; or one for each pattern of names, the first of which fits."""
@@ -51,7 +52,7 @@ class Target:
         for param, mesh in zip(params, self._meshes, strict=True) if self.is_member else ():
             over = resolve_mesh(mesh, _dims_of(param))
             self._over.append(over)
-            self._placements.append(param.plan_for(over))
+            self._placements.append(plan(param, over))
         self._indices = {id(param): index for index, param in enumerate(params)}
 
     def grounds(self) -> list[Ground]:

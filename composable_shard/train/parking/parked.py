@@ -21,6 +21,7 @@ from composable_shard.core.param import sharded_form
 from composable_shard.core.root import check_at_rest
 from composable_shard.core.transport import host
 from composable_shard.errors import ShardError
+from composable_shard.module import FSDPModule
 from composable_shard.optim.flat import flat_states
 from composable_shard.optim.layouts import LayoutOptimizer
 from composable_shard.train.optimizers import listed
@@ -235,14 +236,15 @@ def _put_away(groups: Sequence[ParamGroup]) -> None:
 @contextlib.contextmanager
 def _without_kept_storage(groups: Sequence[ParamGroup]) -> Iterator[None]:
     """Free the memory that groups keep when they are resharded; the next gather has other."""
-    keeping = [group for group in groups if group.settings.keeps_unsharded_storage]
-    for group in keeping:
-        group.keep_unsharded_storage(False)
+    tops = [group.modules[0] for group in groups if group.settings.keeps_storage]
+    keeping = [top for top in tops if isinstance(top, FSDPModule)]
+    for top in keeping:
+        top.set_keep_unsharded_storage(False, recurse=False)
     try:
         yield
     finally:
-        for group in keeping:
-            group.keep_unsharded_storage(True)
+        for top in keeping:
+            top.set_keep_unsharded_storage(True, recurse=False)
 
 
 def _refuse_use(
