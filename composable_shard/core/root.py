@@ -154,6 +154,10 @@ class Context(Tree[ParamGroup]):
         agree_on_model(self.groups)
         self.is_agreed = True
 
+    def forget_forwards(self) -> None:
+        """Forget the order of forwards: other ranks have joined, which have recorded nothing."""
+        self.order.start_anew()
+
     def is_in_backward(self, group: ParamGroup) -> bool:
         """Tell whether the backward that is running, of whatever tree, goes through ``group``."""
         return self.backward.goes_through(group)

@@ -330,7 +330,6 @@ class ParamGroup:
             self.channels[one].restore(*choice)
         self.set_name(self.name)
         self.absence, self.is_compiled, self._gathered_version = None, False, -1
-        self.tree.is_agreed = False
 
     def leave(self) -> None:
         """Let the parameters lie on other ranks alone; this rank has no shards of them."""

@@ -218,6 +218,10 @@ class Tree:
         if event is not None:
             event.wait()
 
+    def forget_forwards(self) -> None:
+        """Start as a new tree does: other ranks have joined, which have recorded nothing."""
+        self.tape, self.is_agreed = Tape(), False
+
     def agree(self) -> None:
         """Check that all ranks hold the same model, unless they are known to."""
         if not self.is_agreed:

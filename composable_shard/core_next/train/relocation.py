@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,6 @@ from composable_shard.core_next.placement import plan_tensor
 from composable_shard.core_next.reduction import is_partial
 from composable_shard.core_next.shard import build_buckets
 from composable_shard.core_next.storage import ShardedParam, Storage
-from composable_shard.core_next.tape import Tape
 from composable_shard.mesh import ShardMesh
 
 
@@ -94,20 +93,11 @@ def settle_param(param: ShardedParam, local: torch.Tensor) -> None:
     """Let the sharded parameter lie as planned, with ``local`` as this rank's shard."""
     spec = _torch.spec_with_dtype(param.sharded_spec, local.dtype)
     if any(leaf.is_meta for leaf in _torch.leaves(_torch.local_tensor(param.sharded))):
-        _materialize(param.sharded, local, spec)
+        # It gets memory, and stays the object that it is.
+        made = _torch.from_local(local, spec)
+        exchange(param.sharded, _torch.parameter_of(made, param.sharded.requires_grad))
     _torch.relocate(param.sharded, local, spec)
     param.hold(local)
-
-
-def settle_group(
-    group: ParamGroup,
-    buckets: list[Storage],
-    mesh: ShardMesh,
-    successors: Iterable[tuple[ShardMesh, ShardMesh]],
-) -> None:
-    """Let a group hold new buckets; see ``ParamGroup.relocate``."""
-    group.relocate(buckets, mesh, successors)
-    group.tree.tape = Tape()  # a rank that joins has recorded nothing
 
 
 def leave_param(param: ShardedParam, nothing: torch.Tensor, spec: _torch.DTensorSpec) -> None:
@@ -116,11 +106,6 @@ def leave_param(param: ShardedParam, nothing: torch.Tensor, spec: _torch.DTensor
     param.forget_unsharded()
     _torch.relocate(param.sharded, nothing, spec)
     param.local, param.place = nothing, None
-
-
-def _materialize(param: nn.Parameter, local: torch.Tensor, spec: _torch.DTensorSpec) -> None:
-    """Give a sharded parameter of the meta device memory; it stays the object that it is."""
-    exchange(param, _torch.parameter_of(_torch.from_local(local, spec), param.requires_grad))
 
 
 def exchange(old: nn.Parameter, new: nn.Parameter) -> None:

@@ -12,16 +12,78 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_shard import _torch
-from composable_shard.core.codec import carry_hooks, needs_extension
+from composable_shard.core.codec import (
+    Codec,
+    carry_hooks,
+    codec_of,
+    has_extension,
+    has_grad_extension,
+    needs_extension,
+)
 from composable_shard.core.gradient import assign_grad
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
 from composable_shard.core.param import ShardedParam
+from composable_shard.core.root import context_of
 from composable_shard.errors import ShardError
 from composable_shard.optim.layouts import LayoutOptimizer
 from composable_shard.train.moving import relocation
 from composable_shard.train.moving.ground import Cut, Ground, cut_of
-from composable_shard.train.moving.subclasses import Composition
 from composable_shard.train.moving.target import Target
+
+# What tensors are made of: tensor subclasses move as the plain tensors in them --------------------
+
+
+class Composition(NamedTuple):
+    """Of what a tensor is made.
+
+    Attributes:
+        codec: How its class takes it apart and makes it again; ``None`` for a plain tensor.
+    """
+
+    codec: Codec | None = None
+
+    @classmethod
+    def of(cls, what: str, tensor: torch.Tensor) -> Composition:
+        """Return of what a tensor is made.
+
+        Raises:
+            ShardError: If it is not plain, or made of plain tensors of its shape.
+        """
+        codec = codec_of(tensor)
+        leaves = [tensor] if codec is None else codec.parts(tensor)
+        for leaf in leaves:
+            brings_hooks = has_extension(leaf) or has_grad_extension(leaf)
+            if _torch.is_subclass(leaf) or (brings_hooks and type(leaf) is not torch.Tensor):
+                raise ShardError(
+                    f"Expected {what} to be a plain tensor or made of such (__tensor_flatten__), "
+                    f"got {type(leaf).__name__}; such a model is moved by a checkpoint"
+                )
+        if any(leaf.shape != tensor.shape for leaf in leaves):
+            raise ShardError(
+                f"Expected the inner tensors of {what}, a {type(tensor).__name__}, to have its "
+                f"shape {list(tensor.shape)}, got {[list(leaf.shape) for leaf in leaves]}; such a "
+                "model is moved by a checkpoint"
+            )
+        return cls(codec)
+
+    def made_of(self, what: str, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Make a tensor of plain ones, as ``_torch.leaves`` names them.
+
+        Raises:
+            ShardError: If the class makes something else of them.
+        """
+        if self.codec is None:
+            return leaves[0]
+        made = self.codec.rebuild(dict(zip(self.codec.names, leaves, strict=True)))
+        like = leaves[0]
+        if type(made) is not self.codec.kind or made.shape != like.shape:
+            raise ShardError(
+                f"Expected {self.codec.kind.__name__} of {what} to be made of inner tensors of "
+                f"shape {list(like.shape)}, got {type(made).__name__} of shape "
+                f"{list(made.shape)}; such a model is moved by a checkpoint"
+            )
+        return made
+
 
 # What the ranks tell each other -------------------------------------------------------------------
 
@@ -251,7 +313,9 @@ class Possession:
                 leaves = _torch.leaves(self._locals[int(key[1])])
                 found[key] = [leaf.detach() for leaf in leaves]
             elif key[0] == "plain" and is_new:
-                values = _with_values(plain[str(key[1])], self._device)
+                values = plain[str(key[1])].detach()
+                if values.is_meta:
+                    values = _torch.empty_like(values, device=self._device)
                 found[key] = [leaf.view(item.shape) for leaf in _torch.leaves(values)]
             elif key[0] != "plain" and (item.param is not None or is_new):
                 like = _torch.leaves(self._like(key))[0]
@@ -273,7 +337,7 @@ class Possession:
         """Return the shape of what this rank is to have."""
         if item.param is None:
             return item.shape
-        placement = target.placement_of(item.param)
+        placement = target.placements[item.param]
         ground = Ground.of(placement.mesh, placement.roles)
         box = ground.holding(item.shape, item.cut).box(dist.get_rank())
         assert box is not None
@@ -287,7 +351,7 @@ class Possession:
             for param in group.params:
                 index = len(found) + len(shards)
                 local, key = param.local, ("parameter", index)
-                relocation.replan(param, target.mesh_of(index), target.placement_of(index))
+                relocation.replan(param, target.over[index], target.placements[index])
                 item, composition = told.items[key], told.compositions[key]
                 shards.append(self._new_shard(param, local, item, composition))
             with torch.inference_mode(False):
@@ -343,7 +407,8 @@ class Possession:
         for group, units in zip(self.groups, self._units, strict=True):
             pairs = [(self._meshes[id(param)], param.mesh) for param in group.params]
             pairs = [(group.mesh, target.of_group(group)), *pairs]
-            relocation.settle_group(group, units, pairs[0][1], dict.fromkeys(pairs))
+            group.relocate(units, pairs[0][1], dict.fromkeys(pairs))
+            context_of(group).forget_forwards()
         for key in told.items:
             if key[0] == "gradient":
                 param = self.params[int(key[1])]
@@ -435,10 +500,3 @@ def _states_of(optimizer: Optimizer) -> Mapping[torch.Tensor, dict[str, Any]]:
     if isinstance(optimizer, LayoutOptimizer):
         return optimizer.sharded_states()
     return optimizer.state
-
-
-def _with_values(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return memory for a plain tensor: its own, or new if it has none."""
-    if not tensor.is_meta:
-        return tensor.detach()
-    return _torch.empty_like(tensor.detach(), device=device)

@@ -28,11 +28,10 @@ from composable_shard.optim import exchange
 from composable_shard.optim.blocks import Box, whole
 from composable_shard.optim.exchange import part_of
 from composable_shard.optim.layouts import Fits
-from composable_shard.train.moving.cargo import Item, Possession, Tensors, Told
+from composable_shard.train.moving.cargo import Composition, Item, Possession, Tensors, Told
 from composable_shard.train.moving.ground import Ground
 from composable_shard.train.moving.plan import Piece, pieces_of, rounds_of
 from composable_shard.train.moving.relocation import has_unsynced_grad
-from composable_shard.train.moving.subclasses import Composition
 from composable_shard.train.moving.target import Meshes, Target
 from composable_shard.train.optimizers import listed
 from composable_shard.train.ranks import Ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,13 +9,15 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.bucket import GatherUnit
 from composable_shard.core.gradient import is_partial
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.placement import ParamPlacement, plan_dense, plan_placement
 from composable_shard.core.units import build_units
 from composable_shard.mesh import ShardMesh
+
+build = build_units
+"""Copies shards into new buckets; returns these, and where each shard lies there."""
 
 
 def plan(param: ShardedParam, mesh: ShardMesh) -> ParamPlacement:
@@ -80,31 +81,15 @@ def replan(param: ShardedParam, mesh: ShardMesh, placement: ParamPlacement) -> N
     param.forget_unsharded()
 
 
-def build(
-    params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]
-) -> tuple[list[GatherUnit], list[torch.Tensor]]:
-    """Copy shards into new buckets; return these, and where each shard lies there."""
-    return build_units(params, shards)
-
-
 def settle_param(param: ShardedParam, local: torch.Tensor) -> None:
     """Let the sharded parameter lie as planned, with ``local`` as this rank's shard."""
     if any(leaf.is_meta for leaf in _torch.leaves(_torch.local_tensor(param.sharded))):
-        _materialize(param.sharded, local, param.spec)
+        # It gets memory, and stays the object that it is.
+        made = _torch.from_local(local, param.spec)
+        exchange(param.sharded, _torch.parameter_of(made, param.sharded.requires_grad))
         param.hold(param.sharded)
     _torch.relocate(param.sharded, local, param.spec)
     param.adopt_local(local)
-
-
-def settle_group(
-    group: ParamGroup,
-    units: list[GatherUnit],
-    mesh: ShardMesh,
-    successors: Iterable[tuple[ShardMesh, ShardMesh]],
-) -> None:
-    """Let a group hold new buckets; see ``ParamGroup.relocate``."""
-    group.relocate(units, mesh, successors)
-    group.context.order.start_anew()  # who joins has recorded none
 
 
 def leave_param(param: ShardedParam, nothing: torch.Tensor, spec: _torch.DTensorSpec) -> None:
@@ -113,11 +98,6 @@ def leave_param(param: ShardedParam, nothing: torch.Tensor, spec: _torch.DTensor
     param.forget_unsharded()
     _torch.relocate(param.sharded, nothing, spec)
     param.local, param.place, param.spec = nothing, None, spec
-
-
-def _materialize(param: nn.Parameter, local: torch.Tensor, spec: _torch.DTensorSpec) -> None:
-    """Give a sharded parameter of the meta device memory; it stays the object that it is."""
-    exchange(param, _torch.parameter_of(_torch.from_local(local, spec), param.requires_grad))
 
 
 def exchange(old: nn.Parameter, new: nn.Parameter) -> None:

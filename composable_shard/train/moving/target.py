@@ -31,7 +31,9 @@ class Target:
         meshes: Where to.
 
     Attributes:
-        is_member: Whether this rank is to have the model.
+        is_member: Whether this rank is to have the model. If not, the two lists are empty.
+        over: The data-parallel ranks of each parameter.
+        placements: How each parameter will lie.
 
     Raises:
         ValueError: If a parameter has no mesh, or does not fit its own.
@@ -47,40 +49,32 @@ class Target:
                 "those of some"
             )
         self.is_member = True in members
-        self._over: list[ShardMesh] = []
-        self._placements: list[ParamPlacement] = []
+        self.over: list[ShardMesh] = []
+        self.placements: list[ParamPlacement] = []
         for param, mesh in zip(params, self._meshes, strict=True) if self.is_member else ():
             over = resolve_mesh(mesh, _dims_of(param))
-            self._over.append(over)
-            self._placements.append(plan(param, over))
+            self.over.append(over)
+            self.placements.append(plan(param, over))
         self._indices = {id(param): index for index, param in enumerate(params)}
 
     def grounds(self) -> list[Ground]:
         """Return where each parameter will lie; nothing on a rank that leaves."""
-        return [Ground.of(planned.mesh, planned.roles) for planned in self._placements]
-
-    def placement_of(self, index: int) -> ParamPlacement:
-        """Return how a parameter will lie."""
-        return self._placements[index]
-
-    def mesh_of(self, index: int) -> ShardMesh:
-        """Return the data-parallel ranks of a parameter."""
-        return self._over[index]
+        return [Ground.of(planned.mesh, planned.roles) for planned in self.placements]
 
     def mesh_for(self, param: ShardedParam) -> ShardMesh:
-        """Return the same of a parameter itself."""
-        return self._over[self._indices[id(param)]]
+        """Return the data-parallel ranks of a parameter."""
+        return self.over[self._indices[id(param)]]
 
     def peers(self) -> set[int]:
         """Return the ranks with which this one will share all parameters."""
-        ranks = [{*over.mesh.mesh.flatten().tolist()} for over in self._over]
+        ranks = [{*over.mesh.mesh.flatten().tolist()} for over in self.over]
         return set.intersection(*ranks) if ranks else set()
 
     def of_group(self, group: ParamGroup) -> ShardMesh:
         """Return the mesh of a group: of those of its parameters that had its own, or of any."""
         own = [param for param in group.params if param.mesh == group.mesh]
-        found = [self._over[self._indices[id(param)]] for param in (own or group.params)]
-        return (found or self._over)[0]
+        found = [self.over[self._indices[id(param)]] for param in (own or group.params)]
+        return (found or self.over)[0]
 
     def elsewhere(self, index: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Return on which mesh, without this rank, a parameter lies, and how.

@@ -70,8 +70,8 @@ def _tensors_of(
             params.append(param.sharded)
             if param.place is not None:
                 buckets.append(param.place.buffer)
-            if param.unsharded is not None:
-                grads.append(param.unsharded.grad)
+            unsharded = getattr(param, "unsharded", None)  # made by the first gather
+            grads.append(None if unsharded is None else unsharded.grad)
     stock = [one for optimizer in optimizers for one in _stock(optimizer)]
     stepped = [p for one in stock for group in one.param_groups for p in group["params"]]
     grads += [param.grad for param in (*params, *stepped)]
@@ -233,18 +233,13 @@ def _put_away(groups: Sequence[ParamGroup]) -> None:
     host.settle()
 
 
-@contextlib.contextmanager
-def _without_kept_storage(groups: Sequence[ParamGroup]) -> Iterator[None]:
-    """Free the memory that groups keep when they are resharded; the next gather has other."""
-    tops = [group.modules[0] for group in groups if group.settings.keeps_storage]
-    keeping = [top for top in tops if isinstance(top, FSDPModule)]
-    for top in keeping:
-        top.set_keep_unsharded_storage(False, recurse=False)
-    try:
-        yield
-    finally:
-        for top in keeping:
-            top.set_keep_unsharded_storage(True, recurse=False)
+def _free_kept_storage(groups: Sequence[ParamGroup], until: contextlib.ExitStack) -> None:
+    """Free the memory that groups keep when they are resharded, ``until`` it is closed."""
+    for group in groups:
+        top = group.modules[0]
+        if group.settings.keeps_storage and isinstance(top, FSDPModule):
+            top.set_keep_unsharded_storage(False, recurse=False)
+            until.callback(top.set_keep_unsharded_storage, True, recurse=False)
 
 
 def _refuse_use(
@@ -328,15 +323,15 @@ def parked(
             )
         _put_away(groups)
         tensors = _tensors_of(model, groups, optimizers)
-    with _without_kept_storage(groups):
-        memory, until = _Memory(tensors, ranks), contextlib.ExitStack()
-        try:
-            freed = Parked(**memory.leave())
-            _refuse_use(groups, optimizers, until)
-            yield freed
-        except BaseException:
-            memory.come_back()
-            until.close()
-            raise
-        memory.come_back_everywhere()
+    memory, until = _Memory(tensors, ranks), contextlib.ExitStack()
+    try:
+        _free_kept_storage(groups, until)
+        freed = Parked(**memory.leave())
+        _refuse_use(groups, optimizers, until)
+        yield freed
+    except BaseException:
+        memory.come_back()
         until.close()
+        raise
+    memory.come_back_everywhere()
+    until.close()
