@@ -132,6 +132,7 @@ class ShardedParam:
         offload: How it is kept on the CPU; ``None`` if it is not.
         device: Where the local shard belongs.
         spec: Mesh, placements and global shape of the sharded DTensor.
+        specs: Those of gradients, by stage and dtype, as far as they were needed.
         sharded: The DTensor parameter.
         local: The local tensor of ``sharded``, to notice when somebody replaces it.
         began_on_meta: Whether it was sharded before it had values.
@@ -173,7 +174,7 @@ class ShardedParam:
         meta = _torch.TensorMeta(shape, stride, original.dtype)
         self.spec = _torch.make_spec(self.placement.mesh, self.placement.sharded, meta)
         self.device = torch.device("cpu") if offload is not None else mesh.device
-        self._specs: dict[tuple[GradStage, torch.dtype], _torch.DTensorSpec] = {}
+        self.specs: dict[tuple[GradStage, torch.dtype], _torch.DTensorSpec] = {}
         self.sharded: nn.Parameter
         self.local: torch.Tensor
         self.unsharded: nn.Parameter | None = None
@@ -193,13 +194,13 @@ class ShardedParam:
         """Pickle the sharded form alone; a loaded one is asked for what was remembered."""
         self.remember_grad_dtype()
         left_out = {"local", "place", "unsharded", "attributes", "accumulator", "parts"}
-        left_out |= {"_dict", "_specs"}
+        left_out |= {"_dict", "specs"}
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._specs, self._is_watched, self.is_unsynced = {}, False, False
+        self.specs, self._is_watched, self.is_unsynced = {}, False, False
         self.place = None
         self.forget_unsharded()
         if not self.sharded.is_leaf:  # torch loads a DTensor on the meta device as a view
@@ -456,13 +457,13 @@ class ShardedParam:
     def spec_of_grad(self, stage: GradStage, dtype: torch.dtype) -> _torch.DTensorSpec:
         """Describe a gradient that has come as far as one of the placements."""
         key = (stage, dtype)
-        spec = self._specs.get(key)
+        spec = self.specs.get(key)
         if spec is None:
             meta = self.spec.tensor_meta
             assert meta is not None
             like = _torch.TensorMeta(meta.shape, meta.stride, dtype)
             placements = getattr(self.placement, stage)
-            spec = self._specs[key] = _torch.make_spec(self.placement.mesh, placements, like)
+            spec = self.specs[key] = _torch.make_spec(self.placement.mesh, placements, like)
         return spec
 
     def __deepcopy__(self, memo: object) -> ShardedParam:

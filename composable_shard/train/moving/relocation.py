@@ -77,7 +77,7 @@ def replan(param: ShardedParam, mesh: ShardMesh, placement: ParamPlacement) -> N
     param.mesh, param.placement = mesh, placement
     param.spec = _torch.make_spec(placement.mesh, placement.sharded, meta)
     param.device = torch.device("cpu") if param.offload is not None else mesh.device
-    param._specs, param.place, param.shares_storage = {}, None, False
+    param.specs, param.place, param.shares_storage = {}, None, False
     param.forget_unsharded()
 
 
