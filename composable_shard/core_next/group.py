@@ -22,6 +22,7 @@ from composable_shard import _torch
 from composable_shard.core.not_sharded import GROUP
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import announce
+from composable_shard.core.transport.pending import UsedStreams, compute_stream
 from composable_shard.core_next.plugins import Op, Plugins
 from composable_shard.core_next.program import Mode, Program
 from composable_shard.core_next.reduction import Reduction
@@ -157,6 +158,7 @@ class ParamGroup:
             markers.
         count_gradient: A post-accumulate hook made of builtins; it appends to ``finished_nodes``.
         channels: The collectives of each mesh.
+        streams: The streams that use the unsharded memory.
         is_compiled: Whether ``program`` exists.
         needs_reduce: Whether the group has gradients to reduce.
         tree, progress, calls: Set by the layers above: its `Tree`, its `GroupProgress` in the
@@ -193,6 +195,8 @@ class ParamGroup:
         self.finished_nodes: list[int] = []
         count = map(self.finished_nodes.append, iter(_torch.current_backward, None))
         self.count_gradient = partial(next, count)  # appends at each `next`
+        self.streams = UsedStreams(mesh.device)
+        self._stream = compute_stream(mesh.device)
         self.channels = self._new_channels()
         self.tree: Any = None
         self.progress: Any = None
@@ -289,6 +293,16 @@ class ParamGroup:
         with torch.inference_mode(False):  # the program outlives this forward
             self.program = Program(self)
         self.is_compiled, self.needs_reduce = True, self.program.needs_reduce
+
+    def follow_stream(self) -> None:
+        """Let gradients be accumulated on the current stream: autograd nodes belong to a stream."""
+        stream = compute_stream(self.mesh.device)
+        if stream != self._stream:
+            self._stream = stream
+            if self.state is State.PARTLY_SHARDED:
+                self.reshard()
+            self.program.accumulators.clear()  # which lets the nodes go
+            self.compile()
 
     def remove(self, param: ShardedParam) -> None:
         """Remove a parameter, which another group owns from now on."""

@@ -91,6 +91,7 @@ class ModuleHooks:
     def __init__(self, group: ParamGroup) -> None:
         self._group = group
         policy = group.policy
+        self._has_streams = _torch.has_streams(group.mesh.device)
         self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
 
     def pre_forward(
@@ -104,6 +105,9 @@ class ModuleHooks:
         call = group.tree.enter(group, module)
         if call.is_substituted:
             return args, kwargs
+        if self._has_streams and len(group.tree.call_stack) == 1:
+            move, given = partial(_moved, group.mesh.device), call.given
+            args, kwargs = map_tensors(move, (args, kwargs), given)
         adds_markers = bool(group.params) and torch.is_grad_enabled()
         if adds_markers or self._input_dtype is not None:
             prepare = partial(self._prepare_input, call, adds_markers)
@@ -202,6 +206,15 @@ def _check_can_run_opened(group: ParamGroup) -> None:
                 f"Expected full parameters in a forward of {group.label} inside of unsharded(), "
                 f"got '{param.name}' sharded; open the sharded module itself, on all ranks"
             )
+
+
+def _moved(device: torch.device, tensor: Tensor) -> Tensor:
+    """Move an input of the outermost module to the device of compute.
+
+    The caller may fill pinned memory with the next batch at once, so that copy is waited for.
+    Other memory of the host has been read when the copy returns.
+    """
+    return tensor.to(device, non_blocking=not tensor.is_pinned())
 
 
 def _replace_marker(markers: list[Any], tensor: Tensor) -> Tensor:

@@ -213,10 +213,9 @@ def plan_bucket(
     packed_offsets, packed_numel = _end_to_end(numels[num_direct:], packed_step)
     packed_numel = aligned(packed_numel, packed_step)
     gathered = [param.num_shards * param.shard_numel for param in ordered[:num_direct]]
-    gathered += [
-        max(param.num_nonempty * param.shard_numel if param.gathers_in_place else 0, param.numel)
-        for param in ordered[num_direct:]
-    ]
+    for param in ordered[num_direct:]:  # where packed shards are aligned, one kernel copies all
+        count = param.num_nonempty if cost.alignment_nbytes == 1 else param.num_shards
+        gathered.append(max(count * param.shard_numel * param.gathers_in_place, param.numel))
     unsharded_offsets, unsharded_numel = _end_to_end(gathered, step)
     num_shards = params[0].num_shards if params else 1
     return BucketLayout(

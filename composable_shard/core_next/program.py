@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial, reduce
 from operator import attrgetter, is_
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.transport import host
+from composable_shard.core.transport.pending import UsedStreams, on_stream_beside
 from composable_shard.core_next.plugins import Op, Phase
 from composable_shard.core_next.reduction import LocalReduction, Reduction, reduce_dtype
 from composable_shard.core_next.storage import GatherOps, Regather, ShardedParam, Slot
@@ -80,6 +82,8 @@ class Program:
         self._list_slots(params)
         self._match_requires_grad(group)
         self._compile(group)
+        if _torch.has_streams(group.mesh.device):
+            self._put_on_streams(group)
 
     # Guards ---------------------------------------------------------------------------------
 
@@ -294,6 +298,55 @@ class Program:
                 for dtype, same in params.items()
             ]
         return reductions
+
+    # Streams --------------------------------------------------------------------------------
+
+    def _put_on_streams(self, group: Any) -> None:
+        """Run operations on the streams of the memory that they use; see ``UsedStreams``.
+
+        A gather is completed, and a reduction delivered, on the stream that launched it. Memory is
+        freed on the stream that allocated it. Gradients are reduced where they were computed.
+        """
+        streams: UsedStreams = group.streams
+        launching: list[torch.Stream] = []
+
+        def on_launching_stream() -> AbstractContextManager[object]:
+            return on_stream_beside(launching[0])
+
+        def note_launch() -> None:
+            launching[:] = [_torch.current_stream(group.mesh.device)]
+
+        self.pre_forward = (group.follow_stream, *self.pre_forward, streams.use)
+        self.pre_backward = (*self.pre_backward, streams.use)
+        self.gather = (streams.fill, *self.gather)
+        self.wait = (*_within(streams.where_home, self.wait), streams.use)
+        self.free = _within(streams.at_owner, self.free)
+        if not group.settings.keeps_storage:
+            self.free += (streams.freed,)
+        if self.keep:
+            launch, wait, drop = self.regather
+            self.keep = _within(streams.at_owner, self.keep)
+            self.regather = GatherOps(
+                _within(streams.where_filled, (streams.fill, *launch)),
+                (*_within(streams.where_home, wait), streams.use),
+                drop,
+            )
+        for mode, ops in self.reduce.items():
+            self.reduce[mode] = _within(streams.where_used, (*ops, note_launch))
+        for over_replicas, stages in self.deliver.items():
+            on_stream = tuple(_within(on_launching_stream, stage) for stage in stages)
+            self.deliver[over_replicas] = on_stream
+
+
+def _within(context: Callable[[], AbstractContextManager[object]], ops: Sequence[Op]) -> Stage:
+    """Return one operation that runs others in a context."""
+
+    def run() -> None:
+        with context():
+            for op in ops:
+                op()
+
+    return (run,) if ops else ()
 
 
 def _setter(slot: Slot) -> Callable[[str, nn.Parameter], None]:

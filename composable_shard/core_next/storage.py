@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Mapping, Sequence, Set
 from contextlib import nullcontext
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,7 +29,7 @@ from composable_shard.core.placement import GradStage, ParamPlacement, plan_plac
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.host import Lane, copies_beside_compute, pins, upload
 from composable_shard.core.transport.pending import Pending, Waitable, launching_stream
-from composable_shard.core_next.layout import ParamLayout, message_cost, plan_bucket
+from composable_shard.core_next.layout import message_cost, plan_bucket
 from composable_shard.core_next.placement import TensorLayout, matching_pieces, plan_tensor
 from composable_shard.core_next.plugins import Op
 from composable_shard.errors import MaterializationError, ShardError, StaleParameterError
@@ -542,9 +541,7 @@ class Bucket:
         whole: The part of ``unsharded`` to copy ``sharded`` to, if there is only one shard.
         is_uploaded: Whether shards are copied from pinned memory of the host, beside compute.
         gather_outputs: Where each message arrives: in place, or, the packed one, in ``staging``.
-        staging: The packed message of all ranks [num_shards, packed_numel]; has no memory between
-            uses.
-        copy_out: Views of ``unsharded``, and the views of ``staging`` to copy to them.
+        staging: The packed message of all ranks; has no memory between uses.
     """
 
     def __init__(self, params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> None:
@@ -658,14 +655,10 @@ class Bucket:
             self.unsharded[start : start + mesh.num_shards * param.shard_numel]
             for start, param in spans
         ]
-        self.staging: torch.Tensor | None = None
+        self.staging: Staging | None = None
         if layout.packed_numel:
-            self.staging = _torch.empty(
-                mesh.num_shards, layout.packed_numel, dtype=self.compute_dtype, device=mesh.device
-            )
-            self.gather_outputs.append(self.staging.view(-1))
-            self.copy_out = _copy_out_pairs(self, self.staging)
-            _torch.free(self.staging)
+            self.staging = Staging(self)
+            self.gather_outputs.append(self.staging.message)
         _torch.free(self.unsharded)
 
 
@@ -719,10 +712,9 @@ class _AllGather:
             gather += [allocate_source, partial(self._copy_in, source)]
             wait += [free_source]
         if staging is not None:
-            allocate_staging, free_staging = _torch.memory_ops(staging)
+            allocate_staging, free_staging = _torch.memory_ops(staging.flat)
             gather += [allocate_staging]
-            wait += [partial(_torch.copy_all_, *bucket.copy_out)] if bucket.copy_out[0] else []
-            wait += [free_staging]
+            wait += [*staging.copy_out, free_staging]
         return GatherOps([*gather, self.launch], wait, [free])
 
     def _copy_in(self, source: torch.Tensor) -> None:
@@ -765,22 +757,58 @@ class _AllGather:
         del self._pending
 
 
-def _copy_out_pairs(
-    bucket: Bucket, staging: torch.Tensor
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return views to copy to and from: of the unsharded buffer, and of the staging buffer."""
-    layout, pairs = bucket.layout, []
-    start = 0
-    for index in range(layout.num_direct, len(layout.params)):
-        param: ParamLayout = layout.params[index]
-        start = layout.shard_offsets[index] - layout.packed_offset
-        column = staging[:, start : start + param.shard_numel]
-        place = bucket.unsharded[layout.unsharded_offsets[index] :]
-        if param.gathers_in_place:  # padding lies behind the rows: one copy takes it along
-            count = param.num_nonempty
-            shape = count, param.shard_numel
-            pairs.append((place[: prod(shape)].view(shape), column[:count]))
-        else:
-            pairs += matching_pieces(param, place, column)
-    pairs = [(into, source) for into, source in pairs if into.numel()]
-    return [into for into, _ in pairs], [source for _, source in pairs]
+class Staging:
+    """The packed message of all ranks, until its parameters are copied out.
+
+    Attributes:
+        flat: Its memory, freed between uses.
+        message: Where the message arrives.
+        copy_out: The operations that copy the parameters to the unsharded buffer. On devices that
+            is one kernel, which writes everything else that has arrived to the end of ``flat``.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        layout, num_ranks, start = bucket.layout, bucket.mesh.num_shards, 0
+        self.copy_out: list[Op] = []
+        is_fused = _torch.has_streams(bucket.mesh.device)
+        numel = num_ranks * layout.packed_numel
+        params = layout.params[layout.num_direct :]
+        in_place = sum(param.shard_numel for param in params if param.gathers_in_place)
+        rest = num_ranks * (layout.packed_numel - in_place) if is_fused else 0
+        kind = bucket.unsharded.dtype, bucket.unsharded.device
+        self.flat = _torch.empty(numel + rest, dtype=kind[0], device=kind[1])
+        self.message = self.flat[:numel]
+        columns, end = self.message.view(num_ranks, -1), numel
+        pairs, split = [], []
+
+        def spare(width: int) -> torch.Tensor:
+            nonlocal end
+            end += num_ranks * width
+            return self.flat[end - num_ranks * width : end].view(num_ranks, width)
+
+        for index, param in enumerate(params, layout.num_direct):
+            place = bucket.unsharded[layout.unsharded_offsets[index] :]
+            offset, width = layout.shard_offsets[index] - layout.packed_offset, param.shard_numel
+            column = columns[:, offset : offset + width]
+            if is_fused:
+                split += [spare(offset - start), column]
+                start = offset + width
+                if param.gathers_in_place:
+                    split[-1] = place[: num_ranks * width].view(num_ranks, width)
+                    continue
+                split[-1] = column = spare(width)
+            if param.gathers_in_place:  # padding lies behind the rows: one copy takes it along
+                count = param.num_nonempty
+                pairs.append((place[: count * width].view(count, -1), column[:count]))
+            else:
+                pairs += matching_pieces(param, place, column)
+        if is_fused:
+            split = [part for part in (*split, spare(layout.packed_numel - start)) if part.numel()]
+            sizes = [part.shape[1] for part in split]
+            kernel = torch.split_with_sizes_copy
+            self.copy_out.append(partial(kernel, columns, sizes, dim=1, out=split))
+        pairs = [(into, source) for into, source in pairs if into.numel()]
+        if pairs:
+            into, sources = [one for one, _ in pairs], [one for _, one in pairs]
+            self.copy_out.append(partial(_torch.copy_all_, into, sources))
+        _torch.free(self.flat)

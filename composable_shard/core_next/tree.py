@@ -130,7 +130,7 @@ class Tree:
     def _recompile(self) -> None:
         """Compile the programs whose all-gather is not in flight."""
         for group in self.groups:
-            if group.is_compiled and group.state is not State.UNSHARDING:
+            if group.is_compiled and group.state in (State.SHARDED, State.UNSHARDED):
                 group.compile()
 
     # Forward --------------------------------------------------------------------------------

@@ -61,10 +61,7 @@ class Pending:
 
         What comes with the wait, such as copying out, uses memory that was allocated for it.
         """
-        stream = self._stream
-        if stream is None or stream == _torch.current_stream(stream.device):
-            return _HERE
-        return _beside(stream)
+        return on_stream_beside(self._stream)
 
     def pass_through(self, stream: torch.Stream) -> None:
         """Let ``stream`` wait for the collectives; :meth:`wait` is still to come."""
@@ -158,6 +155,10 @@ class UsedStreams:
         """Give work to the stream that has filled the memory last, after all that have used it."""
         return self._gathered(self.home)
 
+    def where_home(self) -> contextlib.AbstractContextManager[object]:
+        """Give work to the stream that has filled the memory last; this one continues after it."""
+        return on_stream_beside(self.home)
+
     def where_used(self) -> contextlib.AbstractContextManager[object]:
         """Give work to the stream that has used the memory last, after all others that have."""
         return self._gathered(self._last) if self._has_streams else _HERE
@@ -200,6 +201,12 @@ def compute_stream(device: torch.device) -> int:
 
 
 _HERE = contextlib.nullcontext()
+
+
+def on_stream_beside(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """Run what is inside on ``stream``, as :func:`run_beside` does, unless it is current."""
+    is_here = stream is None or stream == _torch.current_stream(stream.device)
+    return _HERE if is_here else run_beside(stream)
 
 
 def run_beside(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
