@@ -434,11 +434,22 @@ class ParamGroup:
             The reduction, if one is in flight.
         """
         program, reduce_grads = self.program, self.settings.reduce_grads
-        for op in program.reduce[program.mode(reduce_grads=reduce_grads)]:
+        mode = program.mode(reduce_grads=reduce_grads)
+        if reduce_grads:
+            return self._launch_reduction(mode)
+        for op in program.reduce[mode]:
             op()
-        if not reduce_grads:
-            self.unsynced_names |= program.reduced_names
-        return Flight(self, program) if reduce_grads else None
+        self.unsynced_names |= program.reduced_names
+        return None
+
+    def _launch_reduction(self, mode: Mode) -> Flight:
+        program = self.program
+        for op in program.reduce[mode]:
+            op()
+        if program.over_replicas and self.settings.all_reduce_grads:
+            for op in program.over_replicas:
+                op()
+        return Flight(self, program)
 
     def note_reduced(self, program: Program) -> None:
         """Note what a reduction has delivered, or left for one over the replicas."""
@@ -464,9 +475,7 @@ class ParamGroup:
         if not self.unsynced_names:
             return None
         self.refresh()
-        for op in self.program.reduce[Mode.ADDING]:
-            op()
-        return Flight(self, self.program)
+        return self._launch_reduction(Mode.ADDING)
 
     def unsharded_versions(self) -> int:
         """Return a number that grows when unsharded parameters are written in place."""
@@ -505,21 +514,23 @@ class Flight:
     Attributes:
         group: Its group.
         program: The program that launched it.
+        num_run: How many stages have run.
     """
 
     def __init__(self, group: ParamGroup, program: Program) -> None:
         self.group, self.program = group, program
-        self._stages = iter(program.deliver[group.settings.all_reduce_grads])
-        self._stage = next(self._stages)
+        self._stages = program.deliver[group.settings.all_reduce_grads]
+        self.num_run = 0
 
     def go_on(self) -> bool:
         """Run the next stage, which begins with a wait; return whether another is left."""
-        for op in self._stage:
+        for op in self._stages[self.num_run]:
             op()
-        self._stage = next(self._stages, ())
-        if not self._stage:
+        self.num_run += 1
+        if self.num_run == len(self._stages):
             self.group.note_reduced(self.program)
-        return bool(self._stage)
+            return False
+        return True
 
     def finish(self) -> None:
         """Run all stages, the last of which writes ``.grad`` of the sharded parameters."""
@@ -572,5 +583,10 @@ class Flights:
 
     def _go_on_with_oldest(self) -> None:
         flight = self._first.popleft()
-        if flight.go_on():
-            self._later.append(flight)
+        if not flight.go_on():
+            return
+        if flight.program.returns_over_replicas:  # a device may not have room for several
+            for other in self._later:
+                if other.num_run == 1:
+                    other.go_on()
+        self._later.append(flight)

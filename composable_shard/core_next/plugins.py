@@ -24,6 +24,7 @@ Phase = Literal[
     "reduced",
     "await_reduction",
     "averaged",
+    "scattered",
     "all_reduced",
     "await_all_reduce",
     "deliver",
@@ -44,6 +45,7 @@ Phase = Literal[
 - ``reduce``, ``reduced``: before and after the reduce-scatter is launched.
 - ``await_reduction``, ``averaged``: before the wait for it, and after its mean is in the reduced
   buffer.
+- ``scattered``: if there are replicas, after all that comes before the reduction over them.
 - ``all_reduced``, ``await_all_reduce``: after the reduction over replicas is launched, if there is
   one, and before the wait for it.
 - ``deliver``: after the mean over all ranks is in the reduced buffer, before it is written to

@@ -19,8 +19,7 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.transport import host
-from composable_shard.core.transport.pending import UsedStreams, on_stream_beside
+from composable_shard.core.transport.pending import UsedStreams, on_stream_beside, stream_beside
 from composable_shard.core_next.plugins import Op, Phase
 from composable_shard.core_next.reduction import LocalReduction, Reduction, reduce_dtype
 from composable_shard.core_next.storage import GatherOps, Regather, ShardedParam, Slot
@@ -53,6 +52,7 @@ class Program:
         regather: Operations that gather them from the parts of neighbours, or free the own part.
         pre_forward, post_forward, pre_backward, post_backward: Operations of features alone.
         reduce: For each mode, operations that launch the reduction, or accumulate without sync.
+        over_replicas: Operations that launch the reduction over the replicas behind it.
         deliver: The stages that complete a reduction, with a reduction over the replicas and
             without. Each begins with a wait; the last one writes ``.grad``.
         version_tensors: Tensors whose version counters grow when the shards change.
@@ -236,44 +236,55 @@ class Program:
         )
 
     def _compile_delivery(self, group: Any, ops: Callable[[Phase], tuple[Op, ...]]) -> None:
-        """Compile the stages of the delivery, with a reduction over the replicas and without."""
+        """Compile the stages of the delivery, with a reduction over the replicas and without.
+
+        On devices the reduction over the replicas is launched behind the one over the shards, on
+        a stream of its own. On the host it is launched once that has been waited for.
+        """
         reductions = self.reductions
-        reduced = (
-            *ops("await_reduction"),
-            *(reduction.wait_and_average for reduction in reductions),
-            *ops("averaged"),
-        )
-        downloads = tuple(one.download for one in reductions if one.is_offloaded)
-        write = tuple(
-            one.write_after_autograd if one.waits_for_autograd else one.write_grads
-            for one in reductions
-        )
-        replicated = [one for one in reductions if one.num_replicas > 1]
         hooks: Stage = ops("deliver")
         if group.settings.all_reduce_hook is not None:
             hooks += tuple(one.call_hook for one in reductions)
-
-        def stages(first: Stage, *last: Op) -> tuple[Stage, ...]:
-            if not downloads:
-                return ((*first, *last),)
-            return (*first, *downloads), (host.settle, *last)
-
-        self.deliver: dict[bool, tuple[Stage, ...]]
+        wait = (*ops("await_reduction"), *(one.wait_and_average for one in reductions))
+        averaged = (*wait, *ops("averaged"))
+        replicated = [one for one in reductions if one.num_replicas > 1]
+        self.returns_over_replicas = any(one.is_offloaded for one in replicated)
+        self.over_replicas: Stage = ()
         if not replicated:
-            same = stages((*reduced, *hooks), *write, *ops("delivered"))
+            same = self._with_write((*averaged, *hooks), ops("delivered"))
             self.deliver = {True: same, False: same}
             return
         leave_out = (one.leave_out_replicas for one in replicated)
-        over_replicas = (one.launch_over_replicas for one in replicated)
+        without = self._with_write((*averaged, *leave_out), ops("delivered"))
+        launches: Stage = tuple(one.launch_over_replicas for one in replicated)
+        first = (*averaged, *launches, *ops("scattered"), *ops("all_reduced"))
+        stream = stream_beside(group.mesh.device)
+        if stream is not None and all(type(one) is Reduction for one in reductions):
+            split = tuple(partial(one.split_wait, stream) for one in reductions)
+            average = tuple(one.average for one in reductions)
+            beside = _within(lambda: _torch.on_stream(stream), (*average, *launches))
+            self.over_replicas = (*split, *beside, *ops("all_reduced"))
+            wait = (*ops("await_reduction"), *(one.wait_for_shards for one in reductions))
+            first = (*wait, *ops("averaged"), *ops("scattered"))
         await_replicas = (one.wait_for_replicas for one in replicated)
-        waits: Stage = (*ops("await_all_reduce"), *await_replicas, *hooks)
-        self.deliver = {
-            False: stages((*reduced, *leave_out), *write, *ops("delivered")),
-            True: (
-                (*reduced, *over_replicas, *ops("all_reduced")),
-                *stages(waits, *write, *ops("replicas_delivered")),
-            ),
-        }
+        second = (*ops("await_all_reduce"), *await_replicas, *hooks)
+        written = self._with_write(second, ops("replicas_delivered"))
+        self.deliver = {False: without, True: (first, *written)}
+
+    def _with_write(self, ops: Stage, delivered: Stage) -> tuple[Stage, ...]:
+        """Add operations that write ``.grad``, in a later stage if the host must wait for it."""
+        late = [one for one in self.reductions if one.is_late]
+        write = tuple(
+            one.download
+            if one in late
+            else one.write_after_autograd
+            if one.waits_for_autograd
+            else one.write_grads
+            for one in self.reductions
+        )
+        if not late:
+            return ((*ops, *write, *delivered),)
+        return (*ops, *write, *delivered), tuple(one.write_downloaded for one in late)
 
     def _plan_reductions(self, group: Any) -> Sequence[Reduction]:
         """Plan the reductions. Several dtypes of a group are reduced in the promoted dtype."""
@@ -333,6 +344,7 @@ class Program:
             )
         for mode, ops in self.reduce.items():
             self.reduce[mode] = _within(streams.where_used, (*ops, note_launch))
+        self.over_replicas = _within(streams.where_used, self.over_replicas)
         for over_replicas, stages in self.deliver.items():
             on_stream = tuple(_within(on_launching_stream, stage) for stage in stages)
             self.deliver[over_replicas] = on_stream

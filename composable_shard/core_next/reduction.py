@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.placement import GradStage
+from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.host import copies_beside_compute, download
-from composable_shard.core.transport.pending import Pending, launching_stream
+from composable_shard.core.transport.pending import Pending, launching_stream, run_beside
 from composable_shard.core_next.storage import (
     LIFTED,
     ShardedParam,
@@ -91,6 +92,8 @@ class Reduction:
         num_flags: How many elements at its end are flags.
         params: The parameters, in the order of the buffer.
         is_offloaded: Whether ``.grad`` is on the host, and compute is not.
+        is_late: Whether the host waits for copies before ``.grad`` is written, at the end of a
+            backward.
         waits_for_autograd: Whether to write by :meth:`write_after_autograd`.
     """
 
@@ -118,6 +121,7 @@ class Reduction:
         self.is_offloaded = params[0].device != bucket.mesh.device or copies_beside_compute(
             params[0].offload, bucket.mesh.device
         )
+        self.is_late = self.is_offloaded or self._has_streams
         self._mesh, self._compute_dtype = bucket.mesh, bucket.compute_dtype
         direct: set[ShardedParam] = set()  # reduce-scattered without packing
         if bucket.compute_dtype == dtype:
@@ -320,8 +324,22 @@ class Reduction:
         """Wait for the sum over the ranks, and divide it."""
         self._pending.wait()
         del self._pending
+        self.average()
+
+    def average(self) -> None:
+        """Divide the sum over the ranks."""
         if self.scale.after != 1:
             self.reduced.div_(self.scale.after)
+
+    def split_wait(self, stream: torch.Stream) -> None:
+        """Let ``stream`` wait for the sum over the shards too; see :meth:`wait_for_shards`."""
+        self._pending.pass_through(stream)
+        self._over_shards = self._pending
+
+    def wait_for_shards(self) -> None:
+        """Wait for the sum over the shards alone."""
+        self._over_shards.wait()
+        del self._over_shards
 
     def leave_out_replicas(self) -> None:
         """Leave the reduced shards as they are: they differ from replica to replica."""
@@ -330,16 +348,18 @@ class Reduction:
     def launch_over_replicas(self) -> None:
         """Launch the reduction over the replicas, with the shards in ``.grad`` that await one."""
         self._specs = self._specs_of("sharded")
-        flags = self.reduced[-self.num_flags :]
+        flags, added = self.reduced[-self.num_flags :], list[torch.Tensor]()
         for index, shard in enumerate(self._views_of(self.reduced)):
             param = self.params[index]
             grad: Any = param.sharded.grad
             if stage_of(param, grad) == "unreplicated":
-                shard.add_(_torch.local_tensor(grad).to(shard.device))
-                flags[index] = 1
+                added.append(_torch.local_tensor(grad).to(shard.device))
+                shard.add_(added[-1])
+                flags[index].fill_(1)
                 param.sharded.grad = None
         works = self._channel.all_reduce(self.reduced, average=True)
-        self._pending = Pending(works, self._channel.reducing, launching_stream(self._mesh.device))
+        stream = launching_stream(self._mesh.device)
+        self._pending = Pending(works, self._channel.reducing, stream, added)
 
     def wait_for_replicas(self) -> None:
         """Wait for the mean over the replicas."""
@@ -347,8 +367,22 @@ class Reduction:
         del self._pending
 
     def download(self) -> None:
-        """Copy the reduced shards and the flags to the host, beside compute if possible."""
-        self.reduced = self._to_host(self.reduced)
+        """Copy what the host must know to write ``.grad``; write it at once if that is nothing.
+
+        Reading the flags would make the host wait for the device.
+        """
+        if self.is_offloaded:
+            self.reduced = self._to_host(self.reduced)
+        elif self._all_have_grads or self._gives_zeros or any(map(has_hooks, self.params)):
+            self.write_grads()
+        else:
+            self._flags = download(self.reduced[-self.num_flags :])
+
+    def write_downloaded(self) -> None:
+        """Write ``.grad`` if :meth:`download` has not, once the copies are there."""
+        if "reduced" in self.__dict__:
+            host.settle()
+            self.write_grads()
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         is_beside = copies_beside_compute(self.params[0].offload, self._mesh.device)
@@ -356,8 +390,9 @@ class Reduction:
 
     def call_hook(self) -> None:
         """Call the user's hook with the reduced shards."""
-        hook = self._group.settings.all_reduce_hook
-        hook(self.reduced[: -self.num_flags])
+        settings = self._group.settings
+        with run_beside(settings.hook_stream):
+            settings.all_reduce_hook(self.reduced[: -self.num_flags])
 
     def write_grads(self) -> None:
         """Write the reduced shards to ``.grad`` of the sharded parameters, or add them to it."""
@@ -396,7 +431,7 @@ class Reduction:
         if self._all_have_grads or self._gives_zeros:  # the flags need no look
             del self.reduced
             return results
-        flags = self.reduced[-self.num_flags :].tolist()
+        flags = self.__dict__.pop("_flags", self.reduced[-self.num_flags :]).tolist()
         del self.reduced
         return compress(results, flags)
 
@@ -419,7 +454,7 @@ class Reduction:
         pending = self.__dict__.pop("_pending", None)
         if pending is not None:
             pending.drop()
-        for name in ("_grads", "reduced"):
+        for name in ("_grads", "reduced", "_flags", "_over_shards"):
             self.__dict__.pop(name, None)
 
 
@@ -437,9 +472,18 @@ class LocalReduction(Reduction):
             _torch.divide_all_([g for g in self._results_here if g is not None], self._divisor)
 
     def download(self) -> None:
-        """Copy the gradients to the host."""
-        grads = self._results_here
-        self._results_here = [grad if grad is None else self._to_host(grad) for grad in grads]
+        """Copy the gradients to the host, if ``.grad`` is there; otherwise write it."""
+        if self.is_offloaded:
+            grads = self._results_here
+            self._results_here = [grad if grad is None else self._to_host(grad) for grad in grads]
+        else:
+            self.write_grads()
+
+    def write_downloaded(self) -> None:
+        """Write ``.grad`` if :meth:`download` has not, once the copies are there."""
+        if "_results_here" in self.__dict__:
+            host.settle()
+            self.write_grads()
 
     def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
         grads = self._results_here

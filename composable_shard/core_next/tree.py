@@ -244,7 +244,8 @@ class Tree:
             self.tape.discard_forward()
             self.reset()
             return
-        self._settle_copies()
+        if not self.tape.visits:  # otherwise the end of the backward does
+            self._settle_copies()
         for feature in self.plugins.features:
             feature.end_forward(self, outermost)
         self.tape.end_forward(outermost)
