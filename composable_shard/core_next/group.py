@@ -146,7 +146,7 @@ class ParamGroup:
         settings: What users have set.
         state: Whether the unsharded parameters exist.
         is_unsharded_registered: Whether the modules hold the unsharded or the sharded parameters.
-        is_held: Whether ``unshard()`` was called, so that forward does not free the group.
+        is_held: Whether ``unshard()`` was called since the group was freed.
         is_partly_run: Whether some modules of a list have run, and others are still to come.
         unsharded_version: Grows when a gather brings new values. It is the version counter of the
             unsharded parameters.

@@ -273,14 +273,15 @@ class Tree:
         return True
 
     def _free(self, group: ParamGroup, *, may_have_backward: bool) -> None:
-        reshard = group.settings.reshard_after_forward
-        if group.is_held or group.is_partly_run:
+        stays = group.stays_after_forward
+        if group.is_partly_run or (stays and (may_have_backward or group.is_held)):
             return
-        if reshard is None:
-            reshard = group is not self.root or not may_have_backward
-        if reshard and not (may_have_backward and self.tape.is_last(group)):
+        keeps_memory = group.settings.reshard_after_forward is False
+        if may_have_backward and not group.is_held:
+            keeps_memory = keeps_memory or self.tape.is_last(group)
+        if not keeps_memory:
             group.reshard(keeps_part=may_have_backward)
-        elif group.is_unsharded_registered and (reshard or not may_have_backward):
+        elif group.is_unsharded_registered:
             group.register_sharded()
 
     def _interval_of(self, checkpoints: Sequence[dict[Any, Any]]) -> Interval:

@@ -21,7 +21,7 @@ from training.cases import Case, cases, reproducible
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, _torch
 from composable_shard._torch.streams import on_stream
-from composable_shard.core.transport import host
+from composable_shard.core.transport import host, pending
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Pending, UsedStreams
 from composable_shard.core.transport.process_groups import SmallAllReduce
@@ -191,7 +191,7 @@ PLANTS: dict[str, Plant] = {
         ("on the compute stream", "does not wait for split_with_sizes_copy on stream"),
     ),
     "a gather is finished where it is waited for": Plant(
-        lambda: instead(Pending, "resumed", lambda _: HERE),
+        lambda: instead(pending, "on_stream_beside", lambda _: HERE),
         "gathered beside, bf16",
         ("has gone back to stream", "does not wait for"),
     ),
