@@ -79,7 +79,7 @@ class Backward:
         self._planned = {group for group, _ in steps}
         self._to_gather = self._planned.copy()
         self._finish_queue: deque[ParamGroup] = deque()  # their finish step has been reached
-        self._in_flight = in_flight
+        self._groups, self._in_flight = groups, in_flight
         self._to_free: list[ParamGroup] = []  # in `close`
         self._task = _current_task()
         self._creates_graph = False
@@ -250,6 +250,10 @@ class Backward:
                 self._gather(step.group)
             else:
                 self._finish(step.group)
+        for group in self._groups:  # what earlier backwards have accumulated without sync
+            if group.unsynced_names and group.settings.reduce_grads and group not in self._planned:
+                self._in_flight.make_room(group)
+                self._in_flight.add(group.start_deferred_reduction())
         if waits:
             self._in_flight.finish()
         for group in self._to_free:
