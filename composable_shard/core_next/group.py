@@ -23,10 +23,11 @@ from composable_shard.core.not_sharded import GROUP
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import announce
 from composable_shard.core.transport.pending import UsedStreams, compute_stream
-from composable_shard.core_next.plugins import Op, Plugins
+from composable_shard.core_next.plugins import Plugins
 from composable_shard.core_next.program import Mode, Program
 from composable_shard.core_next.reduction import Reduction
 from composable_shard.core_next.storage import (
+    GatherOps,
     ShardedParam,
     Storage,
     check_materialized,
@@ -166,7 +167,7 @@ class ParamGroup:
     """
 
     program: Program
-    _wait_ops: Sequence[Op]
+    _gather: GatherOps
 
     def __init__(
         self,
@@ -357,13 +358,12 @@ class ParamGroup:
             if version != self._gathered_version:
                 self._gathered_version = version
                 self.unsharded_version += 1
-            gather: Sequence[Op] = program.gather
-            self._wait_ops = program.wait
+            self._gather = program.gather
         elif self.state is State.PARTLY_SHARDED:
-            gather, self._wait_ops = program.regather.gather, program.regather.wait
+            self._gather = program.regather
         else:
             return
-        for op in gather:
+        for op in self._gather.launch:
             op()
         self.state = State.UNSHARDING
 
@@ -375,7 +375,7 @@ class ParamGroup:
     def wait(self) -> None:
         """Wait for the all-gather, if one is in flight."""
         if self.state is State.UNSHARDING:
-            for op in self._wait_ops:
+            for op in self._gather.wait:
                 op()
             self.state = State.UNSHARDED
 
@@ -389,16 +389,16 @@ class ParamGroup:
         self.is_held = self.is_partly_run = False
         self._ran.clear()
         if self.state is not State.SHARDED:
-            if self.state is State.UNSHARDING:
-                self.wait()
             program, state = self.program, State.SHARDED
-            if program.keep and keeps_part:
+            if self.state is State.UNSHARDING:
+                for op in self._gather.drop:
+                    op()
+            elif program.keep and keeps_part:
                 for op in program.keep:
                     op()
                 state = State.PARTLY_SHARDED
             is_kept = self.state is State.PARTLY_SHARDED
-            free: Sequence[Op] = program.regather.free if is_kept else program.free
-            for op in free:
+            for op in program.regather.free if is_kept else program.gather.free:
                 op()
             self.state = state
         if self.is_unsharded_registered:

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, reduce
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -47,7 +48,7 @@ class Program:
     """The compiled steady-state step of one group, and the guards that keep it current.
 
     Attributes:
-        gather, wait, free: Operations that launch the all-gather, complete it, and undo it.
+        gather: Operations that gather the parameters, and free them.
         keep: Operations that keep a part of the unsharded parameters, before the others are freed.
         regather: Operations that gather them from the parts of neighbours, or free the own part.
         pre_forward, post_forward, pre_backward, post_backward: Operations of features alone.
@@ -168,33 +169,9 @@ class Program:
 
     def _compile(self, group: Any) -> None:
         ops = partial(group.plugins.ops, group)
-        unsharded = [param.unsharded for param in group.params]
-        locals_ = [p for p in group.params if p.unsharded_local is not p.unsharded]
-        unsharded += [param.unsharded_local for param in locals_]
-        unsharded += [part for param in group.params for part in param.parts]
-        gather: list[Op] = [*ops("gather")]
-        wait: list[Op] = [*ops("await_gather")]
-        free: list[Op] = [*ops("free")]
-        freed = tuple(unsharded), (FREED,) * len(unsharded)
-        free += [partial(_torch.set_versions, *freed)]
-        keeps_storage = group.settings.keeps_storage
-        for bucket in group.buckets:
-            shards = [param.local for param in bucket.params]
-            bucket_ops = bucket.gather_ops(
-                shards,
-                group.channels[bucket.mesh],
-                keeps_storage=keeps_storage,
-                is_private=keeps_storage or group.stays_after_forward,
-            )
-            gather += bucket_ops.gather
-            wait += bucket_ops.wait
-            free += bucket_ops.free
+        self._compile_gather(group, ops)
         self.reductions: list[Reduction] = list(self._plan_reductions(group))
         reductions = self.reductions
-        wait += [partial(_set_unsharded_version, group, tuple(unsharded)), *ops("wait")]
-        self.gather, self.wait = (*gather, *ops("gathered")), tuple(wait)
-        self._compile_regather(group, tuple(unsharded), ops)
-        self.free = (*free, *ops("freed"))
         self.pre_forward, self.post_forward = ops("pre_forward"), ops("post_forward")
         self.pre_backward, self.post_backward = ops("pre_backward"), ops("post_backward")
         group.program = self  # features look at it
@@ -210,29 +187,37 @@ class Program:
         }
         self._compile_delivery(group, ops)
 
-    def _compile_regather(
-        self,
-        group: Any,
-        unsharded: tuple[torch.Tensor, ...],
-        ops: Callable[[Phase], tuple[Op, ...]],
-    ) -> None:
-        """Compile how the group is gathered for backward from the parts that neighbours keep."""
-        num_ranks = group.settings.reshard_after_forward
-        regathers = []
-        if num_ranks is not None and not isinstance(num_ranks, bool):
-            for bucket in group.buckets:
-                channel = group.channels[bucket.mesh]
+    def _compile_gather(self, group: Any, ops: Callable[[Phase], tuple[Op, ...]]) -> None:
+        """Compile how the group is gathered, and gathered again from parts that neighbours keep."""
+        settings, num_ranks = group.settings, group.settings.reshard_after_forward
+        kept, regathers = settings.keeps_storage, list[Regather]()
+        parts = [GatherOps((), (), (), ())]
+        for bucket in group.buckets:
+            channel, shards = group.channels[bucket.mesh], [param.local for param in bucket.params]
+            is_private = kept or group.stays_after_forward
+            parts.append(
+                bucket.gather_ops(shards, channel, keeps_storage=kept, is_private=is_private)
+            )
+            if num_ranks is not None and not isinstance(num_ranks, bool):
                 regathers.append(Regather(bucket.memory_for_backward(), channel, num_ranks))
+        launches, waits, drops, frees = map(chain.from_iterable, zip(*parts, strict=True))
+        unsharded = tuple(chain.from_iterable(param.all_unsharded() for param in group.params))
+        set_version = partial(_set_unsharded_version, group, unsharded)
+        forbid = partial(_torch.set_versions, unsharded, (FREED,) * len(unsharded))
+        await_gather, gathered = ops("await_gather"), ops("gathered")
+        self.gather = GatherOps(
+            (*ops("gather"), *launches, *gathered),
+            (*await_gather, *waits, set_version, *ops("wait")),
+            tuple(drops),
+            (*ops("free"), forbid, *frees, *ops("freed")),
+        )
         self.keep: tuple[Op, ...] = tuple(one.keep for one in regathers)
+        regather_waits = (one.wait for one in regathers)
         self.regather = GatherOps(
-            (*ops("regather"), *(one.launch for one in regathers), *ops("gathered")),
-            (
-                *ops("await_gather"),
-                *(one.wait for one in regathers),
-                partial(_set_unsharded_version, group, unsharded),
-                *ops("wait"),
-            ),
+            (*ops("regather"), *(one.launch for one in regathers), *gathered),
+            (*await_gather, *regather_waits, set_version, *ops("wait")),
             tuple(one.drop for one in regathers),
+            tuple(one.free for one in regathers),
         )
 
     def _compile_delivery(self, group: Any, ops: Callable[[Phase], tuple[Op, ...]]) -> None:
@@ -321,6 +306,9 @@ class Program:
         streams: UsedStreams = group.streams
         launching: list[torch.Stream] = []
 
+        def where_home() -> AbstractContextManager[object]:
+            return on_stream_beside(streams.home)
+
         def on_launching_stream() -> AbstractContextManager[object]:
             return on_stream_beside(launching[0])
 
@@ -329,18 +317,22 @@ class Program:
 
         self.pre_forward = (group.follow_stream, *self.pre_forward, streams.use)
         self.pre_backward = (*self.pre_backward, streams.use)
-        self.gather = (streams.fill, *self.gather)
-        self.wait = (*_within(streams.where_home, self.wait), streams.use)
-        self.free = _within(streams.at_owner, self.free)
-        if not group.settings.keeps_storage:
-            self.free += (streams.freed,)
+        launch, wait, drop, free = self.gather
+        freed = () if group.settings.keeps_storage else (streams.freed,)
+        self.gather = GatherOps(
+            (streams.fill, *launch),
+            (*_within(where_home, wait), streams.use),
+            _within(where_home, drop),
+            (*_within(streams.at_owner, free), *freed),
+        )
         if self.keep:
-            launch, wait, drop = self.regather
+            launch, wait, drop, free = self.regather
             self.keep = _within(streams.at_owner, self.keep)
             self.regather = GatherOps(
                 _within(streams.where_filled, (streams.fill, *launch)),
-                (*_within(streams.where_home, wait), streams.use),
-                drop,
+                (*_within(where_home, wait), streams.use),
+                _within(where_home, drop),
+                free,
             )
         for mode, ops in self.reduce.items():
             self.reduce[mode] = _within(streams.where_used, (*ops, note_launch))

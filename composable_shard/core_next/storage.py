@@ -269,6 +269,11 @@ class ShardedParam:
             unsharded.register_hook(partial(_refuse_stale, self.name))
         self.forget_unsharded()
 
+    def all_unsharded(self) -> list[torch.Tensor]:
+        """Return the unsharded parameter and its parts, each with a version counter of its own."""
+        is_local = self.unsharded_local is self.unsharded
+        return [self.unsharded, *([] if is_local else [self.unsharded_local]), *self.parts]
+
     def forget_unsharded(self) -> None:
         """Forget the unsharded parameter; the next gather makes another."""
         self.__dict__.pop("unsharded", None)
@@ -422,16 +427,18 @@ def check_materialized(params: Sequence[ShardedParam], label: str) -> None:
 
 
 class GatherOps(NamedTuple):
-    """The operations that gather one bucket.
+    """The operations that gather a bucket, or a group.
 
     Attributes:
-        gather: Allocate memory and launch the all-gather.
+        launch: Allocate memory and launch the all-gather.
         wait: Wait for it and fill the unsharded parameters.
-        free: Free the memory.
+        drop: Wait until nothing writes any more, if nobody needs the parameters after all.
+        free: Free the memory of the unsharded parameters.
     """
 
-    gather: Sequence[Op]
+    launch: Sequence[Op]
     wait: Sequence[Op]
+    drop: Sequence[Op]
     free: Sequence[Op]
 
 
@@ -520,9 +527,15 @@ class Regather:
             if arrived is not whole:
                 whole.copy_(arrived[: whole.numel()])
         del self._pending, self._arrived
-        self.drop()
+        self.free()
 
     def drop(self) -> None:
+        """Wait until nothing is written any more; free this rank's part."""
+        self._pending.drop()
+        del self._pending, self._arrived
+        self.free()
+
+    def free(self) -> None:
         """Free this rank's part."""
         self._kept = []
 
@@ -590,7 +603,7 @@ class Bucket:
         if self.shares_storage and all(
             s is p.local for s, p in zip(shards, self.params, strict=True)
         ):
-            return GatherOps((), (), ())
+            return GatherOps((), (), (), ())
         ops = _AllGather(self, shards, channel, is_private=is_private).ops()
         return ops._replace(free=()) if keeps_storage else ops
 
@@ -689,7 +702,10 @@ class _AllGather:
             numel, dtype = layout.shard_numel, bucket.compute_dtype
             self._source = _torch.empty(numel, dtype=dtype, device=mesh.device)
         self._inputs = [self._source[start : start + n] for start, n in layout.message_spans]
-        self._is_given_memory = channel.gives_memory() and not is_private
+        in_place = mesh.num_shards * sum(p.shard_numel for p in layout.params[: layout.num_direct])
+        is_worth_it = _torch.is_big(bucket.unsharded) and 2 * in_place >= layout.unsharded_numel
+        takes_memory = is_worth_it and not is_private and not bucket.is_uploaded
+        self._is_given_memory = channel.gives_memory() and takes_memory
         self._has_own_memory = True  # a user may hold an array of it
         self._lane: Lane | None = None
         if self._casts:
@@ -702,20 +718,23 @@ class _AllGather:
         if bucket.mesh.num_shards == 1:
             copy = partial(self._copy_in, bucket.whole)
             wait_for_copy = [self._wait_for_copy] if bucket.is_uploaded else []
-            return GatherOps([allocate, copy], wait_for_copy, [free])
+            return GatherOps([allocate, copy], wait_for_copy, wait_for_copy, [free])
         if self._is_given_memory:
             allocate, free = self._allocate, self._free
         gather: list[Op] = [allocate]
         wait: list[Op] = [self.wait]
+        drop: list[Op] = [self.drop]
         if self._casts:
             allocate_source, free_source = _torch.memory_ops(source)
             gather += [allocate_source, partial(self._copy_in, source)]
             wait += [free_source]
+            drop += [free_source]
         if staging is not None:
             allocate_staging, free_staging = _torch.memory_ops(staging.flat)
             gather += [allocate_staging]
             wait += [*staging.copy_out, free_staging]
-        return GatherOps([*gather, self.launch], wait, [free])
+            drop += [free_staging]
+        return GatherOps([*gather, self.launch], wait, drop, [free])
 
     def _copy_in(self, source: torch.Tensor) -> None:
         """Fill the input, in the compute dtype and on the device of compute."""
@@ -754,6 +773,10 @@ class _AllGather:
 
     def wait(self) -> None:
         self._pending.wait()
+        del self._pending
+
+    def drop(self) -> None:
+        self._pending.drop()
         del self._pending
 
 

@@ -191,14 +191,14 @@ PLANTS: dict[str, Plant] = {
         ("on the compute stream", "does not wait for split_with_sizes_copy on stream"),
     ),
     "a gather is finished where it is waited for": Plant(
-        lambda: instead(pending, "on_stream_beside", lambda _: HERE),
+        lambda: instead(pending, "run_beside", lambda _: HERE),
         "gathered beside, bf16",
         ("has gone back to stream", "does not wait for"),
     ),
     "gradients are reduced on another stream than theirs": Plant(
         lambda: instead(UsedStreams, "where_used", lambda _: HERE),
         "branches, one of them at first",
-        ("has gone back to stream", "does not wait for reduce_scatter", "reads it"),
+        ("has gone back to stream", "does not wait for", "reads it"),
     ),
     "copies do not wait for compute": Plant(
         lambda: instead(host.Lane, "behind", behind_nothing),

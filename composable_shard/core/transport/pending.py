@@ -155,10 +155,6 @@ class UsedStreams:
         """Give work to the stream that has filled the memory last, after all that have used it."""
         return self._gathered(self.home)
 
-    def where_home(self) -> contextlib.AbstractContextManager[object]:
-        """Give work to the stream that has filled the memory last; this one continues after it."""
-        return on_stream_beside(self.home)
-
     def where_used(self) -> contextlib.AbstractContextManager[object]:
         """Give work to the stream that has used the memory last, after all others that have."""
         return self._gathered(self._last) if self._has_streams else _HERE

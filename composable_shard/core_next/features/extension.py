@@ -83,7 +83,8 @@ class ExtensionBucket:
     ) -> GatherOps:
         """Return the operations that gather the shard."""
         launch = partial(self.launch, shards[0], channel)
-        return GatherOps([launch], [self.complete], [] if keeps_storage else [self.free])
+        free = [] if keeps_storage else [self.free]
+        return GatherOps([launch], [self.complete], [self.drop], free)
 
     def own_memory(self) -> None:
         """Nothing is to do: no other rank shares the memory."""
@@ -173,6 +174,14 @@ class ExtensionBucket:
         works = channel.gather(self._gathered, inputs)
         stream = launching_stream(self.mesh.device)
         self._pending = Pending(works, channel.gathering, stream, inputs)
+
+    def drop(self) -> None:
+        """Wait until nothing is written any more."""
+        self._is_gathered = False
+        pending = self.__dict__.pop("_pending", None)
+        if pending is not None:
+            pending.drop()
+            del self._shard, self._metadata, self._rebuild
 
     def complete(self) -> None:
         """Wait for the all-gather, and call the post hook on the rows of all ranks."""
