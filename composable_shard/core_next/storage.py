@@ -705,7 +705,7 @@ class _AllGather:
         in_place = mesh.num_shards * sum(p.shard_numel for p in layout.params[: layout.num_direct])
         is_worth_it = _torch.is_big(bucket.unsharded) and 2 * in_place >= layout.unsharded_numel
         takes_memory = is_worth_it and not is_private and not bucket.is_uploaded
-        self._is_given_memory = channel.gives_memory() and takes_memory
+        self._is_given_memory = takes_memory and channel.gives_memory()
         self._has_own_memory = True  # a user may hold an array of it
         self._lane: Lane | None = None
         if self._casts:
