@@ -61,7 +61,7 @@ class Pending:
 
         What comes with the wait, such as copying out, uses memory that was allocated for it.
         """
-        return on_stream_beside(self._stream)
+        return _HERE if self._stream is None else on_stream_beside(self._stream)
 
     def pass_through(self, stream: torch.Stream) -> None:
         """Let ``stream`` wait for the collectives; :meth:`wait` is still to come."""
