@@ -131,10 +131,12 @@ class BucketFactory(NamedTuple):
 
     Attributes:
         build: Copies the shards of some parameters into buckets.
+        fits: Whether the buckets are still of the kinds that :attr:`build` would make.
         prepare: Called before a program is compiled, by all ranks at their first use of a group.
     """
 
     build: Callable[[Sequence[ShardedParam], Sequence[torch.Tensor]], list[Storage]]
+    fits: Callable[[Sequence[Storage]], bool]
     prepare: Callable[[Sequence[Storage], dict[ShardMesh, Channel]], None]
 
 
@@ -268,7 +270,10 @@ class ParamGroup:
             self.reshard()
         self.check_awake("to be gathered")
         with torch.inference_mode(False), torch.no_grad():
-            if take_over_registered(self.params, self.label) and not _torch.in_functional_call():
+            is_replaced = take_over_registered(self.params, self.label)
+            if (is_replaced and not _torch.in_functional_call()) or not self._factory.fits(
+                self.buckets
+            ):
                 self._rebuild()
             check_materialized(self.params, self.label)
             self._factory.prepare(self.buckets, self.channels)

@@ -158,7 +158,7 @@ def init_group(
                     param.hold(local)
                 else:  # around the place in the bucket: a DTensor keeps the storage offset
                     param.create_sharded(local, originals[param])
-    factory = BucketFactory(build_buckets, gather_unknown)
+    factory = BucketFactory(build_buckets, are_of_kind, gather_unknown)
     group.__init__(modules, buckets, factory, mesh, policy.without_override())  # type: ignore[misc]
     group.params = list(params)  # in the order of the modules, and not of the buckets
 
@@ -183,6 +183,12 @@ def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]
         else:
             buckets.append(Bucket(*some))
     return buckets
+
+
+def are_of_kind(buckets: Sequence[Storage]) -> bool:
+    """Return whether no shard of a flat bucket was given hooks of its own since it was built."""
+    flat = (bucket for bucket in buckets if isinstance(bucket, Bucket))
+    return not any(needs_extension(param.local) for bucket in flat for param in bucket.params)
 
 
 def _own_shards(
