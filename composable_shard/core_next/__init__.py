@@ -16,6 +16,7 @@ _REPLACED = {
     "core.copying": "copying",
     "core.finalization": "finalization",
     "core.gradient": "reduction",
+    "core.gradient_extension": "features.grad_extension",
     "core.group": "group",
     "core.hooks": "hooks",
     "core.layout": "layout",

@@ -23,7 +23,7 @@ from composable_shard import _torch
 from composable_shard.core.transport.pending import UsedStreams, on_stream_beside, stream_beside
 from composable_shard.core_next.plugins import Op, Phase
 from composable_shard.core_next.reduction import LocalReduction, Reduction, reduce_dtype
-from composable_shard.core_next.storage import GatherOps, Regather, ShardedParam, Slot
+from composable_shard.core_next.storage import GatherOps, Regather, ShardedParam, Slot, Storage
 
 Stage = tuple[Op, ...]
 
@@ -280,20 +280,19 @@ class Program:
             found = {dtype for dtype in dtypes.values() if dtype.is_complex == is_complex}
             if found:
                 widest[is_complex] = reduce(torch.promote_types, found)
-        reductions = []
+        planned: dict[tuple[Any, ...], tuple[Storage, list[ShardedParam]]] = {}
         for bucket in group.buckets:
-            params: dict[torch.dtype, list[ShardedParam]] = {}
+            is_local = bucket.mesh.num_ranks == 1 and group.settings.all_reduce_hook is None
+            kind = LocalReduction if is_local else bucket.reduction or Reduction
+            place = bucket.mesh if kind.joins_buckets else bucket
             for param in bucket.params:
                 if param in dtypes:
-                    dtype = widest[dtypes[param].is_complex]
-                    params.setdefault(dtype, []).append(param)
-            is_local = bucket.mesh.num_ranks == 1 and group.settings.all_reduce_hook is None
-            kind = LocalReduction if is_local else Reduction
-            reductions += [
-                kind(bucket, same, dtype, group.channels[bucket.mesh], group)
-                for dtype, same in params.items()
-            ]
-        return reductions
+                    key = place, kind, widest[dtypes[param].is_complex]
+                    planned.setdefault(key, (bucket, []))[1].append(param)
+        return [
+            kind(bucket, params, dtype, group.channels[bucket.mesh], group)
+            for (_, kind, dtype), (bucket, params) in planned.items()
+        ]
 
     # Streams --------------------------------------------------------------------------------
 

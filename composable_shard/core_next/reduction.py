@@ -11,7 +11,7 @@ had a gradient, and ``.grad`` stays as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress, repeat
 from operator import attrgetter, is_
@@ -98,6 +98,7 @@ class Reduction:
     """
 
     reduced: torch.Tensor
+    joins_buckets = False
 
     def __init__(
         self,
@@ -127,6 +128,7 @@ class Reduction:
         if bucket.compute_dtype == dtype:
             direct = {p for p in bucket.params[: bucket.num_direct] if p.layout.param.is_even}
         self.params = sorted(params, key=lambda param: param not in direct)
+        self.members = self.params
         self._num_direct = sum(param in direct for param in params)
         self._unsharded = tuple(param.unsharded for param in self.params)
         self._sharded = tuple(param.sharded for param in self.params)
@@ -157,7 +159,7 @@ class Reduction:
 
     def _plan_messages(self) -> None:
         device, num_shards = self._mesh.device, self._mesh.num_shards
-        layouts = [param.layout.param for param in self.params]
+        layouts = [param.layout.param for param in self.members]
         self.num_flags = len(layouts)
         packed = [*(layout.shard_numel for layout in layouts[self._num_direct :]), self.num_flags]
         self._packed_shape = (num_shards, sum(packed))
@@ -170,19 +172,19 @@ class Reduction:
     def _plan_results(self) -> None:
         flat, start, rank = torch.empty(self._numel, device="meta"), 0, self._mesh.shard_rank
         self._places = []
-        for param in self.params:
+        for param in self.members:
             shard = param.layout.local(flat[start:], rank)
             self._places.append((shard.shape, shard.stride(), shard.storage_offset()))
             start += param.layout.param.shard_numel
-        self._final_dtypes = [final_grad_dtype(param, self._dtype) for param in self.params]
+        self._final_dtypes = [final_grad_dtype(param, self._dtype) for param in self.members]
         self._specs = self._specs_of("sharded")
         self._are_lifted = [
             grad_dtype_asked(param.sharded)[1] not in (None, dtype) or param.sharded.dtype != dtype
-            for param, dtype in zip(self.params, self._final_dtypes, strict=True)
+            for param, dtype in zip(self.members, self._final_dtypes, strict=True)
         ]
 
     def _specs_of(self, stage: GradStage) -> list[_torch.DTensorSpec]:
-        pairs = zip(self.params, self._final_dtypes, strict=True)
+        pairs = zip(self.members, self._final_dtypes, strict=True)
         return [param.spec(stage, dtype) for param, dtype in pairs]
 
     @property
@@ -241,15 +243,15 @@ class Reduction:
         self._all_have_grads = not any(map(is_, grads, repeat(None)))
         if not self._all_have_grads:
             flags = flags.view(self._mesh.num_shards, -1).clone()
-            for index, (param, grad) in enumerate(zip(self.params, grads, strict=True)):
+            for index, (param, grad) in enumerate(zip(self.members, grads, strict=True)):
                 if grad is None:
                     flags[:, index] = 0
-                    grads[index] = param.layout.new_zeros(param.unsharded_local, self._dtype)
+                    grads[index] = param.layout.new_zeros(self._all_flags, self._dtype)
             flags = flags.view(-1)
         self._refuse_sparse(grads)
         num_direct = self._num_direct
         if not self._is_plain:
-            layouts = [param.layout for param in self.params]
+            layouts = [param.layout for param in self.members]
             grads = [
                 layout.rows(grad).flatten(0, layout.param.dim)
                 if layout.param.outer == 1
@@ -268,9 +270,9 @@ class Reduction:
             _torch.divide_all_(messages, self.scale.before)
         return messages
 
-    def _refuse_sparse(self, grads: Sequence[torch.Tensor]) -> None:
-        for param, grad in zip(self.params, grads, strict=True):
-            if grad.is_sparse:
+    def _refuse_sparse(self, grads: Sequence[torch.Tensor | None]) -> None:
+        for param, grad in zip(self.members, grads, strict=True):
+            if grad is not None and grad.is_sparse:
                 raise ShardError(
                     f"Expected a dense gradient of '{param.name}', got a sparse one, which is not "
                     "reduced over ranks; set sparse=False on its nn.Embedding or nn.EmbeddingBag, "
@@ -349,17 +351,22 @@ class Reduction:
         """Launch the reduction over the replicas, with the shards in ``.grad`` that await one."""
         self._specs = self._specs_of("sharded")
         flags, added = self.reduced[-self.num_flags :], list[torch.Tensor]()
-        for index, shard in enumerate(self._views_of(self.reduced)):
-            param = self.params[index]
-            grad: Any = param.sharded.grad
-            if stage_of(param, grad) == "unreplicated":
-                added.append(_torch.local_tensor(grad).to(shard.device))
-                shard.add_(added[-1])
-                flags[index].fill_(1)
-                param.sharded.grad = None
+        shards = self._views_of(self.reduced)
+        for index, grad in self._take_unreplicated():
+            added.append(grad.to(self.reduced.device))
+            shards[index].add_(added[-1])
+            flags[index].fill_(1)
         works = self._channel.all_reduce(self.reduced, average=True)
         stream = launching_stream(self._mesh.device)
         self._pending = Pending(works, self._channel.reducing, stream, added)
+
+    def _take_unreplicated(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Take the shards that await a reduction over the replicas, with their places."""
+        for index, param in enumerate(self.params):
+            grad: Any = param.sharded.grad
+            if stage_of(param, grad) == "unreplicated":
+                param.sharded.grad = None
+                yield index, _torch.local_tensor(grad)
 
     def wait_for_replicas(self) -> None:
         """Wait for the mean over the replicas."""

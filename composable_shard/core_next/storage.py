@@ -452,6 +452,7 @@ class Storage(Protocol):
         compute_dtype: The dtype of the unsharded parameters.
         num_direct: How many of ``params``, at the front, have their own message.
         version_tensors: Tensors whose version counters grow when the shards change.
+        reduction: The class of the reduction of its gradients; ``None`` for that of plain tensors.
     """
 
     params: list[ShardedParam]
@@ -460,6 +461,9 @@ class Storage(Protocol):
     compute_dtype: torch.dtype
     num_direct: int
     version_tensors: list[torch.Tensor]
+
+    @property
+    def reduction(self) -> type[Any] | None: ...
 
     def gather_ops(
         self,
@@ -556,6 +560,8 @@ class Bucket:
         gather_outputs: Where each message arrives: in place, or, the packed one, in ``staging``.
         staging: The packed message of all ranks; has no memory between uses.
     """
+
+    reduction = None
 
     def __init__(self, params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> None:
         """Lay out the buffers and copy the shards; :attr:`locals` is then where they are.

@@ -42,6 +42,8 @@ from composable_shard.core.codec import (
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Pending, launching_stream
 from composable_shard.core.transport.process_groups import gather_objects
+from composable_shard.core_next.features.grad_extension import reduction_of
+from composable_shard.core_next.reduction import Reduction
 from composable_shard.core_next.storage import GatherOps, ShardedParam, Storage
 from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh
@@ -72,6 +74,11 @@ class ExtensionBucket:
         self._releases_gathered = self._is_gathered = False
 
     formats: list[Formats] | None
+
+    @property
+    def reduction(self) -> type[Reduction]:
+        """How the gradient is reduced, which is known once the unsharded parameter is."""
+        return reduction_of(self.param)
 
     def gather_ops(
         self,
