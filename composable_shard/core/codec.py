@@ -349,7 +349,7 @@ class Attributes:
     """
 
     def __init__(self, sharded: nn.Parameter, other: nn.Parameter) -> None:
-        self._sharded, self._other = sharded, other
+        self.sharded, self._other = sharded, other
         self.are_shared = type(other) in (nn.Parameter, DTensor)
         self._of_class = {"_is_param", *other.__dict__}
         self._carried: dict[str, object] = {}
@@ -360,12 +360,12 @@ class Attributes:
 
     def give(self) -> None:
         """Carry changes of the sharded form to the other, which is registered now."""
-        self._carry(self._sharded.__dict__, self._other.__dict__)
+        self._carry(self.sharded.__dict__, self._other.__dict__)
 
     def take(self) -> None:
         """Carry changes of the other form to the sharded one, which is registered now."""
         found = self._other.__dict__.items()
-        self._carry({k: v for k, v in found if self._is_of_user(k, v)}, self._sharded.__dict__)
+        self._carry({k: v for k, v in found if self._is_of_user(k, v)}, self.sharded.__dict__)
 
     def _is_of_user(self, name: str, value: object) -> bool:
         """Tell whether a user, and not the class, has set an attribute of the other form.
@@ -373,7 +373,7 @@ class Attributes:
         Unless users had set it before, what the class declares (``functools.cached_property``) and
         what holds tensors, which were computed of what is gathered anew, counts as the class's.
         """
-        if name in self._carried or name in self._sharded.__dict__:
+        if name in self._carried or name in self.sharded.__dict__:
             return True
         is_declared = hasattr(getattr(type(self._other), name, None), "__get__")
         return not is_declared and next(tensors_stored_in(value, set()), None) is None

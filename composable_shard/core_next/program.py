@@ -21,13 +21,15 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.transport.pending import UsedStreams, on_stream_beside, stream_beside
+from composable_shard.core.codec import Attributes
+from composable_shard.core.transport import host
 from composable_shard.core_next.plugins import Op, Phase
 from composable_shard.core_next.reduction import LocalReduction, Reduction, reduce_dtype
 from composable_shard.core_next.storage import GatherOps, Regather, ShardedParam, Slot, Storage
 
 Stage = tuple[Op, ...]
 
-FREED = 2**31
+FREED = 1_000_000_000
 """The version of freed unsharded parameters: autograd then refuses the saved ones."""
 
 _requires_grad = attrgetter("requires_grad")
@@ -126,12 +128,16 @@ class Program:
 
     def register_sharded(self) -> None:
         """Put the sharded parameters into the slots that hold the unsharded ones."""
+        for attributes in self._carried:
+            attributes.take()
         for holder, name, sharded, unsharded, put in self._slots:
             if holder.get(name) is unsharded:  # otherwise user code has replaced it
                 put(name, sharded)
 
     def register_unsharded(self) -> None:
         """Put the unsharded parameters into the slots that hold the sharded ones."""
+        for attributes in self._carried:
+            attributes.give()
         for holder, name, sharded, unsharded, put in self._slots:
             if holder.get(name) is sharded:
                 put(name, unsharded)
@@ -152,9 +158,13 @@ class Program:
         self.accumulators: list[Node] = []
         reduced = []
         for param, sharded in zip(group.params, self.sharded, strict=True):
-            unsharded = param.unsharded.requires_grad_(sharded.requires_grad)
+            unsharded = param.unsharded
             if type(unsharded) in (nn.Parameter, DTensor):
                 unsharded.__dict__ = sharded.__dict__  # attributes hold on both forms
+            else:
+                param.attributes = param.attributes or Attributes(sharded, unsharded)
+                param.attributes.sharded = sharded
+            unsharded.requires_grad_(sharded.requires_grad)
             is_wider = reduce_dtype(param).itemsize > unsharded.dtype.itemsize
             unsharded.grad_dtype = None if is_wider else unsharded.dtype
             if sharded.requires_grad:
@@ -166,6 +176,7 @@ class Program:
                 reduced.append(param.name)
         self.reduced_names = frozenset(reduced)
         self.needs_reduce = bool(reduced)
+        self._carried = [p.attributes for p in group.params if p.attributes is not None]
 
     def _compile(self, group: Any) -> None:
         ops = partial(group.plugins.ops, group)

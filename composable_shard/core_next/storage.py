@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.codec import has_extension
+from composable_shard.core.codec import Attributes, attributes_of_user, has_extension
 from composable_shard.core.placement import GradStage, ParamPlacement, plan_placement
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.host import Lane, copies_beside_compute, pins, upload
@@ -137,6 +137,7 @@ class ShardedParam:
         unsharded_local: Its plain tensor: itself, except under tensor parallelism.
         parts: Inner tensors of a subclass that are freed too, and that autograd may save.
         place: Where its shard lies in a bucket; ``None`` if it is gathered by itself.
+        attributes: Carries attributes of users between both forms, if each has a dict of its own.
     """
 
     local: torch.Tensor
@@ -167,11 +168,12 @@ class ShardedParam:
         self.shares_storage = False
         self.parts: list[torch.Tensor] = []
         self.place: Place | None = None
+        self.attributes: Attributes | None = None
         self._kind = _torch.class_in_memory(original)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the sharded parameter alone."""
-        left_out = {"local", "place", "unsharded", "unsharded_local", "parts"}
+        left_out = {"local", "place", "unsharded", "unsharded_local", "parts", "attributes"}
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -236,7 +238,7 @@ class ShardedParam:
         tensor = _torch.from_local(local, self.spec("sharded", local.dtype))
         self.sharded = _torch.parameter_of(tensor, original.requires_grad)
         self.hold(local)
-        self.sharded.__dict__.update(original.__dict__)
+        self.sharded.__dict__.update(attributes_of_user(original))
         _torch.share_hooks(original, self.sharded)
         if original.grad_dtype != original.dtype:
             self.sharded.grad_dtype = original.grad_dtype
@@ -278,7 +280,7 @@ class ShardedParam:
         """Forget the unsharded parameter; the next gather makes another."""
         self.__dict__.pop("unsharded", None)
         self.__dict__.pop("unsharded_local", None)
-        self.parts, self.shares_storage = [], False
+        self.parts, self.shares_storage, self.attributes = [], False, None
 
     def create_unsharded(self, tensor: torch.Tensor, *, is_encoded: bool = False) -> None:
         """Make the leaf of autograd around this rank's ``tensor``.
@@ -287,27 +289,30 @@ class ShardedParam:
             tensor: The tensor.
             is_encoded: Whether its class has hooks that choose the class of the leaf.
         """
-        self.unsharded_local, self.is_counted, self.shares_storage = tensor, False, False
+        self.is_counted, self.shares_storage, self.attributes = False, False, None
         model = self.placement.model
         if model is not None:
             tensor = _torch.from_local(tensor, _torch.spec_with_dtype(model, tensor.dtype))
-        if is_encoded:
-            self.unsharded = _torch.parameter_of(tensor, requires_grad=False)
-        else:
-            self.unsharded = self.leaf_around(tensor, requires_grad=False)
+        kind = None if is_encoded else self._kind
+        self.unsharded = _leaf_around(tensor, kind, requires_grad=False)
+        self.unsharded_local = _torch.local_part(self.unsharded)
         remember_stand_in(self.unsharded, self)
 
-    def leaf_around(
-        self, tensor: torch.Tensor, *, requires_grad: bool | None = None
-    ) -> nn.Parameter:
+    def leaf_around(self, tensor: torch.Tensor) -> nn.Parameter:
         """Make a parameter of a full tensor, of the class that the original had.
 
         A class with hooks for its gather says by itself what the tensor is.
         """
-        needs = self.sharded.requires_grad if requires_grad is None else requires_grad
-        if self._kind is None or has_extension(self.local):
-            return _torch.parameter_of(tensor, needs)
-        return _torch.parameter_of_class(tensor, self._kind, needs)
+        kind = None if has_extension(self.local) else self._kind
+        return _leaf_around(tensor, kind, requires_grad=self.sharded.requires_grad)
+
+
+def _leaf_around(
+    tensor: torch.Tensor, kind: type[torch.Tensor] | None, *, requires_grad: bool
+) -> nn.Parameter:
+    if kind is None:
+        return _torch.parameter_of(tensor, requires_grad)
+    return _torch.parameter_of_class(tensor, kind, requires_grad)
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:
