@@ -48,7 +48,12 @@ class _Replacing(MetaPathFinder, Loader):
         return import_module(f"{__name__}.{spec.origin}")
 
     def exec_module(self, module: ModuleType) -> None:
-        pass
+        """Let the classes of the interface say the module that they are imported from."""
+        assert module.__spec__ is not None
+        if module.__spec__.origin == "module":
+            for found in vars(module).values():
+                if isinstance(found, type) and found.__module__ == module.__name__:
+                    found.__module__ = module.__spec__.name
 
 
 def replace_core() -> None:

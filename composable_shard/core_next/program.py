@@ -165,7 +165,8 @@ class Program:
                 param.attributes.sharded = sharded
             unsharded.requires_grad_(sharded.requires_grad)
             is_wider = reduce_dtype(param).itemsize > unsharded.dtype.itemsize
-            unsharded.grad_dtype = None if is_wider else unsharded.dtype
+            if not param.policy.rounds_gradients:
+                unsharded.grad_dtype = None if is_wider else unsharded.dtype
             if sharded.requires_grad:
                 self.accumulators.append(_torch.accumulate_node(unsharded))
                 if not param.is_counted:

@@ -410,7 +410,7 @@ class Reduction:
             if sharded.grad is None and not is_lifted:
                 sharded.grad = _torch.from_local(shard, spec)
             else:
-                add_grad(sharded, _torch.from_local(shard, spec))
+                self._add(sharded, _torch.from_local(shard, spec))
 
     def write_after_autograd(self) -> None:
         """Write, but wait for autograd where it is still to write gradients of its own.
@@ -424,11 +424,24 @@ class Reduction:
         else:
             self.write_grads()
 
+    def _add(self, sharded: nn.Parameter, grad: Any) -> None:
+        """Add a reduced gradient, unless ``.grad`` has other rows than those of this rank."""
+        old_grad: Any = sharded.grad
+        if old_grad is not None and old_grad.placements == grad.placements:
+            shape, found = (list(_torch.local_tensor(one).shape) for one in (grad, old_grad))
+            if shape != found:
+                name = next(param.name for param in self.params if param.sharded is sharded)
+                raise ShardError(
+                    f"Expected a gradient of local shape {shape} in .grad of '{name}', got "
+                    f"{found}; assign what has the rows of this rank"
+                )
+        add_grad(sharded, grad)
+
     def _write_with_hooks(self) -> None:
         for sharded, shard, spec, _ in self._results():
             with torch.no_grad():
                 grad = _torch.call_grad_hooks(sharded, _torch.from_local(shard, spec))
-                add_grad(sharded, grad)
+                self._add(sharded, grad)
                 _torch.call_post_accumulate_grad_hooks(sharded)
 
     def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:

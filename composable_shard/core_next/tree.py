@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -96,6 +97,7 @@ class Tree:
         self.is_last_backward, self.is_agreed = True, False
         self.post_optim_event: Waitable | None = None
         self.finalization = Finalization(self)
+        self._frame: FrameType | None = None  # of the outermost call
         self._backward: Backward | None = None
         self._plan: tuple[list[PlanStep[ParamGroup]], dict[ParamGroup, int]] = ([], {})
         self._planned: set[ParamGroup] = set()
@@ -191,7 +193,11 @@ class Tree:
 
     def _is_outermost(self, group: ParamGroup) -> bool:
         """Return whether a call is outermost; an interrupt may have left old calls on the stack."""
-        return not self.call_stack or group is self.call_stack[0].group or group is self.root
+        if not self.call_stack:
+            return True
+        may_begin = group is self.call_stack[0].group or group is self.root
+        # A module may call itself, too, while the frame of its first call is executing.
+        return may_begin and not (self._frame and _torch.is_executing(self._frame))
 
     def _begin_forward(self, outermost: ParamGroup) -> None:
         backward = self._backward
@@ -207,6 +213,7 @@ class Tree:
                 group.reshard()
         self.finalization.check_ended()
         self.prepare_gather()
+        self._frame = _torch.module_call_frame()
         self.tape.begin_forward(outermost)
         for feature in self.plugins.features:
             feature.begin_forward(self)
@@ -240,6 +247,7 @@ class Tree:
             warn_of_plain(self.root.modules, stand_ins)
 
     def _end_forward(self, outermost: ParamGroup, *, has_failed: bool) -> None:
+        self._frame = None
         if has_failed:
             self.tape.discard_forward()
             self.reset()
