@@ -33,9 +33,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def local_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Return the very local tensors of some DTensors."""
-    return map(_local_tensor_of, tensors)
+local_tensors: Callable[[Iterable[torch.Tensor]], Iterator[torch.Tensor]]
+local_tensors = partial(map, _local_tensor_of)
+"""Returns the very local tensors of some DTensors."""
 
 
 def specs_of(tensors: Iterable[Any]) -> Iterator[DTensorSpec]:

@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import islice
+from operator import lt
 
 import torch
 
@@ -180,9 +180,13 @@ class Backward:
         chosen = group.settings.backward_prefetch
         if chosen is not None:
             return [other for other in chosen if other in self._to_gather]
-        planned = (step.group for step in reversed(self.steps) if step.is_gather)
-        wanted = (other for other in planned if other.settings.unshard_in_backward)
-        return islice(wanted, group.settings.prefetch_depth)
+        planned, depth = list[ParamGroup](), group.settings.prefetch_depth
+        for other, is_gather in reversed(self.steps):
+            if len(planned) == depth:
+                break
+            if is_gather and other.settings.unshard_in_backward:
+                planned.append(other)
+        return planned
 
     def _finish_complete(self) -> None:
         """Finish the next groups of the plan, up to the first incomplete group or gather step."""
@@ -201,10 +205,10 @@ class Backward:
 
     def _has_pending_nodes(self, group: ParamGroup) -> bool:
         progress, finished = group.progress, group.finished_nodes
-        return progress is not None and (
-            progress.awaits_inner_task
-            or any(finished.count(task) < total for task, total in progress.expected_nodes.items())
-        )
+        if progress is None or progress.awaits_inner_task:
+            return progress is not None
+        expected = progress.expected_nodes
+        return any(map(lt, map(finished.count, expected), expected.values()))
 
     def _may_be_recomputed(self, group: ParamGroup) -> bool:
         num_recomputes = 0 if group.progress is None else group.progress.num_recomputes
@@ -259,7 +263,7 @@ class Backward:
         for group in self._to_free:
             group.reshard()
         for group in self._planned:
-            if any(map(Reduction.has_unsharded_grads, group.reductions)):
+            if any(map(Reduction.has_unsharded_grads, group.program.reductions)):
                 raise ShardError(
                     f"Expected all gradients of '{group.name}' before its reduction, got one "
                     "after it; autograd ran graph nodes that forward did not register"

@@ -39,6 +39,7 @@ from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 
 _version = attrgetter("_version")
+_group_of_flight = attrgetter("group")
 
 
 def group_of(module: nn.Module) -> ParamGroup | None:
@@ -418,12 +419,20 @@ class ParamGroup:
 
     def register_sharded(self) -> None:
         """Register the sharded parameters."""
-        self.program.register_sharded()
+        for attributes in self.program.carried:
+            attributes.take()
+        for holder, name, sharded, unsharded, put in self.program.slots:
+            if holder.get(name) is unsharded:  # otherwise user code has replaced it
+                put(name, sharded)
         self.is_unsharded_registered = False
 
     def register_unsharded(self) -> None:
         """Register the unsharded parameters, which must exist."""
-        self.program.register_unsharded()
+        for attributes in self.program.carried:
+            attributes.give()
+        for holder, name, sharded, unsharded, put in self.program.slots:
+            if holder.get(name) is sharded:
+                put(name, unsharded)
         self.is_unsharded_registered = True
 
     def _shard_version(self) -> int:
@@ -481,10 +490,6 @@ class ParamGroup:
             return None
         self.refresh()
         return self._launch_reduction(Mode.ADDING)
-
-    def unsharded_versions(self) -> int:
-        """Return a number that grows when unsharded parameters are written in place."""
-        return sum(map(_version, self.program.freed))
 
     def refuse_writes(self, versions: int) -> None:
         """Raise if unsharded parameters were written in place, which is lost when they are freed.
@@ -560,12 +565,14 @@ class Flights:
     def make_room(self, group: ParamGroup) -> None:
         """Go on with the oldest until another one exceeds no limit; finish those of ``group``."""
         first, limit = self._first, group.settings.max_reductions
-        while len(first) >= limit or any(flight.group is group for flight in first):
+        while len(first) >= limit:
             self._go_on_with_oldest()
-        if self._later:
-            for flight in [one for one in self._later if one.group is group]:
-                self._later.remove(flight)
-                flight.finish()
+        while first and group in map(_group_of_flight, first):
+            self._go_on_with_oldest()
+        while self._later and group in map(_group_of_flight, self._later):
+            flight = next(one for one in self._later if one.group is group)
+            self._later.remove(flight)
+            flight.finish()
 
     def add(self, flight: Flight | None) -> None:
         """Add a reduction that was launched, if one was."""

@@ -112,7 +112,7 @@ class ModuleHooks:
         if adds_markers or self._input_dtype is not None:
             prepare = partial(self._prepare_input, call, adds_markers)
             given = call.given
-            args = tuple([map_tensors(prepare, value, given) for value in args])
+            args = tuple(map(partial(map_tensors, prepare, given=given), args))
             if kwargs:
                 kwargs = {name: map_tensors(prepare, kwargs[name], given) for name in kwargs}
         if call.markers:
@@ -143,11 +143,9 @@ class ModuleHooks:
         if not has_failed and self._group.params:
             if not call.is_recomputed:
                 self._group.refuse_writes(call.versions)
-            output = map_tensors(self._keep_from_free, output)
+            output = map_tensors(partial(self._keep, call.markers), output)
         changed = find_changes(call.given, self._group.label) if call.given else ((), None)
         hooks = bool(call.group.params) and torch.is_grad_enabled()
-        if hooks and call.markers:
-            output = map_tensors(partial(_replace_marker, call.markers), output)
         hooked = hooks and _hook_outputs(call, output)
         output_dtype = self._group.policy.output_dtype
         if output_dtype is not None and not has_failed:
@@ -157,8 +155,13 @@ class ModuleHooks:
             raise changed[1]
         return output
 
-    def _keep_from_free(self, tensor: Tensor) -> Tensor:
-        """Copy an output that is a view of an unsharded parameter, which is about to be freed."""
+    def _keep(self, markers: Sequence[Node], tensor: Tensor) -> Tensor:
+        """Copy an output that is a view of an unsharded parameter, which is about to be freed.
+
+        An input that is returned unchanged gets a node of its own, which may hold the call.
+        """
+        if tensor.grad_fn in markers:
+            return tensor.view_as(tensor)
         try:
             is_freed = _torch.storage_number(tensor) in self._group.program.storages
         except RuntimeError:  # a sparse tensor, or one of torch.func, has no storage
@@ -215,11 +218,6 @@ def _moved(device: torch.device, tensor: Tensor) -> Tensor:
     Other memory of the host has been read when the copy returns.
     """
     return tensor.to(device, non_blocking=not tensor.is_pinned())
-
-
-def _replace_marker(markers: list[Any], tensor: Tensor) -> Tensor:
-    """Give an input that is returned unchanged a node of its own, which may hold the call."""
-    return tensor.view_as(tensor) if tensor.grad_fn in markers else tensor
 
 
 def _hook_outputs(call: Call, output: Any) -> bool:

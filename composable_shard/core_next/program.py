@@ -58,6 +58,9 @@ class Program:
         deliver: The stages that complete a reduction, with a reduction over the replicas and
             without. Each begins with a wait; the last one writes ``.grad``.
         version_tensors: Tensors whose version counters grow when the shards change.
+        slots: For each name of each parameter: the dict that holds it, the name, the sharded and
+            the unsharded parameter, and the function that registers either.
+        carried: The attributes of parameters whose two forms do not share theirs.
         sharded: The sharded parameters that were registered at compile time.
         freed: The unsharded parameters whose memory is freed.
         storages: The numbers of their storages.
@@ -123,33 +126,15 @@ class Program:
         for reduction in self.reductions:
             reduction.discard()
 
-    # Which parameters are registered --------------------------------------------------------
-
-    def register_sharded(self) -> None:
-        """Put the sharded parameters into the slots that hold the unsharded ones."""
-        for attributes in self._carried:
-            attributes.take()
-        for holder, name, sharded, unsharded, put in self._slots:
-            if holder.get(name) is unsharded:  # otherwise user code has replaced it
-                put(name, sharded)
-
-    def register_unsharded(self) -> None:
-        """Put the unsharded parameters into the slots that hold the sharded ones."""
-        for attributes in self._carried:
-            attributes.give()
-        for holder, name, sharded, unsharded, put in self._slots:
-            if holder.get(name) is sharded:
-                put(name, unsharded)
-
     # Compile --------------------------------------------------------------------------------
 
     def _list_slots(self, params: Sequence[ShardedParam]) -> None:
-        self._slots = tuple(
+        self.slots = tuple(
             (slot.module._parameters, slot.name, param.sharded, param.unsharded, _setter(slot))
             for param in params
             for slot in param.slots
         )
-        columns = tuple(zip(*self._slots, strict=True)) or ((), (), (), (), ())
+        columns = tuple(zip(*self.slots, strict=True)) or ((), (), (), (), ())
         self._holders, self._names, self._slots_sharded, self._slots_unsharded, _ = columns
 
     def _match_requires_grad(self, group: Any) -> None:
@@ -176,7 +161,7 @@ class Program:
                 reduced.append(param.name)
         self.reduced_names = frozenset(reduced)
         self.needs_reduce = bool(reduced)
-        self._carried = [p.attributes for p in group.params if p.attributes is not None]
+        self.carried = [p.attributes for p in group.params if p.attributes is not None]
 
     def _compile(self, group: Any) -> None:
         ops = partial(group.plugins.ops, group)

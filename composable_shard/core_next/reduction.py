@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress, repeat
+from itertools import compress, repeat, starmap
 from operator import attrgetter, is_
 from typing import Any
 
@@ -37,6 +37,7 @@ from composable_shard.errors import ShardError
 
 _grad = attrgetter("grad")
 _dtype = attrgetter("dtype")
+_is_sparse = attrgetter("is_sparse")
 _hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _no_hooks = (None, None)
 
@@ -200,7 +201,7 @@ class Reduction:
 
     def take_grads(self) -> None:
         """Take the gradients from the unsharded parameters and clear their ``.grad``."""
-        self._grads = [param.grad for param in self._unsharded]
+        self._grads = list(map(_grad, self._unsharded))
         for param in self._unsharded:
             param.grad = None
         if self._has_model:
@@ -248,7 +249,8 @@ class Reduction:
                     flags[:, index] = 0
                     grads[index] = param.layout.new_zeros(self._all_flags, self._dtype)
             flags = flags.view(-1)
-        self._refuse_sparse(grads)
+        if any(map(_is_sparse, grads)):
+            self._refuse_sparse(grads)
         num_direct = self._num_direct
         if not self._is_plain:
             layouts = [param.layout for param in self.members]
@@ -259,7 +261,9 @@ class Reduction:
                 for layout, grad in zip(layouts, grads, strict=True)
                 if layout.param.numel  # parameters without elements are not sent
             ]
-        direct = [grad.to(self._dtype).reshape(-1) for grad in grads[:num_direct]]
+        direct = []
+        for grad in grads[:num_direct]:
+            direct.append(grad.to(self._dtype).reshape(-1))
         to_pack = [*grads[num_direct:], flags]
         if not all(map(is_, map(_dtype, to_pack), repeat(flags.dtype))):
             to_pack = [tensor.to(self._dtype) for tensor in to_pack]
@@ -465,7 +469,7 @@ class Reduction:
         return [shard.to(dtype) for shard, dtype in zip(shards, dtypes, strict=True)]
 
     def _views_of(self, reduced: torch.Tensor) -> list[torch.Tensor]:
-        return [reduced.as_strided(*place) for place in self._places]
+        return list(starmap(reduced.as_strided, self._places))
 
     def discard(self) -> None:
         """Drop all gradients that are not in ``.grad`` yet, after a failed backward."""

@@ -32,6 +32,7 @@ from composable_shard.core_next.ties import refuse_unowned
 from composable_shard.errors import ShardError
 
 _current_task = _torch.current_backward
+_version = attrgetter("_version")
 
 
 class Call:
@@ -140,7 +141,7 @@ class Tree:
     def enter(self, group: ParamGroup, module: nn.Module) -> Call:
         """Begin a call: gather ``group``, and prefetch the next group."""
         is_recomputed = _current_task() != -1 and (group in self.tape or group in self._planned)
-        if not is_recomputed and self._is_outermost(group):
+        if not is_recomputed and (not self.call_stack or self._begins_anew(group)):
             self._begin_forward(group)
         call = Call(group, module, is_recomputed=is_recomputed)
         self.call_stack.append(call)
@@ -158,7 +159,7 @@ class Tree:
                 return call
             if len(group.modules) > 1:
                 group.note_run(module)
-            call.versions = group.unsharded_versions()
+            call.versions = sum(map(_version, group.program.freed))
             checkpoints = _torch.notes_of_checkpoints(with_graph_around=False)
             if checkpoints or torch.is_grad_enabled():
                 interval = self._interval_of(checkpoints) if checkpoints else None
@@ -191,10 +192,9 @@ class Tree:
         if not self.call_stack:
             self._end_forward(group, has_failed=has_failed)
 
-    def _is_outermost(self, group: ParamGroup) -> bool:
-        """Return whether a call is outermost; an interrupt may have left old calls on the stack."""
-        if not self.call_stack:
-            return True
+    def _begins_anew(self, group: ParamGroup) -> bool:
+        """Return whether a call begins a forward although an interrupt has left others on the stack.
+        """
         may_begin = group is self.call_stack[0].group or group is self.root
         # A module may call itself, too, while the frame of its first call is executing.
         return may_begin and not (self._frame and _torch.is_executing(self._frame))

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -151,13 +152,16 @@ class EachAllGather(AllGatherLaunch):
         return list(map(partial(_torch.all_gather_single, group=group), outputs, inputs))
 
 
+_dtype = attrgetter("dtype")
+
+
 class CoalescedAllGather(AllGatherLaunch):
     """One c10d launch for all tensors."""
 
     def launch(
         self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, tag: int
     ) -> list[Waitable]:
-        if len({tensor.dtype for tensor in inputs}) > 1:
+        if len(set(map(_dtype, inputs))) > 1:
             outputs, inputs = _as_bytes(outputs), _as_bytes(inputs)
         return [_torch.all_gather_flat(outputs, inputs, group)]
 
