@@ -225,17 +225,31 @@ def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:
 
 def accumulate_node(param: nn.Parameter) -> Node:
     """Return the node that accumulates into the ``grad`` of a leaf."""
+    return accumulate_nodes([param])[0]
+
+
+def accumulate_nodes(params: Sequence[nn.Parameter]) -> list[Node]:
+    """Return the nodes that accumulate into the ``grad`` of leaves."""
     with torch.inference_mode(False), torch.enable_grad():
-        reached: Any = _Reached.apply(param)
-        node: Node = reached.grad_fn.next_functions[0][0]
-    return node
+        reached: Any = _Reached.apply(*params)
+        return [node for node, _ in reached.grad_fn.next_functions]
+
+
+_use_count = methodcaller("_use_count")
+
+
+def in_graphs(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the leaves that something refers to besides Python, as graphs do."""
+    if max(map(_use_count, params), default=0) == 1:
+        return []
+    return [param for param in params if _use_count(param) > 1]
 
 
 class _Reached(torch.autograd.Function):
     """Leads to the node of a leaf without an op on it; subclasses may not know even a view."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, *leaves: torch.Tensor) -> torch.Tensor:
         """Return anything that has a graph."""
         return torch.empty(0)
 

@@ -422,8 +422,8 @@ class Reduction:
         DTensor cannot add the gradient of a penalty to a reduced one if a rank has no rows, but the
         reduced one can be added to that of the penalty.
         """
-        nodes = (_torch.accumulate_node(sharded) for sharded in self._sharded)
-        if _torch.current_backward() != -1 and any(map(_torch.will_run, nodes)):
+        leaves = _torch.in_graphs(self._sharded) if _torch.current_backward() != -1 else ()
+        if leaves and any(map(_torch.will_run, _torch.accumulate_nodes(leaves))):
             _torch.on_backward_end(self.write_grads)
         else:
             self.write_grads()
