@@ -193,8 +193,7 @@ class Tree:
             self._end_forward(group, has_failed=has_failed)
 
     def _begins_anew(self, group: ParamGroup) -> bool:
-        """Return whether a call begins a forward although an interrupt has left others on the stack.
-        """
+        """Return whether a call begins a forward, though an interrupt has left calls behind."""
         may_begin = group is self.call_stack[0].group or group is self.root
         # A module may call itself, too, while the frame of its first call is executing.
         return may_begin and not (self._frame and _torch.is_executing(self._frame))
