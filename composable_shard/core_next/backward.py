@@ -55,6 +55,8 @@ class Backward:
 
     Attributes:
         steps: The remaining steps of the plan, the next step last.
+        is_inside: Whether it lies within a forward.
+        kept: The groups that it leaves unsharded, as ``settings.reshard_after_backward`` says.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class Backward:
         num_checkpoints: dict[ParamGroup, int],
         in_flight: Flights,
         on_end: Callable[[Backward], None],
+        *,
+        is_inside: bool = False,
     ) -> None:
         """Begin a backward.
 
@@ -73,14 +77,17 @@ class Backward:
             num_checkpoints: How many checkpoints recompute each group.
             in_flight: The reductions in flight, also of earlier backwards.
             on_end: Called when autograd has finished.
+            is_inside: Whether it lies within a forward. It reduces nothing then: the backward of
+                that forward does.
         """
-        self.steps = steps
+        self.steps, self.is_inside = steps, is_inside
         self._num_checkpoints = num_checkpoints
         self._planned = {group for group, _ in steps}
-        self._to_gather = self._planned.copy()
+        self._to_gather = {group for group, is_gather in steps if is_gather}
         self._finish_queue: deque[ParamGroup] = deque()  # their finish step has been reached
         self._groups, self._in_flight = groups, in_flight
         self._to_free: list[ParamGroup] = []  # in `close`
+        self.kept: list[ParamGroup] = []
         self._task = _current_task()
         self._creates_graph = False
         for group in groups:
@@ -89,6 +96,11 @@ class Backward:
         end = partial(on_end, self)  # only the engine owns it: it dies if backward fails
         self._end = weakref.ref(end)
         _torch.on_backward_end(end)
+        for group, is_gather in steps:
+            if (
+                not is_gather and group not in self._to_gather
+            ):  # it ran in a backward inside forward
+                self._ensure_progress(group)
 
     @property
     def is_running(self) -> bool:
@@ -101,6 +113,7 @@ class Backward:
         """Gather ``group``, because an output of its module has a gradient."""
         self._creates_graph = torch.is_grad_enabled()
         if group.progress is None:
+            group.is_split = group.is_split or _is_half(group)
             for op in group.program.pre_backward:
                 op()
         progress = self._ensure_progress(group)
@@ -133,10 +146,13 @@ class Backward:
             if group not in self._planned:  # its forward ran before an earlier backward
                 self._planned.add(group)
                 self.steps.append(PlanStep(group, is_gather=False))
+            if self.is_inside:
+                self._gather_inside(group)
         task = _current_task()
         if task not in progress.expected_nodes:
-            nodes = [node for ref in group.calls if (call := ref()) for node in call.markers]
-            num_nodes = _torch.num_to_run([*group.program.accumulators, *nodes])
+            nodes = [node for call in group.live_calls() for node in call.markers]
+            nodes = [*group.program.accumulators, *nodes]
+            num_nodes = _torch.num_to_run(nodes, partial(_refuse_leaves, group))
             progress.expected_nodes[task] = num_nodes
             if num_nodes and task != self._task:
                 progress.awaits_inner_task = False
@@ -174,6 +190,12 @@ class Backward:
             other.unshard()
         group.wait()
         group.register_unsharded()  # a checkpoint inside its module may recompute with them
+
+    def _gather_inside(self, group: ParamGroup) -> None:
+        group.tree.tape.advance(group, 0)  # forward may need it next: it stays in between
+        group.unshard()
+        group.wait()
+        group.register_unsharded()
 
     def _to_prefetch(self, group: ParamGroup) -> Iterable[ParamGroup]:
         """Return the groups to gather early: those that users have set, or the next of the plan."""
@@ -218,6 +240,9 @@ class Backward:
         """Free a group and reduce its gradients; at most ``max_reductions`` are in flight."""
         for op in group.program.post_backward:
             op()
+        if self.is_inside:
+            group.tree.free_inside(group)
+            return
         if self._creates_graph and any(map(Reduction.has_unsharded_grads, group.reductions)):
             raise ShardError(
                 f"Expected a backward into the parameters of {group.label} without "
@@ -225,7 +250,9 @@ class Backward:
                 "take gradients of inputs by torch.autograd.grad(loss, inputs, create_graph=True)"
             )
         if not group.settings.reshard_after_backward:
-            group.register_sharded()  # the memory is kept, and gathered again if it is stale
+            self.kept.append(group)
+            if not group.is_split and all(call.is_reached for call in group.live_calls()):
+                group.register_sharded()  # otherwise a schedule is still to ask for gradients
         elif group.progress is None or group.progress.has_input_markers:
             group.reshard()
         else:
@@ -235,6 +262,13 @@ class Backward:
             self._in_flight.add(group.start_reduction())
 
     # The end --------------------------------------------------------------------------------
+
+    def close_inside(self) -> set[ParamGroup]:
+        """End a backward within a forward; return the groups that it has come to."""
+        while self._finish_queue or self.steps:
+            queue = self._finish_queue
+            self._finish(queue.popleft() if queue else self.steps.pop().group)
+        return self._planned
 
     def close(self, *, waits: bool) -> None:
         """Run the remaining steps, free everything and, if it ``waits``, deliver all gradients.
@@ -268,3 +302,50 @@ class Backward:
                     f"Expected all gradients of '{group.name}' before its reduction, got one "
                     "after it; autograd ran graph nodes that forward did not register"
                 )
+
+
+# Uses of autograd that would lose gradients -------------------------------------------------------
+
+
+def _refuse_leaves(group: ParamGroup) -> None:
+    """Raise if ``torch.autograd.grad`` would return gradients that should be reduced.
+
+    Those within a forward, and of parameters that the user has unsharded, are the user's.
+    """
+    syncs = group.settings.reduce_grads and group.mesh.num_ranks > 1
+    if syncs and not group.tree.call_stack and not group.is_held:
+        raise ShardError(
+            f"Expected a backward into the parameters of {group.label}, got torch.autograd."
+            "grad by them, whose gradients are of this rank alone; call loss.backward() and "
+            "read .grad, or set_requires_gradient_sync(False) to get those of this rank"
+        )
+
+
+def _is_half(group: ParamGroup) -> bool:
+    """Return whether a schedule differentiates inputs alone, and weights later.
+
+    A pipeline schedule runs the backwards of all microbatches without sync, some of them in two
+    halves, by ``torch.autograd.grad``. The second one differentiates the parameters that are
+    registered at the first, and the sharded ones are not in the graph.
+
+    Raises:
+        ShardError: If the sharded ones are registered. On all ranks of the stage.
+    """
+    settings, tree = group.settings, group.tree
+    if settings.reduce_grads or settings.reshard_after_backward:
+        return False  # a schedule sets both to False
+    ends_here = tree.is_last_backward and not tree.finalization.by_hand
+    accumulators = group.program.accumulators
+    if ends_here or not accumulators or _torch.num_to_run(accumulators):
+        return False
+    if group.is_unsharded_registered:
+        return True
+    markers = [node for call in group.live_calls() for node in call.markers]
+    if _torch.is_ahead(accumulators, before=markers):
+        raise ShardError(
+            f"Expected the unsharded parameters of {group.label} to be registered in a backward of "
+            "inputs alone, got the sharded ones, whose gradients would be lost; a pipeline "
+            "schedule that splits backward into inputs and weights needs "
+            "set_reshard_after_forward(False) on its stages"
+        )
+    return False

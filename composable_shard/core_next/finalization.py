@@ -14,12 +14,14 @@ class Finalization:
     Attributes:
         by_hand: Whether a call, and not the end of a backward, finishes the reductions.
         handle: The handle of the last call, until it is waited for.
+        misplaced: Groups for which ``by_hand`` was set while they were roots.
     """
 
     def __init__(self, tree: Any) -> None:
         self._tree = tree
         self.by_hand = False
         self.handle: object = None
+        self.misplaced: list[Any] = []
         self._used: bool | None = None  # what the unfinished backwards went by
 
     @property
@@ -59,6 +61,14 @@ class Finalization:
                 )
         self.by_hand = enabled
 
+    def refuse_misplaced(self) -> None:
+        """Raise if ``by_hand`` was set for a group that is the root no more."""
+        if self.misplaced:
+            raise ShardError(
+                "Expected set_manual_backward_finalization() on the root alone, got it on "
+                f"{self.misplaced[0].label}; set it to False there and to True on the root"
+            )
+
     def start(self, handle: object) -> None:
         """Launch the reductions that backwards have left, and free.
 
@@ -69,7 +79,7 @@ class Finalization:
             if group.settings.reduce_grads and group.unsynced_names:
                 tree.in_flight.make_room(group)
                 tree.in_flight.add(group.start_deferred_reduction())
-            if group.settings.reshard_after_backward and not group.is_held:
+            if group.settings.reshard_after_backward:
                 group.reshard()
         self._used, self.handle = None, handle
 

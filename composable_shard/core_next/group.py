@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ from composable_shard.errors import ShardError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 
-_version = attrgetter("_version")
+_version, _local = attrgetter("_version"), attrgetter("local")
 _group_of_flight = attrgetter("group")
 
 
@@ -154,6 +154,8 @@ class ParamGroup:
         is_partly_run: Whether some modules of a list have run, and others are still to come.
         unsharded_version: Grows when a gather brings new values. It is the version counter of the
             unsharded parameters.
+        is_split: Whether a schedule has asked for the gradients of inputs alone; it will ask for
+            those of the weights.
         is_opened: Whether the modules hold full parameters, inside of ``unsharded()``.
         absence: Why its shards are not in memory, and what to do; ``None`` if they are.
         num_optimizer_steps: How many optimizer steps have changed the shards.
@@ -190,7 +192,7 @@ class ParamGroup:
         self.plugins = Plugins()
         self.state = State.SHARDED
         self.is_unsharded_registered = self.is_held = self.is_partly_run = False
-        self.is_opened = False
+        self.is_opened = self.is_split = False
         self.absence: str | None = None
         self._ran: set[nn.Module] = set()  # of a list, since the group was gathered
         self.unsharded_version = 0
@@ -222,6 +224,10 @@ class ParamGroup:
         """Yield its modules and all modules below."""
         for top in self.modules:
             yield from top.modules()
+
+    def live_calls(self) -> list[Any]:
+        """Return the calls with input markers that a backward may still reach."""
+        return [call for ref in self.calls if (call := ref()) is not None]
 
     @property
     def context(self) -> Any:
@@ -271,10 +277,8 @@ class ParamGroup:
             self.reshard()
         self.check_awake("to be gathered")
         with torch.inference_mode(False), torch.no_grad():
-            is_replaced = take_over_registered(self.params, self.label)
-            if (is_replaced and not _torch.in_functional_call()) or not self._factory.fits(
-                self.buckets
-            ):
+            take_over_registered(self.params, self.label)
+            if self._has_outside_shards() or not self._factory.fits(self.buckets):
                 self._rebuild()
             check_materialized(self.params, self.label)
             self._factory.prepare(self.buckets, self.channels)
@@ -315,6 +319,20 @@ class ParamGroup:
         """Remove a parameter, which another group owns from now on."""
         self.params.remove(param)
         self._rebuild()
+
+    def _has_outside_shards(self) -> bool:
+        """Return whether shards lie outside the buckets, and have to be copied into new ones.
+
+        Those that ``functional_call`` passes are gathered from where they are, except if the
+        unsharded parameters are views of the shards.
+        """
+        outside = [
+            bucket.params
+            for bucket in self.buckets
+            if any(map(is_not, map(_local, bucket.params), bucket.locals))
+        ]
+        may_stay = all(not params[0].shares_storage for params in outside)
+        return bool(outside) and not (may_stay and _torch.in_functional_call())
 
     @torch.no_grad()
     def _rebuild(self) -> None:
@@ -392,7 +410,7 @@ class ParamGroup:
             keeps_part: Whether to keep a part for the next gather, if
                 ``settings.reshard_after_forward`` is a number of ranks.
         """
-        self.is_held = self.is_partly_run = False
+        self.is_held = self.is_partly_run = self.is_split = False
         self._ran.clear()
         if self.state is not State.SHARDED:
             program, state = self.program, State.SHARDED
@@ -447,14 +465,16 @@ class ParamGroup:
         Returns:
             The reduction, if one is in flight.
         """
-        program, reduce_grads = self.program, self.settings.reduce_grads
-        mode = program.mode(reduce_grads=reduce_grads)
-        if reduce_grads:
-            return self._launch_reduction(mode)
-        for op in program.reduce[mode]:
+        if not self.settings.reduce_grads:
+            self.accumulate()
+            return None
+        return self._launch_reduction(self.program.mode())
+
+    def accumulate(self) -> None:
+        """Add the gradients to those of the sharded parameters, without sync."""
+        for op in self.program.reduce[Mode.UNSYNCED]:
             op()
-        self.unsynced_names |= program.reduced_names
-        return None
+        self.unsynced_names |= self.program.reduced_names
 
     def _launch_reduction(self, mode: Mode) -> Flight:
         program = self.program
@@ -472,6 +492,34 @@ class ParamGroup:
         elif self.unsynced_names:
             self.unsynced_names = frozenset()
             program.stop_reducing_frozen()
+
+    @torch.no_grad()
+    def divide_by(self, divisor: float) -> None:
+        """Set what sums over all ranks are divided by, also gradients that are not reduced yet.
+
+        Raises:
+            ShardError: If some of those were added to a gradient that is divided already; on all
+                ranks.
+        """
+        self.tree.finish_reductions()
+        scaled: list[tuple[torch.Tensor, float]] = []
+        for param in self.params:
+            ratio = (self.settings.divisor or param.mesh.num_ranks) / divisor
+            grad = param.sharded.grad
+            if ratio == 1 or grad is None or param.name not in self.unsynced_names:
+                continue
+            if param.adds_to_synced:
+                raise ShardError(
+                    f"Expected the gradient of '{param.name}' to be reduced, or cleared, before "
+                    "what it is divided by changes, got one that was accumulated without sync and "
+                    "added to one that had been reduced; call synchronize_gradients() or "
+                    "zero_grad() first"
+                )
+            scaled.append((_torch.local_tensor(grad), ratio))
+        for local, ratio in scaled:
+            local.mul_(ratio)
+        self.settings.divisor = divisor
+        self.plugins.invalidate_programs()
 
     @property
     def reductions(self) -> Sequence[Reduction]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, update_wrapper
 from types import MethodType
 from typing import Any
@@ -150,7 +150,11 @@ class ModuleHooks:
         output_dtype = self._group.policy.output_dtype
         if output_dtype is not None and not has_failed:
             output = map_tensors(partial(_cast, output_dtype), output)
-        tree.leave(call, needs_grad=hooked, has_failed=has_failed)
+        if _torch.current_transform() is None:
+            tree.leave(call, needs_grad=hooked, has_failed=has_failed)
+        else:
+            with _torch.outside_transforms():
+                tree.leave(call, needs_grad=hooked, has_failed=has_failed)
         if changed[1] is not None and not has_failed:
             raise changed[1]
         return output
@@ -176,7 +180,10 @@ class ModuleHooks:
         if not adds_markers or not tensor.requires_grad:
             return tensor
         tensor = tensor.view_as(tensor)
-        node: Any = tensor.grad_fn
+        made = tensor
+        while made.grad_fn is None:  # a transform wraps what comes from outside of it
+            made = _torch.inner_value(made)
+        node: Any = made.grad_fn
         node.register_hook(self._on_marker)
         call.markers.append(node)
         return tensor
@@ -185,15 +192,16 @@ class ModuleHooks:
         # It must not hold the call: the call holds the marker, which would be a reference cycle.
         group = self._group
         if torch.is_grad_enabled():  # the gradient of a gradient comes this way
-            for grad in grads:
-                if grad is not None and grad.requires_grad:
+            for grad in _levels(grad for grad in grads if grad is not None):
+                if grad.requires_grad:
                     grad.register_hook(self._gather_again)
         with _torch.apart_from_transforms():
             group.tree.begin_backward().count_marker(group)
 
     def _gather_again(self, _: Tensor) -> None:
         group = self._group
-        group.tree.begin_backward().gather_for_backward(group, has_input_markers=True)
+        with _torch.apart_from_transforms():
+            group.tree.begin_backward().gather_for_backward(group, has_input_markers=True)
 
 
 def _check_can_run_opened(group: ParamGroup) -> None:
@@ -223,7 +231,10 @@ def _moved(device: torch.device, tensor: Tensor) -> Tensor:
 def _hook_outputs(call: Call, output: Any) -> bool:
     """Hook the nodes that made the outputs; return whether there are any."""
     nodes: dict[Node, None] = {}
-    for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
+    tensors: Iterable[Tensor] = (output,) if isinstance(output, Tensor) else tensors_in(output)
+    if _torch.current_transform() is not None:
+        tensors = _levels(tensors)
+    for tensor in tensors:
         if tensor.grad_fn is not None:
             nodes[tensor.grad_fn] = None
             base = tensor._base  # an in-place op on a view replaces the view's node
@@ -232,6 +243,15 @@ def _hook_outputs(call: Call, output: Any) -> bool:
     for node in nodes:
         node.register_prehook(call.on_output_gradient)
     return bool(nodes)
+
+
+def _levels(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield tensors, and the tensors that transforms of torch.func have wrapped into them."""
+    for tensor in tensors:
+        yield tensor
+        while _torch.is_transformed(tensor):
+            tensor = _torch.inner_value(tensor)
+            yield tensor
 
 
 def _is_inside(call: Call, node: Any) -> bool:

@@ -736,6 +736,8 @@ class FSDPModule(TorchFSDPModule):
         if group is tree.root:
             tree.finalization.set_by_hand(enabled)
             return
+        if group in tree.finalization.misplaced:
+            tree.finalization.misplaced.remove(group)
         if enabled:
             raise ShardError(
                 "Expected set_manual_backward_finalization() on the root, got it on "
@@ -823,8 +825,7 @@ class FSDPModule(TorchFSDPModule):
         """
         is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
         check_value("factor", factor, is_number and factor > 0, "to be a positive number")
-        self._group().settings.divisor = float(factor)
-        self._group().plugins.invalidate_programs()
+        self._group().divide_by(float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Call :meth:`set_gradient_divide_factor`, as it was named before; deprecated."""

@@ -109,10 +109,8 @@ class Program:
         mine, others = self.version_tensors, other.version_tensors
         return len(mine) == len(others) and all(map(is_, mine, others))
 
-    def mode(self, *, reduce_grads: bool) -> Mode:
-        """Return which gradients exist now."""
-        if not reduce_grads:
-            return Mode.UNSYNCED
+    def mode(self) -> Mode:
+        """Return which gradients exist now, before a reduction."""
         has_no_grads = all(map(is_, map(_grad, self.sharded), self._nones))
         return Mode.FRESH if has_no_grads else Mode.ADDING
 

@@ -302,6 +302,7 @@ class Reduction:
                 if grad is not None:
                     _torch.local_tensor(old_grad).add_(grad.to(param.local.device))
                 continue
+            note_unreduced(param, stage)
             if old_grad is not None:
                 total = self._unreduced_form(param, old_grad)
                 grad = total if grad is None else total.add_(grad)
@@ -350,6 +351,8 @@ class Reduction:
     def leave_out_replicas(self) -> None:
         """Leave the reduced shards as they are: they differ from replica to replica."""
         self._specs = self._specs_of("unreplicated")
+        for param in self.params:
+            note_unreduced(param, stage_of(param, param.sharded.grad))
 
     def launch_over_replicas(self) -> None:
         """Launch the reduction over the replicas, with the shards in ``.grad`` that await one."""
@@ -547,6 +550,12 @@ def stage_of(param: ShardedParam, grad: Any) -> GradStage | None:
     placement = param.placement
     is_unreduced = grad.placements == placement.unreduced
     return "unreduced" if is_unreduced else "unreplicated"
+
+
+def note_unreduced(param: ShardedParam, stage: GradStage | None) -> None:
+    """Note what an unreduced gradient is added to: the stage of the present one."""
+    if stage != "unreplicated":
+        param.adds_to_synced = stage == "sharded"
 
 
 def reduce_dtype(param: ShardedParam) -> torch.dtype:

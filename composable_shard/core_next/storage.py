@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Mapping, Sequence, Set
 from contextlib import nullcontext
 from functools import partial
+from operator import is_
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -135,6 +136,7 @@ class ShardedParam:
         sharded: The DTensor that is registered outside forward and backward.
         unsharded: The parameter used in compute.
         unsharded_local: Its plain tensor: itself, except under tensor parallelism.
+        adds_to_synced: Whether unreduced gradients were added to one that had been reduced.
         parts: Inner tensors of a subclass that are freed too, and that autograd may save.
         place: Where its shard lies in a bucket; ``None`` if it is gathered by itself.
         attributes: Carries attributes of users between both forms, if each has a dict of its own.
@@ -165,7 +167,7 @@ class ShardedParam:
         self._shape, self._stride = original.shape, stride
         self.dtype = original.dtype
         self.began_on_meta = original.is_meta
-        self.shares_storage = False
+        self.shares_storage = self.adds_to_synced = False
         self.parts: list[torch.Tensor] = []
         self.place: Place | None = None
         self.attributes: Attributes | None = None
@@ -335,15 +337,12 @@ def _refuse_stale(name: str, _: torch.Tensor) -> None:
     )
 
 
-def take_over_registered(params: Sequence[ShardedParam], label: str) -> bool:
+def take_over_registered(params: Sequence[ShardedParam], label: str) -> None:
     """Take over sharded parameters that users have replaced, by a load or a conversion.
 
     Args:
         params: The parameters of a group.
         label: The group as messages call it.
-
-    Returns:
-        Whether any shard was replaced.
 
     Raises:
         ShardError: If one does not fit, with all that do not. Nothing is taken over then.
@@ -359,17 +358,14 @@ def take_over_registered(params: Sequence[ShardedParam], label: str) -> bool:
             f"Expected the parameters of {label} as fully_shard made them, got "
             f"{', '.join(misfits)}; change values by load_state_dict or in place"
         )
-    replaced = False
     for param, tensor in zip(params, found, strict=True):
         assert tensor is not None
         local = _torch.local_tensor(tensor)
-        replaced = replaced or local is not param.local
         if tensor is not param.sharded:
             carry_over(param.sharded.__dict__, grad_dtype_asked(param.sharded), tensor)
             param.sharded = tensor
             param.put(tensor)
         param.local, param.dtype = local, local.dtype
-    return replaced
 
 
 def carry_over(
@@ -611,9 +607,7 @@ class Bucket:
         is_private: bool,
     ) -> GatherOps:
         """Return the operations that gather these shards, which may lie outside ``sharded``."""
-        if self.shares_storage and all(
-            s is p.local for s, p in zip(shards, self.params, strict=True)
-        ):
+        if self.shares_storage:
             return GatherOps((), (), (), ())
         ops = _AllGather(self, shards, channel, is_private=is_private).ops()
         return ops._replace(free=()) if keeps_storage else ops
@@ -704,7 +698,7 @@ class _AllGather:
         self._bucket, self._channel = bucket, channel
         self._has_streams = _torch.has_streams(bucket.mesh.device)
         layout, mesh = bucket.layout, bucket.mesh
-        self._in_place = all(s is p.local for s, p in zip(shards, bucket.params, strict=True))
+        self._in_place = all(map(is_, shards, bucket.locals))
         self._casts = not self._in_place or bucket.dtype != bucket.compute_dtype
         self._casts = self._casts or bucket.device != mesh.device or bucket.is_uploaded
         self._shards = shards

@@ -78,6 +78,7 @@ class Tape(Generic[Group]):
         last_calls: The calls of the last forward with, and without, a backward for each outermost
             module, the latest forward last.
         num_forwards: How many forwards have begun.
+        upcoming: The group that forward probably needs next.
     """
 
     def __init__(self) -> None:
@@ -91,6 +92,7 @@ class Tape(Generic[Group]):
         self._predicted_order: list[Group] = []
         self._current_order: list[Group] = []
         self._first_of_backward: Group | None = None
+        self.upcoming: Group | None = None
 
     # Forward --------------------------------------------------------------------------------
 
@@ -98,7 +100,7 @@ class Tape(Generic[Group]):
         """Begin a forward; the previous one with the same ``outermost`` predicts its order."""
         self.num_forwards += 1
         self._any_reduce = False
-        self._current_order, self.calls = [], []
+        self._current_order, self.calls, self.upcoming = [], [], None
         self._predicted_order = self._orders.get(outermost, [])
         if self.visits:
             self._forget_superseded()
@@ -112,7 +114,9 @@ class Tape(Generic[Group]):
         self._current_order.append(group)
         predicted = self._predicted_order
         if index < len(predicted) and predicted[index] is group:
+            self.upcoming = predicted[index + 1] if index + 1 < len(predicted) else None
             return predicted[index + 1 : index + 1 + depth]
+        self.upcoming = None
         return ()
 
     def is_last(self, group: Group) -> bool:
@@ -165,6 +169,10 @@ class Tape(Generic[Group]):
     def discard_forward(self) -> None:
         """Forget the visits of the latest forward, which has raised."""
         self.visits = [visit for visit in self.visits if visit.forward != self.num_forwards]
+
+    def forget(self, group: Group, in_progress: Sequence[Visit[Group] | None]) -> None:
+        """Forget the visits of a group whose backward is over, but for those in progress."""
+        self.visits = [one for one in self.visits if one.group is not group or one in in_progress]
 
     def clear(self) -> None:
         """Forget all visits, after their backward."""

@@ -47,11 +47,12 @@ class Call:
         versions: The versions of the unsharded parameters when it began.
         markers: The autograd nodes of its input markers.
         given: The containers among its inputs, and their copies with prepared tensors.
+        is_reached: Whether a backward has come to one of its outputs.
     """
 
     __slots__ = (
         *("__weakref__", "exception_on_entry", "group", "is_recomputed", "is_substituted"),
-        *("given", "markers", "module", "versions", "visit"),
+        *("given", "is_reached", "markers", "module", "versions", "visit"),
     )
 
     def __init__(self, group: ParamGroup, module: nn.Module, *, is_recomputed: bool) -> None:
@@ -61,11 +62,12 @@ class Call:
         self.visit: Visit[ParamGroup] | None = None
         self.markers: list[Node] = []
         self.given: list[Given] = []
-        self.is_substituted, self.versions = False, 0
+        self.is_substituted = self.is_reached = False
+        self.versions = 0
 
     def on_output_gradient(self, _: Any) -> None:
         """Gather the group: an output of this call has a gradient."""
-        group = self.group
+        group, self.is_reached = self.group, True
         with _torch.apart_from_transforms():
             backward = group.tree.begin_backward()
             backward.gather_for_backward(group, has_input_markers=bool(self.markers))
@@ -92,6 +94,7 @@ class Tree:
         checks = [one for one in features if isinstance(one, OrderCheck)]
         others = [one for one in features if one not in checks]
         self.plugins = Plugins([*others, *(checks[:1] or order_checks())])
+        self._trace = next((one for one in features if isinstance(one, Trace)), Trace())
         self.tape: Tape[ParamGroup] = Tape()
         self.call_stack: list[Call] = []
         self.in_flight = Flights()
@@ -100,6 +103,8 @@ class Tree:
         self.finalization = Finalization(self)
         self._frame: FrameType | None = None  # of the outermost call
         self._backward: Backward | None = None
+        self._ran_inside: dict[ParamGroup, None] = {}  # by backwards within the running forward
+        self._spare: dict[ParamGroup, None] = {}  # stay, as forward probably needs them next
         self._plan: tuple[list[PlanStep[ParamGroup]], dict[ParamGroup, int]] = ([], {})
         self._planned: set[ParamGroup] = set()
         for group in groups:
@@ -119,16 +124,15 @@ class Tree:
     @property
     def listener(self) -> Listener | None:
         """The function that is called with every event; see `features/trace.py`."""
-        traces = [one for one in self.plugins.features if isinstance(one, Trace)]
-        return traces[0].hear if traces else None
+        return self._trace.hear
 
     @listener.setter
     def listener(self, hear: Listener | None) -> None:
-        for feature in self.plugins.features:
-            if isinstance(feature, Trace):
-                self.remove(feature)
+        was_heard, self._trace.hear = self._trace.hear is not None, hear
         if hear is not None:
-            self.install(Trace(hear))
+            self.install(self._trace)
+        elif was_heard:
+            self.remove(self._trace)
 
     def _recompile(self) -> None:
         """Compile the programs whose all-gather is not in flight."""
@@ -190,7 +194,7 @@ class Tree:
                 return
         self._free(group, may_have_backward=call.visit is not None and not has_failed)
         if not self.call_stack:
-            self._end_forward(group, has_failed=has_failed)
+            self._end_forward(group, needs_grad=needs_grad, has_failed=has_failed)
 
     def _begins_anew(self, group: ParamGroup) -> bool:
         """Return whether a call begins a forward, though an interrupt has left calls behind."""
@@ -199,16 +203,13 @@ class Tree:
         return may_begin and not (self._frame and _torch.is_executing(self._frame))
 
     def _begin_forward(self, outermost: ParamGroup) -> None:
-        backward = self._backward
-        if self.call_stack or (backward is not None and not backward.is_running):
+        if self.call_stack or self.has_failed:
             self.reset()
+        for group in self._ran_inside:  # no backward of that forward has come
+            group.accumulate()
+        self._ran_inside.clear()
         for group in self.groups:  # may be stale: a write through ``.data`` bumps no version
-            if (
-                group.state in (State.UNSHARDED, State.PARTLY_SHARDED)
-                and group.settings.reshard_after_forward is not False
-                and not group.is_held
-                and not group.is_partly_run
-            ):
+            if group.state in (State.UNSHARDED, State.PARTLY_SHARDED) and not self._stays(group):
                 group.reshard()
         self.finalization.check_ended()
         self.prepare_gather()
@@ -216,6 +217,20 @@ class Tree:
         self.tape.begin_forward(outermost)
         for feature in self.plugins.features:
             feature.begin_forward(self)
+
+    def _stays(self, group: ParamGroup) -> bool:
+        """Return whether users have said that what was gathered before stays as it is."""
+        settings = group.settings
+        if settings.reshard_after_forward is False or group.is_held or group.is_partly_run:
+            return True
+        return not settings.reshard_after_backward and self.goes_on
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next backward adds to the gradients of the last, as far as is known."""
+        is_open = not (self.is_last_backward or self.finalization.by_hand)
+        is_open = is_open or self.finalization.is_open
+        return is_open or any(group.unsynced_names for group in self.groups)
 
     def prepare_gather(self) -> None:
         """Agree on the model before the first gather; wait for an optimizer that runs beside."""
@@ -237,6 +252,7 @@ class Tree:
 
     def _check_modules(self) -> None:
         """Refuse tied parameters without an owner, and late ``replicate``; warn of late ones."""
+        self.finalization.refuse_misplaced()
         refuse_unowned(module for group in self.groups for module in group.all_modules())
         for group in self.groups:
             holders = {slot.module for param in group.params for slot in param.slots}
@@ -245,7 +261,7 @@ class Tree:
             stand_ins = (p.__dict__.get("unsharded") for group in self.groups for p in group.params)
             warn_of_plain(self.root.modules, stand_ins)
 
-    def _end_forward(self, outermost: ParamGroup, *, has_failed: bool) -> None:
+    def _end_forward(self, outermost: ParamGroup, *, needs_grad: bool, has_failed: bool) -> None:
         self._frame = None
         if has_failed:
             self.tape.discard_forward()
@@ -260,6 +276,11 @@ class Tree:
             is_over = group.is_partly_run and group is not outermost
             if group.state is State.UNSHARDING or is_over:  # prefetched, but not used after all
                 group.reshard()
+        for group in self._spare:
+            group.reshard()
+        self._spare.clear()
+        if self._ran_inside and not needs_grad:
+            self._reduce_inside()
 
     def _gather(self, group: ParamGroup) -> bool:
         """Gather ``group`` for forward; launch the next gather before waiting for this one.
@@ -273,6 +294,7 @@ class Tree:
             op()
         if group.state is State.SHARDED:
             group.unshard()
+        self._spare.pop(group, None)
         predicted = self.tape.advance(group, group.settings.prefetch_depth)
         for other in group.settings.forward_prefetch or predicted:
             other.prefetch()
@@ -284,6 +306,9 @@ class Tree:
         if group.is_partly_run or (stays and (may_have_backward or group.is_held)):
             return
         keeps_memory = group.settings.reshard_after_forward is False
+        if self.tape.upcoming is group:
+            self._spare[group] = None
+            keeps_memory = True
         if may_have_backward and not group.is_held:
             keeps_memory = keeps_memory or self.tape.is_last(group)
         if not keeps_memory:
@@ -306,6 +331,11 @@ class Tree:
         backward = self._backward
         if backward is not None and backward.is_running:
             return backward
+        if self.call_stack:
+            self._backward = Backward(
+                self.groups, [], {}, self.in_flight, self._end_inside, is_inside=True
+            )
+            return self._backward
         if backward is not None:
             self.reset()
         if self.tape.visits:  # otherwise the same forwards have another backward
@@ -313,17 +343,59 @@ class Tree:
             self._planned = {group for group, _ in self._plan[0]}
             self.tape.note_first_of_backward(self._plan[0])
         steps, num_checkpoints = self._plan
+        inside = [group for group in self._ran_inside if group not in self._planned]
         self._backward = Backward(
-            self.groups, steps.copy(), num_checkpoints, self.in_flight, self._end_backward
+            self.groups,
+            [*steps, *(PlanStep(group, is_gather=False) for group in inside)],
+            num_checkpoints,
+            self.in_flight,
+            self._end_backward,
         )
         return self._backward
 
+    def _end_inside(self, backward: Backward) -> None:
+        with _torch.apart_from_transforms():
+            in_progress = [call.visit for call in self.call_stack]
+            ran = backward.close_inside()
+            for group in (one for one in self.groups if one in ran):
+                self._ran_inside[group] = None
+                self.tape.forget(group, in_progress)
+        self._backward = None
+
+    def free_inside(self, group: ParamGroup) -> None:
+        """Free a group whose backward within a forward is over, unless the forward needs it."""
+        is_running = any(call.group is group for call in self.call_stack)
+        if is_running or group.is_held or not group.settings.reshard_after_backward:
+            return
+        if self.tape.upcoming is group:
+            self._spare[group] = None
+            group.register_sharded()
+        else:
+            group.reshard()
+
+    def _reduce_inside(self) -> None:
+        """Reduce what backwards within a forward left, which has no backward of its own."""
+        ran = dict.fromkeys([*(visit.group for visit in self.tape.visits[::-1]), *self._ran_inside])
+        for group in ran:
+            if group.needs_reduce:
+                self.in_flight.make_room(group)
+                self.in_flight.add(group.start_reduction())
+            group.reshard()
+        self.finish_reductions()
+        self._ran_inside.clear()
+        self.tape.clear()
+
     def _end_backward(self, backward: Backward) -> None:
         by_hand = self.finalization.note_backward()
-        backward.close(waits=self.is_last_backward and not by_hand)
+        with _torch.apart_from_transforms():
+            backward.close(waits=self.is_last_backward and not by_hand)
         self._settle_copies()
         self._backward = None
+        self._ran_inside.clear()
         self.tape.clear()
+        if backward.kept and not self.goes_on:
+            for group in backward.kept:
+                group.reshard()
         for feature in self.plugins.features:
             feature.end_backward(self)
 
@@ -354,6 +426,9 @@ class Tree:
     def finish_backwards(self) -> None:
         """Reduce and deliver all gradients that backwards have left, as the settings say."""
         self._reduce_deferred([group for group in self.groups if group.settings.reduce_grads])
+        for group in self.groups:
+            if group.settings.reshard_after_backward:
+                group.reshard()
 
     def _reduce_deferred(self, groups: Sequence[ParamGroup]) -> None:
         self.finish_reductions()
@@ -375,7 +450,8 @@ class Tree:
     @property
     def has_failed(self) -> bool:
         """Whether a backward has begun and neither ended nor is running."""
-        return self._backward is not None and not self._backward.is_running
+        backward = self._backward
+        return backward is not None and not backward.is_inside and not backward.is_running
 
     @property
     def is_reducing(self) -> bool:
@@ -396,6 +472,8 @@ class Tree:
             self._backward = None
             self.tape.clear()
         self.call_stack.clear()
+        self._ran_inside.clear()
+        self._spare.clear()
         self.finalization.reset()
         for group in self.groups:
             self.in_flight.discard(group)
@@ -436,6 +514,7 @@ def join_tree(root: ParamGroup) -> Tree:
     if inner:
         tree.in_flight = inner[0].in_flight  # other trees may share it
         tree.is_last_backward = all(one.is_last_backward for one in inner)
+        tree.finalization.misplaced = [one.root for one in inner if one.finalization.by_hand]
     for group, names in groups.items():
         group.set_name(", ".join(names))
     return tree

@@ -36,11 +36,18 @@ _EVENTS: dict[Phase, tuple[str, ...]] = {
 
 
 class Trace(Feature):
-    """Calls a function with every event."""
+    """Calls a function with every event.
 
-    def __init__(self, hear: Listener) -> None:
-        self.hear = hear
+    Attributes:
+        hear: The function. Programs that were compiled with an earlier one call it too.
+    """
+
+    hear: Listener | None = None
+
+    def _tell(self, event: str, name: str) -> None:
+        if self.hear is not None:
+            self.hear(event, name)
 
     def ops(self, group: Any, phase: Phase) -> Sequence[Op]:
         """Return a call for each event of the phase."""
-        return [partial(self.hear, event, group.name) for event in _EVENTS.get(phase, ())]
+        return [partial(self._tell, event, group.name) for event in _EVENTS.get(phase, ())]
