@@ -115,7 +115,7 @@ def fully_shard(
     group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
     plan.claims.commit()
     ignore(plan.managed.modules, ignored_params or ())
-    _adopt(group, plan.managed)
+    _adopt(group, plan)
     return module
 
 
@@ -236,12 +236,12 @@ def _check_arguments(
             )
 
 
-def _adopt(group: ParamGroup, managed: Managed) -> None:
+def _adopt(group: ParamGroup, plan: _Plan) -> None:
     """Turn the modules into sharded ones. Behind the check nothing can fail for the user's sake."""
     for module in group.modules:
         check_class(module)
-    commit(group, managed)
-    install(group, managed.modules)
+    commit(group, plan.managed, plan.params)
+    install(group, plan.managed.modules)
     install_state_dict_hooks(group)
     for module in group.modules:
         make_sharded(module, group)

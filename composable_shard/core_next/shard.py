@@ -228,12 +228,11 @@ def check_subclasses(planned: Sequence[ShardedParam], managed: Managed) -> None:
     _own_shards([param for param, _ in cut], [original for _, original in cut])
 
 
-def commit(group: ParamGroup, managed: Managed) -> None:
+def commit(group: ParamGroup, managed: Managed, planned: Sequence[ShardedParam]) -> None:
     """Register the sharded parameters and move buffers to the device of compute."""
-    originals = {managed.names[original]: original for original in managed.slots}
-    for param in group.params:
+    for param, original in zip(planned, managed.slots, strict=True):
         param.put(param.sharded)
-        remember(originals[param.name], param.slots, group, param)
+        remember(original, param.slots, group, param)
     device = group.mesh.device
     for module in managed.modules:
         for name, buffer in module._buffers.items():
