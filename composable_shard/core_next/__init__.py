@@ -31,6 +31,8 @@ _REPLACED = {
     "core.tree": "tree",
     "train.moving.relocation": "train.relocation",
     "train.sitting_out": "train.sitting_out",
+    "insight.group_plan": "insight.group_plan",
+    "insight.group_traffic": "insight.group_traffic",
 }
 """Modules of the package, and what this core has in their places."""
 

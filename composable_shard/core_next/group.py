@@ -202,7 +202,7 @@ class ParamGroup:
         count = map(self.finished_nodes.append, iter(_torch.current_backward, None))
         self.count_gradient = partial(next, count)  # appends at each `next`
         self.streams = UsedStreams(mesh.device)
-        self._stream = compute_stream(mesh.device)
+        self._stream: int | None = None
         self.channels = self._new_channels()
         self.tree: Any = None
         self.progress: Any = None
@@ -303,6 +303,8 @@ class ParamGroup:
         """Compile the program for the parameters, settings and features as they are."""
         with torch.inference_mode(False):  # the program outlives this forward
             self.program = Program(self)
+        if self._stream is None:
+            self._stream = compute_stream(self.mesh.device)
         self.is_compiled, self.needs_reduce = True, self.program.needs_reduce
 
     def follow_stream(self) -> None:

@@ -231,6 +231,17 @@ def plan_bucket(
     )
 
 
+def message_numels(params: Sequence[ParamLayout], num_direct: int) -> list[int]:
+    """Return the elements for each rank of the messages that reduce gradients.
+
+    Args:
+        params: The layouts of the gradients, those with their own message first.
+        num_direct: How many have their own message. A flag for each ends the last message.
+    """
+    numels = [param.shard_numel for param in params]
+    return [*numels[:num_direct], sum(numels[num_direct:]) + len(numels)]
+
+
 def _is_packed(param: ParamLayout, itemsize: int, cost: MessageCost) -> bool:
     """Return whether a copy of the parameter costs less than a message of its own."""
     if param.num_shards == 1:

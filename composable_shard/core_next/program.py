@@ -7,7 +7,7 @@ program out of date, and the group compiles a new one.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, reduce
 from itertools import chain
@@ -266,26 +266,10 @@ class Program:
         return (*ops, *write, *delivered), tuple(one.write_downloaded for one in late)
 
     def _plan_reductions(self, group: Any) -> Sequence[Reduction]:
-        """Plan the reductions. Several dtypes of a group are reduced in the promoted dtype."""
         reduced = [param for param in group.params if param.name in self.reduced_names]
-        dtypes = {param: reduce_dtype(param) for param in reduced}
-        widest: dict[bool, torch.dtype] = {}
-        for is_complex in (False, True):
-            found = {dtype for dtype in dtypes.values() if dtype.is_complex == is_complex}
-            if found:
-                widest[is_complex] = reduce(torch.promote_types, found)
-        planned: dict[tuple[Any, ...], tuple[Storage, list[ShardedParam]]] = {}
-        for bucket in group.buckets:
-            is_local = bucket.mesh.num_ranks == 1 and group.settings.all_reduce_hook is None
-            kind = LocalReduction if is_local else bucket.reduction or Reduction
-            place = bucket.mesh if kind.joins_buckets else bucket
-            for param in bucket.params:
-                if param in dtypes:
-                    key = place, kind, widest[dtypes[param].is_complex]
-                    planned.setdefault(key, (bucket, []))[1].append(param)
         return [
             kind(bucket, params, dtype, group.channels[bucket.mesh], group)
-            for (_, kind, dtype), (bucket, params) in planned.items()
+            for kind, bucket, params, dtype in reduced_together(group, reduced)
         ]
 
     # Streams --------------------------------------------------------------------------------
@@ -333,6 +317,32 @@ class Program:
         for over_replicas, stages in self.deliver.items():
             on_stream = tuple(_within(on_launching_stream, stage) for stage in stages)
             self.deliver[over_replicas] = on_stream
+
+
+def reduced_together(
+    group: Any, reduced: Sequence[ShardedParam]
+) -> Iterator[tuple[type[Reduction], Storage, list[ShardedParam], torch.dtype]]:
+    """Yield which gradients are reduced together: the class of the reduction, and its arguments.
+
+    Several dtypes of a group are reduced in the promoted dtype.
+    """
+    dtypes = {param: reduce_dtype(param) for param in reduced}
+    widest: dict[bool, torch.dtype] = {}
+    for is_complex in (False, True):
+        found = {dtype for dtype in dtypes.values() if dtype.is_complex == is_complex}
+        if found:
+            widest[is_complex] = reduce(torch.promote_types, found)
+    planned: dict[tuple[Any, ...], tuple[Storage, list[ShardedParam]]] = {}
+    for bucket in group.buckets:
+        is_local = bucket.mesh.num_ranks == 1 and group.settings.all_reduce_hook is None
+        kind = LocalReduction if is_local else bucket.reduction or Reduction
+        place = bucket.mesh if kind.joins_buckets else bucket
+        for param in bucket.params:
+            if param in dtypes:
+                key = place, kind, widest[dtypes[param].is_complex]
+                planned.setdefault(key, (bucket, []))[1].append(param)
+    for (_, kind, dtype), (bucket, params) in planned.items():
+        yield kind, bucket, params, dtype
 
 
 def _within(context: Callable[[], AbstractContextManager[object]], ops: Sequence[Op]) -> Stage:

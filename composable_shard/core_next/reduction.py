@@ -27,6 +27,7 @@ from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.host import copies_beside_compute, download
 from composable_shard.core.transport.pending import Pending, launching_stream, run_beside
+from composable_shard.core_next.layout import message_numels
 from composable_shard.core_next.storage import (
     LIFTED,
     ShardedParam,
@@ -125,12 +126,12 @@ class Reduction:
         )
         self.is_late = self.is_offloaded or self._has_streams
         self._mesh, self._compute_dtype = bucket.mesh, bucket.compute_dtype
-        direct: set[ShardedParam] = set()  # reduce-scattered without packing
-        if bucket.compute_dtype == dtype:
-            direct = {p for p in bucket.params[: bucket.num_direct] if p.layout.param.is_even}
+        # Those that are reduce-scattered without packing.
+        direct = {p for p in bucket.params[: bucket.num_direct] if p.layout.param.is_even}
         self.params = sorted(params, key=lambda param: param not in direct)
         self.members = self.params
         self._num_direct = sum(param in direct for param in params)
+        self._sent_dtype = sent_dtype(bucket.compute_dtype, dtype, channel)
         self._unsharded = tuple(param.unsharded for param in self.params)
         self._sharded = tuple(param.sharded for param in self.params)
         self._has_model = any(param.placement.model is not None for param in self.params)
@@ -162,10 +163,8 @@ class Reduction:
         device, num_shards = self._mesh.device, self._mesh.num_shards
         layouts = [param.layout.param for param in self.members]
         self.num_flags = len(layouts)
-        packed = [*(layout.shard_numel for layout in layouts[self._num_direct :]), self.num_flags]
-        self._packed_shape = (num_shards, sum(packed))
-        direct = [layout.shard_numel for layout in layouts[: self._num_direct]]
-        self._message_numels = [*direct, sum(packed)]
+        self._message_numels = message_numels(layouts, self._num_direct)
+        self._packed_shape = (num_shards, self._message_numels[-1])
         self._numel = sum(self._message_numels)
         flags = self.num_flags * num_shards
         self._all_flags = torch.ones(flags, dtype=self._compute_dtype, device=device)
@@ -261,9 +260,9 @@ class Reduction:
                 for layout, grad in zip(layouts, grads, strict=True)
                 if layout.param.numel  # parameters without elements are not sent
             ]
-        direct = []
-        for grad in grads[:num_direct]:
-            direct.append(grad.to(self._dtype).reshape(-1))
+        direct = [grad.reshape(-1) for grad in grads[:num_direct]]
+        if not all(map(is_, map(_dtype, direct), repeat(self._sent_dtype))):
+            direct = self._cast(direct)
         to_pack = [*grads[num_direct:], flags]
         if not all(map(is_, map(_dtype, to_pack), repeat(flags.dtype))):
             to_pack = [tensor.to(self._dtype) for tensor in to_pack]
@@ -273,6 +272,14 @@ class Reduction:
         if self.scale.before != 1:
             _torch.divide_all_(messages, self.scale.before)
         return messages
+
+    def _cast(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Cast gradients with their own message to the dtype of the reduction, in one call."""
+        numels = [grad.numel() for grad in grads]
+        scratch = _torch.empty(sum(numels), dtype=self._dtype, device=self._mesh.device)
+        cast = list(scratch.split_with_sizes(numels))
+        _torch.copy_all_(cast, grads)
+        return cast
 
     def _refuse_sparse(self, grads: Sequence[torch.Tensor | None]) -> None:
         for param, grad in zip(self.members, grads, strict=True):
@@ -556,6 +563,12 @@ def note_unreduced(param: ShardedParam, stage: GradStage | None) -> None:
     """Note what an unreduced gradient is added to: the stage of the present one."""
     if stage != "unreplicated":
         param.adds_to_synced = stage == "sharded"
+
+
+def sent_dtype(grad: torch.dtype, reduced: torch.dtype, channel: Channel) -> torch.dtype:
+    """Return the dtype in which a gradient with its own message is sent."""
+    is_wider = torch.promote_types(grad, reduced) == reduced
+    return grad if is_wider and channel.reduce_scatter.widens else reduced
 
 
 def reduce_dtype(param: ShardedParam) -> torch.dtype:

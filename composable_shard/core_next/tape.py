@@ -128,6 +128,11 @@ class Tape(Generic[Group]):
         is_last = len(current) == len(predicted) and bool(current) and current[-1] is group
         return is_last and group is self._first_of_backward
 
+    def has_turned_at(self, outermost: Group, group: Group) -> bool:
+        """Return whether ``group`` ended the last forward and began the last backward."""
+        order = self._orders.get(outermost, [])
+        return order[-1:] == [group] and group is self._first_of_backward
+
     def note_first_of_backward(self, plan: Sequence[PlanStep[Group]]) -> None:
         """Note the group that a backward needs first."""
         self._first_of_backward = next((g for g, is_gather in reversed(plan) if is_gather), None)

@@ -85,6 +85,7 @@ class Tree:
         is_agreed: Whether all ranks are known to hold the same model.
         post_optim_event: The next gather waits for it.
         finalization: Finishes backwards by a call of the user.
+        planned: The groups that the latest backward needs.
     """
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
@@ -106,7 +107,7 @@ class Tree:
         self._ran_inside: dict[ParamGroup, None] = {}  # by backwards within the running forward
         self._spare: dict[ParamGroup, None] = {}  # stay, as forward probably needs them next
         self._plan: tuple[list[PlanStep[ParamGroup]], dict[ParamGroup, int]] = ([], {})
-        self._planned: set[ParamGroup] = set()
+        self.planned: set[ParamGroup] = set()
         for group in groups:
             group.reshard()
             group.tree, group.plugins, group.is_compiled = self, self.plugins, False
@@ -144,7 +145,7 @@ class Tree:
 
     def enter(self, group: ParamGroup, module: nn.Module) -> Call:
         """Begin a call: gather ``group``, and prefetch the next group."""
-        is_recomputed = _current_task() != -1 and (group in self.tape or group in self._planned)
+        is_recomputed = _current_task() != -1 and (group in self.tape or group in self.planned)
         if not is_recomputed and (not self.call_stack or self._begins_anew(group)):
             self._begin_forward(group)
         call = Call(group, module, is_recomputed=is_recomputed)
@@ -340,10 +341,10 @@ class Tree:
             self.reset()
         if self.tape.visits:  # otherwise the same forwards have another backward
             self._plan = self.tape.plan_backward(), self.tape.num_checkpoints()
-            self._planned = {group for group, _ in self._plan[0]}
+            self.planned = {group for group, _ in self._plan[0]}
             self.tape.note_first_of_backward(self._plan[0])
         steps, num_checkpoints = self._plan
-        inside = [group for group in self._ran_inside if group not in self._planned]
+        inside = [group for group in self._ran_inside if group not in self.planned]
         self._backward = Backward(
             self.groups,
             [*steps, *(PlanStep(group, is_gather=False) for group in inside)],

@@ -11,7 +11,7 @@ from torch import nn
 
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.layout import ParamLayout
-from composable_shard.insight.group_plan import GroupPlan
+from composable_shard.insight.group_plan import GroupPlan, ParamPlan
 from composable_shard.insight.report import names_text, nbytes_text
 
 # Which modules of a model are repeated: those that are best sharded one by one --------------------
@@ -133,34 +133,33 @@ def _small_groups(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Ad
 
 def _is_packed_whole(plan: GroupPlan) -> bool:
     """Tell whether nothing in a group is worth a message of its own."""
-    return (
-        not any(mesh.subclasses or mesh.num_shards == 1 for mesh in plan.meshes if mesh.gathers)
-        and bool(plan.buckets)
-        and not any(bucket.layout.direct or bucket.layout.permuted for bucket in plan.buckets)
-    )
+    return all(param.travels == "packed" for param in plan.params)
 
 
-def _layouts(plan: GroupPlan) -> Iterator[tuple[str, ParamLayout, int, bool]]:
-    """Yield name, layout, bytes of an element and whether it has a message of its own."""
-    for bucket in plan.buckets:
-        for index, (name, layout) in enumerate(
-            zip(bucket.names, bucket.layout.params, strict=True)
-        ):
-            yield name, layout, bucket.dtype.itemsize, index not in bucket.layout.packed
+def _rows(layout: ParamLayout) -> int:
+    return layout.shape[layout.dim]
+
+
+def _padding_nbytes(param: ParamPlan) -> int:
+    assert param.layout is not None and param.gathered_nbytes is not None
+    return param.gathered_nbytes - param.layout.numel * param.itemsize
 
 
 def _uneven_parameters(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advice]:
     for _, plan in groups:
-        for name, layout, itemsize, travels_alone in _layouts(plan):
-            if not travels_alone or layout.is_even or layout.rows < layout.num_shards:
+        for param in plan.params:
+            layout = param.layout
+            if layout is None or param.travels == "packed" or layout.is_even:
                 continue
-            nbytes = (layout.gathered_numel - layout.numel) * itemsize
+            if _rows(layout) < layout.num_shards:
+                continue
             rows = layout.rows_per_shard * layout.num_shards
             yield Advice(
                 "uneven rows",
-                (name,),
-                f"{layout.rows} rows over {layout.num_shards} ranks are padded by "
-                f"{nbytes_text(nbytes)}, and the whole gradient is copied to pad it",
+                (param.name,),
+                f"{_rows(layout)} rows over {layout.num_shards} ranks are padded by "
+                f"{nbytes_text(_padding_nbytes(param))}, and the whole gradient is copied to pad "
+                "it",
                 f"make it {rows} rows, or shard another dim by shard_placement_fn",
             )
 
@@ -168,22 +167,25 @@ def _uneven_parameters(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterat
 def _empty_ranks(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advice]:
     for _, plan in groups:
         found = [
-            (name, layout, itemsize)
-            for name, layout, itemsize, _ in _layouts(plan)
-            if layout.numel
-            and layout.num_full_shards + (layout.num_remaining_rows > 0) < layout.num_shards
+            (param, layout)
+            for param in plan.params
+            if (layout := param.layout) is not None
+            and layout.numel
+            and (layout.num_shards - 1) * layout.rows_per_shard >= _rows(layout)
         ]
         if not found:
             continue
-        fewest = min(layout.rows for _, layout, _ in found)
-        nbytes = sum((one.gathered_numel - one.numel) * itemsize for _, one, itemsize in found)
-        longer = [name for name, one, _ in found if max(one.shape) >= one.num_shards > one.rows]
+        fewest = min(_rows(layout) for _, layout in found)
+        nbytes = sum(_padding_nbytes(param) for param, _ in found)
+        longer = [
+            param.name for param, one in found if max(one.shape) >= one.num_shards > _rows(one)
+        ]
         remedy = "nothing, if they are small: they share one message"
         if longer:
             remedy = f"shard a longer dim of {names_text(tuple(longer))} by shard_placement_fn"
         yield Advice(
             "empty ranks",
-            tuple(name for name, _, _ in found),
+            tuple(param.name for param, _ in found),
             f"{_count(len(found), 'parameter')} of {plan.name or 'the root'} with as few as "
             f"{_count(fewest, 'row')} for {found[0][1].num_shards} ranks: some ranks hold none, "
             f"and gathering pads by {nbytes_text(nbytes)}",

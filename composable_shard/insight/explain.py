@@ -14,10 +14,10 @@ from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
 from composable_shard.core.param import ShardedParam
 from composable_shard.insight.advice import Advice, advice_on_groups
 from composable_shard.insight.group_plan import (
-    GatherPlan,
     GroupPlan,
     MeshPlan,
     Names,
+    ParamPlan,
     SubclassPlan,
     full_name,
     read_group,
@@ -352,10 +352,13 @@ def _name_of(group: ParamGroup, names: Names) -> str:
 
 
 def _explain_group(group: ParamGroup, plan: GroupPlan, names: Names) -> GroupExplanation:
+    params = {param.name: param for param in plan.params}
     return GroupExplanation(
         name=plan.name,
         modules=tuple(_class_of(module) for module in group.modules),
-        parameters=tuple(_explain_param(param, plan, names) for param in group.params),
+        parameters=tuple(
+            _explain_param(param, params[full_name(param, names)]) for param in group.params
+        ),
         sharded_nbytes=plan.sharded_nbytes,
         gathered_nbytes=plan.unsharded_nbytes,
         traffic=step_traffic(plan),
@@ -368,49 +371,21 @@ def _class_of(module: nn.Module) -> str:
     return type(module).__name__.removeprefix("FSDP")
 
 
-def _explain_param(param: ShardedParam, plan: GroupPlan, names: Names) -> ParameterExplanation:
-    name = full_name(param, names)
+def _explain_param(param: ShardedParam, plan: ParamPlan) -> ParameterExplanation:
     with _torch.without_overrides():
         is_trained = param.sharded.requires_grad
-    unit, index = _unit_of(plan, name)
-    if isinstance(unit, SubclassPlan):
-        sharded, gathered, travels = unit.sharded_nbytes, unit.unsharded_nbytes, "as a subclass"
-    else:
-        layout = unit.layout.params[index]
-        sharded = layout.shard_numel * unit.stored_dtype.itemsize
-        gathered = layout.gathered_numel * unit.dtype.itemsize
-        travels = _way_of(unit, index)
     return ParameterExplanation(
-        name=name,
+        name=plan.name,
         shape=tuple(param.shape),
         dtype=short(param.local.dtype),
         placements=tuple(_placement_text(p) for p in param.placement.sharded),
         num_shards=param.mesh.num_shards,
         num_replicas=param.mesh.num_replicas,
         is_trained=is_trained,
-        sharded_nbytes=sharded,
-        gathered_nbytes=gathered,
-        travels=travels,
+        sharded_nbytes=plan.sharded_nbytes,
+        gathered_nbytes=plan.gathered_nbytes,
+        travels=plan.travels,
     )
-
-
-def _unit_of(plan: GroupPlan, name: str) -> tuple[GatherPlan | SubclassPlan, int]:
-    for mesh in plan.meshes:
-        for unit in mesh.gathers:
-            if isinstance(unit, SubclassPlan) and unit.name == name:
-                return unit, 0
-            if isinstance(unit, GatherPlan) and name in unit.names:
-                return unit, unit.names.index(name)
-    raise AssertionError(name)
-
-
-def _way_of(bucket: GatherPlan, index: int) -> str:
-    layout = bucket.layout
-    if layout.num_shards == 1:
-        return "not at all"
-    if index in layout.packed:
-        return "packed"
-    return "permuted" if index in layout.permuted else "in place"
 
 
 def _placement_text(placement: object) -> str:

@@ -21,7 +21,13 @@ from composable_shard.core.gradient_bucket import (
     scratch_places,
 )
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.layout import BucketLayout, Packing, ParamLayout, plan_bucket
+from composable_shard.core.layout import (
+    BucketLayout,
+    Packing,
+    ParamLayout,
+    packing_of,
+    plan_bucket,
+)
 from composable_shard.core.order import stays_for_backward
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.reduction_plan import ReductionPlan, narrowest_itemsize
@@ -34,6 +40,27 @@ from composable_shard.core.transport.collectives import (
 )
 
 # What one group sends, receives and keeps, as its own layouts say it ------------------------------
+
+
+class ParamPlan(NamedTuple):
+    """How one parameter travels.
+
+    Attributes:
+        name: Its name in the model.
+        layout: How it is cut; ``None`` for a tensor subclass.
+        itemsize: Bytes of an element in the all-gather.
+        sharded_nbytes: Bytes of the shard of one rank, padding included.
+        gathered_nbytes: Bytes of the gathered parameter, padding included; ``None`` before a
+            subclass has said what it sends.
+        travels: How it is gathered; see ``ParameterExplanation``.
+    """
+
+    name: str
+    layout: ParamLayout | None
+    itemsize: int
+    sharded_nbytes: int
+    gathered_nbytes: int | None
+    travels: str
 
 
 @dataclass(frozen=True)
@@ -114,6 +141,21 @@ class GatherPlan(BucketPlan):
             return ()
         return tuple(numel * self.dtype.itemsize for _, numel in self.layout.messages)
 
+    def params(self) -> Iterator[ParamPlan]:
+        """Yield how each parameter travels."""
+        itemsize = self.dtype.itemsize
+        for index, (name, layout) in enumerate(zip(self.names, self.layout.params, strict=True)):
+            sharded = layout.shard_numel * self.stored_dtype.itemsize
+            gathered = layout.gathered_numel * itemsize
+            yield ParamPlan(name, layout, itemsize, sharded, gathered, self._way_of(index))
+
+    def _way_of(self, index: int) -> str:
+        if self.layout.num_shards == 1:
+            return "not at all"
+        if index in self.layout.packed:
+            return "packed"
+        return "permuted" if index in self.layout.permuted else "in place"
+
 
 @dataclass(frozen=True)
 class SubclassPlan:
@@ -137,6 +179,11 @@ class SubclassPlan:
     def unsharded_nbytes(self) -> int | None:
         """Bytes that arrive; what a hook makes of them is its own business."""
         return None if self.sent is None else self.num_shards * sum(self.sent)
+
+    def params(self) -> Iterator[ParamPlan]:
+        """Yield how the parameter travels."""
+        nbytes = self.sharded_nbytes, self.unsharded_nbytes
+        yield ParamPlan(self.name, None, 0, *nbytes, "as a subclass")
 
 
 @dataclass(frozen=True)
@@ -317,6 +364,12 @@ class GroupPlan:
         return [bucket for mesh in self.meshes for bucket in mesh.buckets]
 
     @property
+    def params(self) -> list[ParamPlan]:
+        """How each parameter travels."""
+        gathers = (unit for mesh in self.meshes for unit in mesh.gathers)
+        return [param for unit in gathers for param in unit.params()]
+
+    @property
     def sharded_nbytes(self) -> int:
         """Bytes of the shards of one rank, padding included."""
         return sum(unit.sharded_nbytes for mesh in self.meshes for unit in mesh.gathers)
@@ -427,7 +480,6 @@ class Elsewhere(NamedTuple):
         num_replicas: Ranks that hold the same shards; a mesh without replicas stays so.
         num_neighbours: From how many parameters are regathered, where they are.
         is_accelerator: Whether compute is on another device than what is offloaded.
-        packing: How small parameters are packed there.
         backend: Which communicates, if it is known.
     """
 
@@ -435,8 +487,12 @@ class Elsewhere(NamedTuple):
     num_replicas: int
     num_neighbours: int
     is_accelerator: bool
-    packing: Packing
     backend: str | None
+
+
+def is_plain(group: ParamGroup) -> bool:
+    """Return whether no parameter of a group is a tensor subclass."""
+    return all(isinstance(unit, ParamBucket) for unit in group.units.members)
 
 
 def read_group(
@@ -475,12 +531,13 @@ class _MeshReader:
         self._group, self._channel, self._names = group, channel, names
         self._num_shards, self._num_replicas = mesh.num_shards, mesh.num_replicas
         self._elsewhere = elsewhere
-        self._packing = None if elsewhere is None else elsewhere.packing
+        self._packing: Packing | None = None
         self._is_accelerator = _torch.has_streams(mesh.device)
         if elsewhere is not None:
             self._num_shards = elsewhere.num_shards if mesh.num_shards > 1 else 1
             self._num_replicas = elsewhere.num_replicas if mesh.num_replicas > 1 else 1
             self._is_accelerator = elsewhere.is_accelerator
+            self._packing = packing_of(elsewhere.backend, is_aligned=self._is_accelerator)
 
     def plan(self, reductions: Sequence[ReductionPlan]) -> MeshPlan:
         mesh, reduction = self._channel.mesh, self._group.settings.reduction

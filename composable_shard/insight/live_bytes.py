@@ -20,7 +20,7 @@ from composable_shard.core.param import ShardedParam
 
 # Frames of the core stand behind what the library allocates, but for those that cast what modules
 # take and give, which is part of compute, and those that backwards run in.
-_CORE = f"{core.__name__}."
+_CORE = f"{core.__name__}.", f"{hooks.__name__.rpartition('.')[0]}."
 _COMPUTES = {module.__name__ for module in (hooks, nested, optimizers, substituted)}
 
 
@@ -236,7 +236,8 @@ def shards_of(params: Sequence[ShardedParam], num_shards: int) -> list[nn.Parame
     """
     made = []
     for param in params:
-        shape, dim = list(param.form.shape), param.form.dim
+        whole, dim, _ = param.facts()
+        shape = list(whole)
         if dim is not None and param.mesh.num_shards > 1:
             shape[dim] = -(-shape[dim] // num_shards)
         made.append(nn.Parameter(torch.empty(shape, dtype=param.local.dtype)))

@@ -14,9 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard import _torch
-from composable_shard.core.bucket import ParamBucket
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.layout import Packing, packing_of
 from composable_shard.core.param import ShardedParam
 from composable_shard.core.transport.collectives import (
     AllGatherLaunch,
@@ -26,7 +24,7 @@ from composable_shard.core.transport.collectives import (
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.errors import ShardError
 from composable_shard.insight.events import listening
-from composable_shard.insight.group_plan import Elsewhere, GroupPlan, read_group
+from composable_shard.insight.group_plan import Elsewhere, GroupPlan, is_plain, read_group
 from composable_shard.insight.layout_plan import plan_layouts
 from composable_shard.insight.live_bytes import (
     Live,
@@ -101,11 +99,6 @@ class Question:
     def backend(self) -> str | None:
         """The backend that such devices have by themselves."""
         return dist.Backend.default_device_backend_map.get(self.device_type)
-
-    @property
-    def packing(self) -> Packing:
-        """How small parameters are packed by it."""
-        return packing_of(self.backend, is_aligned=self.is_accelerator)
 
 
 def checked_ranks(mesh_shape: object, reshard_after_forward: Any) -> Ranks:
@@ -261,12 +254,11 @@ def _groups_of(model: nn.Module) -> list[ParamGroup]:
             f"Expected shard to apply fully_shard to {type(model).__name__}, got no sharded module"
         )
     for group in groups:
-        for unit in group.units.members:
-            if not isinstance(unit, ParamBucket):
-                raise ValueError(
-                    "Expected plain parameters, which can be laid out for any number of ranks, got "
-                    "a tensor subclass; estimate the model before its parameters are converted"
-                )
+        if not is_plain(group):
+            raise ValueError(
+                "Expected plain parameters, which can be laid out for any number of ranks, got a "
+                "tensor subclass; estimate the model before its parameters are converted"
+            )
         for param in group.params:
             if not _is_known(param, group):
                 raise ValueError(
@@ -303,7 +295,6 @@ def _run(
         ranks.num_replicas,
         ranks.num_neighbours or 1,
         question.is_accelerator,
-        question.packing,
         question.backend,
     )
     layouts, nothing = None, OptimizerBytes(0, 0)

@@ -1,0 +1,1 @@
+"""What sharding does to a model, as the buckets and reductions of its groups plan it."""
