@@ -99,7 +99,7 @@ def _giant_root(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advi
         blocks = [block for top in group.modules for block in repeated_blocks(top)]
         if not blocks:
             continue
-        kind, count = Counter(_shown_class(block) for block in blocks).most_common(1)[0]
+        kind, count = Counter(type(block).__name__ for block in blocks).most_common(1)[0]
         yield Advice(
             "giant root",
             (plan.name,),
@@ -110,15 +110,13 @@ def _giant_root(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advi
         )
 
 
-def _shown_class(module: nn.Module) -> str:
-    return type(module).__name__
-
-
 def _small_groups(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advice]:
     small = [
         plan
         for group, plan in groups
-        if group is not group.context.root and group.params and _is_packed_whole(plan)
+        if group is not group.context.root
+        and plan.params
+        and all(param.travels == "packed" for param in plan.params)
     ]
     if small:
         largest = max(plan.unsharded_nbytes or 0 for plan in small)
@@ -129,11 +127,6 @@ def _small_groups(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Ad
             "few bytes is all latency",
             "shard the module around instead, or several in one list: fully_shard([a, b])",
         )
-
-
-def _is_packed_whole(plan: GroupPlan) -> bool:
-    """Tell whether nothing in a group is worth a message of its own."""
-    return all(param.travels == "packed" for param in plan.params)
 
 
 def _rows(layout: ParamLayout) -> int:
@@ -216,7 +209,7 @@ def _unsharded_parameters(
     model: nn.Module, groups: Sequence[tuple[ParamGroup, GroupPlan]]
 ) -> Iterator[Advice]:
     ours = {id(param.sharded) for group, _ in groups for param in group.params}
-    ours |= {id(param.unsharded) for group, _ in groups for param in group.params}
+    ours |= {id(getattr(p, "unsharded", None)) for group, _ in groups for p in group.params}
     others = {n: p for n, p in model.named_parameters() if id(p) not in ours}
     for trained in (True, False):
         some = {n: p for n, p in others.items() if p.requires_grad is trained}

@@ -101,7 +101,7 @@ class Estimate(Report):
             (
                 name,
                 nbytes_text(getattr(self.peak, name)),
-                nbytes_text(_of(self.between_steps, name)),
+                nbytes_text(getattr(self.between_steps, name)),
             )
             for name in names
         ]
@@ -125,11 +125,6 @@ class Estimate(Report):
             for field in fields(StepTime):
                 rows.append((field.name, seconds_text(getattr(self.time, field.name))))
         return [Table("Forward and backward", ("", "amount"), tuple(rows))]
-
-
-def _of(split: MemorySplit, name: str) -> int:
-    nbytes: int = getattr(split, name)
-    return nbytes
 
 
 # What a model will need on a number of devices, told without any of them --------------------------

@@ -355,7 +355,7 @@ def _explain_group(group: ParamGroup, plan: GroupPlan, names: Names) -> GroupExp
     params = {param.name: param for param in plan.params}
     return GroupExplanation(
         name=plan.name,
-        modules=tuple(_class_of(module) for module in group.modules),
+        modules=tuple(type(module).__name__.removeprefix("FSDP") for module in group.modules),
         parameters=tuple(
             _explain_param(param, params[full_name(param, names)]) for param in group.params
         ),
@@ -365,10 +365,6 @@ def _explain_group(group: ParamGroup, plan: GroupPlan, names: Names) -> GroupExp
         copies=step_copies(plan),
         reasons=_reasons(plan),
     )
-
-
-def _class_of(module: nn.Module) -> str:
-    return type(module).__name__.removeprefix("FSDP")
 
 
 def _explain_param(param: ShardedParam, plan: ParamPlan) -> ParameterExplanation:
