@@ -96,14 +96,13 @@ class Estimate(Report):
         return shown if self.optimizer is None else [*shown, *self.optimizer.sections()]
 
     def _memory(self, title: str) -> Table:
-        names = [field.name for field in fields(MemorySplit)]
         rows = [
             (
-                name,
-                nbytes_text(getattr(self.peak, name)),
-                nbytes_text(getattr(self.between_steps, name)),
+                field.name,
+                nbytes_text(getattr(self.peak, field.name)),
+                nbytes_text(getattr(self.between_steps, field.name)),
             )
-            for name in names
+            for field in fields(MemorySplit)
         ]
         rows.append(("in all", nbytes_text(self.peak.total), nbytes_text(self.between_steps.total)))
         if self.on_cpu:

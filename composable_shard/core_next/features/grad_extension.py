@@ -65,6 +65,12 @@ def _is_unknown(param: ShardedParam) -> bool:
     return param not in _codecs and _torch.is_wrapper_subclass(param.unsharded_local)
 
 
+def num_tensors(param: ShardedParam) -> int:
+    """Return how many tensors a gradient consists of; 1 if that is not known yet."""
+    codec = _codecs.get(param)
+    return 1 if codec is None else len(codec.names)
+
+
 def agree_on_codecs(params: Sequence[ShardedParam], grads: Sequence[Any], mesh: ShardMesh) -> None:
     """Find out what gradients are made of, from a rank that has one.
 
@@ -110,7 +116,7 @@ class SplitReduction(Reduction):
         for param in self.params:
             codec = _codecs.get(param)
             start = len(self.members)
-            self.members += [param] * (1 if codec is None else len(codec.names))
+            self.members += [param] * num_tensors(param)
             self._spans.append((param, codec, slice(start, len(self.members))))
         self._plan_messages()
         self._plan_results()

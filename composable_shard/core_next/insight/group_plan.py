@@ -19,6 +19,7 @@ from composable_shard.core.transport.collectives import (
     sum_dtype,
 )
 from composable_shard.core_next.features.extension import ExtensionBucket
+from composable_shard.core_next.features.grad_extension import num_tensors
 from composable_shard.core_next.group import ParamGroup
 from composable_shard.core_next.layout import (
     BucketLayout,
@@ -570,6 +571,7 @@ class _MeshReader:
                 planned, gathered = self._layout(bucket)
                 own_message = set(planned[: gathered.num_direct])
                 params = [param for param in planned if param in params]
+            params = [param for param in params for _ in range(num_tensors(param))]
             direct = {param for param in own_message if self._over(param).is_even}
             params.sort(key=lambda param: param not in direct)
             yield ReducePlan(
