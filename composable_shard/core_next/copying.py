@@ -42,10 +42,15 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
         module: A sharded module.
         memo: As for ``copy.deepcopy``.
 
+    Raises:
+        ShardError: If its shards are not in memory.
+
     Collective: none.
     Memory: this rank's shards once more.
     """
     groups = _groups_below(module, memo)
+    for group in groups:
+        group.check_awake("to be copied")
     for group in groups:
         group.reshard()
         memo[id(group)] = object.__new__(ParamGroup)

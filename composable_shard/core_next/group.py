@@ -157,7 +157,6 @@ class ParamGroup:
         is_split: Whether a schedule has asked for the gradients of inputs alone; it will ask for
             those of the weights.
         is_opened: Whether the modules hold full parameters, inside of ``unsharded()``.
-        absence: Why its shards are not in memory, and what to do; ``None`` if they are.
         num_optimizer_steps: How many optimizer steps have changed the shards.
         unsynced_names: Names of parameters that may have unreduced gradients.
         finished_nodes: The graph task of each node that has run: gradient accumulations and input
@@ -193,7 +192,7 @@ class ParamGroup:
         self.state = State.SHARDED
         self.is_unsharded_registered = self.is_held = self.is_partly_run = False
         self.is_opened = self.is_split = False
-        self.absence: str | None = None
+        self._absence: str | None = None
         self._ran: set[nn.Module] = set()  # of a list, since the group was gathered
         self.unsharded_version = 0
         self.num_optimizer_steps = 0
@@ -238,6 +237,19 @@ class ParamGroup:
     def label(self) -> str:
         """The group as messages call it."""
         return f"group '{self.name}'" if self.name else "the root group"
+
+    @property
+    def absence(self) -> str | None:
+        """Why its shards are not in memory, and what to do; ``None`` if they are."""
+        return self._absence
+
+    @absence.setter
+    def absence(self, reason: str | None) -> None:
+        self._absence = reason
+        if self.is_compiled:  # a backward of an earlier forward runs this program
+            check, gather = partial(self.check_awake, "to be gathered"), self.program.gather
+            self.program.gather = gather._replace(launch=(check, *gather.launch))
+        self.is_compiled = False
 
     def check_awake(self, purpose: str) -> None:
         """Raise ``ShardError`` if its shards are not in memory."""
@@ -370,11 +382,11 @@ class ParamGroup:
         for one, choice in choices.items():
             self.channels[one].restore(*choice)
         self.set_name(self.name)
-        self.absence, self.is_compiled, self._gathered_version = None, False, -1
+        self.absence, self._gathered_version = None, -1
 
     def leave(self) -> None:
         """Let the parameters lie on other ranks alone; this rank has no shards of them."""
-        self.buckets, self.is_compiled, self.absence = [], False, ON_OTHER_RANKS
+        self.buckets, self.absence = [], ON_OTHER_RANKS
 
     def unshard(self) -> None:
         """Launch the all-gather, unless the group is unsharded or unsharding."""

@@ -95,6 +95,7 @@ def _owned(group: ParamGroup, params: Params) -> Params:
 
 def _before_save(group: ParamGroup, params: Params, module: nn.Module, *_: object) -> None:
     """Show the sharded parameters: for good, or in the middle of compute for this call."""
+    group.check_awake("for a state dict")
     if not group.is_unsharded_registered:
         return
     if not group.is_held and not any(_is_computing(one) for one in group.tree.groups):
@@ -143,6 +144,7 @@ def _before_load(
 
     What does not fit is left as it is: torch says what is wrong with it.
     """
+    group.check_awake("to load a state dict")
     if group.state is State.UNSHARDED and _is_computing(group):
         raise ShardError(
             f"Expected to load parameters of {group.label} before or after its forward and "

@@ -827,7 +827,7 @@ class Staging:
                 split[-1] = column = spare(width)
             if param.gathers_in_place:  # padding lies behind the rows: one copy takes it along
                 count = param.num_nonempty
-                pairs.append((place[: count * width].view(count, -1), column[:count]))
+                pairs.append((place[: count * width].view(count, width), column[:count]))
             else:
                 pairs += matching_pieces(param, place, column)
         if is_fused:
