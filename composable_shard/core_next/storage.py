@@ -720,12 +720,12 @@ class _AllGather:
         """Return the operations."""
         bucket, source, staging = self._bucket, self._source, self._bucket.staging
         allocate, free = _torch.memory_ops(bucket.unsharded)
+        if not self._has_streams:  # an array of NumPy may share the memory
+            allocate, free = self._allocate, self._free
         if bucket.mesh.num_shards == 1:
             copy = partial(self._copy_in, bucket.whole)
             wait_for_copy = [self._wait_for_copy] if bucket.is_uploaded else []
             return GatherOps([allocate, copy], wait_for_copy, wait_for_copy, [free])
-        if self._is_given_memory:
-            allocate, free = self._allocate, self._free
         gather: list[Op] = [allocate]
         wait: list[Op] = [self.wait]
         drop: list[Op] = [self.drop]
@@ -757,7 +757,7 @@ class _AllGather:
         self._lane.arrival().wait()
 
     def _allocate(self) -> None:
-        if self._has_own_memory:
+        if self._has_own_memory or not self._is_given_memory:
             _torch.allocate(self._bucket.unsharded)
 
     def _free(self) -> None:
