@@ -11,6 +11,7 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.placement import ParamPlacement, plan_placement
+from composable_shard.core_next.features.grad_extension import forget_codec
 from composable_shard.core_next.group import ParamGroup
 from composable_shard.core_next.placement import plan_tensor
 from composable_shard.core_next.reduction import is_partial
@@ -98,6 +99,7 @@ def settle_param(param: ShardedParam, local: torch.Tensor) -> None:
         exchange(param.sharded, _torch.parameter_of(made, param.sharded.requires_grad))
     _torch.relocate(param.sharded, local, spec)
     param.hold(local)
+    forget_codec(param)
 
 
 def leave_param(param: ShardedParam, nothing: torch.Tensor, spec: _torch.DTensorSpec) -> None:
