@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial, reduce
 from itertools import chain
 from operator import attrgetter, is_
@@ -330,7 +330,7 @@ def reduced_together(
     widest: dict[bool, torch.dtype] = {}
     for is_complex in (False, True):
         found = {dtype for dtype in dtypes.values() if dtype.is_complex == is_complex}
-        if found:
+        with suppress(RuntimeError, TypeError):  # float8 promotes to nothing
             widest[is_complex] = reduce(torch.promote_types, found)
     planned: dict[tuple[Any, ...], tuple[Storage, list[ShardedParam]]] = {}
     for bucket in group.buckets:
@@ -339,7 +339,8 @@ def reduced_together(
         place = bucket.mesh if kind.joins_buckets else bucket
         for param in bucket.params:
             if param in dtypes:
-                key = place, kind, widest[dtypes[param].is_complex]
+                dtype = dtypes[param]
+                key = place, kind, widest.get(dtype.is_complex, dtype)
                 planned.setdefault(key, (bucket, []))[1].append(param)
     for (_, kind, dtype), (bucket, params) in planned.items():
         yield kind, bucket, params, dtype
