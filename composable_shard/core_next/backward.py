@@ -112,8 +112,12 @@ class Backward:
     def gather_for_backward(self, group: ParamGroup, *, has_input_markers: bool) -> None:
         """Gather ``group``, because an output of its module has a gradient."""
         self._creates_graph = torch.is_grad_enabled()
+        if self._creates_graph and _torch.num_to_run(group.program.accumulators):
+            raise _graph_error(group)
         if group.progress is None:
-            group.is_split = group.is_split or _is_half(group)
+            settings = group.settings
+            if not (settings.reduce_grads or settings.reshard_after_backward):
+                group.is_split = group.is_split or _is_half(group)
             for op in group.program.pre_backward:
                 op()
         progress = self._ensure_progress(group)
@@ -150,7 +154,7 @@ class Backward:
                 self._gather_inside(group)
         task = _current_task()
         if task not in progress.expected_nodes:
-            nodes = [node for call in group.live_calls() for node in call.markers]
+            nodes = [node for ref in group.calls if (call := ref()) for node in call.markers]
             nodes = [*group.program.accumulators, *nodes]
             num_nodes = _torch.num_to_run(nodes, partial(_refuse_leaves, group))
             progress.expected_nodes[task] = num_nodes
@@ -244,11 +248,7 @@ class Backward:
             group.tree.free_inside(group)
             return
         if self._creates_graph and any(map(Reduction.has_unsharded_grads, group.reductions)):
-            raise ShardError(
-                f"Expected a backward into the parameters of {group.label} without "
-                "create_graph=True, got one with it, whose graph ends where gradients are reduced; "
-                "take gradients of inputs by torch.autograd.grad(loss, inputs, create_graph=True)"
-            )
+            raise _graph_error(group)
         if not group.settings.reshard_after_backward:
             self.kept.append(group)
             if not group.is_split and all(call.is_reached for call in group.live_calls()):
@@ -307,6 +307,14 @@ class Backward:
 # Uses of autograd that would lose gradients -------------------------------------------------------
 
 
+def _graph_error(group: ParamGroup) -> ShardError:
+    return ShardError(
+        f"Expected a backward into the parameters of {group.label} without create_graph=True, got "
+        "one with it, whose graph ends where gradients are reduced; take gradients of inputs by "
+        "torch.autograd.grad(loss, inputs, create_graph=True)"
+    )
+
+
 def _refuse_leaves(group: ParamGroup) -> None:
     """Raise if ``torch.autograd.grad`` would return gradients that should be reduced.
 
@@ -324,16 +332,14 @@ def _refuse_leaves(group: ParamGroup) -> None:
 def _is_half(group: ParamGroup) -> bool:
     """Return whether a schedule differentiates inputs alone, and weights later.
 
-    A pipeline schedule runs the backwards of all microbatches without sync, some of them in two
-    halves, by ``torch.autograd.grad``. The second one differentiates the parameters that are
+    A pipeline schedule runs the backwards of all microbatches without sync and without freeing, some
+    of them in two halves, by ``torch.autograd.grad``. The second one differentiates the parameters that are
     registered at the first, and the sharded ones are not in the graph.
 
     Raises:
         ShardError: If the sharded ones are registered. On all ranks of the stage.
     """
-    settings, tree = group.settings, group.tree
-    if settings.reduce_grads or settings.reshard_after_backward:
-        return False  # a schedule sets both to False
+    tree = group.tree
     ends_here = tree.is_last_backward and not tree.finalization.by_hand
     accumulators = group.program.accumulators
     if ends_here or not accumulators or _torch.num_to_run(accumulators):
