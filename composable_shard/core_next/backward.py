@@ -332,9 +332,9 @@ def _refuse_leaves(group: ParamGroup) -> None:
 def _is_half(group: ParamGroup) -> bool:
     """Return whether a schedule differentiates inputs alone, and weights later.
 
-    A pipeline schedule runs the backwards of all microbatches without sync and without freeing, some
-    of them in two halves, by ``torch.autograd.grad``. The second one differentiates the parameters that are
-    registered at the first, and the sharded ones are not in the graph.
+    A pipeline schedule runs all backwards without sync and without freeing, some in two halves, by
+    ``torch.autograd.grad``. The second one differentiates the parameters that are registered at the
+    first, and the sharded ones are not in the graph.
 
     Raises:
         ShardError: If the sharded ones are registered. On all ranks of the stage.

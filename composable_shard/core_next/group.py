@@ -401,9 +401,22 @@ class ParamGroup:
             self._gather = program.regather
         else:
             return
-        for op in self._gather.launch:
-            op()
+        try:
+            for op in self._gather.launch:
+                op()
+        except Exception as error:
+            self._announce("gathering", error)
+            for op in (*self._gather.drop, *program.gather.free):
+                op()
+            self.state = State.SHARDED
+            raise
         self.state = State.UNSHARDING
+
+    def _announce(self, doing: str, error: Exception) -> None:
+        """Tell the other ranks that this one has failed, and will not do its part."""
+        channels = self.channels.values()
+        ranks = [process_group for channel in channels for process_group in channel.process_groups]
+        announce(ranks, f"{doing} {self.label}", error)
 
     def prefetch(self) -> None:
         """Launch the all-gather for a later use, if the program is or can be brought up to date."""
@@ -492,8 +505,12 @@ class ParamGroup:
 
     def _launch_reduction(self, mode: Mode) -> Flight:
         program = self.program
-        for op in program.reduce[mode]:
-            op()
+        try:
+            for op in program.reduce[mode]:
+                op()
+        except Exception as error:
+            self._announce("reducing the gradients of", error)
+            raise
         if program.over_replicas and self.settings.all_reduce_grads:
             for op in program.over_replicas:
                 op()

@@ -194,7 +194,10 @@ class Program:
             )
             if num_ranks is not None and not isinstance(num_ranks, bool):
                 regathers.append(Regather(bucket.memory_for_backward(), channel, num_ranks))
-        launches, waits, drops, frees = map(chain.from_iterable, zip(*parts, strict=True))
+        # All memory is there before the first collective is launched.
+        before = chain.from_iterable(part.launch[:-1] for part in parts)
+        launches = (*before, *chain.from_iterable(part.launch[-1:] for part in parts))
+        _, waits, drops, frees = map(chain.from_iterable, zip(*parts, strict=True))
         unsharded = tuple(chain.from_iterable(param.all_unsharded() for param in group.params))
         set_version = partial(_set_unsharded_version, group, unsharded)
         forbid = partial(_torch.set_versions, unsharded, (FREED,) * len(unsharded))

@@ -536,8 +536,10 @@ class Regather:
 
     def drop(self) -> None:
         """Wait until nothing is written any more; free this rank's part."""
-        self._pending.drop()
-        del self._pending, self._arrived
+        pending = self.__dict__.pop("_pending", None)
+        if pending is not None:  # otherwise it was not launched
+            pending.drop()
+            del self._arrived
         self.free()
 
     def free(self) -> None:
@@ -680,6 +682,13 @@ class Bucket:
         _torch.free(self.unsharded)
 
 
+def _memory_ops(tensor: torch.Tensor) -> tuple[Op, Op]:
+    """Return the operations that allocate and free the memory of a tensor."""
+    if _torch.is_big(tensor):
+        return (lambda: _torch.allocate(tensor)), (lambda: _torch.free(tensor))
+    return _torch.memory_ops(tensor)
+
+
 class _AllGather:
     """The all-gather of a bucket: a message per direct parameter, and one for all packed ones.
 
@@ -719,7 +728,7 @@ class _AllGather:
     def ops(self) -> GatherOps:
         """Return the operations."""
         bucket, source, staging = self._bucket, self._source, self._bucket.staging
-        allocate, free = _torch.memory_ops(bucket.unsharded)
+        allocate, free = _memory_ops(bucket.unsharded)
         if not self._has_streams:  # an array of NumPy may share the memory
             allocate, free = self._allocate, self._free
         if bucket.mesh.num_shards == 1:
@@ -730,12 +739,12 @@ class _AllGather:
         wait: list[Op] = [self.wait]
         drop: list[Op] = [self.drop]
         if self._casts:
-            allocate_source, free_source = _torch.memory_ops(source)
+            allocate_source, free_source = _memory_ops(source)
             gather += [allocate_source, partial(self._copy_in, source)]
             wait += [free_source]
             drop += [free_source]
         if staging is not None:
-            allocate_staging, free_staging = _torch.memory_ops(staging.flat)
+            allocate_staging, free_staging = _memory_ops(staging.flat)
             gather += [allocate_staging]
             wait += [*staging.copy_out, free_staging]
             drop += [free_staging]
@@ -781,8 +790,9 @@ class _AllGather:
         del self._pending
 
     def drop(self) -> None:
-        self._pending.drop()
-        del self._pending
+        pending = self.__dict__.pop("_pending", None)
+        if pending is not None:  # otherwise it was not launched
+            pending.drop()
 
 
 class Staging:

@@ -214,10 +214,16 @@ class Tree:
                 group.reshard()
         self.finalization.check_ended()
         self.prepare_gather()
+        self._keep_spare()
         self._frame = _torch.module_call_frame()
         self.tape.begin_forward(outermost)
         for feature in self.plugins.features:
             feature.begin_forward(self)
+
+    def _keep_spare(self) -> None:
+        """Keep freed memory of the host for the next gather; with streams torch does it."""
+        if not _torch.has_streams(self.root.mesh.device):
+            _torch.keep_spare()
 
     def _stays(self, group: ParamGroup) -> bool:
         """Return whether users have said that what was gathered before stays as it is."""
@@ -268,6 +274,8 @@ class Tree:
             self.tape.discard_forward()
             self.reset()
             return
+        if _current_task() == -1:
+            _torch.return_spare()
         if not self.tape.visits:  # otherwise the end of the backward does
             self._settle_copies()
         for feature in self.plugins.features:
@@ -343,6 +351,7 @@ class Tree:
             self._plan = self.tape.plan_backward(), self.tape.num_checkpoints()
             self.planned = {group for group, _ in self._plan[0]}
             self.tape.note_first_of_backward(self._plan[0])
+        self._keep_spare()
         steps, num_checkpoints = self._plan
         inside = [group for group in self._ran_inside if group not in self.planned]
         self._backward = Backward(
@@ -394,6 +403,7 @@ class Tree:
         self._backward = None
         self._ran_inside.clear()
         self.tape.clear()
+        _torch.return_spare()
         if backward.kept and not self.goes_on:
             for group in backward.kept:
                 group.reshard()
@@ -473,6 +483,7 @@ class Tree:
             self._backward = None
             self.tape.clear()
         self.call_stack.clear()
+        _torch.return_spare()
         self._ran_inside.clear()
         self._spare.clear()
         self.finalization.reset()
