@@ -449,8 +449,13 @@ class ParamGroup:
                     op()
                 state = State.PARTLY_SHARDED
             is_kept = self.state is State.PARTLY_SHARDED
-            for op in program.regather.free if is_kept else program.gather.free:
-                op()
+            try:
+                for op in program.regather.free if is_kept else program.gather.free:
+                    op()
+            except RuntimeError:  # arrays share the memory; the next program expects that
+                if not any([bucket.free() for bucket in self.buckets]):
+                    raise
+                program.generation = -1
             self.state = state
         if self.is_unsharded_registered:
             self.register_sharded()

@@ -486,8 +486,8 @@ class Storage(Protocol):
     def own_memory(self) -> None:
         """Move the unsharded parameters out of memory that other ranks share, if they are there."""
 
-    def free(self) -> None:
-        """Free the unsharded memory that was to stay allocated."""
+    def free(self) -> bool:
+        """Free the unsharded memory that was to stay allocated; return whether arrays share it."""
 
     def memory_for_backward(self) -> Sequence[torch.Tensor]:
         """Return the flat memory, of one length on all ranks, that a backward may read."""
@@ -560,6 +560,7 @@ class Bucket:
             and no cast it is ``sharded`` itself, and nothing is ever copied.
         whole: The part of ``unsharded`` to copy ``sharded`` to, if there is only one shard.
         is_uploaded: Whether shards are copied from pinned memory of the host, beside compute.
+        has_arrays: Whether arrays of NumPy share the memory of ``unsharded``, which then stays.
         gather_outputs: Where each message arrives: in place, or, the packed one, in ``staging``.
         staging: The packed message of all ranks; has no memory between uses.
     """
@@ -589,7 +590,7 @@ class Bucket:
         self._pins = first.offload is not None and pins(first.offload)
         is_on_host = self.device.type == "cpu"
         self.is_uploaded = is_on_host and copies_beside_compute(first.offload, self.mesh.device)
-        self.num_direct = self.layout.num_direct
+        self.num_direct, self.has_arrays = self.layout.num_direct, False
         self.shares_storage = (
             self.mesh.num_shards == 1
             and self.dtype == self.compute_dtype
@@ -618,10 +619,11 @@ class Bucket:
         """Move the unsharded buffer out of memory that other ranks share, if it is there."""
         _torch.own(self.unsharded)
 
-    def free(self) -> None:
-        """Free the unsharded buffer."""
+    def free(self) -> bool:
+        """Free the unsharded buffer; return whether arrays of NumPy share it."""
         if not self.shares_storage:
-            _torch.free(self.unsharded)
+            self.has_arrays = not _torch.free(self.unsharded)
+        return self.has_arrays
 
     def memory_for_backward(self) -> Sequence[torch.Tensor]:
         """Return the unsharded buffer."""
@@ -729,7 +731,7 @@ class _AllGather:
         """Return the operations."""
         bucket, source, staging = self._bucket, self._source, self._bucket.staging
         allocate, free = _memory_ops(bucket.unsharded)
-        if not self._has_streams:  # an array of NumPy may share the memory
+        if self._is_given_memory or bucket.has_arrays:
             allocate, free = self._allocate, self._free
         if bucket.mesh.num_shards == 1:
             copy = partial(self._copy_in, bucket.whole)

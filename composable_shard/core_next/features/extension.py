@@ -216,10 +216,11 @@ class ExtensionBucket:
             if self._releases_gathered:
                 self._free(self._rows)
 
-    def free(self) -> None:
-        """Free the memory that the next gather fills again."""
+    def free(self) -> bool:
+        """Free the memory that the next gather fills again; no arrays share it."""
         self._is_gathered = False
         self._free([*self._gathered, *self._rows, *self._inner])
+        return False
 
     def _free(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
