@@ -202,7 +202,7 @@ def plan_bucket(
         min_itemsize: Bytes of an element in the narrowest dtype that these buffers have; it decides
             the alignment.
     """
-    is_direct = [not _is_packed(param, itemsize, cost) for param in params]
+    is_direct = [not is_packed(param, itemsize, cost) for param in params]
     order = sorted(range(len(params)), key=lambda index: not is_direct[index])
     ordered, num_direct = tuple(params[index] for index in order), sum(is_direct)
     step = max(1, MESSAGE_ALIGNMENT_NBYTES // itemsize)
@@ -242,7 +242,7 @@ def message_numels(params: Sequence[ParamLayout], num_direct: int) -> list[int]:
     return [*numels[:num_direct], sum(numels[num_direct:]) + len(numels)]
 
 
-def _is_packed(param: ParamLayout, itemsize: int, cost: MessageCost) -> bool:
+def is_packed(param: ParamLayout, itemsize: int, cost: MessageCost) -> bool:
     """Return whether a copy of the parameter costs less than a message of its own."""
     if param.num_shards == 1:
         return False

@@ -27,7 +27,7 @@ from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.host import copies_beside_compute, download
 from composable_shard.core.transport.pending import Pending, launching_stream, run_beside
-from composable_shard.core_next.layout import message_numels
+from composable_shard.core_next.layout import is_packed, message_numels
 from composable_shard.core_next.storage import (
     LIFTED,
     ShardedParam,
@@ -127,7 +127,12 @@ class Reduction:
         self.is_late = self.is_offloaded or self._has_streams
         self._mesh, self._compute_dtype = bucket.mesh, bucket.compute_dtype
         # Those that are reduce-scattered without packing.
-        direct = {p for p in bucket.params[: bucket.num_direct] if p.layout.param.is_even}
+        cost, layouts = bucket.message_cost, {param: param.layout.param for param in params}
+        direct = {
+            param
+            for param, layout in layouts.items()
+            if cost is not None and layout.is_even and not is_packed(layout, dtype.itemsize, cost)
+        }
         self.params = sorted(params, key=lambda param: param not in direct)
         self.members = self.params
         self._num_direct = sum(param in direct for param in params)

@@ -30,7 +30,7 @@ from composable_shard.core.placement import GradStage, ParamPlacement, plan_plac
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.host import Lane, copies_beside_compute, pins, upload
 from composable_shard.core.transport.pending import Pending, Waitable, launching_stream
-from composable_shard.core_next.layout import message_cost, plan_bucket
+from composable_shard.core_next.layout import MessageCost, message_cost, plan_bucket
 from composable_shard.core_next.placement import TensorLayout, matching_pieces, plan_tensor
 from composable_shard.core_next.plugins import Op
 from composable_shard.errors import MaterializationError, ShardError, StaleParameterError
@@ -451,7 +451,7 @@ class Storage(Protocol):
         locals: The shard of each.
         mesh: The data-parallel ranks.
         compute_dtype: The dtype of the unsharded parameters.
-        num_direct: How many of ``params``, at the front, have their own message.
+        message_cost: The cost of a message; ``None`` if all gradients share one.
         version_tensors: Tensors whose version counters grow when the shards change.
         reduction: The class of the reduction of its gradients; ``None`` for that of plain tensors.
     """
@@ -460,7 +460,7 @@ class Storage(Protocol):
     locals: list[torch.Tensor]
     mesh: ShardMesh
     compute_dtype: torch.dtype
-    num_direct: int
+    message_cost: MessageCost | None
     version_tensors: list[torch.Tensor]
 
     @property
@@ -580,17 +580,20 @@ class Bucket:
         self.compute_dtype = first.policy.compute_dtype(self.dtype)
         group = self.mesh.shard_group
         backend = None if group is None else _torch.backend_name(group, self.mesh.device)
+        self.message_cost: MessageCost | None = message_cost(
+            backend, is_aligned=_torch.has_streams(self.mesh.device)
+        )
         self.layout = plan_bucket(
             tuple(param.layout.param for param in params),
             self.compute_dtype.itemsize,
-            message_cost(backend, is_aligned=_torch.has_streams(self.mesh.device)),
+            self.message_cost,
             min(self.dtype.itemsize, self.compute_dtype.itemsize),
         )
         self.params = [params[index] for index in self.layout.order]
         self._pins = first.offload is not None and pins(first.offload)
         is_on_host = self.device.type == "cpu"
         self.is_uploaded = is_on_host and copies_beside_compute(first.offload, self.mesh.device)
-        self.num_direct, self.has_arrays = self.layout.num_direct, False
+        self.has_arrays = False
         self.shares_storage = (
             self.mesh.num_shards == 1
             and self.dtype == self.compute_dtype
@@ -672,7 +675,7 @@ class Bucket:
             return
         if mesh.num_shards == 1:
             self.whole = self.unsharded[: layout.shard_numel]
-        spans = zip(layout.unsharded_offsets[: self.num_direct], layout.params, strict=False)
+        spans = zip(layout.unsharded_offsets[: layout.num_direct], layout.params, strict=False)
         self.gather_outputs = [
             self.unsharded[start : start + mesh.num_shards * param.shard_numel]
             for start, param in spans

@@ -43,6 +43,7 @@ from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Pending, launching_stream
 from composable_shard.core.transport.process_groups import gather_objects
 from composable_shard.core_next.features.grad_extension import reduction_of
+from composable_shard.core_next.layout import MessageCost
 from composable_shard.core_next.reduction import Reduction
 from composable_shard.core_next.storage import GatherOps, ShardedParam, Storage
 from composable_shard.errors import ExtensionError
@@ -56,7 +57,7 @@ class ExtensionBucket:
         formats: For each rank, the tensors that it sends; agreed before the first gather.
     """
 
-    num_direct = 0
+    message_cost: MessageCost | None = None
 
     def __init__(self, param: ShardedParam, shard: torch.Tensor) -> None:
         self.param, self.params, self.locals = param, [param], [shard]

@@ -23,7 +23,9 @@ from composable_shard.core_next.features.grad_extension import num_tensors
 from composable_shard.core_next.group import ParamGroup
 from composable_shard.core_next.layout import (
     BucketLayout,
+    MessageCost,
     ParamLayout,
+    is_packed,
     message_cost,
     message_numels,
     plan_bucket,
@@ -546,10 +548,16 @@ class _MeshReader:
         layout = plan_bucket(
             tuple(self._over(param) for param in bucket.params),
             itemsize,
-            message_cost(self._elsewhere.backend, is_aligned=self._is_accelerator),
+            self._cost(bucket),
             min(bucket.dtype.itemsize, itemsize),
         )
         return [bucket.params[index] for index in layout.order], layout
+
+    def _cost(self, bucket: Bucket) -> MessageCost:
+        if self._elsewhere is None:
+            assert bucket.message_cost is not None
+            return bucket.message_cost
+        return message_cost(self._elsewhere.backend, is_aligned=self._is_accelerator)
 
     def _over(self, param: ShardedParam) -> ParamLayout:
         """Return how a parameter is cut over other ranks."""
@@ -568,9 +576,12 @@ class _MeshReader:
                 continue
             own_message: set[ShardedParam] = set()
             if isinstance(bucket, Bucket):
-                planned, gathered = self._layout(bucket)
-                own_message = set(planned[: gathered.num_direct])
-                params = [param for param in planned if param in params]
+                cost = self._cost(bucket)
+                own_message = {
+                    param
+                    for param in params
+                    if not is_packed(self._over(param), dtype.itemsize, cost)
+                }
             params = [param for param in params for _ in range(num_tensors(param))]
             direct = {param for param in own_message if self._over(param).is_even}
             params.sort(key=lambda param: param not in direct)
