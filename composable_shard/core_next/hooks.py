@@ -51,6 +51,12 @@ def groups_in(modules: Iterable[nn.Module]) -> list[ParamGroup]:
     ]
 
 
+def note_owner(group: ParamGroup, modules: Iterable[nn.Module]) -> None:
+    """Note that a group holds the parameters of modules."""
+    for module in modules:
+        _owners[module] = weakref.ref(group)
+
+
 def install(group: ParamGroup, managed: Iterable[nn.Module]) -> None:
     """Let the modules of a group call back before and after forward.
 
@@ -59,8 +65,7 @@ def install(group: ParamGroup, managed: Iterable[nn.Module]) -> None:
         managed: Its modules and all below, except those of inner groups.
     """
     hooks = ModuleHooks(group)
-    for module in managed:
-        _owners[module] = weakref.ref(group)
+    note_owner(group, managed)
     for module in group.modules:
         module.__dict__[_HOOKS] = hooks
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)

@@ -271,8 +271,8 @@ class Program:
     def _plan_reductions(self, group: Any) -> Sequence[Reduction]:
         reduced = [param for param in group.params if param.name in self.reduced_names]
         return [
-            kind(bucket, params, dtype, group.channels[bucket.mesh], group)
-            for kind, bucket, params, dtype in reduced_together(group, reduced)
+            kind(buckets, params, dtype, group.channels[buckets[0].mesh], group)
+            for kind, buckets, params, dtype in reduced_together(group, reduced)
         ]
 
     # Streams --------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ class Program:
 
 def reduced_together(
     group: Any, reduced: Sequence[ShardedParam]
-) -> Iterator[tuple[type[Reduction], Storage, list[ShardedParam], torch.dtype]]:
+) -> Iterator[tuple[type[Reduction], list[Storage], list[ShardedParam], torch.dtype]]:
     """Yield which gradients are reduced together: the class of the reduction, and its arguments.
 
     Several dtypes of a group are reduced in the promoted dtype.
@@ -335,18 +335,20 @@ def reduced_together(
         found = {dtype for dtype in dtypes.values() if dtype.is_complex == is_complex}
         with suppress(RuntimeError, TypeError):  # float8 promotes to nothing
             widest[is_complex] = reduce(torch.promote_types, found)
-    planned: dict[tuple[Any, ...], tuple[Storage, list[ShardedParam]]] = {}
+    planned: dict[tuple[Any, ...], tuple[list[Storage], list[ShardedParam]]] = {}
     for bucket in group.buckets:
         is_local = bucket.mesh.num_ranks == 1 and group.settings.all_reduce_hook is None
         kind = LocalReduction if is_local else bucket.reduction or Reduction
-        place = bucket.mesh if kind.joins_buckets else bucket
         for param in bucket.params:
             if param in dtypes:
-                dtype = dtypes[param]
-                key = place, kind, widest.get(dtype.is_complex, dtype)
-                planned.setdefault(key, (bucket, []))[1].append(param)
-    for (_, kind, dtype), (bucket, params) in planned.items():
-        yield kind, bucket, params, dtype
+                own, is_offloaded = dtypes[param], param.offload is not None
+                key = bucket.mesh, kind, widest.get(own.is_complex, own), is_offloaded
+                buckets, params = planned.setdefault(key, ([], []))
+                params.append(param)
+                if bucket not in buckets:
+                    buckets.append(bucket)
+    for (_, kind, dtype, _), (buckets, params) in planned.items():
+        yield kind, buckets, params, dtype
 
 
 def _within(context: Callable[[], AbstractContextManager[object]], ops: Sequence[Op]) -> Stage:

@@ -87,7 +87,7 @@ def plan_scale(
 
 
 class Reduction:
-    """The reduction of the gradients of some parameters of a bucket, in one dtype.
+    """The reduction of the gradients of some parameters over one mesh, in one dtype.
 
     Attributes:
         reduced: One flat buffer with the reduced shards and flags, from launch to write.
@@ -100,11 +100,10 @@ class Reduction:
     """
 
     reduced: torch.Tensor
-    joins_buckets = False
 
     def __init__(
         self,
-        bucket: Storage,
+        buckets: Sequence[Storage],
         params: Sequence[ShardedParam],
         dtype: torch.dtype,
         channel: Channel,
@@ -113,31 +112,38 @@ class Reduction:
         """Plan the reduction.
 
         Args:
-            bucket: The bucket.
-            params: Those of its parameters whose gradients are reduced.
+            buckets: Buckets over one mesh.
+            params: Those of their parameters whose gradients are reduced.
             dtype: The dtype of the reduction.
-            channel: The collectives of the bucket's mesh.
+            channel: The collectives of the mesh.
             group: The group, whose settings say how to reduce.
         """
         self._channel, self._dtype, self._group = channel, dtype, group
-        self._has_streams = _torch.has_streams(bucket.mesh.device)
-        self.is_offloaded = params[0].device != bucket.mesh.device or copies_beside_compute(
-            params[0].offload, bucket.mesh.device
+        self._mesh, self._compute_dtype = buckets[0].mesh, buckets[0].compute_dtype
+        self._has_streams = _torch.has_streams(self._mesh.device)
+        self.is_offloaded = params[0].device != self._mesh.device or copies_beside_compute(
+            params[0].offload, self._mesh.device
         )
         self.is_late = self.is_offloaded or self._has_streams
-        self._mesh, self._compute_dtype = bucket.mesh, bucket.compute_dtype
-        # Those that are reduce-scattered without packing.
-        cost, layouts = bucket.message_cost, {param: param.layout.param for param in params}
-        direct = {
+        direct = {  # reduce-scattered without packing
             param
-            for param, layout in layouts.items()
-            if cost is not None and layout.is_even and not is_packed(layout, dtype.itemsize, cost)
+            for bucket in buckets
+            for param in bucket.params
+            if bucket.message_cost is not None
+            and param.layout.param.is_even
+            and not is_packed(param.layout.param, dtype.itemsize, bucket.message_cost)
         }
         self.params = sorted(params, key=lambda param: param not in direct)
         self.members = self.params
         self._num_direct = sum(param in direct for param in params)
-        self._sent_dtype = sent_dtype(bucket.compute_dtype, dtype, channel)
+        self._sent_dtype = sent_dtype(buckets, dtype, channel)
         self._unsharded = tuple(param.unsharded for param in self.params)
+        dtypes = [reduce_dtype(param) for param in self.params]
+        self._rounded = [  # by their parameters' own dtypes, before others widen the reduction
+            (index, own)
+            for index, (param, own) in enumerate(zip(self.params, dtypes, strict=True))
+            if own != dtype and own.itemsize < param.compute_dtype.itemsize
+        ]
         self._sharded = tuple(param.sharded for param in self.params)
         self._has_model = any(param.placement.model is not None for param in self.params)
         self.waits_for_autograd = any(
@@ -213,6 +219,9 @@ class Reduction:
                 None if grad is None else param.placement.model_local_grad(grad)
                 for param, grad in zip(self.params, self._grads, strict=True)
             ]
+        for index, own in self._rounded:
+            grad = self._grads[index]
+            self._grads[index] = None if grad is None else grad.to(own)
 
     def take_with_unsynced(self) -> None:
         """Take the gradients, and add those that earlier backwards left unreduced."""
@@ -570,9 +579,11 @@ def note_unreduced(param: ShardedParam, stage: GradStage | None) -> None:
         param.adds_to_synced = stage == "sharded"
 
 
-def sent_dtype(grad: torch.dtype, reduced: torch.dtype, channel: Channel) -> torch.dtype:
-    """Return the dtype in which a gradient with its own message is sent."""
-    is_wider = torch.promote_types(grad, reduced) == reduced
+def sent_dtype(buckets: Sequence[Storage], reduced: torch.dtype, channel: Channel) -> torch.dtype:
+    """Return the dtype in which gradients with their own message are sent."""
+    grads = {bucket.compute_dtype for bucket in buckets}
+    grad = grads.pop()
+    is_wider = not grads and torch.promote_types(grad, reduced) == reduced
     return grad if is_wider and channel.reduce_scatter.widens else reduced
 
 

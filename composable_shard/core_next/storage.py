@@ -176,9 +176,11 @@ class ShardedParam:
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the sharded parameter alone."""
         left_out = {"local", "place", "unsharded", "unsharded_local", "parts", "attributes"}
-        return {name: value for name, value in self.__dict__.items() if name not in left_out}
+        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        return {**state, "asked": grad_dtype_asked(self.sharded)}  # which torch does not pickle
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        has_asked, asked = state.pop("asked")
         self.__dict__.update(state)
         self.place = None
         self.forget_unsharded()
@@ -193,6 +195,9 @@ class ShardedParam:
                 _torch.rebind(spec.mesh)
         _torch.rebind(self.placement.mesh)
         self.local = _torch.local_tensor(self.sharded)
+        self.sharded.__dict__.pop(LIFTED, None)
+        if has_asked:
+            self.sharded.grad_dtype = asked
 
     def __deepcopy__(self, memo: object) -> ShardedParam:
         """Return itself; `copying.py` copies the parameters of a group."""

@@ -109,8 +109,6 @@ class SplitReduction(Reduction):
     Each inner tensor travels like the gradient of a parameter of its own.
     """
 
-    joins_buckets = True
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._plan_members()
@@ -243,8 +241,6 @@ _ALIGNMENT_NBYTES = 16
 
 class EncodedReduction(Reduction):
     """The reduction of encoded gradients: exchanged all to all, decoded and summed."""
-
-    joins_buckets = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -571,18 +571,22 @@ class _MeshReader:
     def _reductions(self, mesh: ShardMesh) -> Iterator[ReducePlan]:
         group = self._group
         trained = [p for p in group.params if _is_trained(p) or p.name in group.unsynced_names]
-        for kind, bucket, params, dtype in reduced_together(group, trained):
-            if bucket.mesh != mesh:
+        for kind, buckets, reduced, dtype in reduced_together(group, trained):
+            if buckets[0].mesh != mesh:
                 continue
             own_message: set[ShardedParam] = set()
-            if isinstance(bucket, Bucket):
-                cost = self._cost(bucket)
-                own_message = {
-                    param
-                    for param in params
-                    if not is_packed(self._over(param), dtype.itemsize, cost)
-                }
-            params = [param for param in params for _ in range(num_tensors(param))]
+            ordered: list[ShardedParam] = []
+            for bucket in buckets:
+                planned: Sequence[ShardedParam] = bucket.params
+                if isinstance(bucket, Bucket):
+                    planned, cost = self._layout(bucket)[0], self._cost(bucket)
+                    own_message.update(
+                        param
+                        for param in planned
+                        if not is_packed(self._over(param), dtype.itemsize, cost)
+                    )
+                ordered += [param for param in planned if param in reduced]
+            params = [param for param in ordered for _ in range(num_tensors(param))]
             direct = {param for param in own_message if self._over(param).is_even}
             params.sort(key=lambda param: param not in direct)
             yield ReducePlan(
@@ -590,8 +594,8 @@ class _MeshReader:
                 layouts=tuple(map(self._over, params)),
                 num_direct=sum(param in direct for param in params),
                 dtype=dtype,
-                grad_dtype=bucket.compute_dtype,
-                sent_dtype=sent_dtype(bucket.compute_dtype, dtype, self._channel),
+                grad_dtype=buckets[0].compute_dtype,
+                sent_dtype=sent_dtype(buckets, dtype, self._channel),
                 final_dtypes=tuple(final_grad_dtype(param, dtype) for param in params),
                 replica_dtype=sum_dtype(dtype) if self._widens_over_replicas(dtype) else dtype,
                 is_away=self._is_away(params),
