@@ -24,14 +24,16 @@ from composable_shard.core.calls import Call, Imitated, InputMarker, Substitutio
 from composable_shard.core.forward import ForwardRun, Graph
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.nested import (
+    CastBuffers,
     Given,
+    PreciseNormWeights,
     StoredTensors,
     find_changes,
     map_tensors,
     tensors_in,
 )
 from composable_shard.core.root import Context, context_of
-from composable_shard.core.substituted import CastBuffers, PreciseNormWeights, find_substitution
+from composable_shard.core.substituted import find_substitution
 from composable_shard.core.transport.failures import announce
 from composable_shard.errors import ShardError
 

@@ -12,10 +12,6 @@ cast to theirs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
@@ -90,87 +86,3 @@ def holds_shards(group: ParamGroup) -> bool:
     return group.units.all.are_registered(unsharded=False) or all(
         isinstance(param.found(param.sharded), DTensor) for param in group.params
     )
-
-
-# Buffers under mixed precision: cast during forward, kept in their own dtype otherwise ------------
-
-
-class CastBuffers:
-    """Puts floating-point buffers in another dtype in their places while forward runs.
-
-    What forward wrote to such a buffer is copied back when it ends. Elements that it did not write
-    keep their own precision.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
-        self._modules = list(modules) if dtype is not None else []
-        self._dtype = dtype
-        self._replaced: list[tuple[nn.Module, str, torch.Tensor]] = []
-
-    @property
-    def may_substitute(self) -> bool:
-        """Whether there is anything that it could ever replace."""
-        return bool(self._modules)
-
-    def put(self) -> None:
-        """Put the cast buffers in."""
-        casts: dict[int, torch.Tensor] = {}  # several modules may share a buffer
-        for module in self._modules:
-            for name, buffer in list(module._buffers.items()):
-                if buffer is None or not buffer.is_floating_point() or buffer.dtype == self._dtype:
-                    continue
-                if id(buffer) not in casts:
-                    casts[id(buffer)] = buffer.to(self._dtype)
-                module._buffers[name] = casts[id(buffer)]
-                self._replaced.append((module, name, buffer))
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put the buffers back, but where forward has taken them out or put others in."""
-        for module, name, buffer in self._replaced:
-            current = module._buffers.get(name)
-            if current is None:
-                continue
-            if current.shape != buffer.shape:
-                module._buffers[name] = current.to(buffer.dtype)
-                continue
-            # batch norm writes its statistics without moving their version counters
-            written = current != buffer.to(self._dtype)
-            buffer.copy_(torch.where(written, current.to(buffer.dtype), buffer))
-            module._buffers[name] = buffer
-        self._replaced.clear()
-
-
-class PreciseNormWeights:
-    """Gives batch norms their weights in the dtype of their running statistics while forward runs.
-
-    Batch norm takes inputs of a lower precision than its statistics, but no weights of one.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._norms = [module for module in modules if _torch.is_batch_norm(module)]
-        self._replaced: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = []
-
-    @property
-    def may_substitute(self) -> bool:
-        """Whether there is anything that it could ever replace."""
-        return bool(self._norms)
-
-    def put(self) -> None:
-        """Put the cast weights in; gradients reach the parameters through the cast."""
-        for norm in self._norms:
-            statistics = norm._buffers.get("running_mean")
-            if statistics is None:
-                continue
-            for name, param in norm._parameters.items():
-                if param is not None and param.dtype != statistics.dtype:
-                    cast = param.to(statistics.dtype)
-                    norm._parameters[name] = cast  # type: ignore[assignment]
-                    self._replaced.append((norm, name, param, cast))
-
-    def restore(self) -> None:
-        """Register the parameters again, but where others have been registered meanwhile."""
-        for norm, name, param, cast in self._replaced:
-            if norm._parameters.get(name) is cast:
-                norm._parameters[name] = param
-        self._replaced.clear()

@@ -21,7 +21,7 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core_next.group import ParamGroup, group_of
-from composable_shard.core_next.hooks import forward_methods, register_forward_method
+from composable_shard.core_next.hooks import forward_methods, note_owners, register_forward_method
 from composable_shard.core_next.shard import init_group
 from composable_shard.core_next.state_dict import Params, StateDictHook, hooks_of_state_dicts
 from composable_shard.core_next.storage import ShardedParam, Slot
@@ -61,6 +61,7 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
     for group in groups:
         _fill(group, memo)
     for group in reversed(groups):  # as fully_shard is called: the inner ones first
+        note_owners(memo[id(group)])
         join_tree(memo[id(group)]).is_last_backward = group.tree.is_last_backward
     return copied
 
@@ -272,6 +273,7 @@ def _join(group: ParamGroup) -> None:
     join_tree(group).is_last_backward = group.__dict__[_SAVED].is_last_backward
     by_name = {found.__dict__[_SAVED].name: found for found in groups}
     for found in groups:
+        note_owners(found)
         for name, targets in found.__dict__[_SAVED].prefetch.items():
             setattr(found.settings, name, [by_name[one] for one in targets if one in by_name])
 

@@ -19,8 +19,14 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.nested import find_changes, map_tensors, tensors_in
-from composable_shard.core_next.group import ParamGroup
+from composable_shard.core.nested import (
+    CastBuffers,
+    PreciseNormWeights,
+    find_changes,
+    map_tensors,
+    tensors_in,
+)
+from composable_shard.core_next.group import ParamGroup, group_of
 from composable_shard.core_next.tree import Call
 from composable_shard.errors import ShardError
 
@@ -51,6 +57,14 @@ def groups_in(modules: Iterable[nn.Module]) -> list[ParamGroup]:
     ]
 
 
+def note_owners(group: ParamGroup) -> None:
+    """Note that a group holds the parameters of its modules and of all below without a group."""
+    found = list(group.modules)
+    for module in found:
+        found += [child for child in module.children() if group_of(child) is None]
+    note_owner(group, found)
+
+
 def note_owner(group: ParamGroup, modules: Iterable[nn.Module]) -> None:
     """Note that a group holds the parameters of modules."""
     for module in modules:
@@ -64,7 +78,8 @@ def install(group: ParamGroup, managed: Iterable[nn.Module]) -> None:
         group: The group.
         managed: Its modules and all below, except those of inner groups.
     """
-    hooks = ModuleHooks(group)
+    managed = list(managed)
+    hooks = ModuleHooks(group, managed)
     note_owner(group, managed)
     for module in group.modules:
         module.__dict__[_HOOKS] = hooks
@@ -93,9 +108,11 @@ _torch.keep_from_compiling(__name__.partition(".")[0])
 class ModuleHooks:
     """The forward hooks of a group's modules."""
 
-    def __init__(self, group: ParamGroup) -> None:
+    def __init__(self, group: ParamGroup, managed: Sequence[nn.Module]) -> None:
         self._group = group
         policy = group.policy
+        casts = CastBuffers(managed, policy.buffer_dtype), PreciseNormWeights(managed)
+        self._casts = [one for one in casts if one.may_substitute]
         self._has_streams = _torch.has_streams(group.mesh.device)
         self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
 
@@ -110,6 +127,9 @@ class ModuleHooks:
         call = group.tree.enter(group, module)
         if call.is_substituted:
             return args, kwargs
+        for cast in self._casts:
+            cast.restore()  # after an interrupt
+            cast.put()
         if self._has_streams and len(group.tree.call_stack) == 1:
             move, given = partial(_moved, group.mesh.device), call.given
             args, kwargs = map_tensors(move, (args, kwargs), given)
@@ -145,6 +165,8 @@ class ModuleHooks:
         if call.is_substituted:
             tree.leave(call, needs_grad=False, has_failed=has_failed)
             return output
+        for cast in self._casts:
+            cast.restore()
         if not has_failed and self._group.params:
             if not call.is_recomputed:
                 self._group.refuse_writes(call.versions)

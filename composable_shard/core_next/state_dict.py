@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 from composable_shard.core.transport import host
 from composable_shard.core_next.group import ParamGroup, State
-from composable_shard.core_next.storage import ShardedParam
+from composable_shard.core_next.storage import ShardedParam, carry_over, grad_dtype_asked
 from composable_shard.errors import ShardError
 
 Params = dict[str, ShardedParam]
@@ -154,6 +154,7 @@ def _before_load(
     host.settle()  # copies of shards that a forward without a backward has launched
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     for attribute, param in _owned(group, params).items():
+        param.before_load = param.sharded.__dict__, grad_dtype_asked(param.sharded)
         key, current = prefix + attribute, module._parameters.get(attribute)
         value = state_dict.get(key)
         if not isinstance(value, torch.Tensor) or not isinstance(current, DTensor):
@@ -200,6 +201,8 @@ def _after_load(group: ParamGroup, params: Params, module: nn.Module, *_: object
     """Register an assigned parameter wherever the one that it replaces is; keep attributes."""
     for attribute, param in _owned(group, params).items():
         current = module._parameters.get(attribute)
+        if isinstance(current, DTensor) and current.__dict__ is not param.before_load[0]:
+            carry_over(*param.before_load, cast(nn.Parameter, current))
         if len(param.slots) > 1 and isinstance(current, DTensor):
             for slot in param.slots:
                 slot.put(current)

@@ -139,10 +139,12 @@ class ShardedParam:
         adds_to_synced: Whether unreduced gradients were added to one that had been reduced.
         parts: Inner tensors of a subclass that are freed too, and that autograd may save.
         place: Where its shard lies in a bucket; ``None`` if it is gathered by itself.
+        before_load: The attributes and the ``grad_dtype`` when a load began.
         attributes: Carries attributes of users between both forms, if each has a dict of its own.
     """
 
     local: torch.Tensor
+    before_load: tuple[dict[str, Any], tuple[bool, torch.dtype | None]]
     sharded: nn.Parameter
     unsharded: nn.Parameter
     unsharded_local: torch.Tensor
@@ -175,7 +177,15 @@ class ShardedParam:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the sharded parameter alone."""
-        left_out = {"local", "place", "unsharded", "unsharded_local", "parts", "attributes"}
+        left_out = {
+            "local",
+            "place",
+            "unsharded",
+            "unsharded_local",
+            "parts",
+            "attributes",
+            "before_load",
+        }
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         return {**state, "asked": grad_dtype_asked(self.sharded)}  # which torch does not pickle
 
