@@ -61,14 +61,8 @@ def note_owners(group: ParamGroup) -> None:
     """Note that a group holds the parameters of its modules and of all below without a group."""
     found = list(group.modules)
     for module in found:
-        found += [child for child in module.children() if group_of(child) is None]
-    note_owner(group, found)
-
-
-def note_owner(group: ParamGroup, modules: Iterable[nn.Module]) -> None:
-    """Note that a group holds the parameters of modules."""
-    for module in modules:
         _owners[module] = weakref.ref(group)
+        found += [child for child in module.children() if group_of(child) is None]
 
 
 def install(group: ParamGroup, managed: Iterable[nn.Module]) -> None:
@@ -80,7 +74,8 @@ def install(group: ParamGroup, managed: Iterable[nn.Module]) -> None:
     """
     managed = list(managed)
     hooks = ModuleHooks(group, managed)
-    note_owner(group, managed)
+    for module in managed:
+        _owners[module] = weakref.ref(group)
     for module in group.modules:
         module.__dict__[_HOOKS] = hooks
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)

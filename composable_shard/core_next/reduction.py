@@ -138,12 +138,9 @@ class Reduction:
         self._num_direct = sum(param in direct for param in params)
         self._sent_dtype = sent_dtype(buckets, dtype, channel)
         self._unsharded = tuple(param.unsharded for param in self.params)
-        dtypes = [reduce_dtype(param) for param in self.params]
-        self._rounded = [  # by their parameters' own dtypes, before others widen the reduction
-            (index, own)
-            for index, (param, own) in enumerate(zip(self.params, dtypes, strict=True))
-            if own != dtype and own.itemsize < param.compute_dtype.itemsize
-        ]
+        # By their parameters' own dtypes, before others widen the reduction.
+        own = [(i, reduce_dtype(p), p.compute_dtype) for i, p in enumerate(self.params)]
+        self._rounded = [(i, to) for i, to, at in own if to != dtype and to.itemsize < at.itemsize]
         self._sharded = tuple(param.sharded for param in self.params)
         self._has_model = any(param.placement.model is not None for param in self.params)
         self.waits_for_autograd = any(

@@ -174,16 +174,9 @@ class GradExtension:
     """
 
     def __init__(self, param: ShardedParam) -> None:
-        self._param = weakref.ref(param)
+        self.param: ShardedParam = weakref.proxy(param)  # the key of what holds this
         self.formats: Formats | None = None
         self._metadata: Any = None
-
-    @property
-    def param(self) -> ShardedParam:
-        """The parameter."""
-        param = self._param()
-        assert param is not None
-        return param
 
     def encode(self, parts: torch.Tensor) -> list[torch.Tensor]:
         """Call the first hook; return the tensors to send, with a row for each rank.
@@ -272,8 +265,7 @@ class EncodedReduction(Reduction):
                 _view(rows, *place).copy_(tensor)
         has_grad = [grad is not None for grad in grads]
         self._all_have_grads = all(has_grad)
-        flags = torch.tensor(has_grad, dtype=torch.uint8, device=rows.device)
-        rows[:, self._row_nbytes - self.num_flags :] = flags
+        rows[:, self._row_nbytes - self.num_flags :] = rows.new_tensor(has_grad)
         self._received = _torch.empty_like(rows)
         works = self._channel.exchange(self._received, rows)
         stream = launching_stream(rows.device)
