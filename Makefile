@@ -31,13 +31,12 @@ HAS_TORCH = test -z "$(TORCH)" && $(PYTHON) -c 'import sys, torch, torch.distrib
 	2>/dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-next test-clients test-newest test-long lint format docs install clean
+.PHONY: help demo test test-all test-clients test-newest test-long lint format docs install clean
 
 help:
 	@echo "make demo     train a small language model on two ranks, with a timeline"
 	@echo "make test     run the tests: every behaviour once"
 	@echo "make test-all  run every case of every test, and all generated examples"
-	@echo "make test-next  run the tests that pass on the core that is being written"
 	@echo "make test-clients  run those with transformers, accelerate, lightning and others"
 	@echo "make test-newest  run what a new torch could break, clients too, on torch $(NEWEST_TORCH)"
 	@echo "make test-long  run ten times the generated examples, all cases, and the long runs"
@@ -60,10 +59,6 @@ test: $(INSTALLED)
 
 test-all:
 	$(MAKE) test ALL=1
-
-# Those of tests/next_core.txt, a list that only grows.
-test-next:
-	COMPOSABLE_SHARD_CORE=next $(MAKE) test
 
 # The clients lie in a folder of their own, which no other target sees. A torch that brings triton
 # keeps its own.

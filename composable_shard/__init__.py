@@ -6,7 +6,6 @@ beside ``import torch``, and the command line answers before torch is imported.
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -118,9 +117,6 @@ _MODULES = {
     "train.wrap": ("apply_fully_shard",),
 }
 """Where each public name is defined; for type checkers, the imports above say the same."""
-
-if os.environ.get("COMPOSABLE_SHARD_CORE") == "next":  # in place of today's core
-    import_module(f"{__name__}.core_next").replace_core()
 
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -14,11 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard.arguments import check_module, check_type
-from composable_shard.core.group import ParamGroup
+from composable_shard.core import optimizers  # noqa: F401 - its hooks
+from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.hooks import install, register_forward_method
 from composable_shard.core.not_sharded import check_not_taken, ignore, top_modules
-from composable_shard.core.param import ShardedParam
-from composable_shard.core.root import context_of, join_tree, share_reductions
 from composable_shard.core.shard import (
     build_group,
     check_subclasses,
@@ -27,8 +26,10 @@ from composable_shard.core.shard import (
     plan_params,
 )
 from composable_shard.core.state_dict import install_state_dict_hooks
+from composable_shard.core.storage import ShardedParam
 from composable_shard.core.ties import Claims, Managed, claim_ties
 from composable_shard.core.transport.host import check_offload
+from composable_shard.core.tree import join_tree
 from composable_shard.mesh import (
     DataParallelMeshDims,
     ShardMesh,
@@ -36,7 +37,7 @@ from composable_shard.mesh import (
     check_reshard,
     resolve_mesh,
 )
-from composable_shard.module import check_class, group_of, groups_of, make_sharded
+from composable_shard.module import check_class, groups_of, make_sharded
 from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy
 
 _Sharded = TypeVar("_Sharded", nn.Module, list[nn.Module])
@@ -114,7 +115,7 @@ def fully_shard(
     group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
     plan.claims.commit()
     ignore(plan.managed.modules, ignored_params or ())
-    _adopt(group, plan.managed)
+    _adopt(group, plan)
     return module
 
 
@@ -205,7 +206,9 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
         >>> with fake_ranks(2):
         ...     share_comm_ctx([fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4))])
     """
-    share_reductions(list(dict.fromkeys(map(context_of, groups_of("modules", modules)))))
+    trees = list(dict.fromkeys(group.tree for group in groups_of("modules", modules)))
+    for tree in trees[1:]:
+        tree.share_reductions(trees[0])
 
 
 def _check_arguments(
@@ -233,16 +236,16 @@ def _check_arguments(
             )
 
 
-def _adopt(group: ParamGroup, managed: Managed) -> None:
+def _adopt(group: ParamGroup, plan: _Plan) -> None:
     """Turn the modules into sharded ones. Behind the check nothing can fail for the user's sake."""
     for module in group.modules:
         check_class(module)
-    commit(group, managed)
-    install(group, managed.modules)
+    commit(group, plan.managed, plan.params)
+    install(group, plan.managed.modules)
     install_state_dict_hooks(group)
     for module in group.modules:
         make_sharded(module, group)
-    join_tree(group, group_of)
+    join_tree(group)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

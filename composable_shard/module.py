@@ -21,11 +21,21 @@ from composable_shard.arguments import (
     checked_bool,
     checked_list,
 )
-from composable_shard.core.copying import SavedModule, copy_sharded, restore_module, save_module
-from composable_shard.core.gradient import assign_grad, clear
-from composable_shard.core.group import ParamGroup, group_of, set_group
+from composable_shard.core.copying import (
+    SavedModule,
+    copy_sharded,
+    restore_module,
+    save_module,
+)
+from composable_shard.core.group import (
+    ParamGroup,
+    State,
+    group_of,
+    set_group,
+)
 from composable_shard.core.hooks import groups_in
-from composable_shard.core.root import Context, context_of
+from composable_shard.core.reduction import assign_grad, clear, is_partial
+from composable_shard.core.storage import carry_over, grad_dtype_asked
 from composable_shard.core.torch_state import TorchState, answer_torch, torch_state
 from composable_shard.core.transport.collectives import (
     AllGather,
@@ -34,6 +44,7 @@ from composable_shard.core.transport.collectives import (
     symmetric_memory,
 )
 from composable_shard.core.transport.pending import Waitable
+from composable_shard.core.tree import Tree
 from composable_shard.errors import ShardError
 from composable_shard.mesh import check_reshard
 from composable_shard.train.clip import clip_grad_norm
@@ -139,6 +150,7 @@ def _convert(
     held = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
     params = [param for group in groups for param in group.params if id(param.sharded) in held]
     grads = [param.sharded.grad for param in params]
+    asked = [grad_dtype_asked(param.sharded) for param in params]
     with torch.no_grad():
         others = [t for m in modules for t in m._buffers.values() if t is not None]
         others += [p.grad for p in held.values() if p.grad is not None]
@@ -151,8 +163,8 @@ def _convert(
             new_grads.append(new)
     before = [(p, p.detach(), _torch.local_part(p)) for p in held.values()]
     buffers = [(module, dict(module._buffers)) for module in modules]
+    attributes = [dict(param.sharded.__dict__) for param in params]
     for param in params:
-        param.remember_grad_dtype()  # what torch puts in its place tells nothing of it
         param.sharded.grad = None
     try:
         apply(lambda t: converted[id(t)][1] if id(t) in converted else fn(t))
@@ -167,10 +179,13 @@ def _convert(
             module._buffers.update(present)
         raise
     finally:
-        for param, grad in zip(params, grads, strict=True):
-            param.keep_attributes(param.sharded)
+        for param, grad, dtypes, own in zip(params, grads, asked, attributes, strict=True):
+            now = param.find_registered()
+            if now is None:
+                continue
+            carry_over(own, dtypes, now)
             if grad is not None:
-                assign_grad(param.sharded, grad)
+                assign_grad(now, grad)
 
 
 class FSDPModule(TorchFSDPModule):
@@ -216,12 +231,11 @@ class FSDPModule(TorchFSDPModule):
                 f"Expected unshard() of {group.label} outside of unsharded(), got it inside, where "
                 "the parameters are full"
             )
-        context_of(group).free_unless_trusted(group)
+        if not group.tree.call_stack:
+            group.tree.prepare_gather()
+        group.refresh()
         group.unshard()
         group.is_held = True
-        if group.is_unsharded:
-            group.units.own_memory()
-            group.expose()
         handle = UnshardHandle(group)
         if async_op:
             return handle
@@ -255,10 +269,12 @@ class FSDPModule(TorchFSDPModule):
             >>> model[0].weight.grad is None
             True
         """
-        context = context_of(self._group())
-        context.backward.clean_up(drops_earlier=True)
-        for group in context.groups:
-            group.gradients.discard_partial()
+        tree = self._group().tree
+        tree.reset()
+        for group in tree.groups:
+            for param in group.params:
+                if is_partial(param.sharded.grad):
+                    param.sharded.grad = None
 
     def synchronize_gradients(self) -> None:
         """Reduce over all ranks what backwards have accumulated, without another backward.
@@ -286,7 +302,7 @@ class FSDPModule(TorchFSDPModule):
             >>> run_threads(accumulate, 2)[0]
             ((Partial(avg),), (Shard(dim=0),))
         """
-        self._between_iterations("synchronize_gradients").backward.synchronize()
+        self._between_iterations("synchronize_gradients").synchronize_gradients()
 
     @overload
     def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
@@ -328,44 +344,44 @@ class FSDPModule(TorchFSDPModule):
             >>> model.set_manual_backward_finalization(False)
         """
         checked_bool("async_op", async_op)
-        context = self._between_iterations("finalize_backward")
+        tree = self._between_iterations("finalize_backward")
         group = self._group()
-        if group is not context.root:
+        if group is not tree.root:
             raise ShardError(
                 f"Expected finalize_backward() of the root, got it of {group.label}; call it on "
                 "the outermost sharded module"
             )
-        if not context.has_run:
+        if not tree.tape.num_forwards:
             return GradientReductionHandle(None) if async_op else None
-        context.finalization.check_ended()
-        if not group.settings.finalizes_by_hand:
+        tree.finalization.check_ended()
+        if not tree.finalization.by_hand:
             raise ShardError(
                 "Expected finalize_backward() where backward is finalized by hand, got a root that "
                 "does it at the end of backward; call set_manual_backward_finalization(True) first"
             )
-        handle = GradientReductionHandle(group)
-        context.finalization.start(handle)
+        handle = GradientReductionHandle(tree)
+        tree.finalization.start(handle)
         if async_op:
             return handle
         handle.wait()
         return None
 
-    def _between_iterations(self, method: str) -> Context:
-        """Return what the tree shares; raise in a forward or backward, and forget one that failed.
+    def _between_iterations(self, method: str) -> Tree:
+        """Return the tree; raise in a forward or backward, and forget one that failed.
 
         Raises:
             ShardError: In a forward or backward.
         """
         group = self._group()
-        context = context_of(group)
-        if context.is_computing:
+        tree: Tree = group.tree
+        if tree.is_computing:
             raise ShardError(
                 f"Expected {method}() of {group.label} outside of forward and backward, got it "
                 "within one; call it between iterations"
             )
-        if context.backward.was_aborted:
-            context.backward.clean_up()
-        return context
+        if tree.has_failed:
+            tree.reset()
+        return tree
 
     # Training -------------------------------------------------------------------------------
 
@@ -424,7 +440,8 @@ class FSDPModule(TorchFSDPModule):
             True
         """
         for group in self._groups(recurse=True):
-            group.gradients.discard()
+            for reduction in group.reductions:
+                reduction.discard()
             for param in group.params:
                 clear(param.sharded, to_none=set_to_none)
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
@@ -445,12 +462,10 @@ class FSDPModule(TorchFSDPModule):
             >>> all(p.grad is None and not p.requires_grad for p in model.parameters())
             True
         """
-        super(TorchFSDPModule, self).requires_grad_(requires_grad)  # type: ignore[misc]
         for group in self._groups(recurse=True):
-            group.take_over_from_users()
-            if group.is_exposed:
-                group.expose()
-        return self
+            for param in group.params:
+                param.sharded.requires_grad_(requires_grad)
+        return super(TorchFSDPModule, self).requires_grad_(requires_grad)  # type: ignore[misc]
 
     def _apply(self, fn: _Conversion, recurse: bool = True) -> Any:
         module = cast(nn.Module, self)
@@ -512,6 +527,7 @@ class FSDPModule(TorchFSDPModule):
         checked = [check_reshard(reshard_after_forward, group.channels) for group in groups]
         for group, choice in zip(groups, checked, strict=True):
             group.settings.reshard_after_forward = choice
+            group.plugins.invalidate_programs()
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -563,7 +579,12 @@ class FSDPModule(TorchFSDPModule):
         """
         checked_bool("keep", keep)
         for group in self._groups(recurse):
-            group.keep_unsharded_storage(keep)
+            group.reshard()
+            group.settings.keeps_storage = keep
+            if not keep:
+                for bucket in group.buckets:
+                    bucket.free()
+            group.is_compiled = False
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward gathers this module's own group.
@@ -580,7 +601,7 @@ class FSDPModule(TorchFSDPModule):
             (Shard(dim=0),)
         """
         checked_bool("unshard_in_backward", unshard_in_backward)
-        self._group().settings.unshards_in_backward = unshard_in_backward
+        self._group().settings.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
         """Gather these modules' groups when this one runs forward, instead of the recorded next.
@@ -663,7 +684,7 @@ class FSDPModule(TorchFSDPModule):
                 "Expected event to have a method wait, as a torch.Event has, got "
                 f"{type(event).__name__}"
             )
-        self._group().context.post_optim_event = event
+        self._group().tree.post_optim_event = event
 
     # When gradients are reduced -------------------------------------------------------------
 
@@ -684,9 +705,8 @@ class FSDPModule(TorchFSDPModule):
             >>> model[0].weight.grad.placements
             (Shard(dim=0),)
         """
-        context_of(self._group()).reductions.is_last = checked_bool(
-            "is_last_backward", is_last_backward
-        )
+        tree: Tree = self._group().tree
+        tree.is_last_backward = checked_bool("is_last_backward", is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Set whether :meth:`FSDPModule.finalize_backward` finishes reductions, by a call.
@@ -712,16 +732,17 @@ class FSDPModule(TorchFSDPModule):
         """
         checked_bool("enabled", enabled)
         group = self._group()
-        context = context_of(group)
-        if group is context.root:
-            context.finalization.set_by_hand(enabled)
+        tree: Tree = group.tree
+        if group is tree.root:
+            tree.finalization.set_by_hand(enabled)
             return
-        if enabled or not group.settings.finalizes_by_hand:
+        if group in tree.finalization.misplaced:
+            tree.finalization.misplaced.remove(group)
+        if enabled:
             raise ShardError(
                 "Expected set_manual_backward_finalization() on the root, got it on "
                 f"{group.label}; call it on the outermost sharded module"
             )
-        group.settings.finalizes_by_hand = False  # it was a root when it was set
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -743,7 +764,7 @@ class FSDPModule(TorchFSDPModule):
         """
         checked_bool("requires_gradient_sync", requires_gradient_sync)
         for group in self._groups(recurse):
-            group.settings.requires_gradient_sync = requires_gradient_sync
+            group.settings.reduce_grads = requires_gradient_sync
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -758,13 +779,13 @@ class FSDPModule(TorchFSDPModule):
             (Partial(avg),)
         """
         groups = self._groups(recurse=True)
-        before = [group.settings.requires_gradient_sync for group in groups]
+        before = [group.settings.reduce_grads for group in groups]
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
             for group, value in zip(groups, before, strict=True):
-                group.settings.requires_gradient_sync = value
+                group.settings.reduce_grads = value
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward goes on to reduce gradients over the replicas of a hybrid mesh.
@@ -782,7 +803,7 @@ class FSDPModule(TorchFSDPModule):
         """
         checked_bool("requires_all_reduce", requires_all_reduce)
         for group in self._groups(recurse):
-            group.settings.reduction.all_reduces = requires_all_reduce
+            group.settings.all_reduce_grads = requires_all_reduce
 
     # How gradients are reduced --------------------------------------------------------------
 
@@ -804,7 +825,7 @@ class FSDPModule(TorchFSDPModule):
         """
         is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
         check_value("factor", factor, is_number and factor > 0, "to be a positive number")
-        self._group().gradients.divide_by(float(factor))
+        self._group().divide_by(float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Call :meth:`set_gradient_divide_factor`, as it was named before; deprecated."""
@@ -825,7 +846,8 @@ class FSDPModule(TorchFSDPModule):
             >>> model[0].set_force_sum_reduction_for_comms(True)
             >>> model(x).sum().backward()
         """
-        self._group().settings.reduction.sums_only = checked_bool("enable", enable)
+        self._group().settings.sums_only = checked_bool("enable", enable)
+        self._group().plugins.invalidate_programs()
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -849,7 +871,8 @@ class FSDPModule(TorchFSDPModule):
         """
         checked_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
         for group in self._groups(recurse):
-            group.settings.reduction.fills_unused = reduce_scatter_unused_params
+            group.settings.zeros_for_unused = reduce_scatter_unused_params
+            group.plugins.invalidate_programs()
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -911,8 +934,9 @@ class FSDPModule(TorchFSDPModule):
                 f"Expected no stream for {group.label}, which has replicas: their all-reduce "
                 "decides when the hook runs"
             )
-        group.settings.reduction.hook = hook
-        group.settings.reduction.hook_stream = stream if has_streams else None
+        group.settings.all_reduce_hook = hook
+        group.settings.hook_stream = stream if has_streams else None
+        group.plugins.invalidate_programs()
 
     # How tensors travel ---------------------------------------------------------------------
 
@@ -938,6 +962,7 @@ class FSDPModule(TorchFSDPModule):
         _check_comm("all-gather", comm)
         for channel in self._group().channels.values():
             channel.use_all_gather(comm)
+        self._group().plugins.invalidate_programs()
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:  # type: ignore[override]
         """Reduce the gradients of this module's own group by a custom reduce-scatter.
@@ -961,6 +986,7 @@ class FSDPModule(TorchFSDPModule):
         _check_comm("reduce-scatter", comm)
         for channel in self._group().channels.values():
             channel.use_reduce_scatter(comm)
+        self._group().plugins.invalidate_programs()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Set whether collectives use memory that their backend allocates.
@@ -979,6 +1005,7 @@ class FSDPModule(TorchFSDPModule):
         for channel in group.channels.values():
             channel.check_built_in()
             channel.use_memory(backend_memory(channel.mesh, group.label) if enable else None)
+        group.plugins.invalidate_programs()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Let collectives use symmetric memory.
@@ -1001,6 +1028,7 @@ class FSDPModule(TorchFSDPModule):
         for channel in group.channels.values():
             channel.check_built_in()
             channel.use_memory(symmetric_memory(channel.mesh, group.label))
+        group.plugins.invalidate_programs()
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -1021,6 +1049,7 @@ class FSDPModule(TorchFSDPModule):
         for group in self._groups(recurse):
             for channel in group.channels.values():
                 channel.separate_reductions(enable)
+            group.plugins.invalidate_programs()
 
     # Groups ---------------------------------------------------------------------------------
 
@@ -1049,8 +1078,8 @@ class GradientReductionHandle:
         (Shard(dim=0),)
     """
 
-    def __init__(self, root: ParamGroup | None) -> None:
-        self._root = root
+    def __init__(self, tree: Tree | None) -> None:
+        self._tree = tree
 
     def wait(self) -> None:
         """Wait until the gradients are reduced, on the device's own time; idempotent.
@@ -1058,16 +1087,16 @@ class GradientReductionHandle:
         Raises:
             ShardError: If ``reset_iter_state``, or cleaning up after a failure, has dropped them.
         """
-        if self._root is None:
+        tree = self._tree
+        if tree is None:
             return
-        context = context_of(self._root)
-        if context.reductions.handle is not self:
+        if tree.finalization.handle is not self:
             raise ShardError(
                 "Expected the reductions that finalize_backward() launched, got none, since they "
                 "were dropped by reset_iter_state() or after a failure; run the iteration again"
             )
-        context.finalization.end()
-        self._root = None
+        tree.finalization.end()
+        self._tree = None
 
 
 class UnshardHandle:
@@ -1078,7 +1107,12 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Wait for the gather and register the unsharded parameters; idempotent."""
-        if self._group is not None:
-            self._group.wait_for_unshard()
-            context_of(self._group).reductions.wait_for_copies()
-            self._group = None
+        group, self._group = self._group, None
+        if group is not None and group.state is not State.SHARDED:
+            group.wait()
+            for bucket in group.buckets:
+                bucket.own_memory()
+            group.register_unsharded()
+
+
+_torch.let_foreach_zero_any_placement()

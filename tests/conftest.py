@@ -40,9 +40,6 @@ FIRST = (
 
 STARTED = time.monotonic()
 
-NEXT_CORE = Path(__file__).with_name("next_core.txt")
-"""The tests that pass on the core that is being written: a file and a function in each line."""
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -50,9 +47,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="of each test with many cases, run as few as hold every value of every parameter, or "
         "as many as its mark says; leave out what is marked as matrix, and most examples",
-    )
-    parser.addoption(
-        "--unlisted", action="store_true", help="on the next core, run also what is not listed"
     )
 
 
@@ -71,9 +65,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = set(_covering([item for item in items if not item.get_closest_marker("matrix")]))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
-    if os.environ.get("COMPOSABLE_SHARD_CORE") == "next" and not config.getoption("unlisted"):
-        listed = set(NEXT_CORE.read_text().split())
-        items[:] = [item for item in items if item.nodeid.partition("[")[0] in listed]
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -56,17 +56,12 @@ def num_code_lines(path: Path) -> int:
 def sizes() -> dict[str, int]:
     """Count files and code lines of the core without its transport, of transport, and of all."""
     everything = sorted(ROOT.rglob("*.py"))
-    next_core = [path for path in everything if "core_next" in path.relative_to(ROOT).parts]
-    inner = [path for path in next_core if path.parent.name in ("core_next", "features")]
-    package = [path for path in everything if path not in next_core]
-    transport = [path for path in package if "transport" in path.relative_to(ROOT).parts]
-    core = [path for path in package if path.relative_to(ROOT).parts[0] == "core"]
+    transport = [path for path in everything if "transport" in path.relative_to(ROOT).parts]
+    core = [path for path in everything if path.relative_to(ROOT).parts[0] == "core"]
     parts = {
         "core": [path for path in core if path not in transport],
         "transport": transport,
-        "package": package,
-        # Its surface and folders will replace the package's; torch_state.py will be part of compat.
-        "next_core": [p for p in inner if p.stem not in ("api", "module", "torch_state")],
+        "package": everything,
     }
     figures = {"test_lines": num_test_lines()}
     for name, paths in parts.items():

@@ -21,8 +21,7 @@ TESTS = Path(__file__).parent
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 # From the top down; a module may import what stands below its own layer, and its own layer.
-LAYERS = ["commands", "api", "core_next", "insight", "compat", "train", "optim", "testing"]
-LAYERS += ["core", "bottom"]
+LAYERS = ["commands", "api", "insight", "compat", "train", "optim", "testing", "core", "bottom"]
 COMMANDS = {"cli", "run", "__main__"}
 API = {"api", "module"}
 BOTTOM = {"mesh", "policy", "errors", "arguments", "_torch"}
@@ -138,26 +137,14 @@ def test_the_core_imports_in_no_circle() -> None:
 
 # From the top down: each imports only what stands below it.
 CORE = [
-    *("copying", "state_dict", "hooks", "shard", "torch_state", "root"),
-    *("finalization", "backward"),
-    *("forward", "tree_reductions", "substituted", "optimizers", "ties"),
-    *("agreement", "group", "calls", "tree", "order", "reduction", "reduction_plan"),
-    *("gradient_extension", "gradient_bucket", "gradient", "units", "gather_extension"),
-    *(
-        "bucket",
-        "param",
-        "codec",
-        "nested",
-        "not_sharded",
-        "placement",
-        "layout",
-        "transport.channel",
-    ),
-    *("transport.point_to_point", "transport.common_gather"),
+    *("copying", "hooks", "state_dict", "shard", "torch_state", "tree", "finalization", "backward"),
+    *("tape", "optimizers", "ties", "agreement", "group", "not_sharded", "substituted", "program"),
+    *("reduction", "features.extension", "features.grad_extension", "features.order_check"),
+    *("features.trace", "storage", "codec", "nested", "placement", "layout", "plugins"),
+    *("transport.channel", "transport.point_to_point", "transport.common_gather"),
     *("transport.exchange", "transport.mailbox", "transport.shared_memory"),
-    "transport.collectives",
-    *("transport.host", "transport.pending", "transport.process_groups", "transport.failures"),
-    "transport.beside",
+    *("transport.collectives", "transport.host", "transport.pending", "transport.process_groups"),
+    *("transport.failures", "transport.beside"),
 ]
 
 
@@ -204,7 +191,7 @@ def runtime_imports(module: Path) -> set[str]:
 
 
 def test_pure_modules_import_neither_torch_nor_the_rest_of_the_core() -> None:
-    for module in ("layout", "order"):
+    for module in ("layout", "tape"):
         names = {name.split(".")[0] for name, _ in imports(Path(f"core/{module}.py"))}
         assert names <= set(sys.stdlib_module_names), module
 
@@ -219,7 +206,7 @@ def test_only_the_class_to_inherit_from_comes_from_the_fsdp_of_torch() -> None:
         or (name == "torch.distributed" and "fsdp" in members)
     }
     inherited = ("torch.distributed.fsdp", ("FSDPModule",))
-    assert taken == {("api", *inherited), ("core_next", *inherited)}
+    assert taken == {("api", *inherited)}
     named = [module for module in MODULES if "distributed.fsdp" in (ROOT / module).read_text()]
     for module in named:
         for node in nodes(module):

@@ -23,7 +23,7 @@ LONG = {"testing.strategies", "testing.extension_kit.kit"}
 WITH_EXAMPLES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for path in sorted(ROOT.rglob("*.py"))
-    if re.search(r"^ *>>> ", path.read_text(), re.M) and path.parent.name != "core_next"
+    if re.search(r"^ *>>> ", path.read_text(), re.M)
 ]
 
 

@@ -21,17 +21,12 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup, group_of
-from composable_shard.core.hooks import (
-    AccumulateHook,
-    forward_methods,
-    hooks_of,
-    register_forward_method,
-)
-from composable_shard.core.param import ShardedParam, Slot
-from composable_shard.core.root import Context, context_of, join_tree
+from composable_shard.core.hooks import forward_methods, note_owners, register_forward_method
+from composable_shard.core.shard import init_group
 from composable_shard.core.state_dict import Params, StateDictHook, hooks_of_state_dicts
+from composable_shard.core.storage import ShardedParam, Slot
 from composable_shard.core.torch_state import answer_torch, list_with_torch
-from composable_shard.core.units import build_units
+from composable_shard.core.tree import Tree, join_tree
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 
@@ -66,8 +61,8 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
     for group in groups:
         _fill(group, memo)
     for group in reversed(groups):  # as fully_shard is called: the inner ones first
-        tree = join_tree(memo[id(group)], group_of)
-        tree.reductions.is_last = context_of(group).reductions.is_last
+        note_owners(memo[id(group)])
+        join_tree(memo[id(group)]).is_last_backward = group.tree.is_last_backward
     return copied
 
 
@@ -85,11 +80,10 @@ def _groups_below(module: nn.Module, memo: Memo) -> list[ParamGroup]:
 def _copied_sharded(param: ShardedParam, copied: nn.Parameter | None) -> nn.Parameter:
     """Copy the sharded form, or go on with a copy that there is: of an optimizer, for example."""
     local = _torch.local_tensor(param.sharded)
-    param.remember_grad_dtype()
     if copied is None:
         with torch.inference_mode(False):
             own = _torch.cloned(local)
-            spec = _torch.spec_with_dtype(param.spec, own.dtype)
+            spec = _torch.spec_with_dtype(param.sharded_spec, own.dtype)
             copied = _torch.parameter_of(_torch.from_local(own, spec), param.sharded.requires_grad)
     own = _torch.local_tensor(copied)
     if type(own) is torch.Tensor:
@@ -115,19 +109,17 @@ def _fill(group: ParamGroup, memo: Memo) -> None:
     for param in group.params:
         filled: ShardedParam = memo[id(param)]
         filled.__dict__.update(param.__dict__)
-        filled.slots = tuple(
-            Slot(copy.deepcopy(module, memo), attribute, calls_setattr)
-            for module, attribute, calls_setattr in param.slots
-        )
-        filled.hold(memo[id(param.sharded)])
+        filled.slots = [
+            Slot(copy.deepcopy(module, memo), name, calls_setattr)
+            for module, name, calls_setattr in param.slots
+        ]
         filled.forget_unsharded()
-        filled.is_unsynced = False
+        filled.sharded = memo[id(param.sharded)]
         params.append(filled)
     copied: ParamGroup = memo[id(group)]
     modules = tuple(copy.deepcopy(module, memo) for module in group.modules)
     _initialize(copied, modules, params, group.mesh, group.policy)
     for module in modules:
-        hooks_of(module).claim_modules()
         list_with_torch(module)
     _copy_settings(group, copied, memo)
 
@@ -139,25 +131,19 @@ def _initialize(
     mesh: ShardMesh,
     policy: MixedPrecisionPolicy,
 ) -> None:
-    """Make an empty object a group of parameters whose local shards are filled."""
+    """Initialize an empty group around sharded DTensors that exist."""
     shards = [_torch.local_tensor(param.sharded) for param in params]
-    with torch.inference_mode(False), torch.no_grad():
-        units, locals_ = build_units(params, shards)
-        for param, local in zip(params, locals_, strict=True):
-            param.adopt_local(local)
-    group.__init__(modules, params, units, mesh, policy)  # type: ignore[misc]
-    group.on_gradient = AccumulateHook(group)
+    init_group(group, modules, params, shards, mesh, policy)
 
 
 def _copy_settings(source: ParamGroup, target: ParamGroup, memo: Memo) -> None:
     """Give a copy the choices of its source; prefetched groups that are not copied drop out."""
-    settings, reduction = target.settings, target.settings.reduction
-    reduction.__dict__.update(source.settings.reduction.__dict__)
+    settings = target.settings
     settings.__dict__.update(source.settings.__dict__)
-    settings.reduction = reduction
     for name in ("forward_prefetch", "backward_prefetch"):
-        targets: Sequence[ParamGroup] = getattr(source.settings, name)
-        setattr(settings, name, [memo[id(group)] for group in targets if id(group) in memo])
+        targets: Sequence[ParamGroup] | None = getattr(source.settings, name)
+        if targets is not None:
+            setattr(settings, name, [memo[id(group)] for group in targets if id(group) in memo])
     for mesh, channel in source.channels.items():
         target.channels[mesh].__dict__.update(channel.__dict__)
 
@@ -166,7 +152,7 @@ def _copy_settings(source: ParamGroup, target: ParamGroup, memo: Memo) -> None:
 
 
 class SavedModule(NamedTuple):
-    """What is pickled of a sharded module.
+    """The pickled form of a sharded module.
 
     Attributes:
         attributes: What the module itself would pickle, without what has a name of this process.
@@ -182,7 +168,7 @@ class SavedModule(NamedTuple):
 
 
 class _SavedGroup(NamedTuple):
-    """What is pickled of a group; it refers to others by their names.
+    """The pickled form of a group, which refers to other groups by name.
 
     Prefetched groups are not referred to, or the pickle of a chain of layers would be as deep.
     """
@@ -193,7 +179,6 @@ class _SavedGroup(NamedTuple):
     policy: MixedPrecisionPolicy
     name: str
     settings: dict[str, Any]
-    reduction: dict[str, Any]
     prefetch: dict[str, list[str]]
     channels: dict[ShardMesh, tuple[Any, Any, bool]]
     hooks: list[tuple[StateDictHook, Params]]
@@ -201,7 +186,7 @@ class _SavedGroup(NamedTuple):
 
 
 class _Restored(NamedTuple):
-    """What of a saved group has to wait until the groups around it are restored, too."""
+    """The parts of a saved group that are restored after the groups around it."""
 
     name: str
     prefetch: dict[str, list[str]]
@@ -213,7 +198,7 @@ _SAVED = "_composable_shard_saved"
 
 
 def save_module(module: nn.Module) -> SavedModule:
-    """Return what is to be pickled of a sharded module. Collective: none.
+    """Return the pickled form of a sharded module. Collective: none.
 
     Memory: none here; the groups below free their unsharded parameters.
     """
@@ -232,7 +217,7 @@ def save_module(module: nn.Module) -> SavedModule:
 
 
 def restore_module(module: nn.Module, saved: SavedModule) -> None:
-    """Make a module sharded again, whose attributes are there."""
+    """Shard a module again after its attributes are restored."""
     group = group_of(module)
     assert group is not None
     module.__dict__[_torch.COMPOSABLE_STATE] = saved.states
@@ -244,8 +229,7 @@ def restore_module(module: nn.Module, saved: SavedModule) -> None:
 
 
 def _reduce_group(group: ParamGroup) -> tuple[Any, ...]:
-    settings = dict(group.settings.__dict__)
-    reduction = {**settings.pop("reduction").__dict__, "hook_stream": None}
+    settings = {**group.settings.__dict__, "hook_stream": None}
     saved = _SavedGroup(
         group.modules,
         group.params,
@@ -253,11 +237,10 @@ def _reduce_group(group: ParamGroup) -> tuple[Any, ...]:
         group.policy,
         group.name,
         settings,
-        reduction,
-        {name: [target.name for target in settings.pop(name)] for name in _LISTS},
+        {name: [one.name for one in some] for name in _LISTS if (some := settings.pop(name))},
         {mesh: channel.saved() for mesh, channel in group.channels.items()},
         hooks_of_state_dicts(group),
-        context_of(group).reductions.is_last,
+        group.tree.is_last_backward,
     )
     return object.__new__, (ParamGroup,), saved, None, None, _restore_group
 
@@ -265,13 +248,12 @@ def _reduce_group(group: ParamGroup) -> tuple[Any, ...]:
 def _restore_group(group: ParamGroup, saved: _SavedGroup) -> None:
     _initialize(group, saved.modules, saved.params, saved.mesh, saved.policy)
     group.settings.__dict__.update(saved.settings)
-    group.settings.reduction.__dict__.update(saved.reduction)
     for mesh, channel in saved.channels.items():
         group.channels[mesh].restore(*channel)
     for hook, params in saved.hooks:
         hook.group, hook.params = group, params
     group.__dict__[_SAVED] = _Restored(saved.name, saved.prefetch, saved.is_last_backward)
-    Context([group])
+    Tree([group])
     _join(group)
 
 
@@ -288,10 +270,10 @@ def _join(group: ParamGroup) -> None:
     groups = list(dict.fromkeys(found for m in below if (found := group_of(m)) is not None))
     if not all(_SAVED in found.__dict__ for found in groups):
         return
-    context = join_tree(group, group_of)
-    context.reductions.is_last = group.__dict__[_SAVED].is_last_backward
+    join_tree(group).is_last_backward = group.__dict__[_SAVED].is_last_backward
     by_name = {found.__dict__[_SAVED].name: found for found in groups}
     for found in groups:
+        note_owners(found)
         for name, targets in found.__dict__[_SAVED].prefetch.items():
             setattr(found.settings, name, [by_name[one] for one in targets if one in by_name])
 

@@ -1,21 +1,39 @@
-"""Finishing the reductions of several backwards by a call, and not by the end of each."""
+"""Finishing the reductions of several backwards by a call of the user. Imports group."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from composable_shard import _torch
-from composable_shard.core.backward import BackwardPass
-from composable_shard.core.group import ParamGroup
-from composable_shard.core.tree_reductions import Reductions
 from composable_shard.errors import ShardError
 
 
 class Finalization:
-    """Finishes the reductions of a tree when users say so."""
+    """Finishes the reductions of a tree when the user calls ``finalize_backward``.
 
-    def __init__(self, root: ParamGroup, backward: BackwardPass, reductions: Reductions) -> None:
-        self._settings = root.settings
-        self._backward = backward
-        self._reductions = reductions
+    Attributes:
+        by_hand: Whether a call, and not the end of a backward, finishes the reductions.
+        handle: The handle of the last call, until it is waited for.
+        misplaced: Groups for which ``by_hand`` was set while they were roots.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+        self.by_hand = False
+        self.handle: object = None
+        self.misplaced: list[Any] = []
+        self._used: bool | None = None  # what the unfinished backwards went by
+
+    @property
+    def is_open(self) -> bool:
+        """Whether backwards are not finished."""
+        return self._used is not None or self.handle is not None
+
+    def note_backward(self) -> bool:
+        """Note that a backward ends; return whether the user finishes it by a call."""
+        is_unfinished = self.by_hand or not self._tree.is_last_backward
+        self._used = self.by_hand if is_unfinished else None
+        return self.by_hand
 
     def set_by_hand(self, enabled: bool) -> None:
         """Set whether a call, and not the end of a backward, finishes the reductions.
@@ -23,40 +41,51 @@ class Finalization:
         Raises:
             ShardError: If it changes while a backward runs, or one before is not finished.
         """
-        if self._backward.was_aborted:
-            self._backward.clean_up()
-        in_use = True if self._reductions.handle is not None else self._reductions.by_hand
-        if enabled != (self._settings.finalizes_by_hand if in_use is None else in_use):
+        if self._tree.has_failed:
+            self._tree.reset()
+        used = True if self.handle is not None else self._used
+        if enabled != (self.by_hand if used is None else used):
             if _torch.current_backward() != -1:
                 raise ShardError(
                     "Expected set_manual_backward_finalization() to change outside of backward, "
                     "got it within one; call it between iterations"
                 )
-            if in_use is not None:
-                remedy = "finalize_backward()" if in_use else "set_is_last_backward(True)"
-                if self._reductions.handle is not None:
+            if used is not None:
+                remedy = "finalize_backward()" if used else "set_is_last_backward(True)"
+                if self.handle is not None:
                     remedy = "the wait() of its handle"
                 raise ShardError(
                     "Expected set_manual_backward_finalization() to change between iterations, got "
                     f"a backward that is not finished; end it by {remedy}, or drop it by "
                     "reset_iter_state()"
                 )
-        self._settings.finalizes_by_hand = enabled
+        self.by_hand = enabled
+
+    def refuse_misplaced(self) -> None:
+        """Raise if ``by_hand`` was set for a group that is the root no more."""
+        if self.misplaced:
+            raise ShardError(
+                "Expected set_manual_backward_finalization() on the root alone, got it on "
+                f"{self.misplaced[0].label}; set it to False there and to True on the root"
+            )
 
     def start(self, handle: object) -> None:
-        """Launch what backwards have left to reduce, and free.
+        """Launch the reductions that backwards have left, and free.
 
-        Collective: see Reductions.launch_left.
+        Collective: those reductions.
         """
-        self._reductions.launch_left()
-        self._reductions.reset()
-        self._reductions.by_hand = None
-        self._backward.free_what_is_over()
-        self._reductions.handle = handle
+        tree = self._tree
+        for group in tree.groups:
+            if group.settings.reduce_grads and group.unsynced_names:
+                tree.in_flight.make_room(group)
+                tree.in_flight.add(group.start_deferred_reduction())
+            if group.settings.reshard_after_backward:
+                group.reshard()
+        self._used, self.handle = None, handle
 
     def check_ended(self) -> None:
-        """Raise if one has been launched and not waited for."""
-        if self._reductions.handle is not None:
+        """Raise if reductions were launched by :meth:`start` and not waited for."""
+        if self.handle is not None:
             raise ShardError(
                 "Expected the gradients of the last backward before another forward or "
                 "finalize_backward(), got a GradientReductionHandle that was not waited for; call "
@@ -64,7 +93,10 @@ class Finalization:
             )
 
     def end(self) -> None:
-        """Wait for what was launched. Collective: none."""
-        self._reductions.in_flight.wait()
-        self._reductions.wait_for_copies()
-        self._reductions.handle = None
+        """Wait for the reductions. Collective: none."""
+        self._tree.finish_reductions()
+        self.handle = None
+
+    def reset(self) -> None:
+        """Forget unfinished backwards, whose gradients are dropped."""
+        self._used = self.handle = None

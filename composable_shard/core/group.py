@@ -1,703 +1,688 @@
-"""The parameters of one ``fully_shard`` call: sharded, being gathered, or unsharded.
+"""The parameters of one ``fully_shard`` call: a state machine that runs a compiled program.
 
-In-place operations on a sharded parameter move its version counter or that of its local tensor.
-Foreach and fused functions, ``.data`` and NumPy move neither. Of those, steps of ``torch.optim``
-are counted; see "What stays gathered" in ``docs/design.md`` for the others.
-
-A group gathers and frees its parameters as a whole. Its state is one value; a pending gather
-exists nowhere but inside it.
+Imports program, plugins, storage. A group does not know other groups or the progress of autograd.
+The layers above tell it when to gather, free and reduce.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+import enum
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
-from weakref import WeakSet
+from operator import attrgetter, is_not
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.bucket import GatherUnit
-from composable_shard.core.calls import Call, InputMarker
-from composable_shard.core.gradient import Exposure, ReductionSettings
 from composable_shard.core.not_sharded import GROUP
-from composable_shard.core.param import ShardedParam
-from composable_shard.core.reduction import GroupGradients
-from composable_shard.core.transport import host
+from composable_shard.core.plugins import Plugins
+from composable_shard.core.program import Mode, Program
+from composable_shard.core.reduction import Reduction
+from composable_shard.core.storage import (
+    GatherOps,
+    ShardedParam,
+    Storage,
+    check_materialized,
+    take_over_registered,
+)
+from composable_shard.core.substituted import is_substituted
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import announce
-from composable_shard.core.transport.pending import (
-    Pending,
-    UsedStreams,
-    Waitable,
-    compute_stream,
-)
-from composable_shard.core.tree import Tree
-from composable_shard.core.units import GroupUnits, Kept, ParamSet, Transfers
-from composable_shard.errors import ShardError, StaleParameterError
+from composable_shard.core.transport.pending import UsedStreams, compute_stream
+from composable_shard.errors import ShardError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 
-# Whether unsharded parameters still are what the shards say ---------------------------------------
-
-_steps: Counter[tuple[object, ...]] = Counter()
-"""Optimizer steps on sharded parameters, by this rank and the process groups they lie on."""
+_version, _local = attrgetter("_version"), attrgetter("local")
+_group_of_flight = attrgetter("group")
 
 
-class Freshness:
-    """Numbers the states of a group's sharded parameters.
-
-    Attributes:
-        at_forward: The number when a forward ran whose backward is to come, if any.
-    """
-
-    def __init__(self, params: ParamSet, mesh: ShardMesh) -> None:
-        self.at_forward: int | None = None
-        self._params = params
-        self.num_optimizer_steps = 0
-        groups = [group for group in (mesh.shard_group, mesh.replica_group) if group is not None]
-        self._ranks = (dist.get_rank(), *(group.group_name for group in groups))
-        self._steps_at_gather = 0
-
-    def version(self) -> int:
-        """Return a number that grows whenever the sharded parameters change in place."""
-        return self.num_optimizer_steps + self._params.version()
-
-    def note_optimizer_step(self) -> None:
-        """Count a step of an optimizer that has some of the parameters."""
-        self.num_optimizer_steps += 1
-        _steps[self._ranks] += 1
-
-    def note_gather(self) -> None:
-        """Note that the parameters are gathered as they are now."""
-        self._steps_at_gather = _steps[self._ranks]
-
-    @property
-    def saw_step(self) -> bool:
-        """Whether an optimizer of any model over the same ranks has stepped since the gather.
-
-        Averages of weights are updated after such a step, often by foreach functions. All ranks
-        must give the same answer, so models over other ranks do not count.
-        """
-        return self._steps_at_gather != _steps[self._ranks]
-
-    def forget_forward(self) -> None:
-        """Expect no backward of the last forward any more."""
-        self.at_forward = None
-
-    def changed_since_forward(self) -> bool:
-        """Tell whether a backward now would use other parameters than its forward did."""
-        return self.at_forward is not None and self.at_forward != self.version()
+def group_of(module: nn.Module) -> ParamGroup | None:
+    """Return the group of a sharded module."""
+    found: ParamGroup | None = module.__dict__.get(GROUP)
+    return found
 
 
-# The parameters of one ``fully_shard`` call: sharded, being gathered, or unsharded ----------------
-
-
-class Sharded(NamedTuple):
-    """Only the shards exist; the sharded parameters are registered."""
-
-
-class Unsharding(NamedTuple):
-    """The gather has been launched; the sharded parameters are still registered.
-
-    Attributes:
-        is_regather: Whether it gathers parts that were kept.
-    """
-
-    pending: Pending
-    transfers: Transfers
-    version: int
-    is_regather: bool = False
-
-
-class Unsharded(NamedTuple):
-    """The unsharded parameters are valid and registered."""
-
-    version: int
-
-
-class PartlySharded(NamedTuple):
-    """Each of ``num_ranks`` neighbours keeps a part; the sharded parameters are registered."""
-
-    kept: Kept
-    num_ranks: int
-    version: int
-
-
-State = Sharded | Unsharding | Unsharded | PartlySharded
-
-_LEGAL: dict[type, tuple[type, ...]] = {
-    Sharded: (Unsharding,),
-    Unsharding: (Unsharded, Sharded),
-    Unsharded: (Sharded, PartlySharded),
-    PartlySharded: (Unsharding, Sharded),
-}
-
-
-# What users may change at any time ----------------------------------------------------------------
-
-
-@dataclass
-class GroupSettings:
-    """What users may change at any time.
-
-    Attributes:
-        reshard_after_forward: ``None`` lets the place in the tree decide: all but the root. A
-            number keeps the parameters sharded over groups of so many ranks.
-        reshard_after_backward: Whether unsharded parameters are freed once they have gradients.
-        requires_gradient_sync: Whether backward reduces gradients over the ranks.
-        keeps_storage: Whether the memory of unsharded parameters stays when they are
-            resharded.
-        finalizes_by_hand: Whether a call, and not the end of a backward, finishes the reductions;
-            of the root's group alone.
-        unshards_in_backward: Whether backward needs the parameters.
-        max_reductions: Reductions launched and not waited for when another is launched; each holds
-            its gradients.
-        prefetch_depth: How many groups are gathered ahead in the recorded order.
-        forward_prefetch: Groups to gather when this one runs forward, instead of the recorded one.
-        backward_prefetch: The same for backward.
-        reduction: How gradients are reduced.
-    """
-
-    reshard_after_forward: bool | int | None = None
-    reshard_after_backward: bool = True
-    requires_gradient_sync: bool = True
-    keeps_storage: bool = False
-    finalizes_by_hand: bool = False
-    unshards_in_backward: bool = True
-    max_reductions: int = 1
-    prefetch_depth: int = 1
-    forward_prefetch: list[ParamGroup] = field(default_factory=list)
-    backward_prefetch: list[ParamGroup] = field(default_factory=list)
-    reduction: ReductionSettings = field(default_factory=ReductionSettings)
-
-    @property
-    def divisor(self) -> float | None:
-        """What the sum of gradients is divided by; ``None`` for the number of ranks."""
-        return self.reduction.divisor
-
-    @property
-    def all_reduce_hook(self) -> Callable[[torch.Tensor], object] | None:
-        """Called with each buffer of reduced gradients."""
-        return self.reduction.hook
+def set_group(module: nn.Module, group: ParamGroup) -> None:
+    """Let a module belong to a group."""
+    module.__dict__[GROUP] = group
 
 
 ON_OTHER_RANKS = "on other ranks; move() it to a mesh that has this one first"
 """Why shards are not in memory of a rank that is not in their mesh."""
 
 
-# The group itself ---------------------------------------------------------------------------------
+_groups_of_params: dict[int, weakref.ref[ParamGroup]] = {}
+"""By id, the groups of sharded parameters; an id may have passed to another tensor since."""
+
+_num_registered = 0  # how often that has changed
+
+
+def num_registered() -> int:
+    """Return a number that changes when :func:`group_of_param` may have other answers."""
+    return _num_registered
+
+
+def group_of_param(param: torch.Tensor) -> ParamGroup | None:
+    """Return the group of a sharded parameter, once it was gathered or registered otherwise."""
+    owner = _groups_of_params.get(id(param), _none)()
+    return owner if owner is not None and owner.owns(param) else None
+
+
+def _none() -> None:
+    return None
+
+
+class State(enum.Enum):
+    """Whether the unsharded parameters exist."""
+
+    SHARDED = enum.auto()
+    UNSHARDING = enum.auto()  # the all-gather is in flight
+    UNSHARDED = enum.auto()
+    PARTLY_SHARDED = enum.auto()  # some neighbours together hold the unsharded parameters
+
+
+@dataclass
+class Settings:
+    """What the methods of a sharded module set for its group.
+
+    Attributes:
+        reshard_after_forward: ``None`` means that only the root keeps its parameters for backward.
+        reshard_after_backward: Whether the parameters are freed after backward.
+        reduce_grads: Whether backward reduces gradients over the ranks.
+        all_reduce_grads: Whether it also reduces them over the replicas.
+        divisor: What the sum of gradients is divided by; ``None`` for the number of ranks.
+        sums_only: Whether collectives only sum, and divisions are done beside them.
+        unshard_in_backward: Whether backward gathers the group.
+        keeps_storage: Whether the unsharded memory stays allocated between uses.
+        forward_prefetch: The groups to gather early when this one is used in forward; ``None`` for
+            those that the last forward used next.
+        backward_prefetch: The same for backward, where ``None`` follows the plan.
+        prefetch_depth: How many groups are gathered early.
+        max_reductions: How many reductions may be in flight; each holds its unsharded gradients.
+        all_reduce_hook: Called with each buffer of reduced gradients.
+        hook_stream: The stream on which it runs; ``None`` for that of compute.
+        zeros_for_unused: Whether a parameter that no rank used gets a gradient of zeros.
+    """
+
+    reshard_after_forward: bool | int | None = None
+    reshard_after_backward: bool = True
+    reduce_grads: bool = True
+    all_reduce_grads: bool = True
+    divisor: float | None = None
+    sums_only: bool = False
+    unshard_in_backward: bool = True
+    keeps_storage: bool = False
+    forward_prefetch: Sequence[ParamGroup] | None = None
+    backward_prefetch: Sequence[ParamGroup] | None = None
+    prefetch_depth: int = 1
+    max_reductions: int = 1
+    all_reduce_hook: Callable[[torch.Tensor], object] | None = None
+    hook_stream: torch.Stream | None = None
+    zeros_for_unused: bool = False
+
+
+class BucketFactory(NamedTuple):
+    """Makes the buckets of a group, of kinds that the group does not know.
+
+    Attributes:
+        build: Copies the shards of some parameters into buckets.
+        fits: Whether the buckets are still of the kinds that :attr:`build` would make.
+        prepare: Called before a program is compiled, by all ranks at their first use of a group.
+    """
+
+    build: Callable[[Sequence[ShardedParam], Sequence[torch.Tensor]], list[Storage]]
+    fits: Callable[[Sequence[Storage]], bool]
+    prepare: Callable[[Sequence[Storage], dict[ShardMesh, Channel]], None]
 
 
 class ParamGroup:
-    """One communication group: gathered together, reduced together.
+    """Parameters that are gathered, freed and reduced together.
 
     Attributes:
-        modules: The modules that were passed to ``fully_shard``.
-        mesh: Over which ranks its parameters are sharded, but those with a mesh of their own.
-        channels: How it talks to the ranks of each mesh.
-        policy: Which dtypes they have.
-        params: The parameters of the modules, but those of nested groups and ignored ones.
-        units: The same, in what is gathered as a whole.
-        streams: Which streams use the unsharded parameters.
-        freshness: Whether unsharded parameters are still valid.
-        settings: What users may change.
-        context: What it shares with the other groups of the tree.
-        name: Name of the modules within the root; for messages and traces.
-        gradients: Its gradients: accumulated, reduced and delivered.
-        state: Sharded, being gathered or unsharded.
-        calls: The calls of its modules that are under way, the innermost last.
-        input_markers: What lies in front of all calls whose graph is alive.
-        shows_sharded: Whether the sharded parameters are registered though it is unsharded.
-        is_held: Whether the user unsharded it; it shows the unsharded ones until ``reshard()``.
-        is_opened: Whether its modules hold full parameters, inside of ``unsharded()``.
-        absence: Why its shards are not in memory, and what to do; ``None`` if they are.
-        is_exposed: Whether users may have had the unsharded ones in their hands.
-        on_gradient: Called when a backward has accumulated into one of the parameters.
-        pending_nodes: By the number of each backward that waits for the group, how many nodes of
-            autograd are left to run in it.
+        modules: The modules passed to ``fully_shard``.
+        name: Their qualified name below the root.
+        settings: What users have set.
+        state: Whether the unsharded parameters exist.
+        is_unsharded_registered: Whether the modules hold the unsharded or the sharded parameters.
+        is_held: Whether ``unshard()`` was called since the group was freed.
+        is_partly_run: Whether some modules of a list have run, and others are still to come.
+        unsharded_version: Grows when a gather brings new values. It is the version counter of the
+            unsharded parameters.
+        is_split: Whether a schedule has asked for the gradients of inputs alone; it will ask for
+            those of the weights.
+        is_opened: Whether the modules hold full parameters, inside of ``unsharded()``.
+        num_optimizer_steps: How many optimizer steps have changed the shards.
+        unsynced_names: Names of parameters that may have unreduced gradients.
+        finished_nodes: The graph task of each node that has run: gradient accumulations and input
+            markers.
+        count_gradient: A post-accumulate hook made of builtins; it appends to ``finished_nodes``.
+        channels: The collectives of each mesh.
+        streams: The streams that use the unsharded memory.
+        is_compiled: Whether ``program`` exists.
+        needs_reduce: Whether the group has gradients to reduce.
+        tree, progress, calls: Set by the layers above: its `Tree`, its `GroupProgress` in the
+            current backward, and weak references to each `Call` that a backward may still reach.
     """
+
+    program: Program
+    _gather: GatherOps
 
     def __init__(
         self,
-        modules: tuple[nn.Module, ...],
-        params: Sequence[ShardedParam],
-        units: list[GatherUnit],
+        modules: Sequence[nn.Module],
+        buckets: Sequence[Storage],
+        factory: BucketFactory,
         mesh: ShardMesh,
         policy: MixedPrecisionPolicy,
     ) -> None:
-        self.modules = modules
-        self.mesh = mesh
+        self.modules = tuple(modules)
+        self.name = type(modules[0]).__name__
+        self._factory, self.mesh = factory, mesh
+        self.buckets = list(buckets)
+        self.params: list[ShardedParam] = [param for bucket in buckets for param in bucket.params]
         self.policy = policy
-        self.units = GroupUnits(params, units)
-        self.params = self.units.params
-        self.channels = {m: Channel(m) for m in dict.fromkeys([mesh, *(p.mesh for p in params)])}
+        self.settings = Settings()
+        self.plugins = Plugins()
+        self.state = State.SHARDED
+        self.is_unsharded_registered = self.is_held = self.is_partly_run = False
+        self.is_opened = self.is_split = False
+        self._absence: str | None = None
+        self._ran: set[nn.Module] = set()  # of a list, since the group was gathered
+        self.unsharded_version = 0
+        self.num_optimizer_steps = 0
+        self.unsynced_names: frozenset[str] = frozenset()
+        self.finished_nodes: list[int] = []
+        count = map(self.finished_nodes.append, iter(_torch.current_backward, None))
+        self.count_gradient = partial(next, count)  # appends at each `next`
         self.streams = UsedStreams(mesh.device)
-        self.freshness = Freshness(self.units.all, mesh)
-        self.settings = GroupSettings()
-        self.context: Tree[ParamGroup]
-        self.name = ""
-        self.state: State = Sharded()
-        self.gradients: GroupGradients
-        self._create_gradients()
-        self.calls: list[Call] = []
-        self.input_markers: WeakSet[InputMarker] = WeakSet()
-        self.shows_sharded = self.is_held = self.is_opened = self.is_exposed = False
-        self.absence: str | None = None
-        self._exposure: Exposure | None = None
-        self.on_gradient: Callable[[torch.Tensor], None]
-        self.pending_nodes: dict[int, int] = {}
-        self._stream = 0
+        self._stream: int | None = None
+        self.channels = self._new_channels()
+        self.tree: Any = None
+        self.progress: Any = None
+        self.calls: list[weakref.ref[Any]] = []
+        self._gathered_version = -1
+        self.is_compiled = self.needs_reduce = False
+
+    def _new_channels(self) -> dict[ShardMesh, Channel]:
+        meshes = dict.fromkeys([self.mesh, *(bucket.mesh for bucket in self.buckets)])
+        return {mesh: Channel(mesh) for mesh in meshes}
+
+    def set_name(self, name: str) -> None:
+        """Set the qualified name below the root, which messages contain."""
+        self.name = name
+        for channel in self.channels.values():
+            channel.set_label(self.label)
+
+    def all_modules(self) -> Iterator[nn.Module]:
+        """Yield its modules and all modules below."""
+        for top in self.modules:
+            yield from top.modules()
+
+    def live_calls(self) -> list[Any]:
+        """Return the calls with input markers that a backward may still reach."""
+        return [call for ref in self.calls if (call := ref()) is not None]
 
     @property
-    def num_optimizer_steps(self) -> int:
-        """How many optimizer steps have changed the shards."""
-        return self.freshness.num_optimizer_steps
+    def context(self) -> Any:
+        """The tree, as other parts of the package call it."""
+        return self.tree
 
     @property
     def label(self) -> str:
-        """What messages call the group; that of the root has no name."""
+        """The group as messages call it."""
         return f"group '{self.name}'" if self.name else "the root group"
 
-    def emit(self, event: str) -> None:
-        """Tell who listens that ``event``, or a part of one, happened; see ``insight.events``."""
-        if self.context.listener is not None:
-            self.context.listener(event, self.name)
+    @property
+    def absence(self) -> str | None:
+        """Why its shards are not in memory, and what to do; ``None`` if they are."""
+        return self._absence
 
-    def check_order(self, op: str) -> None:
-        """Compare with the other ranks what comes next, if that is asked for."""
-        if self.context.order_check is not None:
-            self.context.order_check.agree(f"{op} of {self.label}", self.channels)
+    @absence.setter
+    def absence(self, reason: str | None) -> None:
+        self._absence = reason
+        if self.is_compiled:  # a backward of an earlier forward runs this program
+            check, gather = partial(self.check_awake, "to be gathered"), self.program.gather
+            self.program.gather = gather._replace(launch=(check, *gather.launch))
+        self.is_compiled = False
 
     def check_awake(self, purpose: str) -> None:
         """Raise ``ShardError`` if its shards are not in memory."""
         if self.absence is not None:
             raise ShardError(f"Expected {self.label} in memory {purpose}, got it {self.absence}")
 
-    def give_back(self, param: ShardedParam) -> None:
-        """Let go of a parameter that another group will own; nothing was gathered yet."""
-        self.units.give_back(param)
-        self._create_gradients()
+    @property
+    def stays_after_forward(self) -> bool:
+        """Whether forward leaves the unsharded parameters registered, if a backward may come."""
+        reshard = self.settings.reshard_after_forward
+        return self.tree.root is self if reshard is None else not reshard
+
+    # Gather ---------------------------------------------------------------------------------
+
+    def refresh(self) -> bool:
+        """Free stale unsharded parameters; recompile the program if it is out of date.
+
+        Each use in forward calls this. Backward does not: it must use the values that forward used,
+        and autograd raises if the version of a saved parameter has changed.
+
+        Returns:
+            Whether the group computes with its own parameters, and not with full tensors that
+            ``torch.func.functional_call`` has put in their places.
+        """
+        if self.is_compiled and self.program.is_current(
+            self.plugins.generation, is_unsharded_registered=self.is_unsharded_registered
+        ):
+            if self.state is not State.SHARDED and self._gathered_version != self._shard_version():
+                self.reshard()
+            return True
+        if is_substituted(
+            self.params, self.label, is_unsharded_registered=self.is_unsharded_registered
+        ):
+            return False
+        before = self.program if self.is_compiled else None
+        if before is not None:
+            self.reshard()
+        self.check_awake("to be gathered")
+        with torch.inference_mode(False), torch.no_grad():
+            take_over_registered(self.params, self.label)
+            if self._has_outside_shards() or not self._factory.fits(self.buckets):
+                self._rebuild()
+            check_materialized(self.params, self.label)
+            self._factory.prepare(self.buckets, self.channels)
+        self.compile()
+        if before is None or not self.program.has_shards_of(before):
+            self._gathered_version = -1
+        self.register_params()
+        return True
+
+    def register_params(self) -> None:
+        """Let :func:`group_of_param`, and so optimizers, find the group by its parameters."""
+        global _num_registered
+        for param in self.params:
+            _groups_of_params[id(param.sharded)] = weakref.ref(self)
+        _num_registered += 1
+
+    def owns(self, sharded: torch.Tensor) -> bool:
+        """Return whether a tensor is one of its sharded parameters."""
+        return any(sharded is param.sharded for param in self.params)
+
+    def compile(self) -> None:
+        """Compile the program for the parameters, settings and features as they are."""
+        with torch.inference_mode(False):  # the program outlives this forward
+            self.program = Program(self)
+        if self._stream is None:
+            self._stream = compute_stream(self.mesh.device)
+        self.is_compiled, self.needs_reduce = True, self.program.needs_reduce
+
+    def follow_stream(self) -> None:
+        """Let gradients be accumulated on the current stream: autograd nodes belong to a stream."""
+        stream = compute_stream(self.mesh.device)
+        if stream != self._stream:
+            self._stream = stream
+            if self.state is State.PARTLY_SHARDED:
+                self.reshard()
+            self.program.accumulators.clear()  # which lets the nodes go
+            self.compile()
+
+    def remove(self, param: ShardedParam) -> None:
+        """Remove a parameter, which another group owns from now on."""
+        self.params.remove(param)
+        self._rebuild()
+
+    def _has_outside_shards(self) -> bool:
+        """Return whether shards lie outside the buckets, and have to be copied into new ones.
+
+        Those that ``functional_call`` passes are gathered from where they are, except if the
+        unsharded parameters are views of the shards.
+        """
+        outside = [
+            bucket.params
+            for bucket in self.buckets
+            if any(map(is_not, map(_local, bucket.params), bucket.locals))
+        ]
+        may_stay = all(not params[0].shares_storage for params in outside)
+        return bool(outside) and not (may_stay and _torch.in_functional_call())
+
+    @torch.no_grad()
+    def _rebuild(self) -> None:
+        """Copy the shards into new buckets, after some were replaced or removed."""
+        for param in self.params:
+            param.retire_unsharded()
+        buckets = self._factory.build(self.params, [param.local for param in self.params])
+        for bucket in buckets:
+            for param, local in zip(bucket.params, bucket.locals, strict=True):
+                param.hold(local)
+        self.buckets = buckets
+        self.is_compiled = False
 
     def relocate(
         self,
-        units: list[GatherUnit],
+        buckets: list[Storage],
         mesh: ShardMesh,
         successors: Iterable[tuple[ShardMesh, ShardMesh]],
     ) -> None:
-        """Let the parameters lie on other ranks, in other units; settings stay.
+        """Let the parameters lie on other ranks, in other buckets.
 
         Args:
-            units: Those of the parameters, which are planned for their ranks.
+            buckets: Those of the parameters, which are planned for their ranks.
             mesh: The ranks of the group.
-            successors: A mesh that it had, and one in its place; what was set for one is for both.
+            successors: Pairs of a mesh that it had and the one in its place, which takes over the
+                choices of its channel.
 
         Collective: makes a process group if reductions have one of their own.
         """
         choices = {new: self.channels[old].saved() for old, new in successors}
-        meshes = dict.fromkeys([mesh, *(param.mesh for param in self.params)])
-        self.mesh, self.channels = mesh, {one: Channel(one) for one in meshes}
+        self.mesh, self.buckets = mesh, buckets
+        self.channels = self._new_channels()
         for one, choice in choices.items():
             self.channels[one].restore(*choice)
-        self._hold(GroupUnits(self.params, units))
-        self.absence = None
-        self.context.is_agreed = False
-
-    def _hold(self, units: GroupUnits) -> None:
-        """Let go of the units, and hold others of the same parameters, which are sharded."""
-        self.units, self.params, self.state = units, units.params, Sharded()
-        self.streams = UsedStreams(self.mesh.device)
-        self.freshness = Freshness(units.all, self.mesh)
-        self._create_gradients()
+        self.set_name(self.name)
+        self.absence, self._gathered_version = None, -1
 
     def leave(self) -> None:
-        """Let the parameters lie on other ranks alone; this one has nothing of them."""
-        self._hold(GroupUnits(self.params, []))
-        self.absence = ON_OTHER_RANKS
-
-    def _create_gradients(self) -> None:
-        channels = list(self.channels.values())
-        self.gradients = GroupGradients(self.params, channels, self.settings.reduction)
-
-    # The state machine ----------------------------------------------------------------------
-
-    def _move_to(self, state: State) -> None:
-        assert type(state) in _LEGAL[type(self.state)], f"{self.state} -> {state}"
-        self.state = state
-
-    @property
-    def is_unsharded(self) -> bool:
-        return type(self.state) is Unsharded
-
-    @property
-    def shows_unsharded(self) -> bool:
-        """Whether the unsharded parameters are registered."""
-        return type(self.state) is Unsharded and not self.shows_sharded
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether there is something to gather and no gather is under way."""
-        return bool(self.params) and isinstance(self.state, (Sharded, PartlySharded))
-
-    @property
-    def is_read_in_backward(self) -> bool:
-        """Whether backward reads the parameters."""
-        return bool(self.params) and self.settings.unshards_in_backward
-
-    @property
-    def is_trainable(self) -> bool:
-        return self.units.all.is_trainable
-
-    @property
-    def stays_after_forward(self) -> bool:
-        """Whether forward leaves it unsharded, if a backward may come: see the settings."""
-        reshard = self.settings.reshard_after_forward
-        return self.context.groups[0] is self if reshard is None else not reshard
+        """Let the parameters lie on other ranks alone; this rank has no shards of them."""
+        self.buckets, self.absence = [], ON_OTHER_RANKS
 
     def unshard(self) -> None:
-        """Launch the gather unless it is under way, done and still valid.
-
-        Collective: one all-gather launch of the group's bytes for each mesh, or none.
-        Memory: the unsharded parameters, in the compute dtype.
-        """
-        if not self.params:
-            return
-        self.check_awake("to be gathered")
-        if self.context.post_optim_event is not None:
-            self.context.wait_for_optimizer()
-        if torch.is_inference_mode_enabled():  # what is made now outlives it
-            with torch.inference_mode(False), torch.no_grad():
-                self._unshard()
+        """Launch the all-gather, unless the group is unsharded or unsharding."""
+        program = self.program
+        if self.state is State.SHARDED:
+            version = self._shard_version()
+            if version != self._gathered_version:
+                self._gathered_version = version
+                self.unsharded_version += 1
+            self._gather = program.gather
+        elif self.state is State.PARTLY_SHARDED:
+            self._gather = program.regather
         else:
-            self._unshard()
-
-    def _unshard(self) -> None:
-        state = self.state
-        in_backward = _torch.current_backward() != -1 and self.context.is_in_backward(self)
-        if in_backward:
-            self._check_unchanged_since_forward()
-        if not isinstance(state, Sharded):
-            is_valid = in_backward or self._is_valid(state)
-            if is_valid and isinstance(state, PartlySharded):
-                self._regather(state)
-                return
-            if is_valid:
-                if self.is_unsharded:
-                    self.streams.use()
-                    self._show_unsharded()
-                    if not in_backward:
-                        self._follow_requires_grad()
-                return
-            is_held = self.is_held
-            self.reshard()
-            self.is_held = is_held
-        self.emit("begin_all_gather")
-        if not self.context.is_agreed:
-            self.context.agree()
-        try:
-            is_new = self.units.refresh(self.label)
-        except Exception as error:
-            self._tell_failure(error)
-            raise
-        if is_new:
-            self.context.note_new_params(self)
-        self.freshness.note_gather()
-        version = self.freshness.at_forward  # in backward they are as they were then
-        if version is None or not in_backward:
-            version = self.freshness.version()
-        self._start(self.units.start_gather, version)
-
-    def _is_valid(self, state: Unsharding | Unsharded | PartlySharded) -> bool:
-        """Tell whether what was gathered is what the registered parameters say."""
-        if state.version != self.freshness.version():
-            return False
-        return not self.shows_sharded or self.units.all.are_intact()
-
-    def _regather(self, state: PartlySharded) -> None:
-        """Gather what neighbours keep.
-
-        Hazard: kept parts lie on the stream of the unsharded parameters, and another one would read
-        them early and let go of them while they are sent. Guard: it is launched from theirs. Test:
-        ``test_planted_faults.py``, by the program "blocks on streams, fewer ranks".
-        """
-        self.emit("begin_regather")
-        start = partial(self.units.start_regather, state.kept, state.num_ranks)
-        with self.streams.where_filled():
-            self._start(start, state.version, state.num_ranks)
-
-    def _start(
-        self, allocate: Callable[[], Transfers], version: int, num_ranks: int | None = None
-    ) -> None:
-        """Allocate what a gather needs and launch it; if that fails, the other ranks hear of it."""
-        try:
-            self._launch(self._allocated(allocate), version, num_ranks)
-        except Exception as error:
-            self._tell_failure(error)
-            raise
-
-    def _allocated(self, allocate: Callable[[], Transfers]) -> Transfers:
-        """Allocate what a gather needs: all of it, or, where memory runs out, nothing."""
-        self.streams.fill()
-        try:
-            transfers = allocate()
-            for mesh, transfer in transfers:
-                if transfer.buffer is None:
-                    continue
-                gives_memory = self.channels[mesh].gives_memory()
-                if not gives_memory or self.stays_after_forward or self.settings.keeps_storage:
-                    _torch.allocate(transfer.buffer)  # users may have it in their hands
-                if not gives_memory:
-                    transfer.buffer = None
-            return transfers
-        except BaseException:
-            host.settle()  # what is freed may be on its way
-            self._free()
-            raise
-
-    def _free(self) -> None:
-        self.units.free()
-        self.streams.freed()
-
-    def _launch(self, transfers: Transfers, version: int, num_ranks: int | None = None) -> None:
-        self.check_order("all-gather")
-        lane, works = None, list[Waitable]()
-        op = ""
-        for _, transfer in transfers:
-            lane = lane or transfer.lane
-        for mesh, channel in self.channels.items():
-            inputs, outputs, buffers = [], [], list[torch.Tensor]()
-            for over, transfer in transfers:
-                if over is mesh or over == mesh:
-                    inputs += transfer.inputs
-                    outputs += transfer.outputs
-                    if transfer.buffer is not None:
-                        buffers.append(transfer.buffer)
-            if not inputs:
-                continue
-            with nullcontext() if lane is None else lane.behind():
-                if num_ranks is None:
-                    works += channel.gather(outputs, inputs, buffers)
-                else:
-                    works += channel.regather(outputs, inputs, num_ranks)
-            op = channel.gathering
-        if lane is not None:  # gathers may read on the compute stream, and leave memory behind
-            works = [lane.arrival(), *works, lane.departure()]
-        pending = Pending(works, op, self.streams.home)
-        self._move_to(Unsharding(pending, transfers, version, num_ranks is not None))
-        self.emit("all_gather")
-
-    def wait_for_unshard(self) -> None:
-        """Finish a launched gather and register the unsharded parameters."""
-        if not isinstance(self.state, Unsharding):
             return
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                self._finish_unshard(self.state)
-        else:
-            self._finish_unshard(self.state)
-
-    def _finish_unshard(self, state: Unsharding) -> None:
-        self.emit("begin_wait_for_all_gather")
         try:
-            with state.pending.resumed():
-                state.pending.wait()
-                self.emit("waited_for_all_gather")
-                if state.is_regather:
-                    self.units.finish_regather(state.transfers)
-                else:
-                    self.units.finish_gather(state.transfers)
+            for op in self._gather.launch:
+                op()
         except Exception as error:
-            self._tell_failure(error)
+            self._announce("gathering", error)
+            for op in (*self._gather.drop, *program.gather.free):
+                op()
+            self.state = State.SHARDED
             raise
-        self.streams.use()
-        self._follow_requires_grad()
-        self.units.all.register_unsharded()
-        self.shows_sharded = False
-        self.units.all.allow_reading()
-        if self.is_held:
-            self.units.own_memory()
-            self.expose()
-        self._move_to(Unsharded(state.version))
-        self.emit("wait_for_all_gather")
+        self.state = State.UNSHARDING
 
-    def _tell_failure(self, error: Exception) -> None:
-        """Tell this rank, by a note, and the others that it failed in gathering."""
-        groups = [group for one in self.channels.values() for group in one.process_groups]
-        announce(groups, f"gathering {self.label}", error)
+    def _announce(self, doing: str, error: Exception) -> None:
+        """Tell the other ranks that this one has failed, and will not do its part."""
+        channels = self.channels.values()
+        ranks = [process_group for channel in channels for process_group in channel.process_groups]
+        announce(ranks, f"{doing} {self.label}", error)
 
-    def reshard(self, num_ranks: int | None = None) -> None:
+    def prefetch(self) -> None:
+        """Launch the all-gather for a later use, if the program is or can be brought up to date."""
+        if self.params and self.refresh():
+            self.unshard()
+
+    def wait(self) -> None:
+        """Wait for the all-gather, if one is in flight."""
+        if self.state is State.UNSHARDING:
+            for op in self._gather.wait:
+                op()
+            self.state = State.UNSHARDED
+
+    def reshard(self, *, keeps_part: bool = False) -> None:
         """Free the unsharded parameters and register the sharded ones.
 
-        Collective: none, but for the process group of neighbours at the first time.
-
         Args:
-            num_ranks: Of how many neighbours each keeps a part, to regather from; all of the
-                parameters are freed if absent.
+            keeps_part: Whether to keep a part for the next gather, if
+                ``settings.reshard_after_forward`` is a number of ranks.
         """
-        state = self.state
-        self.is_held = False
-        if isinstance(state, Sharded):
-            return
-        if isinstance(state, PartlySharded) and num_ranks is not None:
-            return
-        with self.streams.at_owner():
-            freed = self._freed(state, num_ranks)
-            if not self.settings.keeps_storage:
-                self._free()
-        self.units.all.forbid_reading()
-        self._move_to(freed)
-        self.emit("reshard")
+        self.is_held = self.is_partly_run = self.is_split = False
+        self._ran.clear()
+        if self.state is not State.SHARDED:
+            program, state = self.program, State.SHARDED
+            if self.state is State.UNSHARDING:
+                for op in self._gather.drop:
+                    op()
+            elif program.keep and keeps_part:
+                for op in program.keep:
+                    op()
+                state = State.PARTLY_SHARDED
+            is_kept = self.state is State.PARTLY_SHARDED
+            try:
+                for op in program.regather.free if is_kept else program.gather.free:
+                    op()
+            except RuntimeError:  # arrays share the memory; the next program expects that
+                if not any([bucket.free() for bucket in self.buckets]):
+                    raise
+                program.generation = -1
+            self.state = state
+        if self.is_unsharded_registered:
+            self.register_sharded()
 
-    def _freed(self, state: State, num_ranks: int | None) -> Sharded | PartlySharded:
-        """Let nobody use the unsharded parameters any more; return what comes of them."""
-        if isinstance(state, Unsharding):
-            state.pending.drop()
-        elif isinstance(state, Unsharded):
-            self.show_sharded()
-            self.shows_sharded = False
-            if num_ranks is not None:
-                for channel in self.channels.values():
-                    channel.prepare_regather(num_ranks)
-                return PartlySharded(self.units.keep(num_ranks), num_ranks, state.version)
-        return Sharded()
+    def note_run(self, module: nn.Module) -> None:
+        """Note that a module of a list runs; if it has run already, another round begins."""
+        if module in self._ran:
+            self._ran.clear()
+        self._ran.add(module)
+        self.is_partly_run = len(self._ran) < len(self.modules)
 
-    def keep_unsharded_storage(self, keep: bool) -> None:
-        """Set whether resharding leaves the memory of the unsharded parameters where it is."""
-        self.settings.keeps_storage = keep
-        if not keep and isinstance(self.state, (Sharded, PartlySharded)):
-            with self.streams.at_owner():
-                self._free()
+    def register_sharded(self) -> None:
+        """Register the sharded parameters."""
+        for attributes in self.program.carried:
+            attributes.take()
+        for holder, name, sharded, unsharded, put in self.program.slots:
+            if holder.get(name) is unsharded:  # otherwise user code has replaced it
+                put(name, sharded)
+        self.is_unsharded_registered = False
 
-    def show_sharded(self) -> None:
-        """Register the sharded parameters and keep the unsharded ones until the next use.
+    def register_unsharded(self) -> None:
+        """Register the unsharded parameters, which must exist."""
+        for attributes in self.program.carried:
+            attributes.give()
+        for holder, name, sharded, unsharded, put in self.program.slots:
+            if holder.get(name) is sharded:
+                put(name, unsharded)
+        self.is_unsharded_registered = True
 
-        Collective: none, and none later: a rank may look at its shards without the others.
+    def _shard_version(self) -> int:
+        """Return a number that grows with every change of the shards that can be seen."""
+        return sum(map(_version, self.program.version_tensors)) + self.num_optimizer_steps
+
+    # Reduce ---------------------------------------------------------------------------------
+
+    def start_reduction(self) -> Flight | None:
+        """Launch the reduction of the gradients, or accumulate them without sync.
+
+        Returns:
+            The reduction, if one is in flight.
         """
-        if self.shows_unsharded:
-            if self.is_exposed:
-                self._adopt()
-                self.is_exposed = False
-            self.units.all.register_sharded()
-            self.shows_sharded = True
+        if not self.settings.reduce_grads:
+            self.accumulate()
+            return None
+        return self._launch_reduction(self.program.mode())
 
-    def _show_unsharded(self) -> None:
-        if self.shows_sharded:
-            self.units.all.register_unsharded()
-            self.shows_sharded = False
+    def accumulate(self) -> None:
+        """Add the gradients to those of the sharded parameters, without sync."""
+        for op in self.program.reduce[Mode.UNSYNCED]:
+            op()
+        self.unsynced_names |= self.program.reduced_names
 
-    def _follow_requires_grad(self) -> None:
-        """Let the unsharded parameters ask for gradients as the sharded ones do.
+    def _launch_reduction(self, mode: Mode) -> Flight:
+        program = self.program
+        try:
+            for op in program.reduce[mode]:
+                op()
+        except Exception as error:
+            self._announce("reducing the gradients of", error)
+            raise
+        if program.over_replicas and self.settings.all_reduce_grads:
+            for op in program.over_replicas:
+                op()
+        return Flight(self, program)
 
-        Hazard: the node that accumulates a gradient runs on the stream on which it was made, and
-        what it triggers there would free memory that this stream still uses. Guard: on another
-        stream than before there are other nodes.
-        """
-        if self.is_exposed:
-            self._adopt()
-        stream = compute_stream(self.mesh.device)
-        if stream != self._stream:
-            self._stream = stream
-            self.units.all.renew_accumulators()
-        self.units.all.follow_requires_grad(self.on_gradient)
+    def note_reduced(self, program: Program) -> None:
+        """Note what a reduction has delivered, or left for one over the replicas."""
+        if not self.settings.all_reduce_grads:
+            self.unsynced_names |= program.reduced_names
+        elif self.unsynced_names:
+            self.unsynced_names = frozenset()
+            program.stop_reducing_frozen()
 
-    def take_over_from_users(self) -> None:
-        """Adopt what users set; let both forms ask for gradients as users said, to whichever form.
+    @torch.no_grad()
+    def divide_by(self, divisor: float) -> None:
+        """Set what sums over all ranks are divided by, also gradients that are not reduced yet.
 
         Raises:
-            ShardError: See _adopt.
+            ShardError: If some of those were added to a gradient that is divided already; on all
+                ranks.
         """
-        units = self.units.all
-        if self.is_unsharded or (units.is_created and not self.settings.unshards_in_backward):
-            if self.is_exposed:
-                self._adopt()
-            units.follow_requires_grad(self.on_gradient)
-
-    def expose(self) -> None:
-        """Leave the unsharded parameters to users until they are used or freed.
-
-        Where a pipeline schedule may add gradients to them by itself, their gradients stay as they
-        are.
-        """
-        has_marks = self.settings.requires_gradient_sync or self.settings.reshard_after_backward
-        self.is_exposed = True
-        self._exposure = self._exposure or Exposure(self.params, has_marks=has_marks)
-
-    def _adopt(self) -> None:
-        """Give the sharded parameters what users have set on the unsharded ones.
-
-        Raises:
-            ShardError: If users wrote some after forward. A rank may see that alone, so the others
-                are told.
-        """
-        self.units.all.adopt_requires_grad()
-        exposure, self._exposure = self._exposure, None
-        lost = [] if exposure is None else exposure.adopt()
-        if lost and not self.is_held:
-            self.reshard()
-            error = ShardError(
-                f"Expected the unsharded parameters of {self.label} as their forward left them, "
-                f"got {', '.join(map(repr, lost))} written, which is lost when they are freed; "
-                "call reshard() first and write the sharded ones, or write within unsharded()"
-            )
-            self._tell_failure(error)
-            raise error
+        self.tree.finish_reductions()
+        scaled: list[tuple[torch.Tensor, float]] = []
+        for param in self.params:
+            ratio = (self.settings.divisor or param.mesh.num_ranks) / divisor
+            grad = param.sharded.grad
+            if ratio == 1 or grad is None or param.name not in self.unsynced_names:
+                continue
+            if param.adds_to_synced:
+                raise ShardError(
+                    f"Expected the gradient of '{param.name}' to be reduced, or cleared, before "
+                    "what it is divided by changes, got one that was accumulated without sync and "
+                    "added to one that had been reduced; call synchronize_gradients() or "
+                    "zero_grad() first"
+                )
+            scaled.append((_torch.local_tensor(grad), ratio))
+        for local, ratio in scaled:
+            local.mul_(ratio)
+        self.settings.divisor = divisor
+        self.plugins.invalidate_programs()
 
     @property
-    def computed_version(self) -> int:
-        """The number of the state with which a forward computes now, or a backward would."""
-        state = self.state
-        if isinstance(state, Sharded) or self.units.share_storage:
-            return self.freshness.version()
-        return state.version
+    def reductions(self) -> Sequence[Reduction]:
+        """One for each bucket and dtype with gradients to reduce."""
+        return self.program.reductions if self.is_compiled else ()
 
-    def note_forward(self) -> None:
-        """Remember with which parameters a forward ran whose backward is to come."""
-        state = self.state
-        version = state.version if isinstance(state, Unsharded) else self.freshness.version()
-        self.freshness.at_forward = version
+    def start_deferred_reduction(self) -> Flight | None:
+        """Launch the reduction of what backwards have accumulated without sync.
 
-    def check_computed_with(self, version: int) -> None:
-        """Raise if a backward would read other parameters than the forward of its graph.
+        All ranks decide alike: ``unsynced_names`` grows with the settings, not with gradients.
 
-        Hazard: ranks whose losses do not reach the group gather it for those whose losses do, and
-        wait. Guard: they hear of the error. Test:
-        ``test_a_rank_whose_loss_reaches_less_hears_of_a_stale_graph``.
-
-        Args:
-            version: The number of the state with which that forward has computed.
+        Returns:
+            The reduction, if one is in flight.
         """
-        if self.is_read_in_backward and version != self.computed_version:
-            self._refuse_stale()
+        if not self.unsynced_names:
+            return None
+        self.refresh()
+        return self._launch_reduction(Mode.ADDING)
 
-    def _check_unchanged_since_forward(self) -> None:
-        uses_shards = isinstance(self.state, Sharded) or self.units.share_storage
-        if uses_shards and self.freshness.changed_since_forward():
-            self._refuse_stale()
+    def refuse_writes(self, versions: int) -> None:
+        """Raise if unsharded parameters were written in place, which is lost when they are freed.
 
-    def _refuse_stale(self) -> None:
-        error = StaleParameterError(
-            f"Expected the parameters of {self.label} in backward as they were in "
-            "forward, got parameters that were changed in between (an optimizer step?); run "
-            "backward before changing them"
+        The data of a rank may decide whether they are, so the other ranks are told.
+        """
+        if self.state is not State.UNSHARDED or sum(map(_version, self.program.freed)) == versions:
+            return
+        unsharded = [(p.name, p.unsharded) for p in self.params if not p.shares_storage]
+        names = [repr(name) for name, one in unsharded if one._version != self.unsharded_version]
+        error = ShardError(
+            f"Expected a forward that does not write the parameters of {self.label}, got "
+            f"{', '.join(names)} written in place, which is lost when they are freed; write the "
+            "sharded parameters under torch.no_grad(), before forward or after the optimizer's "
+            "step (for nn.Embedding, instead of max_norm)"
         )
-        self._tell_failure(error)
+        groups = self.tree.groups
+        ranks = [pg for group in groups for c in group.channels.values() for pg in c.process_groups]
+        announce(ranks, f"running forward of {self.label}", error)
         raise error
 
-    def __repr__(self) -> str:
-        return f"ParamGroup({self.name or 'root'}, {len(self.params)} params, {self.state})"
+    def reset(self) -> None:
+        """Return to the state between two steps after a forward or backward has failed."""
+        self.reshard()
+        for reduction in self.reductions:
+            reduction.discard()
 
 
-def group_of(module: nn.Module) -> ParamGroup | None:
-    """Return the group of a sharded module, ``None`` for any other."""
-    return module.__dict__.get(GROUP)
+class Flight:
+    """A reduction in flight, launched by a program that may be out of date by now.
+
+    Attributes:
+        group: Its group.
+        program: The program that launched it.
+        num_run: How many stages have run.
+    """
+
+    def __init__(self, group: ParamGroup, program: Program) -> None:
+        self.group, self.program = group, program
+        self._stages = program.deliver[group.settings.all_reduce_grads]
+        self.num_run = 0
+
+    def go_on(self) -> bool:
+        """Run the next stage, which begins with a wait; return whether another is left."""
+        for op in self._stages[self.num_run]:
+            op()
+        self.num_run += 1
+        if self.num_run == len(self._stages):
+            self.group.note_reduced(self.program)
+            return False
+        return True
+
+    def finish(self) -> None:
+        """Run all stages, the last of which writes ``.grad`` of the sharded parameters."""
+        while self.go_on():
+            pass
 
 
-def set_group(module: nn.Module, group: ParamGroup) -> None:
-    """Remember the group of a module that is being sharded."""
-    module.__dict__[GROUP] = group
+class Flights:
+    """The reductions in flight, of a tree or of several that share them.
+
+    A reduction holds the unsharded gradients of its group in its first stage alone, so there is a
+    bound on how many are in that stage. The end of a backward runs the others.
+    """
+
+    def __init__(self) -> None:
+        self._first: deque[Flight] = deque()  # the oldest first
+        self._later: list[Flight] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._first or self._later)
+
+    def make_room(self, group: ParamGroup) -> None:
+        """Go on with the oldest until another one exceeds no limit; finish those of ``group``."""
+        first, limit = self._first, group.settings.max_reductions
+        while len(first) >= limit:
+            self._go_on_with_oldest()
+        while first and group in map(_group_of_flight, first):
+            self._go_on_with_oldest()
+        while self._later and group in map(_group_of_flight, self._later):
+            flight = next(one for one in self._later if one.group is group)
+            self._later.remove(flight)
+            flight.finish()
+
+    def add(self, flight: Flight | None) -> None:
+        """Add a reduction that was launched, if one was."""
+        if flight is not None:
+            self._first.append(flight)
+
+    def finish(self) -> None:
+        """Finish all."""
+        while self._first:
+            self._go_on_with_oldest()
+        while self._later:
+            later, self._later = self._later, []
+            self._later = [flight for flight in later if flight.go_on()]
+
+    def discard(self, group: ParamGroup) -> None:
+        """Drop the reductions of a group whose backward has failed."""
+        for flight in [one for one in (*self._first, *self._later) if one.group is group]:
+            (self._first if flight in self._first else self._later).remove(flight)
+            flight.program.discard()
+
+    def _go_on_with_oldest(self) -> None:
+        flight = self._first.popleft()
+        if not flight.go_on():
+            return
+        if flight.program.returns_over_replicas:  # a device may not have room for several
+            for other in self._later:
+                if other.num_run == 1:
+                    other.go_on()
+        self._later.append(flight)

@@ -1,20 +1,18 @@
-"""PURE: where every element lies: shards of one parameter, parameters of one flat bucket.
+"""PURE: where the elements of one parameter, and the parameters of one bucket, lie.
 
-Pure arithmetic on integers. A layout is planned once, checked once, and then replayed every step.
-
-One parameter, 5 rows over 2 shards of 3 rows (ceil division), one row of padding at the end::
+One parameter of 5 rows over 2 shards of 3 rows (ceil division), with one row of padding::
 
     rank 0   | r0 r1 r2 |            gathered   | r0 r1 r2 | r3 r4 -- |
     rank 1   | r3 r4 -- |                         the first 5 rows are the parameter
 
-One bucket, big parameters A and B and small ones c, d, over 2 shards::
+One bucket with large parameters A, B and small ones c, d, over 2 shards::
 
-    sharded (each rank)   | A_r    | B_r    | c_r - d_r - |
-    on the wire             1 msg    1 msg    1 msg (packed)
+    sharded (on rank r)   | A_r     | B_r     | c_r d_r |
+    messages                one       one       one, packed
     unsharded             | A_0 A_1 | B_0 B_1 | c_0 c_1 | d_0 d_1 |
 
-The gaps (``-``) are there on devices only, whose collectives and optimizers want addresses and
-messages that are multiples of 16 bytes.
+All padding of a parameter lies behind its rows, so a large parameter is gathered straight into
+place. Packed parameters arrive in a staging buffer and are copied out.
 """
 
 from __future__ import annotations
@@ -24,56 +22,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 
-ALIGNMENT_NBYTES = 64
-"""Parameters that travel in their own message start at a multiple of this many bytes."""
-
-
-# What a message costs, and how small parameters lie in one ----------------------------------------
-
-
-@dataclass(frozen=True)
-class Packing:
-    """What a message costs beside its bytes, in bytes of copying, and how packed ones are aligned.
-
-    Attributes:
-        nbytes_per_message: What each message costs, whatever the number of peers.
-        nbytes_per_peer: What it costs more for each peer.
-        alignment_nbytes: Packed shards, and the messages that they share, are padded to a multiple
-            of this many bytes; 1 for no padding.
-    """
-
-    nbytes_per_message: int = 0
-    nbytes_per_peer: int = 0
-    alignment_nbytes: int = 1
-
-    def cost_nbytes(self, num_peers: int) -> int:
-        """Return what a message to some peers costs, in bytes of copying."""
-        return self.nbytes_per_message + num_peers * self.nbytes_per_peer
-
-
-MESSAGE_COSTS = {
-    "gloo": Packing(nbytes_per_peer=64 * 1024),
-    "nccl": Packing(nbytes_per_message=1024 * 1024),
-}
-"""By backend. That of gloo is measured by ``benchmarks/packing.py``, that of nccl is estimated; see
-``docs/design.md``."""
-
-OTHER_COST = MESSAGE_COSTS["gloo"]
-"""That of backends of which nothing is known."""
+MESSAGE_ALIGNMENT_NBYTES = 64
+"""A parameter with its own message starts at a multiple of this."""
 
 PACKED_ALIGNMENT_NBYTES = 16
-"""What NCCL's widest loads and stores want, and those of fused optimizers."""
-
-
-def packing_of(backend: str | None, *, is_aligned: bool) -> Packing:
-    """Return how small parameters are packed that ``backend`` sends.
-
-    Args:
-        backend: Its name, ``None`` where nothing is sent.
-        is_aligned: Whether packed shards are padded, as on devices.
-    """
-    cost = OTHER_COST if backend is None else MESSAGE_COSTS.get(backend, OTHER_COST)
-    return replace(cost, alignment_nbytes=PACKED_ALIGNMENT_NBYTES) if is_aligned else cost
+"""On devices, a packed shard starts at a multiple of this: the width of NCCL's and of fused
+optimizers' loads."""
 
 
 # One parameter ------------------------------------------------------------------------------------
@@ -81,10 +35,15 @@ def packing_of(backend: str | None, *, is_aligned: bool) -> Packing:
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """How a parameter of ``shape`` is cut along ``dim`` into ``num_shards`` pieces.
+    """How a parameter of ``shape`` is cut along ``dim`` into ``num_shards`` shards.
 
-    Ceil division: every shard has ``rows_per_shard`` rows but the last ones, which may have fewer
-    or none. A shard travels padded to ``shard_numel`` elements; its own elements come first.
+    Every shard has ``rows_per_shard`` rows, except that the last ones may have fewer or none. A
+    shard travels padded to ``shard_numel`` elements; its own elements come first.
+
+    Args:
+        shape: The shape, with dims in the order of memory.
+        dim: The sharded dim.
+        num_shards: The number of ranks that share the parameter.
     """
 
     shape: tuple[int, ...]
@@ -92,27 +51,25 @@ class ParamLayout:
     num_shards: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.dim < len(self.shape):
-            raise ValueError(f"Expected a dim within {len(self.shape)} dims, got {self.dim}")
-        if self.num_shards < 1:
-            raise ValueError(f"Expected at least 1 shard, got {self.num_shards}")
+        assert 0 <= self.dim < len(self.shape), self
+        assert self.num_shards > 0, self
 
     @cached_property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         return self.shape[self.dim]
 
     @cached_property
     def rows_per_shard(self) -> int:
-        return -(-self.rows // self.num_shards)
+        return -(-self.num_rows // self.num_shards)
 
     @cached_property
     def outer(self) -> int:
-        """Elements of the dims before the sharded one."""
+        """Number of elements of the dims before the sharded one."""
         return prod(self.shape[: self.dim])
 
     @cached_property
     def inner(self) -> int:
-        """Elements of the dims after the sharded one."""
+        """Number of elements of the dims after the sharded one."""
         return prod(self.shape[self.dim + 1 :])
 
     @cached_property
@@ -121,258 +78,189 @@ class ParamLayout:
 
     @cached_property
     def shard_numel(self) -> int:
-        """Elements of one padded shard: what each rank contributes to the all-gather."""
+        """Number of elements of a padded shard."""
         return self.outer * self.rows_per_shard * self.inner
 
     @cached_property
-    def gathered_numel(self) -> int:
-        return self.num_shards * self.shard_numel
-
-    @cached_property
     def is_even(self) -> bool:
-        return self.rows == self.rows_per_shard * self.num_shards
+        """Whether no shard is padded."""
+        return self.num_rows == self.rows_per_shard * self.num_shards
 
     @cached_property
-    def gathers_in_order(self) -> bool:
-        """Whether shards laid end to end are the parameter, so that no copy-out is needed."""
+    def gathers_in_place(self) -> bool:
+        """Whether the shards laid end to end are the parameter, so that it needs no copy-out."""
         return self.outer == 1 or self.num_shards == 1
 
     @cached_property
-    def num_full_shards(self) -> int:
-        return self.rows // self.rows_per_shard if self.rows else 0
+    def num_full(self) -> int:
+        """Number of shards without padding: the first ones."""
+        return self.num_rows // self.rows_per_shard if self.num_rows else 0
 
     @cached_property
-    def num_nonempty_shards(self) -> int:
-        """Shards that have rows: the first ones."""
-        return self.num_full_shards + (self.num_remaining_rows > 0)
-
-    @cached_property
-    def lacks_rows(self) -> bool:
-        """Whether some shard has no rows."""
-        return self.num_nonempty_shards < self.num_shards
-
-    @cached_property
-    def num_remaining_rows(self) -> int:
-        """Rows of the one shard that is neither full nor empty, or 0."""
-        return self.rows - self.num_full_shards * self.rows_per_shard
+    def num_nonempty(self) -> int:
+        """Number of shards with rows: the first ones."""
+        return -(-self.num_rows // self.rows_per_shard) if self.num_rows else 0
 
     def start(self, rank: int) -> int:
-        return min(rank * self.rows_per_shard, self.rows)
+        """Return the first row of a rank."""
+        return min(rank * self.rows_per_shard, self.num_rows)
 
     def local_rows(self, rank: int) -> int:
+        """Return the number of rows of a rank."""
         return self.start(rank + 1) - self.start(rank)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of the shard of a rank, without padding."""
         return (*self.shape[: self.dim], self.local_rows(rank), *self.shape[self.dim + 1 :])
 
     def local_numel(self, rank: int) -> int:
+        """Return the number of elements of the shard of a rank, without padding."""
         return self.outer * self.local_rows(rank) * self.inner
-
-
-def travels_packed(layout: ParamLayout, itemsize: int, packing: Packing) -> bool:
-    """Decide whether a parameter shares a message with others and is copied out on arrival.
-
-    A message of its own costs what ``packing`` says; sharing one costs copying the parameter once.
-    Packed wins while the parameter's bytes are fewer than what a message is worth.
-    """
-    if layout.num_shards == 1:
-        return False
-    if layout.numel == 0:  # adds nothing to a shared message, whatever its order
-        return True
-    if not layout.gathers_in_order:
-        return False
-    return layout.numel * itemsize <= packing.cost_nbytes(layout.num_shards - 1)
 
 
 # The parameters of one bucket ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class BucketLayout:
-    """Offsets, in elements, of parameters within the flat buffers of one bucket.
-
-    ``direct`` parameters gather straight into place, ``permuted`` ones (sharded on an inner dim)
-    and ``packed`` ones go through a staging buffer; the packed ones share one message.
+class MessageCost:
+    """The cost of a message besides its bytes, as bytes that could be copied in the same time.
 
     Attributes:
-        packing: What decided which are packed.
-        alignment: Each packed shard is followed by padding up to a multiple of as many elements.
+        nbytes_per_message: The cost of a message, whatever the number of peers.
+        nbytes_per_peer: The additional cost for each peer.
+        alignment_nbytes: Packed shards are padded to a multiple of this; 1 for no padding.
     """
 
+    nbytes_per_message: int = 0
+    nbytes_per_peer: int = 0
+    alignment_nbytes: int = 1
+
+
+MESSAGE_COSTS = {
+    "gloo": MessageCost(nbytes_per_peer=64 * 1024),
+    "nccl": MessageCost(nbytes_per_message=1024 * 1024),
+}
+"""By backend. `benchmarks/packing.py` measured gloo's; nccl's is an estimate."""
+
+
+def message_cost(backend: str | None, *, is_aligned: bool) -> MessageCost:
+    """Return the cost of a message.
+
+    Args:
+        backend: The name of the backend; ``None`` if there is only one rank.
+        is_aligned: Whether to align packed shards, as on devices.
+    """
+    cost = MESSAGE_COSTS.get(backend or "", MESSAGE_COSTS["gloo"])
+    return replace(cost, alignment_nbytes=PACKED_ALIGNMENT_NBYTES) if is_aligned else cost
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Offsets, in elements, of the parameters in the flat buffers of a bucket.
+
+    Attributes:
+        order: For each place in the bucket, the index of the parameter as it was passed in. The
+            parameters with their own message come first.
+        params: The parameters in that order.
+        num_direct: How many have their own message.
+        shard_offsets: Of each parameter in the sharded buffer.
+        packed_offset: Of the packed message in the sharded buffer.
+        packed_numel: Number of elements of the packed message of one rank.
+        shard_numel: Number of elements of the sharded buffer.
+        unsharded_offsets: Of each parameter in the unsharded buffer.
+        unsharded_numel: Number of elements of the unsharded buffer.
+    """
+
+    order: tuple[int, ...]
     params: tuple[ParamLayout, ...]
-    num_shards: int
-    direct: tuple[int, ...]
-    permuted: tuple[int, ...]
-    packed: tuple[int, ...]
+    num_direct: int
     shard_offsets: tuple[int, ...]
-    shard_numel: int
     packed_offset: int
+    packed_numel: int
+    shard_numel: int
     unsharded_offsets: tuple[int, ...]
     unsharded_numel: int
-    packing: Packing
-    alignment: int
-
-    def __post_init__(self) -> None:
-        ranges = sorted(
-            (start, start + layout.shard_numel)
-            for start, layout in zip(self.shard_offsets, self.params, strict=True)
-        )
-        ends = [0, *(end for _, end in ranges)]
-        assert all(end <= start for end, (start, _) in zip(ends, ranges, strict=False)), ranges
-        assert ends[-1] <= self.shard_numel
-        assert sorted(self.direct + self.permuted + self.packed) == list(range(len(self.params)))
-
-    def aligned(self, numel: int) -> int:
-        """Return how many elements some take in a packed message, padding included."""
-        return aligned(numel, self.alignment)
 
     @cached_property
-    def packed_numel(self) -> int:
-        """Elements of the packed message of one rank, padding included."""
-        return sum(map(self.aligned, self.packed_shard_numels))
-
-    @cached_property
-    def packed_shard_numels(self) -> list[int]:
-        return [self.params[index].shard_numel for index in self.packed]
-
-    @cached_property
-    def packed_paddings(self) -> list[int]:
-        """Elements of the padding behind each packed shard."""
-        return [self.aligned(numel) - numel for numel in self.packed_shard_numels]
-
-    @cached_property
-    def num_packed_shards(self) -> int:
-        """How many ranks have elements of packed parameters; the last ones may have padding."""
-        return max((self.params[index].num_nonempty_shards for index in self.packed), default=0)
-
-    @cached_property
-    def staged(self) -> list[tuple[int, int]]:
-        """``(offset, numel)``, of all ranks, of every message that arrives beside its place."""
-        numels = [self.num_shards * numel for _, numel in self.messages[len(self.direct) :]]
-        starts, _ = end_to_end(numels, self.alignment)
-        return list(zip(starts, numels, strict=True))
-
-    @cached_property
-    def dropped_numel(self) -> int:
-        """Elements of the largest padding that comes with the packed message, of all ranks."""
-        return self.num_packed_shards * max(self.packed_paddings, default=0)
-
-    @cached_property
-    def staging_numel(self) -> int:
-        """Elements that arrive beside their place and are copied out, or dropped at the end."""
-        end = sum(self.staged[-1]) if self.staged else 0
-        return end + self.dropped_numel
-
-    @cached_property
-    def messages(self) -> tuple[tuple[int, int], ...]:
-        """``(offset, numel)`` of every message within one rank's sharded buffer, in order."""
-        own = [
-            (self.shard_offsets[index], self.params[index].shard_numel)
-            for index in (*self.direct, *self.permuted)
-        ]
-        return (*own, (self.packed_offset, self.packed_numel)) if self.packed_numel else tuple(own)
-
-    @cached_property
-    def unwritten(self) -> list[tuple[int, int]]:
-        """``(start, end)`` of what of the unsharded buffer no gather needs to write."""
-        spans = []
-        for index, (start, param) in enumerate(
-            zip(self.unsharded_offsets, self.params, strict=True)
-        ):
-            numel = param.gathered_numel
-            if index in self.permuted:
-                numel = param.numel
-            elif index in self.packed:
-                numel = param.num_nonempty_shards * param.shard_numel
-            spans.append((start, numel))
-        return gaps(spans, self.unsharded_numel)
+    def message_spans(self) -> list[tuple[int, int]]:
+        """Offset and number of elements of each message in the sharded buffer."""
+        numels = (param.shard_numel for param in self.params)
+        spans = list(zip(self.shard_offsets[: self.num_direct], numels, strict=False))
+        return [*spans, (self.packed_offset, self.packed_numel)] if self.packed_numel else spans
 
 
 @lru_cache(maxsize=4096)
 def plan_bucket(
-    params: tuple[ParamLayout, ...],
-    num_shards: int,
-    itemsize: int,
-    packing: Packing,
-    narrowest_itemsize: int | None = None,
+    params: tuple[ParamLayout, ...], itemsize: int, cost: MessageCost, min_itemsize: int
 ) -> BucketLayout:
-    """Lay out ``params`` in the flat buffers of one bucket.
+    """Lay out parameters in the flat buffers of one bucket.
 
     Args:
-        params: Layouts of the parameters, all cut into ``num_shards``.
-        num_shards: Number of ranks that share the bucket.
-        itemsize: Bytes of one element on the wire.
-        packing: Which parameters share a message, and how they are aligned.
-        narrowest_itemsize: Bytes of one element in the narrowest dtype that shards are stored or
-            sent in, which alignment respects; ``itemsize`` if absent.
+        params: All cut into the same number of shards.
+        itemsize: Bytes of an element in the all-gather.
+        cost: The cost of a message.
+        min_itemsize: Bytes of an element in the narrowest dtype that these buffers have; it decides
+            the alignment.
     """
-    packed = [i for i, layout in enumerate(params) if travels_packed(layout, itemsize, packing)]
-    own = [i for i in range(len(params)) if i not in set(packed)]
-    direct = [i for i in own if params[i].gathers_in_order]
-    permuted = [i for i in own if not params[i].gathers_in_order]
-    alignment = max(1, packing.alignment_nbytes // (narrowest_itemsize or itemsize))
-    step = max(own_step(itemsize), alignment)
-
-    shard_offsets = [0] * len(params)
-    end = _place(own, [params[i].shard_numel for i in own], shard_offsets, 0, step)
-    packed_offset = aligned(end, step)
-    numels = [aligned(params[i].shard_numel, alignment) for i in packed]
-    end = _place(packed, numels, shard_offsets, packed_offset, alignment)
-
-    unsharded_offsets = [0] * len(params)
-    order = [*direct, *packed, *permuted]
-    numels = [params[i].numel if i in set(permuted) else params[i].gathered_numel for i in order]
-    end_of_unsharded = _place(order, numels, unsharded_offsets, 0, step)
+    is_direct = [not is_packed(param, itemsize, cost) for param in params]
+    order = sorted(range(len(params)), key=lambda index: not is_direct[index])
+    ordered, num_direct = tuple(params[index] for index in order), sum(is_direct)
+    step = max(1, MESSAGE_ALIGNMENT_NBYTES // itemsize)
+    packed_step = max(1, cost.alignment_nbytes // min_itemsize)
+    numels = [param.shard_numel for param in ordered]
+    direct_offsets, end = _end_to_end(numels[:num_direct], step)
+    packed_offset = aligned(end, step) if num_direct < len(params) else end
+    packed_offsets, packed_numel = _end_to_end(numels[num_direct:], packed_step)
+    packed_numel = aligned(packed_numel, packed_step)
+    gathered = [param.num_shards * param.shard_numel for param in ordered[:num_direct]]
+    for param in ordered[num_direct:]:  # where packed shards are aligned, one kernel copies all
+        count = param.num_nonempty if cost.alignment_nbytes == 1 else param.num_shards
+        gathered.append(max(count * param.shard_numel * param.gathers_in_place, param.numel))
+    unsharded_offsets, unsharded_numel = _end_to_end(gathered, step)
+    num_shards = params[0].num_shards if params else 1
     return BucketLayout(
-        params=params,
-        num_shards=num_shards,
-        direct=tuple(direct),
-        permuted=tuple(permuted),
-        packed=tuple(packed),
-        shard_offsets=tuple(shard_offsets),
-        shard_numel=end if packed else packed_offset,
+        order=tuple(order),
+        params=ordered,
+        num_direct=num_direct,
+        shard_offsets=(*direct_offsets, *(packed_offset + start for start in packed_offsets)),
         packed_offset=packed_offset,
+        packed_numel=packed_numel,
+        shard_numel=packed_offset + packed_numel,
         unsharded_offsets=tuple(unsharded_offsets),
-        unsharded_numel=aligned(end_of_unsharded, num_shards),  # any group can share it evenly
-        packing=packing,
-        alignment=alignment,
+        unsharded_numel=aligned(unsharded_numel, num_shards),  # any subgroup can share it evenly
     )
 
 
-# Ranges of elements -------------------------------------------------------------------------------
+def message_numels(params: Sequence[ParamLayout], num_direct: int) -> list[int]:
+    """Return the elements for each rank of the messages that reduce gradients.
+
+    Args:
+        params: The layouts of the gradients, those with their own message first.
+        num_direct: How many have their own message. A flag for each ends the last message.
+    """
+    numels = [param.shard_numel for param in params]
+    return [*numels[:num_direct], sum(numels[num_direct:]) + len(numels)]
 
 
-def own_step(itemsize: int) -> int:
-    """Return to a multiple of how many elements what travels in its own message is placed."""
-    return max(1, ALIGNMENT_NBYTES // itemsize)
+def is_packed(param: ParamLayout, itemsize: int, cost: MessageCost) -> bool:
+    """Return whether a copy of the parameter costs less than a message of its own."""
+    if param.num_shards == 1:
+        return False
+    if param.numel == 0 or not param.gathers_in_place:
+        return True
+    peers = (param.num_shards - 1) * cost.nbytes_per_peer
+    return param.numel * itemsize <= cost.nbytes_per_message + peers
 
 
 def aligned(offset: int, step: int) -> int:
-    """Return the first multiple of ``step`` that is not below ``offset``."""
+    """Return the first multiple of ``step`` at or above ``offset``."""
     return -(-offset // step) * step
 
 
-def end_to_end(numels: Sequence[int], step: int) -> tuple[list[int], int]:
-    """Return the starts of ranges laid end to end, multiples of ``step``, and where they end."""
-    starts = [0] * len(numels)
-    end = _place(range(len(numels)), numels, starts, 0, step)
-    return starts, end
-
-
-def gaps(spans: Sequence[tuple[int, int]], end: int) -> list[tuple[int, int]]:
-    """Return the ranges below ``end`` that lie in no span of a start and a number of elements."""
-    taken = sorted((start, start + numel) for start, numel in spans)
-    starts = [0, *(stop for _, stop in taken)]
-    stops = [*(start for start, _ in taken), end]
-    return [gap for gap in zip(starts, stops, strict=True) if gap[0] < gap[1]]
-
-
-def _place(
-    indices: Sequence[int], numels: Sequence[int], offsets: list[int], start: int, step: int
-) -> int:
-    """Write the offsets of ``indices`` laid end to end; return where the last one ends."""
-    end = start
-    for index, numel in zip(indices, numels, strict=True):
-        offsets[index] = aligned(end, step)
-        end = offsets[index] + numel
-    return end
+def _end_to_end(numels: Sequence[int], step: int) -> tuple[list[int], int]:
+    """Return the offsets of spans laid end to end, at multiples of ``step``, and their end."""
+    offsets, end = [], 0
+    for numel in numels:
+        offsets.append(aligned(end, step))
+        end = offsets[-1] + numel
+    return offsets, end

@@ -1,748 +1,652 @@
-"""The reduction of a group's gradients: from what autograd leaves to what the optimizer sees.
+"""Reduces gradients of one bucket, from the unsharded parameters to ``.grad`` of the sharded ones.
 
-Reduction has up to two stages: a reduce-scatter over the ranks that share the parameters, then an
-all-reduce over those that hold the same shards.
+Imports storage and the transport. The methods of `Reduction` are operations of the phases
+``reduce`` and ``deliver``. The placements of a gradient say how far its reduction has come:
+``Partial`` on all data-parallel axes, ``Partial`` on the replicate axis alone, or the parameter's
+own.
 
-A group's parameters may be sharded over several meshes; each has its own way.
+One flag per parameter travels behind the packed gradients. If the reduced flag is zero, no rank
+had a gradient, and ``.grad`` stays as it was.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from itertools import compress, repeat, starmap
+from operator import attrgetter, is_
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.gradient import (
-    ReductionSettings,
-    UnreducedGradients,
-    deliver,
-    deliver_all,
-    has_hooks,
-    hold_for_replicas,
-    is_partial,
-    narrowed,
-    note_unsynced,
-    refuse_sparse,
-    set_unreplicated,
-    settled,
-    take_all_unsharded,
-    to_reduce,
-    to_reduce_and_held,
-    unreplicated,
-)
-from composable_shard.core.gradient_bucket import GradTransfer
-from composable_shard.core.gradient_extension import EncodedBucket, GradientCodecs
-from composable_shard.core.param import ShardedParam
-from composable_shard.core.reduction_plan import (
-    ReductionPlan,
-    ReductionPlanner,
-    ReductionScale,
-    inner_of,
-    plan_scale,
-    promoted,
+from composable_shard.core.layout import is_packed, message_numels
+from composable_shard.core.placement import GradStage
+from composable_shard.core.storage import (
+    LIFTED,
+    ShardedParam,
+    Storage,
+    grad_dtype_asked,
 )
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
-from composable_shard.core.transport.collectives import may_read_padding
-from composable_shard.core.transport.failures import announce
-from composable_shard.core.transport.host import copies_beside_compute
-from composable_shard.core.transport.pending import (
-    Pending,
-    launching_stream,
-    run_beside,
-    stream_beside,
-)
-from composable_shard.core.transport.process_groups import agree
+from composable_shard.core.transport.host import copies_beside_compute, download
+from composable_shard.core.transport.pending import Pending, launching_stream, run_beside
 from composable_shard.errors import ShardError
 
-# The gradients of a group's parameters that are sharded over one mesh, on their way ---------------
-
-_Result = TypeVar("_Result")
-
-
-@dataclass
-class _Part:
-    """What one buffer carries: whose gradients, its memory, what is left to divide by."""
-
-    plan: ReductionPlan
-    transfer: GradTransfer
-    divide_after: float
+_grad = attrgetter("grad")
+_dtype = attrgetter("dtype")
+_is_sparse = attrgetter("is_sparse")
+_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_no_hooks = (None, None)
 
 
-class _Wanted(NamedTuple):
-    """Which members of a plan get a gradient.
+# By what a gradient is divided --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Divide by ``before``, reduce with ``divisor``, divide by ``after``.
 
     Attributes:
-        flags: Says so for each.
-        is_on_its_way: Whether they are being copied to the host; see ``host.settle``.
+        before: Keeps sums of float16 in range.
+        divisor: What the reduction itself divides by; ``None`` for a sum.
+        after: The rest.
     """
 
-    flags: torch.Tensor
-    is_on_its_way: bool
+    before: float
+    divisor: float | None
+    after: float
 
 
-class Idle(NamedTuple):
-    """Nothing is on its way."""
+def plan_scale(
+    total: float, dtype: torch.dtype, *, is_mean: bool, averages: bool, divides: bool
+) -> Scale:
+    """Split the division of a sum of gradients between before, during and after the reduction.
+
+    Args:
+        total: What the sum over the ranks is divided by.
+        dtype: The dtype of the sum. Sums of ``float16`` overflow early, so about the square root of
+            ``total``, a power of two, is divided by beforehand.
+        is_mean: Whether ``total`` is the number of ranks.
+        averages: Whether the reduction can average.
+        divides: Whether the reduction can divide by any number before it rounds.
+    """
+    if divides or (is_mean and averages and dtype != torch.float16):
+        return Scale(1.0, float(total), 1.0)
+    before = 1.0
+    if dtype == torch.float16:
+        while before * before < total and total % (2 * before) == 0:
+            before *= 2
+    return Scale(before, None, total / before)
 
 
-class Scattering(NamedTuple):
-    """The reduce-scatter has been launched.
+# The reduction of one bucket's gradients ----------------------------------------------------------
+
+
+class Reduction:
+    """The reduction of the gradients of some parameters over one mesh, in one dtype.
 
     Attributes:
-        over_replicas: What becomes of the result where shards have replicas: it is all-reduced
-            next, or held until a later reduction does that; ``None`` without replicas.
-        all_reduce: That, if it is launched already and begins behind the reduce-scatter.
+        reduced: One flat buffer with the reduced shards and flags, from launch to write.
+        num_flags: How many elements at its end are flags.
+        params: The parameters, in the order of the buffer.
+        is_offloaded: Whether ``.grad`` is on the host, and compute is not.
+        is_late: Whether the host waits for copies before ``.grad`` is written, at the end of a
+            backward.
+        waits_for_autograd: Whether to write by :meth:`write_after_autograd`.
     """
 
-    pending: Pending
-    parts: list[_Part]
-    over_replicas: Literal["all-reduce", "hold"] | None
-    all_reduce: Pending | None = None
-
-
-class AllReducing(NamedTuple):
-    """The all-reduce over the replicas has been launched."""
-
-    pending: Pending
-    parts: list[_Part]
-
-
-class Returning(NamedTuple):
-    """Some results are delivered, and some are on their way to the host."""
-
-    deliveries: list[Callable[[], None]]
-
-
-State = Idle | Scattering | AllReducing | Returning
-
-_LEGAL: dict[type, tuple[type, ...]] = {
-    Idle: (Scattering, Returning),
-    Scattering: (AllReducing, Returning, Idle),
-    AllReducing: (Returning, Idle),
-    Returning: (Idle,),
-}
-
-
-def _tells_failures(
-    stage: Callable[[MeshGradients], _Result],
-) -> Callable[[MeshGradients], _Result]:
-    """Let the other ranks know if a stage fails on this one, as in a hook of the user's."""
-
-    @functools.wraps(stage)
-    def told(self: MeshGradients) -> _Result:
-        try:
-            return stage(self)
-        except Exception as error:
-            announce(self._channel.process_groups, self._channel.reducing, error)
-            raise
-
-    return told
-
-
-class MeshGradients:
-    """Reduces and hands out the gradients of some parameters, all over one mesh.
-
-    Attributes:
-        state: How far the reduction has come.
-        unreduced: The gradients that are not reduced.
-    """
+    reduced: torch.Tensor
 
     def __init__(
         self,
+        buckets: Sequence[Storage],
         params: Sequence[ShardedParam],
+        dtype: torch.dtype,
         channel: Channel,
-        settings: ReductionSettings,
+        group: Any,
     ) -> None:
-        self.state: State = Idle()
-        self.unreduced = UnreducedGradients(channel.mesh, settings)
-        self._params = list(params)
-        self._channel = channel
-        self._mesh = channel.mesh
-        self._settings = settings
-        self._scales: dict[Any, ReductionScale] = {}
-        self._codecs = GradientCodecs(channel.mesh)
-        self._planner = ReductionPlanner(channel.mesh, self._codecs)
-
-    @property
-    def pending(self) -> Pending | None:
-        """What was launched last, until its results are delivered."""
-        state = self.state
-        return state.pending if isinstance(state, (Scattering, AllReducing)) else None
-
-    def _move_to(self, state: State) -> None:
-        assert type(state) in _LEGAL[type(self.state)], f"{self.state} -> {state}"
-        self.state = state
-
-    @_tells_failures
-    def accumulate(self) -> None:
-        """Add the unsharded gradients to what is not yet reduced; alone, they are the sum.
-
-        Hooks of the user's wait for the reduction, and so does rounding to what users get.
-        """
-        waiting = self._params
-        if self._is_alone:
-            at_once = [param for param in self._params if _is_summed_at_once(param)]
-            for param in to_reduce(at_once):
-                note_unsynced(param)
-            self._deliver_alone(at_once)
-            self.finish()
-            waiting = [param for param in self._params if not _is_summed_at_once(param)]
-        self.unreduced.accumulate(waiting)
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether nothing is sent, and nobody looks at what would be."""
-        return self._mesh.num_ranks == 1 and self._settings.hook is None
-
-    # The stages -----------------------------------------------------------------------------
-
-    @_tells_failures
-    def reduce(self) -> None:
-        """Launch the reduction of everything that is not yet reduced.
-
-        Collective: one reduce-scatter launch for each reduction dtype; all ranks must call it,
-        with or without gradients of their own.
-        """
-        if self._is_alone:
-            self._deliver_alone(self._params)
-            for param in self._params:
-                param.is_unsynced = False
-            return
-        over_replicas: Literal["all-reduce", "hold"] | None = None
-        if self._mesh.num_replicas > 1:
-            over_replicas = "all-reduce" if self._settings.all_reduces else "hold"
-        if over_replicas == "hold":
-            for param in to_reduce(self._params):
-                note_unsynced(param)
-                hold_for_replicas(param)
-        params, held = to_reduce_and_held(self._params)
-        for param in params:
-            param.is_unsynced = over_replicas == "hold"
-        grads = self._taken(params, held)
-        refuse_sparse(params, grads)
-        # before any launch, so that where all ranks fail alike nothing is under way
-        parts = self._start_parts(params, held, grads)
-        grads.clear()  # of what was copied, only the copy is there while it travels
-        launch = self._channel.reduce_scatter
-        works = []
-        for part in parts:
-            works += self._scatter(part)
-            if launch.keeps_inputs and not isinstance(part.plan.bucket, EncodedBucket):
-                self._release_inputs(part)
-        pending = Pending(works, self._channel.reducing, launching_stream(self._mesh.device))
-        all_reduce = None
-        if over_replicas == "all-reduce" and self._goes_on_by_itself(parts):
-            all_reduce = self._all_reduce_behind(pending, parts)
-        self._move_to(Scattering(pending, parts, over_replicas, all_reduce))
-
-    def _goes_on_by_itself(self, parts: Sequence[_Part]) -> bool:
-        """Whether what comes between two collectives may be done beside compute."""
-        is_encoded = any(isinstance(part.plan.bucket, EncodedBucket) for part in parts)
-        return not (is_encoded or self._channel.reduce_scatter.copies_out)
-
-    def _all_reduce_behind(self, scattering: Pending, parts: Sequence[_Part]) -> Pending | None:
-        """Launch the all-reduce to begin when the reduce-scatter ends; ``None`` on the CPU.
-
-        Hazard: if it fails, nobody keeps the parts, whose memory goes back to compute while the
-        reduce-scatter writes it. Guard: compute continues after that. Test:
-        ``test_memory_of_a_failed_launch_goes_back_when_nothing_uses_it``.
-        """
-        compute, beside = launching_stream(self._mesh.device), stream_beside(self._mesh.device)
-        if compute is None or beside is None:
-            return None
-        beside.wait_stream(compute)
-        try:
-            scattering.pass_through(beside)
-            with _torch.on_stream(beside):
-                return self._all_reduce(parts, compute)
-        except BaseException:
-            compute.wait_stream(beside)
-            raise
-
-    def _all_reduce(self, parts: Sequence[_Part], stream: torch.Stream | None) -> Pending:
-        """Launch the all-reduce of shards that have been waited for.
+        """Plan the reduction.
 
         Args:
-            parts: The shards.
-            stream: To which their memory belongs, if there are any.
+            buckets: Buckets over one mesh.
+            params: Those of their parameters whose gradients are reduced.
+            dtype: The dtype of the reduction.
+            channel: The collectives of the mesh.
+            group: The group, whose settings say how to reduce.
         """
-        average = self._channel.can_average_replicas() and not self._settings.sums_only
-        works, owned = [], list[torch.Tensor]()
-        for part in parts:
-            self._divide(part)
-            owned += self._add_held(part)
-        for part in parts:
-            result, dtype = part.transfer.result, part.plan.bucket.dtype
-            divides = self._channel.divides_over_replicas(dtype)
-            num_replicas = self._mesh.num_replicas
-            scale = plan_scale(num_replicas, dtype, can_average=average, can_divide=divides)
-            if may_read_padding(self._mesh.device):
-                part.plan.clear_gaps(result)
-            if scale.before != 1:
-                result.div_(scale.before)
-            works += self._channel.all_reduce(result, average=scale.averages)
-            part.divide_after = scale.after
-        return Pending(works, self._channel.reducing, stream, owned)
+        self._channel, self._dtype, self._group = channel, dtype, group
+        self._mesh, self._compute_dtype = buckets[0].mesh, buckets[0].compute_dtype
+        self._has_streams = _torch.has_streams(self._mesh.device)
+        self.is_offloaded = params[0].device != self._mesh.device or copies_beside_compute(
+            params[0].offload, self._mesh.device
+        )
+        self.is_late = self.is_offloaded or self._has_streams
+        direct = {  # reduce-scattered without packing
+            param
+            for bucket in buckets
+            for param in bucket.params
+            if bucket.message_cost is not None
+            and param.layout.param.is_even
+            and not is_packed(param.layout.param, dtype.itemsize, bucket.message_cost)
+        }
+        self.params = sorted(params, key=lambda param: param not in direct)
+        self.members = self.params
+        self._num_direct = sum(param in direct for param in params)
+        self._sent_dtype = sent_dtype(buckets, dtype, channel)
+        self._unsharded = tuple(param.unsharded for param in self.params)
+        # By their parameters' own dtypes, before others widen the reduction.
+        own = [(i, reduce_dtype(p), p.compute_dtype) for i, p in enumerate(self.params)]
+        self._rounded = [(i, to) for i, to, at in own if to != dtype and to.itemsize < at.itemsize]
+        self._sharded = tuple(param.sharded for param in self.params)
+        self._has_model = any(param.placement.model is not None for param in self.params)
+        self.waits_for_autograd = any(
+            p.layout.param.num_nonempty < p.layout.param.num_shards for p in self.params
+        )
+        self._is_plain = all(
+            p.layout.dim == 0 and p.layout.order is None and p.layout.param.numel
+            for p in self.params
+        )
+        self._plan_messages()
+        self._plan_results()
+        settings, num_shards = group.settings, self._mesh.num_shards
+        # What a hook does with a gradient, ranks could not tell from a flag.
+        self._gives_zeros = settings.zeros_for_unused or settings.all_reduce_hook is not None
+        total = settings.divisor
+        self._divisor = num_shards if total is None else total / self._mesh.num_replicas
+        self.scale = plan_scale(
+            self._divisor,
+            dtype,
+            is_mean=total is None,
+            averages=channel.can_average() and not settings.sums_only,
+            divides=num_shards > 1 and channel.reduce_scatter.divides,
+        )
+        if num_shards == 1:
+            self.scale = Scale(1.0, None, self._divisor)
 
-    @_tells_failures
-    def start_all_reduce(self) -> bool:
-        """Wait for the shards; launch the reduction over the replicas, if that is to be done yet.
+    def _plan_messages(self) -> None:
+        device, num_shards = self._mesh.device, self._mesh.num_shards
+        layouts = [param.layout.param for param in self.members]
+        self.num_flags = len(layouts)
+        self._message_numels = message_numels(layouts, self._num_direct)
+        self._packed_shape = (num_shards, self._message_numels[-1])
+        self._numel = sum(self._message_numels)
+        flags = self.num_flags * num_shards
+        self._all_flags = torch.ones(flags, dtype=self._compute_dtype, device=device)
 
-        Collective: one all-reduce of this rank's shards for each reduction dtype, or none.
-
-        Returns:
-            Whether there is one under way.
-        """
-        state = self.state
-        if not isinstance(state, Scattering) or state.over_replicas != "all-reduce":
-            return False
-        with state.pending.resumed():
-            state.pending.wait()
-            stream = launching_stream(self._mesh.device)
-            pending = state.all_reduce or self._all_reduce(state.parts, stream)
-            for part in state.parts:
-                self._release_inputs(part)
-        self._move_to(AllReducing(pending, state.parts))
-        return True
-
-    @property
-    def is_all_reducing(self) -> bool:
-        """Whether the reduction over the replicas has been launched."""
-        state = self.state
-        return isinstance(state, AllReducing) or getattr(state, "all_reduce", None) is not None
-
-    def finish(self) -> None:
-        """Wait for the launched reduction and put its results on the sharded parameters."""
-        if not isinstance(self.state, Idle) and self.start_return():
-            self.end_return()
-
-    @_tells_failures
-    def start_return(self) -> bool:
-        """Wait for the launched reduction and put its results on the sharded parameters.
-
-        Returns:
-            Whether some are on their way to the host, and not there before :meth:`end_return`.
-        """
-        if isinstance(self.state, Scattering) and self.state.over_replicas == "all-reduce":
-            self.start_all_reduce()
-        state = self.state
-        if not isinstance(state, (Scattering, AllReducing)):
-            return isinstance(state, Returning)
-        is_held = isinstance(state, Scattering) and state.over_replicas == "hold"
-        deliveries: list[Callable[[], None]] = []
-        with state.pending.resumed():
-            state.pending.wait()
-            self._move_to(Returning(deliveries))
-            for part in state.parts:
-                self._divide(part)
-                self._release_inputs(part)
-                if not is_held:  # the hook waits for what is averaged over the replicas, too
-                    self._call_hook(part)
-                deliveries += self._hand_out(part, is_held=is_held)
-        if not deliveries:
-            self._move_to(Idle())
-        return bool(deliveries)
-
-    @_tells_failures
-    def end_return(self) -> None:
-        """Put on the sharded parameters what was on its way to the host."""
-        state = self.state
-        if not isinstance(state, Returning):
-            return
-        host.settle()
-        while state.deliveries:
-            state.deliveries.pop(0)()
-        self._move_to(Idle())
-
-    def discard(self) -> None:
-        """Let the launched reduction end and drop it, and all unsharded gradients."""
-        state = self.state
-        if isinstance(state, (Scattering, AllReducing)):
-            with state.pending.resumed():
-                state.pending.drop()
-                if isinstance(state, Scattering) and state.all_reduce is not None:
-                    state.all_reduce.drop()
-                for part in state.parts:
-                    self._release_inputs(part)
-        if not isinstance(state, Idle):
-            self._move_to(Idle())
-        self._planner.release()
-        take_all_unsharded(self._params)
-
-    def _agree_on_dtypes(
-        self,
-        loose: Sequence[int],
-        grads: Sequence[torch.Tensor | None],
-        held: list[torch.dtype | None],
-    ) -> None:
-        """Note in ``held`` the widest dtype that any rank's gradient of some parameters has.
-
-        Collective: an all-gather of a small object over the shards, and over the replicas.
-        """
-        said = [None if (grad := grads[index]) is None else grad.dtype for index in loose]
-        said = agree(said, self._mesh, _widest, "agreeing on the dtypes of gradients")
-        for index, dtype in zip(loose, said, strict=True):
-            held[index] = dtype
-
-    # What goes in ---------------------------------------------------------------------------
-
-    def _taken(
-        self, params: Sequence[ShardedParam], held: Sequence[torch.dtype | None]
-    ) -> list[torch.Tensor | None]:
-        """Take what of some parameters is not reduced yet, ``None`` where there is nothing."""
-        grads = take_all_unsharded(params)
-        for index, dtype in enumerate(held):
-            if dtype is not None:
-                grads[index] = self.unreduced.with_earlier(params[index], grads[index])
-        for index, param in enumerate(params if self._settings.fills_unused else ()):
-            is_gathered = param.unsharded is not None and not param.is_subclass
-            if grads[index] is None and is_gathered and param.sharded.requires_grad:
-                grads[index] = torch.zeros_like(param.unsharded_local(), requires_grad=False)
-        return grads
-
-    def _start_parts(
-        self,
-        params: Sequence[ShardedParam],
-        held: list[torch.dtype | None],
-        grads: list[torch.Tensor | None],
-    ) -> list[_Part]:
-        """Sort gradients into buckets, and copy those that cannot be sent as they are.
-
-        Collective: what is not agreed yet; see :class:`GradientCodecs` and _agree_on_dtypes.
-        """
-        self._codecs.agree(params, grads)
-        self._planner.look_at(params)
-        if self._planner.take_any:
-            self._agree_on_dtypes(self._planner.take_any, grads, held)
-        for index in self._planner.rounded_first:
-            grad = grads[index]
-            grads[index] = None if grad is None else narrowed(params[index], grad)
-        launch, plans = self._channel.reduce_scatter, self._planner.plans_of(params, held)
-        kind = {"widens": launch.widens, "reads_padding": launch.reads_padding}
-        return [
-            _Part(plan, plan.bucket.start_reduce(plan.enter(grads), **kind), 1.0) for plan in plans
+    def _plan_results(self) -> None:
+        flat, start, rank = torch.empty(self._numel, device="meta"), 0, self._mesh.shard_rank
+        self._places = []
+        for param in self.members:
+            shard = param.layout.local(flat[start:], rank)
+            self._places.append((shard.shape, shard.stride(), shard.storage_offset()))
+            start += param.layout.param.shard_numel
+        self._final_dtypes = [final_grad_dtype(param, self._dtype) for param in self.members]
+        self._specs = self._specs_of("sharded")
+        self._are_lifted = [
+            grad_dtype_asked(param.sharded)[1] not in (None, dtype) or param.sharded.dtype != dtype
+            for param, dtype in zip(self.members, self._final_dtypes, strict=True)
         ]
 
-    def next_plans(self) -> list[ReductionPlan]:
-        """Return the ways that gradients go in the next reduction. Collective: none."""
-        params, held = to_reduce_and_held(self._params)
-        self._planner.look_at(params)
-        return self._planner.plans_of(params, held)
-
-    def _scale(self, dtype: torch.dtype) -> ReductionScale:
-        divisor, sums_only = self._settings.divisor, self._settings.sums_only
-        key = (dtype, divisor, sums_only, self._channel.reduce_scatter)
-        scale = self._scales.get(key)
-        if scale is None:
-            scale = self._scales[key] = plan_scale(
-                self._mesh.num_shards,
-                dtype,
-                divisor=None if divisor is None else divisor / self._mesh.num_replicas,
-                can_average=self._channel.can_average() and not sums_only,
-                can_divide=self._channel.reduce_scatter.divides,
-            )
-        return scale
-
-    def _scatter(self, part: _Part) -> list[Any]:
-        scale, transfer = self._scale(part.plan.bucket.dtype), part.transfer
-        if self._mesh.num_shards == 1:
-            transfer.stay()
-            part.divide_after = scale.total
-            return []
-        if isinstance(part.plan.bucket, EncodedBucket):
-            part.divide_after = scale.total
-            return self._channel.exchange(transfer.outputs[0], transfer.inputs[0])
-        if scale.before != 1:
-            assert part.plan.bucket.dtype == torch.float16  # others keep flags as they are
-            _torch.divide_all_(transfer.inputs, scale.before)
-        part.divide_after = scale.after
-        divisor = scale.total if scale.averages else None
-        return self._channel.reduce(transfer.outputs, transfer.inputs, divisor)
-
-    # What comes out -------------------------------------------------------------------------
-
-    def _divide(self, part: _Part) -> None:
-        """Divide what a collective has summed."""
-        part.plan.bucket.divide(part.transfer, part.divide_after)
-        part.divide_after = 1.0
-
-    def _release_inputs(self, part: _Part) -> None:
-        part.transfer.inputs.clear()
-        part.plan.bucket.release()
-
-    def _call_hook(self, part: _Part) -> None:
-        hook, stream = self._settings.hook, self._settings.hook_stream
-        if hook is None:
-            return
-        result = part.transfer.result[: part.plan.bucket.numel]
-        with torch.no_grad(), run_beside(stream):
-            part.plan.clear_gaps(result)
-            hook(result)
-
-    def _add_held(self, part: _Part) -> list[torch.Tensor]:
-        """Add the gradients that earlier reductions left to be averaged over the replicas.
-
-        Returns:
-            Them, whose memory is read.
-        """
-        plan, added = part.plan, dict[ShardedParam, torch.Tensor]()
-        shards = plan.shards(part.transfer.result)
-        for index, ((param, name), shard) in enumerate(zip(plan.members, shards, strict=True)):
-            held = unreplicated(param)
-            if held is not None:
-                param.sharded.grad = None
-                added[param] = held
-            elif (held := added.get(param)) is None:  # of a subclass, every inner tensor is added
-                continue
-            shard.add_(inner_of(held, name).to(shard.device))
-            plan.bucket.flag(part.transfer, index)
-        return list(added.values())
-
-    def _hand_out(self, part: _Part, *, is_held: bool) -> list[Callable[[], None]]:
-        """Put the results on the sharded parameters.
-
-        Args:
-            part: Whose results.
-            is_held: Whether they are averaged over the shards only, and wait for an all-reduce.
-
-        Returns:
-            What does so at the end of the backward, for results that are on their way to the host,
-            or of which it is not known yet whether any rank had them: looking at a flag earlier
-            would wait for the device. Hooks of the user's are not kept waiting.
-        """
-        plan = part.plan
-        dtypes = [plan.bucket.dtype] * len(plan.members) if is_held else plan.grad_dtypes()
-        wanted = self._wanted(part, is_held=is_held)
-        shards = plan.converted_shards(part.transfer.result, dtypes)
-        give = partial(self._give, plan, wanted, shards, dtypes, is_held=is_held)
-        is_late = plan.is_on_host or (wanted is not None and wanted.is_on_its_way)
-        if is_late and (is_held or not any(has_hooks(param) for param, _ in plan.members)):
-            return [give]
-        if is_late:
-            host.settle()
-        give()
-        return []
-
-    def _wanted(self, part: _Part, *, is_held: bool) -> _Wanted | None:
-        """Return which members get a gradient: those that any rank had; ``None`` for all.
-
-        Hazard: a hook may reduce over ranks that only it knows, which decide the same neither by
-        flags nor by the values of their shards. Guard: with a hook all members get one, but where
-        no rank has seen yet what that of a subclass is made of. Test:
-        ``test_shards_and_replicas_of_a_hook_stay_the_same``.
-        """
-        if self._settings.hook is not None and not is_held:
-            known = [self._codecs.know(param) for param, _ in part.plan.members]
-            return None if all(known) else _Wanted(torch.tensor(known), is_on_its_way=False)
-        has = part.plan.bucket.anybody_has(part.transfer)
-        if has is None:
-            return None
-        is_on_its_way = _torch.has_streams(self._mesh.device)
-        return _Wanted(host.download(has) if is_on_its_way else has, is_on_its_way)
-
-    def _give(
-        self,
-        plan: ReductionPlan,
-        wanted: _Wanted | None,
-        shards: Sequence[torch.Tensor],
-        dtypes: list[torch.dtype],
-        *,
-        is_held: bool,
-    ) -> None:
-        """Put what has arrived on the sharded parameters."""
-        chosen = [True] * len(shards) if wanted is None else wanted.flags.bool().tolist()
-        if plan.params is not None and all(chosen) and not is_held:
-            deliver_all(plan.params, shards, plan.specs(dtypes))
-            return
-        for param, shard in self._rebuilt(plan, chosen, shards, dtypes):
-            if not is_held:
-                deliver(param, shard)
-                continue
-            if unreplicated(param) is None:  # what autograd has written since the launch
-                settled(param, keeps_partial=False)
-                hold_for_replicas(param)
-            if (present := unreplicated(param)) is None:
-                set_unreplicated(param, shard)
-            else:
-                present.add_(shard.to(present.device))
-
-    def _rebuilt(
-        self,
-        plan: ReductionPlan,
-        wanted: Sequence[bool],
-        shards: Sequence[torch.Tensor],
-        dtypes: Sequence[torch.dtype],
-    ) -> Iterator[tuple[ShardedParam, torch.Tensor]]:
-        """Yield each parameter that gets a gradient with it; subclasses of their inner tensors."""
-        inner: dict[ShardedParam, dict[str, torch.Tensor]] = {}
-        for place, ((param, name), shard) in enumerate(zip(plan.members, shards, strict=True)):
-            if not wanted[place]:
-                continue
-            if name is None:
-                yield param, shard
-                continue
-            codec, parts = self._codecs.of(param), inner.setdefault(param, {})
-            assert codec is not None
-            parts[name] = shard.clone()  # subclasses may demand equal storage offsets
-            if len(parts) == len(codec.names):
-                yield param, codec.rebuild(parts).to(dtypes[place])
-
-    def _deliver_alone(self, params: Sequence[ShardedParam]) -> None:
-        """Hand out gradients that no other rank has a part in, as :meth:`_hand_out` does."""
-        params, held = to_reduce_and_held(params)
-        deliveries: list[Callable[[], None]] = []
-        scale = self._settings.divisor
-        for param, grad in zip(params, self._taken(params, held), strict=True):
-            if grad is None:
-                continue
-            grad = grad.to(param.final_grad_dtype(grad.dtype))
-            if scale is not None:
-                grad = grad / scale
-            is_on_host = copies_beside_compute(param.offload, self._mesh.device)
-            if is_on_host and type(grad) is torch.Tensor and not has_hooks(param):
-                deliveries.append(partial(deliver, param, host.download(grad)))
-            else:
-                deliver(param, grad.to(param.device))
-        if deliveries:
-            self._move_to(Returning(deliveries))
-
-
-def _is_summed_at_once(param: ShardedParam) -> bool:
-    """Tell whether a gradient of one rank alone may be added to what users see, as precisely."""
-    dtype = param.reduction_dtype()
-    final = param.final_grad_dtype(dtype)
-    return not has_hooks(param) and torch.promote_types(dtype, final) == final
-
-
-def _widest(heard: dict[int, list[torch.dtype | None]]) -> list[torch.dtype | None]:
-    return [promoted(dtypes) for dtypes in zip(*heard.values(), strict=True)]
-
-
-# From the gradients that autograd leaves on unsharded parameters to those the optimizer sees ------
-
-
-class GroupGradients:
-    """Accumulates, reduces and hands out the gradients of one group.
-
-    Attributes:
-        have_replicas: Whether some are reduced over replicas, too.
-    """
-
-    def __init__(
-        self,
-        params: Sequence[ShardedParam],
-        channels: Sequence[Channel],
-        settings: ReductionSettings,
-    ) -> None:
-        self._params = list(params)
-        self._settings = settings
-        self._meshes = [
-            MeshGradients([p for p in params if p.mesh == channel.mesh], channel, settings)
-            for channel in channels
-        ]
-        self.have_replicas = any(channel.mesh.num_replicas > 1 for channel in channels)
+    def _specs_of(self, stage: GradStage) -> list[_torch.DTensorSpec]:
+        pairs = zip(self.members, self._final_dtypes, strict=True)
+        return [param.spec(stage, dtype) for param, dtype in pairs]
 
     @property
-    def are_to_reduce(self) -> bool:
-        """Whether a reduction takes in any of them, which all ranks tell alike."""
-        return bool(to_reduce(self._params))
+    def num_replicas(self) -> int:
+        """The number of ranks that hold the same shards."""
+        return self._mesh.num_replicas
 
-    def next_plans(self) -> list[list[ReductionPlan]]:
-        """Return for each channel the ways of the next reduction. Collective: none."""
-        return [one.next_plans() for one in self._meshes]
+    def has_unsharded_grads(self) -> bool:
+        """Return whether any unsharded parameter has a gradient."""
+        return not all(map(is_, map(_grad, self._unsharded), repeat(None)))
 
-    def leave_unsynced(self) -> None:
-        """Note that the next reduction takes in what is trained now, whatever is frozen then."""
-        for param in to_reduce(self._params):
-            note_unsynced(param)
+    # Phase reduce ---------------------------------------------------------------------------
 
-    def accumulate(self) -> None:
-        """Add the unsharded gradients to what is not yet reduced. Collective: none."""
-        self.finish()
-        for one in self._meshes:
-            one.accumulate()
+    def take_grads(self) -> None:
+        """Take the gradients from the unsharded parameters and clear their ``.grad``."""
+        self._grads = list(map(_grad, self._unsharded))
+        for param in self._unsharded:
+            param.grad = None
+        if self._has_model:
+            self._grads = [
+                None if grad is None else param.placement.model_local_grad(grad)
+                for param, grad in zip(self.params, self._grads, strict=True)
+            ]
+        for index, own in self._rounded:
+            grad = self._grads[index]
+            self._grads[index] = None if grad is None else grad.to(own)
 
-    def reduce(self) -> None:
-        """Launch the reduction of everything that is not yet reduced; see MeshGradients."""
-        self.finish()
-        for one in self._meshes:
-            one.reduce()
+    def take_with_unsynced(self) -> None:
+        """Take the gradients, and add those that earlier backwards left unreduced."""
+        self.take_grads()
+        factor = self._num_ranks_per_divisor()
+        for index, (param, sharded) in enumerate(zip(self.params, self._sharded, strict=True)):
+            old_grad: Any = settled_grad(param)
+            grad = self._grads[index]
+            if stage_of(param, old_grad) == "unreduced":
+                local = _torch.local_tensor(old_grad).to(self._mesh.device)
+                local = local if factor == 1 else local / factor
+                sharded.grad = None
+                self._grads[index] = local if grad is None else local + grad.to(local.dtype)
 
-    def divide_by(self, divisor: float) -> None:
-        """Set what sums over all ranks are divided by, also what is not reduced yet of them.
+    def launch(self) -> None:
+        """Launch the reduce-scatter of the gradients; send zeros where this rank has none."""
+        inputs = self._pack()
+        device = self._mesh.device
+        if self._mesh.num_shards == 1:  # the replicas alone share the gradients
+            self.reduced, self._pending = torch.cat(inputs), Pending([])
+            return
+        self.reduced = _torch.empty(self._numel, dtype=self._dtype, device=device)
+        outputs = list(self.reduced.split_with_sizes(self._message_numels))
+        works = self._channel.reduce(outputs, inputs, self.scale.divisor)
+        stream = launching_stream(device) if self._has_streams else None
+        self._pending = Pending(works, self._channel.reducing, stream, inputs)
 
-        Raises:
-            ShardError: If some of that was added to a gradient that is divided already; on all
-                ranks.
+    def _pack(self) -> list[torch.Tensor]:
+        """Return the messages: direct gradients, then the packed ones with the flags."""
+        grads: list[Any] = self._grads
+        flags = self._all_flags
+        del self._grads
+        self._all_have_grads = not any(map(is_, grads, repeat(None)))
+        if not self._all_have_grads:
+            flags = flags.view(self._mesh.num_shards, -1).clone()
+            for index, (param, grad) in enumerate(zip(self.members, grads, strict=True)):
+                if grad is None:
+                    flags[:, index] = 0
+                    grads[index] = param.layout.new_zeros(self._all_flags, self._dtype)
+            flags = flags.view(-1)
+        if any(map(_is_sparse, grads)):
+            self._refuse_sparse(grads)
+        num_direct = self._num_direct
+        if not self._is_plain:
+            layouts = [param.layout for param in self.members]
+            grads = [
+                layout.rows(grad).flatten(0, layout.param.dim)
+                if layout.param.outer == 1
+                else layout.stacked(grad)
+                for layout, grad in zip(layouts, grads, strict=True)
+                if layout.param.numel  # parameters without elements are not sent
+            ]
+        direct = [grad.reshape(-1) for grad in grads[:num_direct]]
+        if not all(map(is_, map(_dtype, direct), repeat(self._sent_dtype))):
+            direct = self._cast(direct)
+        to_pack = [*grads[num_direct:], flags]
+        if not all(map(is_, map(_dtype, to_pack), repeat(flags.dtype))):
+            to_pack = [tensor.to(self._dtype) for tensor in to_pack]
+        packed = _torch.empty(*self._packed_shape, dtype=self._dtype, device=flags.device)
+        _torch.chunk_cat_into(packed, to_pack)
+        messages = [*direct, packed.view(-1)]
+        if self.scale.before != 1:
+            _torch.divide_all_(messages, self.scale.before)
+        return messages
 
-        Collective: none.
-        """
-        self.finish()
-        rescaled = list[tuple[torch.Tensor, float]]()
-        for param in self._params:
-            ratio = (self._settings.divisor or param.mesh.num_ranks) / divisor
-            grad = param.sharded.grad
-            if ratio == 1 or grad is None or not param.is_unsynced:
-                continue
-            if param.adds_to_synced:
+    def _cast(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Cast gradients with their own message to the dtype of the reduction, in one call."""
+        numels = [grad.numel() for grad in grads]
+        scratch = _torch.empty(sum(numels), dtype=self._dtype, device=self._mesh.device)
+        cast = list(scratch.split_with_sizes(numels))
+        _torch.copy_all_(cast, grads)
+        return cast
+
+    def _refuse_sparse(self, grads: Sequence[torch.Tensor | None]) -> None:
+        for param, grad in zip(self.members, grads, strict=True):
+            if grad is not None and grad.is_sparse:
                 raise ShardError(
-                    f"Expected the gradient of '{param.name}' to be reduced, or cleared, before "
-                    "what it is divided by changes, got one that was accumulated without sync and "
-                    "added to one that had been reduced; call synchronize_gradients() or "
-                    "zero_grad() first"
+                    f"Expected a dense gradient of '{param.name}', got a sparse one, which is not "
+                    "reduced over ranks; set sparse=False on its nn.Embedding or nn.EmbeddingBag, "
+                    "or pass it as ignored_params and reduce its gradient yourself"
                 )
-            rescaled.append((_torch.local_tensor(grad), ratio))
-        with torch.no_grad():
-            for local, ratio in rescaled:
-                local.mul_(ratio)
-        self._settings.divisor = divisor
 
-    def wait(self) -> None:
-        """Wait for what was launched last; what comes of it is left to the methods below."""
-        for one in self._meshes:
-            if (pending := one.pending) is not None:
-                pending.wait()
+    def accumulate_unsynced(self) -> None:
+        """Add the gradients to ``.grad`` of the sharded parameters, as ``Partial`` DTensors.
 
-    @property
-    def go_to_host(self) -> bool:
-        """Whether results are copied to the host beside compute."""
-        return any(copies_beside_compute(p.offload, p.mesh.device) for p in self._params)
+        Every rank turns reduced gradients into ``Partial`` ones, used or not: the mean over ranks
+        of "num_shards times my rows, zero elsewhere" is the reduced gradient.
+        """
+        self.take_grads()
+        grads, factor = self._grads, self._num_ranks_per_divisor()
+        del self._grads
+        for param, sharded, grad in zip(self.params, self._sharded, grads, strict=True):
+            old_grad: Any = settled_grad(param)
+            stage = stage_of(param, old_grad)
+            if grad is not None:
+                grad = grad.to(self._dtype)
+                grad = grad if factor == 1 else grad * factor
+            if stage == "unreduced":
+                if grad is not None:
+                    _torch.local_tensor(old_grad).add_(grad.to(param.local.device))
+                continue
+            note_unreduced(param, stage)
+            if old_grad is not None:
+                total = self._unreduced_form(param, old_grad)
+                grad = total if grad is None else total.add_(grad)
+            if grad is not None:
+                grad = grad.to(param.local.device)
+                assign_grad(sharded, _torch.from_local(grad, param.spec("unreduced", grad.dtype)))
 
-    @property
-    def is_all_reducing(self) -> bool:
-        """Whether a reduction over the replicas has been launched."""
-        return self.have_replicas and any([one.is_all_reducing for one in self._meshes])
+    def _num_ranks_per_divisor(self) -> float:
+        divisor = self._group.settings.divisor
+        return 1.0 if divisor is None else self._mesh.num_ranks / divisor
 
-    def start_all_reduce(self) -> bool:
-        """Go on to the reduction over the replicas; return whether there is one."""
-        return any([one.start_all_reduce() for one in self._meshes])
+    def _unreduced_form(self, param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
+        """Return a reduced gradient as one that is still to be averaged over all ranks."""
+        shard = _torch.local_tensor(grad).to(self._mesh.device)
+        dtype = torch.promote_types(shard.dtype, self._dtype)
+        full = param.layout.new_zeros(shard, dtype)
+        rows = param.layout.shard_of(full, self._mesh.shard_rank)
+        rows.copy_(shard)
+        if param.layout.dim is not None:
+            rows.mul_(self._mesh.num_shards)
+        return full
 
-    def finish(self) -> None:
-        """Wait for the launched reduction and put its results on the sharded parameters."""
-        for one in self._meshes:
-            one.finish()
+    # Phase deliver --------------------------------------------------------------------------
 
-    def start_return(self) -> bool:
-        """Wait for the launched reduction; return whether results are on their way to the host."""
-        return any([one.start_return() for one in self._meshes])
+    def wait_and_average(self) -> None:
+        """Wait for the sum over the ranks, and divide it."""
+        self._pending.wait()
+        del self._pending
+        self.average()
 
-    def end_return(self) -> None:
-        """Put on the sharded parameters what was on its way to the host."""
-        for one in self._meshes:
-            one.end_return()
+    def average(self) -> None:
+        """Divide the sum over the ranks."""
+        if self.scale.after != 1:
+            self.reduced.div_(self.scale.after)
+
+    def split_wait(self, stream: torch.Stream) -> None:
+        """Let ``stream`` wait for the sum over the shards too; see :meth:`wait_for_shards`."""
+        self._pending.pass_through(stream)
+        self._over_shards = self._pending
+
+    def wait_for_shards(self) -> None:
+        """Wait for the sum over the shards alone."""
+        self._over_shards.wait()
+        del self._over_shards
+
+    def leave_out_replicas(self) -> None:
+        """Leave the reduced shards as they are: they differ from replica to replica."""
+        self._specs = self._specs_of("unreplicated")
+        for param in self.params:
+            note_unreduced(param, stage_of(param, param.sharded.grad))
+
+    def launch_over_replicas(self) -> None:
+        """Launch the reduction over the replicas, with the shards in ``.grad`` that await one."""
+        self._specs = self._specs_of("sharded")
+        flags, added = self.reduced[-self.num_flags :], list[torch.Tensor]()
+        shards = self._views_of(self.reduced)
+        for index, grad in self._take_unreplicated():
+            added.append(grad.to(self.reduced.device))
+            shards[index].add_(added[-1])
+            flags[index].fill_(1)
+        works = self._channel.all_reduce(self.reduced, average=True)
+        stream = launching_stream(self._mesh.device)
+        self._pending = Pending(works, self._channel.reducing, stream, added)
+
+    def _take_unreplicated(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Take the shards that await a reduction over the replicas, with their places."""
+        for index, param in enumerate(self.params):
+            grad: Any = param.sharded.grad
+            if stage_of(param, grad) == "unreplicated":
+                param.sharded.grad = None
+                yield index, _torch.local_tensor(grad)
+
+    def wait_for_replicas(self) -> None:
+        """Wait for the mean over the replicas."""
+        self._pending.wait()
+        del self._pending
+
+    def download(self) -> None:
+        """Copy what the host must know to write ``.grad``; write it at once if that is nothing.
+
+        Reading the flags would make the host wait for the device.
+        """
+        if self.is_offloaded:
+            self.reduced = self._to_host(self.reduced)
+        elif self._all_have_grads or self._gives_zeros or any(map(has_hooks, self.params)):
+            self.write_grads()
+        else:
+            self._flags = download(self.reduced[-self.num_flags :])
+
+    def write_downloaded(self) -> None:
+        """Write ``.grad`` if :meth:`download` has not, once the copies are there."""
+        if "reduced" in self.__dict__:
+            host.settle()
+            self.write_grads()
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_beside = copies_beside_compute(self.params[0].offload, self._mesh.device)
+        return download(tensor) if is_beside else tensor.cpu()
+
+    def call_hook(self) -> None:
+        """Call the user's hook with the reduced shards."""
+        settings = self._group.settings
+        with run_beside(settings.hook_stream):
+            settings.all_reduce_hook(self.reduced[: -self.num_flags])
+
+    def write_grads(self) -> None:
+        """Write the reduced shards to ``.grad`` of the sharded parameters, or add them to it."""
+        if not all(map(_no_hooks.__eq__, map(_hooks, self._sharded))):
+            self._write_with_hooks()
+            return
+        for sharded, shard, spec, is_lifted in self._results():
+            if sharded.grad is None and not is_lifted:
+                sharded.grad = _torch.from_local(shard, spec)
+            else:
+                self._add(sharded, _torch.from_local(shard, spec))
+
+    def write_after_autograd(self) -> None:
+        """Write, but wait for autograd where it is still to write gradients of its own.
+
+        DTensor cannot add the gradient of a penalty to a reduced one if a rank has no rows, but the
+        reduced one can be added to that of the penalty.
+        """
+        leaves = _torch.in_graphs(self._sharded) if _torch.current_backward() != -1 else ()
+        if leaves and any(map(_torch.will_run, _torch.accumulate_nodes(leaves))):
+            _torch.on_backward_end(self.write_grads)
+        else:
+            self.write_grads()
+
+    def _add(self, sharded: nn.Parameter, grad: Any) -> None:
+        """Add a reduced gradient, unless ``.grad`` has other rows than those of this rank."""
+        old_grad: Any = sharded.grad
+        if old_grad is not None and old_grad.placements == grad.placements:
+            shape, found = (list(_torch.local_tensor(one).shape) for one in (grad, old_grad))
+            if shape != found:
+                name = next(param.name for param in self.params if param.sharded is sharded)
+                raise ShardError(
+                    f"Expected a gradient of local shape {shape} in .grad of '{name}', got "
+                    f"{found}; assign what has the rows of this rank"
+                )
+        add_grad(sharded, grad)
+
+    def _write_with_hooks(self) -> None:
+        for sharded, shard, spec, _ in self._results():
+            with torch.no_grad():
+                grad = _torch.call_grad_hooks(sharded, _torch.from_local(shard, spec))
+                self._add(sharded, grad)
+                _torch.call_post_accumulate_grad_hooks(sharded)
+
+    def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
+        """Return the sharded parameters that any rank used, with their mean gradients."""
+        shards = self._shards_of(self.reduced)
+        results = zip(self._sharded, shards, self._specs, self._are_lifted, strict=True)
+        if self._all_have_grads or self._gives_zeros:  # the flags need no look
+            del self.reduced
+            return results
+        flags = self.__dict__.pop("_flags", self.reduced[-self.num_flags :]).tolist()
+        del self.reduced
+        return compress(results, flags)
+
+    def _shards_of(self, reduced: torch.Tensor) -> list[torch.Tensor]:
+        """View this rank's shards in the reduced buffer, each in its final dtype."""
+        dtypes = self._final_dtypes
+        if dtypes.count(dtypes[0]) == len(dtypes):
+            reduced = reduced.to(dtypes[0])
+            return self._views_of(reduced)
+        shards = self._views_of(reduced)
+        return [shard.to(dtype) for shard, dtype in zip(shards, dtypes, strict=True)]
+
+    def _views_of(self, reduced: torch.Tensor) -> list[torch.Tensor]:
+        return list(starmap(reduced.as_strided, self._places))
 
     def discard(self) -> None:
-        """Let the launched reduction end and drop it, and all unsharded gradients."""
-        for one in self._meshes:
-            one.discard()
+        """Drop all gradients that are not in ``.grad`` yet, after a failed backward."""
+        for param in self._unsharded:
+            param.grad = None
+        pending = self.__dict__.pop("_pending", None)
+        if pending is not None:
+            pending.drop()
+        for name in ("_grads", "reduced", "_flags", "_over_shards"):
+            self.__dict__.pop(name, None)
 
-    def discard_partial(self) -> None:
-        """Drop the gradients that are accumulated but not reduced."""
-        for param in self._params:
-            if is_partial(param.sharded.grad):
-                param.sharded.grad = None
+
+class LocalReduction(Reduction):
+    """The reduction where nothing is shared: one rank holds all of every parameter."""
+
+    def launch(self) -> None:
+        """Keep the gradients: they are the result."""
+        self._results_here = self._grads
+        del self._grads
+
+    def wait_and_average(self) -> None:
+        """Divide the gradients, if a divisor other than one was set."""
+        if self._divisor != 1:
+            _torch.divide_all_([g for g in self._results_here if g is not None], self._divisor)
+
+    def download(self) -> None:
+        """Copy the gradients to the host, if ``.grad`` is there; otherwise write it."""
+        if self.is_offloaded:
+            grads = self._results_here
+            self._results_here = [grad if grad is None else self._to_host(grad) for grad in grads]
+        else:
+            self.write_grads()
+
+    def write_downloaded(self) -> None:
+        """Write ``.grad`` if :meth:`download` has not, once the copies are there."""
+        if "_results_here" in self.__dict__:
+            host.settle()
+            self.write_grads()
+
+    def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
+        grads = self._results_here
+        del self._results_here
+        rows = zip(self._sharded, grads, self._specs, self._are_lifted, strict=True)
+        dtypes = iter(self._final_dtypes)
+        for sharded, grad, spec, is_lifted in rows:
+            dtype = next(dtypes)
+            if grad is not None:
+                yield sharded, grad.to(dtype), spec, is_lifted
+
+    def discard(self) -> None:
+        """Drop all gradients that are not in ``.grad`` yet."""
+        super().discard()
+        self.__dict__.pop("_results_here", None)
+
+
+# The gradient of a sharded parameter --------------------------------------------------------------
+
+
+def has_hooks(param: ShardedParam) -> bool:
+    """Return whether the user has put hooks on the sharded parameter."""
+    return _torch.has_grad_hooks(param.sharded)
+
+
+def is_partial(grad: torch.Tensor | None) -> bool:
+    """Return whether a gradient is still to be averaged over some ranks."""
+    return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
+
+
+def stage_of(param: ShardedParam, grad: Any) -> GradStage | None:
+    """Return how far the reduction of a gradient has come; ``None`` if there is no gradient."""
+    if grad is None:
+        return None
+    if not is_partial(grad):
+        return "sharded"
+    placement = param.placement
+    is_unreduced = grad.placements == placement.unreduced
+    return "unreduced" if is_unreduced else "unreplicated"
+
+
+def note_unreduced(param: ShardedParam, stage: GradStage | None) -> None:
+    """Note what an unreduced gradient is added to: the stage of the present one."""
+    if stage != "unreplicated":
+        param.adds_to_synced = stage == "sharded"
+
+
+def sent_dtype(buckets: Sequence[Storage], reduced: torch.dtype, channel: Channel) -> torch.dtype:
+    """Return the dtype in which gradients with their own message are sent."""
+    grads = {bucket.compute_dtype for bucket in buckets}
+    grad = grads.pop()
+    is_wider = not grads and torch.promote_types(grad, reduced) == reduced
+    return grad if is_wider and channel.reduce_scatter.widens else reduced
+
+
+def reduce_dtype(param: ShardedParam) -> torch.dtype:
+    """Return the dtype in which a parameter's gradient is reduced, other parameters aside."""
+    has_asked, asked = grad_dtype_asked(param.sharded)
+    if has_asked and asked is None and param.policy.reduce_dtype is None:
+        return param.compute_dtype
+    return param.policy.reduction_dtype(param.dtype, asked)
+
+
+def final_grad_dtype(param: ShardedParam, reduced: torch.dtype) -> torch.dtype:
+    """Return the dtype of a parameter's reduced gradient in ``.grad``."""
+    has_asked, asked = grad_dtype_asked(param.sharded)
+    if has_asked and asked is None:
+        return reduced
+    return asked or param.policy.grad_dtype or param.dtype
+
+
+def assign_grad(sharded: nn.Parameter, grad: torch.Tensor) -> None:
+    """Set ``.grad``, also to a dtype that torch would refuse."""
+    asked = sharded.grad_dtype
+    if asked is not None and asked != grad.dtype:
+        sharded.grad = None
+        is_default = asked == sharded.dtype
+        sharded.__dict__[LIFTED] = (False, None) if is_default else (True, asked)
+        sharded.grad_dtype = None
+    sharded.grad = grad
+
+
+def settled_grad(param: ShardedParam) -> Any:
+    """Return ``.grad`` of a sharded parameter, redistributed if autograd has written it.
+
+    A loss on the sharded parameters, such as a penalty, gives gradients with other placements.
+    """
+    grad: Any = param.sharded.grad
+    place = param.placement
+    if grad is None or grad.placements in (place.sharded, place.unreplicated, place.unreduced):
+        return grad
+    with torch.no_grad():
+        param.sharded.grad = grad.redistribute(placements=place.sharded)
+    return param.sharded.grad
+
+
+def add_grad(sharded: nn.Parameter, grad: Any) -> None:
+    """Add a reduced gradient to ``.grad``; autograd may have written one with other placements."""
+    old_grad: Any = sharded.grad
+    if old_grad is None:
+        assign_grad(sharded, grad)
+        return
+    if is_partial(grad) and not is_partial(old_grad):  # replicas are alike, and so their own mean
+        local, spec = _torch.local_tensor(old_grad), _torch.spec_of(grad)
+        old_grad = _torch.from_local(local, _torch.spec_with_dtype(spec, local.dtype))
+        sharded.grad = old_grad
+    elif old_grad.placements != grad.placements:
+        with torch.no_grad():
+            old_grad = sharded.grad = old_grad.redistribute(placements=grad.placements)
+    _torch.local_tensor(old_grad).add_(_torch.local_tensor(grad))
+
+
+def clear(leaf: torch.Tensor, *, to_none: bool) -> None:
+    """Drop the gradient of a parameter, or fill it with zeros."""
+    grad = leaf.grad
+    if grad is None or to_none:
+        leaf.grad = None
+    elif is_partial(grad):
+        _torch.local_tensor(grad).zero_()
+    else:
+        leaf.grad = torch.zeros_like(grad)

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.group import ParamGroup
-from composable_shard.core.param import ShardedParam
+from composable_shard.core.group import ParamGroup, State
+from composable_shard.core.storage import ShardedParam, carry_over, grad_dtype_asked
 from composable_shard.core.transport import host
 from composable_shard.errors import ShardError
 
@@ -32,7 +32,7 @@ def install_state_dict_hooks(group: ParamGroup) -> None:
     places: dict[nn.Module, Params] = {}
     for param in group.params:
         for slot in param.slots:
-            places.setdefault(slot.module, {})[slot.attribute] = param
+            places.setdefault(slot.module, {})[slot.name] = param
     for owner, params in places.items():
         for handle in (
             owner.register_state_dict_pre_hook(StateDictHook(_before_save, group, params)),
@@ -96,10 +96,10 @@ def _owned(group: ParamGroup, params: Params) -> Params:
 def _before_save(group: ParamGroup, params: Params, module: nn.Module, *_: object) -> None:
     """Show the sharded parameters: for good, or in the middle of compute for this call."""
     group.check_awake("for a state dict")
-    if not group.is_unsharded:
+    if not group.is_unsharded_registered:
         return
-    if not group.is_held and not any(_is_computing(one) for one in group.context.groups):
-        group.show_sharded()
+    if not group.is_held and not any(_is_computing(one) for one in group.tree.groups):
+        group.register_sharded()
         return
     for attribute, param in _owned(group, params).items():
         module._parameters[attribute] = param.sharded
@@ -112,10 +112,8 @@ def _after_save(
     *_: object,
 ) -> None:
     """Go back to compute, if this was in the middle of it."""
-    if not group.is_unsharded or group.shows_sharded:
-        return
-    for attribute, param in _owned(group, params).items():
-        if param.unsharded is not None:
+    if group.is_unsharded_registered:
+        for attribute, param in _owned(group, params).items():
             module._parameters[attribute] = param.unsharded
 
 
@@ -126,7 +124,8 @@ def _is_computing(group: ParamGroup) -> bool:
     """
     if _torch.current_backward() != -1:
         return True
-    return bool(group.calls) and _torch.module_call_frame() is not None
+    is_running = any(call.group is group for call in group.tree.call_stack)
+    return is_running and _torch.module_call_frame() is not None
 
 
 # In -----------------------------------------------------------------------------------------
@@ -146,7 +145,7 @@ def _before_load(
     What does not fit is left as it is: torch says what is wrong with it.
     """
     group.check_awake("to load a state dict")
-    if group.is_unsharded and _is_computing(group):
+    if group.state is State.UNSHARDED and _is_computing(group):
         raise ShardError(
             f"Expected to load parameters of {group.label} before or after its forward and "
             "backward, got a load_state_dict in the middle of one; load it when that has ended"
@@ -155,7 +154,7 @@ def _before_load(
     host.settle()  # copies of shards that a forward without a backward has launched
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     for attribute, param in _owned(group, params).items():
-        param.remember_grad_dtype()  # of what may be replaced
+        param.before_load = param.sharded.__dict__, grad_dtype_asked(param.sharded)
         key, current = prefix + attribute, module._parameters.get(attribute)
         value = state_dict.get(key)
         if not isinstance(value, torch.Tensor) or not isinstance(current, DTensor):
@@ -167,9 +166,9 @@ def _before_load(
         model = param.placement.model
         if not isinstance(value, DTensor):
             state_dict[key] = _shard_of(param, value, current, assign)
-        elif value.device_mesh == param.spec.mesh:
-            if value.placements != param.spec.placements:
-                state_dict[key] = value.redistribute(placements=param.spec.placements)
+        elif value.device_mesh == param.sharded_spec.mesh:
+            if value.placements != param.sharded_spec.placements:
+                state_dict[key] = value.redistribute(placements=param.sharded_spec.placements)
         elif model is not None and value.device_mesh == model.mesh:
             value = value.redistribute(placements=model.placements)
             state_dict[key] = _shard_of(param, value, current, assign)
@@ -177,7 +176,7 @@ def _before_load(
             state_dict[key] = current
             error_messages: list[str] = rest[-1]
             error_messages.append(
-                f'Expected a DTensor for "{key}" on {param.spec.mesh}, got one on '
+                f'Expected a DTensor for "{key}" on {param.sharded_spec.mesh}, got one on '
                 f"{value.device_mesh}; pass its full_tensor()."
             )
 
@@ -195,15 +194,15 @@ def _shard_of(param: ShardedParam, full: torch.Tensor, current: DTensor, assign:
         elif device.type == "meta":
             device = param.device
         local = local.to(device, copy=True)
-    return _torch.from_local(local, _torch.spec_with_dtype(param.spec, full.dtype))
+    return _torch.from_local(local, _torch.spec_with_dtype(param.sharded_spec, full.dtype))
 
 
 def _after_load(group: ParamGroup, params: Params, module: nn.Module, *_: object) -> None:
     """Register an assigned parameter wherever the one that it replaces is; keep attributes."""
     for attribute, param in _owned(group, params).items():
         current = module._parameters.get(attribute)
-        if isinstance(current, DTensor):
-            param.keep_attributes(current)
+        if isinstance(current, DTensor) and current.__dict__ is not param.before_load[0]:
+            carry_over(*param.before_load, cast(nn.Parameter, current))
         if len(param.slots) > 1 and isinstance(current, DTensor):
             for slot in param.slots:
                 slot.put(current)

@@ -1,48 +1,48 @@
-"""Parameters that are registered in modules of several groups: which group owns them.
+"""Parameters that several groups use, and which group owns a parameter. Imports group, storage.
 
-The owner is the lowest group whose modules hold all places of the parameter, so that it is
-gathered whenever one of them runs, and has one gradient. Groups are made from the bottom up: a
-group that finds one of its parameters in an outer module gives it back, and until a call contains
-all places nobody owns it.
+The owner of a tied parameter is the lowest group whose modules contain all of its places. So it is
+gathered whenever one of them runs, and has one gradient. Groups are made from the bottom up: a call
+that finds a parameter of an inner group in its own modules takes it over, and a parameter whose
+places no call contains yet has no owner.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.param import ShardedParam, Slot
+from composable_shard.core.storage import ShardedParam, Slot
 from composable_shard.errors import ShardError
 
 
 @dataclass(frozen=True)
 class Managed:
-    """What one ``fully_shard`` call takes charge of.
+    """The parameters that one ``fully_shard`` call shards.
 
     Attributes:
-        modules: All modules below, but those of nested groups.
-        params: Each parameter with the places where it is registered.
-        names: The name of each parameter, from its module down.
+        modules: All modules below the top modules, except those of inner groups.
+        slots: Each parameter with the modules and names that hold it.
+        names: The qualified name of each parameter.
     """
 
     modules: tuple[nn.Module, ...]
-    params: dict[nn.Parameter, tuple[Slot, ...]]
+    slots: dict[nn.Parameter, tuple[Slot, ...]]
     names: dict[nn.Parameter, str]
 
 
 @dataclass
-class _Known:
-    """An original parameter that is alive after it was sharded, or waits for an owner.
+class _Original:
+    """An original parameter that is still alive after it was sharded, or that waits for an owner.
 
     Attributes:
         original: The parameter.
-        registered: Where it is, as far as calls have seen.
-        owner: Its group, and what it is there.
-        version: The version of the sharded parameter when it was made.
+        registered: The modules and names that hold it, as far as calls have seen.
+        owner: Its group, and the parameter there.
+        version: The version of the shard when it was made.
     """
 
     original: weakref.ref[nn.Parameter]
@@ -51,31 +51,32 @@ class _Known:
     version: int = 0
 
     @property
-    def places(self) -> tuple[Slot, ...]:
-        """Where it is registered in modules that are alive."""
-        found = ((module(), attribute) for module, attribute in self.registered)
-        return tuple(
-            Slot.of(module, attribute) for module, attribute in found if module is not None
-        )
+    def slots(self) -> tuple[Slot, ...]:
+        """The modules and names that hold it, of modules that are alive."""
+        found = ((module(), name) for module, name in self.registered)
+        return tuple(Slot.of(module, name) for module, name in found if module is not None)
 
     @property
     def param(self) -> ShardedParam | None:
-        """What it is in the group that owns it, if one does."""
+        """The parameter in the group that owns it, if one does."""
         return None if self.owner is None else self.owner[1]()
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether its owner has it as when it was sharded, neither gathered, loaded nor changed."""
+        """Whether its group has neither been used nor changed."""
+        group = None if self.owner is None else self.owner[0]()
         param = self.param
         return (
-            param is not None
-            and param.is_intact()
-            and param.unsharded is None
+            group is not None
+            and param is not None
+            and not group.is_compiled
+            and all(slot.get() is param.sharded for slot in param.slots)
             and param.version() == self.version
         )
 
 
-_known: dict[int, _Known] = {}
+_originals: dict[int, _Original] = {}
+"""By id; an entry is removed when its original dies."""
 
 _sharded: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
 """By id, the sharded parameters; an id may have passed to another tensor since."""
@@ -83,79 +84,76 @@ _sharded: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDict
 
 @dataclass
 class Claims:
-    """What a call changes about who owns tied parameters.
+    """How a call changes the owners of tied parameters.
 
     Attributes:
-        given_back: Parameters that inner groups give back.
-        unowned: Parameters with places outside of the call's modules, and all known places.
+        taken_over: Parameters that inner groups lose.
+        unowned: Parameters that modules outside the call hold too, with all known places.
     """
 
-    given_back: list[_Known] = field(default_factory=list)
+    taken_over: list[_Original] = field(default_factory=list)
     unowned: dict[nn.Parameter, tuple[Slot, ...]] = field(default_factory=dict)
 
     def commit(self) -> None:
-        """Put back the originals and forget that they were sharded."""
-        for known in self.given_back:
+        """Register the originals again, and remove them from their groups."""
+        for known in self.taken_over:
             original, param, owner = known.original(), known.param, known.owner
             assert original is not None and param is not None and owner is not None
-            for slot in param.slots:
-                slot.put(original)
+            param.put(original)
             group = owner[0]()
             if group is not None:
-                _give_back(group, param)
+                _remove(group, param)
             known.owner = None
-        for original, places in self.unowned.items():
-            remember(original, places)
+        for original, slots in self.unowned.items():
+            remember(original, slots)
 
 
 def claim_ties(managed: Managed, modules: Sequence[nn.Module]) -> tuple[Managed, Claims]:
-    """Add to what a call manages the tied parameters it owns, and take away those it does not.
+    """Add the tied parameters that a call owns to those it shards, and remove all others.
 
     Raises:
-        ValueError: If an inner group would have to give back a parameter that was changed since.
+        ValueError: If an inner group would lose a parameter that was changed since.
     """
     claims = Claims()
-    names = {
-        module: name for top in modules for name, module in top.named_modules(remove_duplicate=True)
-    }
-    params, named = dict(managed.params), dict(managed.names)
-    for key, known in list(_known.items()):
+    prefixes = {module: name for top in modules for name, module in top.named_modules()}
+    slots, names = dict(managed.slots), dict(managed.names)
+    for key, known in list(_originals.items()):
         original = known.original()
         if original is None:
-            _known.pop(key, None)  # unless its finalizer has, in a garbage collection just now
+            _originals.pop(key, None)
             continue
-        own = managed.params.get(original, ())
-        places = tuple(dict.fromkeys((*known.places, *own)))
-        inside = [place for place in places if place.module in names]
+        own = managed.slots.get(original, ())
+        places = tuple(dict.fromkeys((*known.slots, *own)))
+        inside = [slot for slot in places if slot.module in prefixes]
         if not inside or (not own and known.param is not None):
             continue
         if known.param is not None:
-            _check_unchanged(known, managed.names.get(original, inside[0].attribute))
-            claims.given_back.append(known)
+            _check_unchanged(known, managed.names.get(original, inside[0].name))
+            claims.taken_over.append(known)
         if len(inside) == len(places):
-            params[original] = places
-            prefix = names[places[0].module]
-            named.setdefault(original, f"{prefix}.{places[0].attribute}".lstrip("."))
+            slots[original] = places
+            prefix = prefixes[places[0].module]
+            names.setdefault(original, f"{prefix}.{places[0].name}".lstrip("."))
         else:
-            params.pop(original, None)
+            slots.pop(original, None)
             claims.unowned[original] = places
-    return replace(managed, params=params, names=named), claims
+    return replace(managed, slots=slots, names=names), claims
 
 
-def _give_back(group: ParamGroup, param: ShardedParam) -> None:
-    """Let a group let go of a parameter; those that stay move, which is no change by the user."""
-    stay = [
+def _remove(group: ParamGroup, param: ShardedParam) -> None:
+    """Remove a parameter from a group; the shards of the others move, which is no change."""
+    unchanged = [
         known
-        for known in _known.values()
+        for known in _originals.values()
         if known.owner is not None and known.owner[0]() is group and known.is_unchanged
     ]
-    group.give_back(param)
-    for known in stay:
+    group.remove(param)
+    for known in unchanged:
         if known.param is not None:
             known.version = known.param.version()
 
 
-def _check_unchanged(known: _Known, name: str) -> None:
+def _check_unchanged(known: _Original, name: str) -> None:
     if known.is_unchanged:
         return
     param = known.param
@@ -169,37 +167,29 @@ def _check_unchanged(known: _Known, name: str) -> None:
 
 def remember(
     original: nn.Parameter,
-    places: tuple[Slot, ...],
+    slots: Sequence[Slot],
     group: ParamGroup | None = None,
     param: ShardedParam | None = None,
 ) -> None:
     """Note where a parameter is registered and who owns it, while the original is alive."""
-    if id(original) not in _known:
-        weakref.finalize(original, _known.pop, id(original), None)
-    registered = [(weakref.ref(place.module), place.attribute) for place in places]
-    known = _known[id(original)] = _Known(weakref.ref(original), registered)
+    if id(original) not in _originals:
+        weakref.finalize(original, _originals.pop, id(original), None)
+    registered = [(weakref.ref(slot.module), slot.name) for slot in slots]
+    known = _originals[id(original)] = _Original(weakref.ref(original), registered)
     if group is not None and param is not None:
-        remember_owner(param)
+        _sharded[id(param.sharded)] = param
         known.owner, known.version = (weakref.ref(group), weakref.ref(param)), param.version()
 
 
-def remember_owner(param: ShardedParam) -> None:
-    """Have :func:`owner_of_sharded` find whose sharded form it is."""
-    _sharded[id(param.sharded)] = param
-
-
 def owner_of_sharded(tensor: nn.Parameter) -> ShardedParam | None:
-    """Return whose sharded form ``tensor`` is, ``None`` if it is an original."""
+    """Return the parameter whose sharded form ``tensor`` is; ``None`` if it is an original."""
     param = _sharded.get(id(tensor))
     return param if param is not None and param.sharded is tensor else None
 
 
-def num_replaced(ids: Set[int]) -> int:
-    """Count the originals whose places sharded parameters have taken, of tensors of these ids."""
-    if ids.isdisjoint(_known):
-        return 0
-    known = map(_known.get, ids)
-    return sum(one is not None and one.param is not None for one in known)
+def num_replaced(ids: set[int]) -> int:
+    """Count the originals, of tensors with these ids, that ``fully_shard`` has replaced."""
+    return sum(key in ids and known.param is not None for key, known in _originals.items())
 
 
 def refuse_unowned(modules: Iterable[nn.Module]) -> None:
@@ -208,14 +198,14 @@ def refuse_unowned(modules: Iterable[nn.Module]) -> None:
     Raises:
         ShardError: On all ranks, with the names of its places.
     """
-    unowned = [known for known in _known.values() if known.param is None]
+    unowned = [known for known in _originals.values() if known.param is None]
     if not unowned:
         return
     within = set(modules)
     for known in unowned:
-        if any(place.module in within for place in known.places):
+        if any(slot.module in within for slot in known.slots):
             places = ", ".join(
-                f"'{place.attribute}' of {type(place.module).__name__}" for place in known.places
+                f"'{slot.name}' of {type(slot.module).__name__}" for slot in known.slots
             )
             raise ShardError(
                 f"Expected a group that contains all places of a tied parameter, got none for "

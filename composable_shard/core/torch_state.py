@@ -16,8 +16,7 @@ from typing import Any
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.group import ParamGroup
-from composable_shard.core.root import context_of
+from composable_shard.core.group import ParamGroup, State
 from composable_shard.errors import TorchStateError
 
 
@@ -60,7 +59,7 @@ class _ReadOnly:
     def _training_state(self) -> TrainingState:
         if _torch.current_backward() != -1:
             return TrainingState.PRE_BACKWARD
-        is_running = context_of(self._group).forward.is_running
+        is_running = bool(self._group.tree.call_stack)
         return TrainingState.FORWARD if is_running else TrainingState.IDLE
 
 
@@ -80,7 +79,7 @@ class TorchParamGroup(_ReadOnly):
     @property
     def is_unsharded(self) -> bool:
         """Whether the unsharded parameters are valid."""
-        return self._group.is_unsharded
+        return self._group.state is State.UNSHARDED
 
 
 class TorchState(_ReadOnly):
@@ -105,12 +104,12 @@ class TorchState(_ReadOnly):
 
         Collective: the reductions of a backward.
         """
-        context_of(self._group).backward.reduce_left()
+        self._group.tree.finish_backwards()
 
     @property
     def _comm_ctx(self) -> object:
         """The same object for trees that wait for each other's reductions."""
-        return context_of(self._group).reductions.in_flight
+        return self._group.tree.in_flight
 
     @property
     def _fsdp_param_group(self) -> TorchParamGroup | None:

@@ -1,127 +1,532 @@
-"""What a group knows of the tree that it is part of: who listens, what is checked before it starts.
+"""All groups of one root: forwards and backwards begin and end here; decides what stays gathered.
 
-Ranks that call different collectives, or the same ones in different order, wait for each other
-until the process group's time-out, and nothing says which group it was. With
-``COMPOSABLE_SHARD_CHECK=1`` in the environment of all ranks, they exchange a number before every
-gather and reduction and at the end of every forward and backward: ranks that disagree raise the
-same error.
+Imports agreement, backward, finalization, group, tape, plugins.
 """
 
 from __future__ import annotations
 
-import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+import sys
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from types import FrameType
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import Node
 
+from composable_shard import _torch
+from composable_shard.core.agreement import agree_on_model
+from composable_shard.core.backward import Backward
+from composable_shard.core.features.order_check import OrderCheck, order_checks
+from composable_shard.core.features.trace import Listener, Trace
+from composable_shard.core.finalization import Finalization
+from composable_shard.core.group import Flights, ParamGroup, State, group_of
+from composable_shard.core.nested import Given
+from composable_shard.core.not_sharded import refuse_replicated, warn_of_plain
+from composable_shard.core.plugins import Feature, Plugins
+from composable_shard.core.tape import Interval, PlanStep, Tape, Visit
+from composable_shard.core.ties import refuse_unowned
+from composable_shard.core.transport import host
 from composable_shard.core.transport.pending import Waitable
-from composable_shard.core.transport.process_groups import compare
-from composable_shard.errors import RankMismatchError
-from composable_shard.mesh import ShardMesh
+from composable_shard.errors import ShardError
 
-# Comparing with the other ranks what comes next, for the one who hunts a hang ---------------------
-
-CHECK_VARIABLE = "COMPOSABLE_SHARD_CHECK"
+_current_task = _torch.current_backward
+_version = attrgetter("_version")
 
 
-class OrderCheck:
-    """Compares what the ranks of a tree are about to do."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def agree(self, what: str, meshes: Iterable[ShardMesh]) -> None:
-        """Raise on all ranks if some of them do not come to ``what`` now.
-
-        Raises:
-            RankMismatchError: On all ranks, with what each of two does; on those that wait, if
-                another does not come within the time-out.
-
-        Collective: one all-reduce of 16 bytes for each process group of more than one rank; more
-            only if it raises.
-        """
-        self._count += 1
-        for mesh in meshes:
-            for ranks in mesh.process_groups:
-                self._compare(what, ranks, mesh.device)
-
-    def _compare(self, what: str, ranks: dist.ProcessGroup, device: torch.device) -> None:
-        try:
-            is_same, _ = compare(what, ranks, device)
-        except RuntimeError as error:
-            raise RankMismatchError(
-                f"Expected all ranks to come to the {what}, step {self._count}, got none of "
-                "some rank within the time-out; it has ended, or waits elsewhere"
-            ) from error
-        if not is_same:
-            self._raise_difference(what, ranks)
-
-    def _raise_difference(self, what: str, ranks: dist.ProcessGroup) -> None:
-        heard: list[Any] = [None] * ranks.size()
-        dist.all_gather_object(heard, what, group=ranks)
-        numbers = dist.get_process_group_ranks(ranks)
-        other = next(place for place, theirs in enumerate(heard) if theirs != heard[0])
-        raise RankMismatchError(
-            f"Expected the same order of collectives on all ranks, got at step {self._count} on "
-            f"rank {numbers[0]}: {heard[0]}; on rank {numbers[other]}: {heard[other]}"
-        )
-
-
-# What a group knows of its tree -------------------------------------------------------------------
-
-Listener = Callable[[str, str], None]
-Group = TypeVar("Group")
-
-
-class Tree(ABC, Generic[Group]):
-    """What the groups below one root share, as far as each of them asks for it.
-
-    Args:
-        groups: All groups, the root first, in the order of ``named_modules``.
+class Call:
+    """One call of a group's module. Only the autograd graph of the call keeps it alive.
 
     Attributes:
-        groups: All groups, the root first.
-        root: The group of the outermost sharded module.
-        listener: Called with ``(event, group name)`` and ``(moment, group name)``, if set.
-        order_check: Compares with the other ranks what comes next, if the environment asks for it.
-        is_agreed: Whether it is known that all ranks hold the same model.
-        post_optim_event: What the next gather waits for besides the compute stream.
+        module: The module.
+        visit: Its record on the tape; ``None`` if it cannot have a backward.
+        is_recomputed: Whether a checkpoint makes the call during a backward.
+        exception_on_entry: The exception being handled when the call began.
+        is_substituted: Whether it computes with tensors of ``torch.func.functional_call``.
+        versions: The versions of the unsharded parameters when it began.
+        markers: The autograd nodes of its input markers.
+        given: The containers among its inputs, and their copies with prepared tensors.
+        is_reached: Whether a backward has come to one of its outputs.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    __slots__ = (
+        *("__weakref__", "exception_on_entry", "group", "is_recomputed", "is_substituted"),
+        *("given", "is_reached", "markers", "module", "versions", "visit"),
+    )
+
+    def __init__(self, group: ParamGroup, module: nn.Module, *, is_recomputed: bool) -> None:
+        self.group, self.module = group, module
+        self.is_recomputed = is_recomputed
+        self.exception_on_entry = sys.exc_info()[1]
+        self.visit: Visit[ParamGroup] | None = None
+        self.markers: list[Node] = []
+        self.given: list[Given] = []
+        self.is_substituted = self.is_reached = False
+        self.versions = 0
+
+    def on_output_gradient(self, _: Any) -> None:
+        """Gather the group: an output of this call has a gradient."""
+        group, self.is_reached = self.group, True
+        with _torch.apart_from_transforms():
+            backward = group.tree.begin_backward()
+            backward.gather_for_backward(group, has_input_markers=bool(self.markers))
+
+
+class Tree:
+    """The groups that train together.
+
+    Attributes:
+        groups: The root group first.
+        tape: The record of forwards since the last backward.
+        call_stack: The calls in progress, the innermost last.
+        in_flight: The reductions in flight; trees may share them.
+        is_last_backward: Whether the end of a backward waits for its reductions.
+        is_agreed: Whether all ranks are known to hold the same model.
+        post_optim_event: The next gather waits for it.
+        finalization: Finishes backwards by a call of the user.
+        planned: The groups that the latest backward needs.
+    """
+
+    def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self.groups = list(groups)
-        self.root = self.groups[0]
-        self.listener: Listener | None = None
-        is_asked_for = os.environ.get(CHECK_VARIABLE, "0") not in ("", "0")
-        self.order_check = OrderCheck() if is_asked_for else None
-        self.is_agreed = False
+        self.root = groups[0]
+        features = [feature for group in groups for feature in group.plugins.features]
+        checks = [one for one in features if isinstance(one, OrderCheck)]
+        others = [one for one in features if one not in checks]
+        self.plugins = Plugins([*others, *(checks[:1] or order_checks())])
+        self._trace = next((one for one in features if isinstance(one, Trace)), Trace())
+        self.tape: Tape[ParamGroup] = Tape()
+        self.call_stack: list[Call] = []
+        self.in_flight = Flights()
+        self.is_last_backward, self.is_agreed = True, False
         self.post_optim_event: Waitable | None = None
+        self.finalization = Finalization(self)
+        self._frame: FrameType | None = None  # of the outermost call
+        self._backward: Backward | None = None
+        self._ran_inside: dict[ParamGroup, None] = {}  # by backwards within the running forward
+        self._spare: dict[ParamGroup, None] = {}  # stay, as forward probably needs them next
+        self._plan: tuple[list[PlanStep[ParamGroup]], dict[ParamGroup, int]] = ([], {})
+        self.planned: set[ParamGroup] = set()
+        for group in groups:
+            group.reshard()
+            group.tree, group.plugins, group.is_compiled = self, self.plugins, False
 
-    def wait_for_optimizer(self) -> None:
-        """Wait for the end of an optimizer step that runs beside, if that was asked for.
+    def install(self, feature: Feature) -> None:
+        """Add a feature, for what is still to come in a running iteration too."""
+        self.plugins.install(feature)
+        self._recompile()
 
-        Hazard: a stream takes an event of another kind for one that was never recorded, and does
-        not wait. Guard: the event is asked, which knows its kind.
+    def remove(self, feature: Feature) -> None:
+        """Remove a feature, also in the middle of an iteration."""
+        self.plugins.remove(feature)
+        self._recompile()
+
+    @property
+    def listener(self) -> Listener | None:
+        """The function that is called with every event; see `features/trace.py`."""
+        return self._trace.hear
+
+    @listener.setter
+    def listener(self, hear: Listener | None) -> None:
+        was_heard, self._trace.hear = self._trace.hear is not None, hear
+        if hear is not None:
+            self.install(self._trace)
+        elif was_heard:
+            self.remove(self._trace)
+
+    def _recompile(self) -> None:
+        """Compile the programs whose all-gather is not in flight."""
+        for group in self.groups:
+            if group.is_compiled and group.state in (State.SHARDED, State.UNSHARDED):
+                group.compile()
+
+    # Forward --------------------------------------------------------------------------------
+
+    def enter(self, group: ParamGroup, module: nn.Module) -> Call:
+        """Begin a call: gather ``group``, and prefetch the next group."""
+        is_recomputed = _current_task() != -1 and (group in self.tape or group in self.planned)
+        if not is_recomputed and (not self.call_stack or self._begins_anew(group)):
+            self._begin_forward(group)
+        call = Call(group, module, is_recomputed=is_recomputed)
+        self.call_stack.append(call)
+        if not group.params:
+            return call
+        if is_recomputed:
+            self.begin_backward().gather_for_recompute(group)
+        else:
+            if _torch.num_modes() or _torch.current_transform() is not None:
+                with _torch.outside_transforms():  # the gathered parameters outlive them
+                    call.is_substituted = not self._gather(group)
+            else:
+                call.is_substituted = not self._gather(group)
+            if call.is_substituted:
+                return call
+            if len(group.modules) > 1:
+                group.note_run(module)
+            call.versions = sum(map(_version, group.program.freed))
+            checkpoints = _torch.notes_of_checkpoints(with_graph_around=False)
+            if checkpoints or torch.is_grad_enabled():
+                interval = self._interval_of(checkpoints) if checkpoints else None
+                call.visit = self.tape.enter(group, interval)
+        group.register_unsharded()
+        return call
+
+    def leave(self, call: Call, *, needs_grad: bool, has_failed: bool) -> None:
+        """End the innermost call; free its group, unless backward keeps it.
+
+        A kept group keeps its memory. Its sharded parameters are still registered, except with
+        ``reshard_after_forward=False`` or on the root.
         """
+        self.call_stack.pop()
+        group = call.group
+        if call.is_recomputed or call.is_substituted:
+            return
+        if group.params:
+            for op in group.program.post_forward:
+                op()
+        if call.visit is not None and not has_failed:
+            self.tape.leave(call.visit, needs_reduce=group.needs_reduce, needs_grad=needs_grad)
+        interval = None if call.visit is None else call.visit.interval
+        facts = call.module, interval, torch.is_grad_enabled(), needs_grad
+        self.tape.calls.append((len(self.call_stack), group, *facts))
+        for outer in self.call_stack:
+            if outer.group is group:  # the module has called itself
+                return
+        self._free(group, may_have_backward=call.visit is not None and not has_failed)
+        if not self.call_stack:
+            self._end_forward(group, needs_grad=needs_grad, has_failed=has_failed)
+
+    def _begins_anew(self, group: ParamGroup) -> bool:
+        """Return whether a call begins a forward, though an interrupt has left calls behind."""
+        may_begin = group is self.call_stack[0].group or group is self.root
+        # A module may call itself, too, while the frame of its first call is executing.
+        return may_begin and not (self._frame and _torch.is_executing(self._frame))
+
+    def _begin_forward(self, outermost: ParamGroup) -> None:
+        if self.call_stack or self.has_failed:
+            self.reset()
+        for group in self._ran_inside:  # no backward of that forward has come
+            group.accumulate()
+        self._ran_inside.clear()
+        for group in self.groups:  # may be stale: a write through ``.data`` bumps no version
+            if group.state in (State.UNSHARDED, State.PARTLY_SHARDED) and not self._stays(group):
+                group.reshard()
+        self.finalization.check_ended()
+        self.prepare_gather()
+        self._keep_spare()
+        self._frame = _torch.module_call_frame()
+        self.tape.begin_forward(outermost)
+        for feature in self.plugins.features:
+            feature.begin_forward(self)
+
+    def _keep_spare(self) -> None:
+        """Keep freed memory of the host for the next gather; with streams torch does it."""
+        if not _torch.has_streams(self.root.mesh.device):
+            _torch.keep_spare()
+
+    def _stays(self, group: ParamGroup) -> bool:
+        """Return whether users have said that what was gathered before stays as it is."""
+        settings = group.settings
+        if settings.reshard_after_forward is False or group.is_held or group.is_partly_run:
+            return True
+        return not settings.reshard_after_backward and self.goes_on
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next backward adds to the gradients of the last, as far as is known."""
+        is_open = not (self.is_last_backward or self.finalization.by_hand)
+        is_open = is_open or self.finalization.is_open
+        return is_open or any(group.unsynced_names for group in self.groups)
+
+    def prepare_gather(self) -> None:
+        """Agree on the model before the first gather; wait for an optimizer that runs beside."""
+        self.agree()
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None:
             event.wait()
 
-    @abstractmethod
+    def forget_forwards(self) -> None:
+        """Start as a new tree does: other ranks have joined, which have recorded nothing."""
+        self.tape, self.is_agreed = Tape(), False
+
     def agree(self) -> None:
-        """Check, before the first gather, that all ranks hold the same model. Collective."""
+        """Check that all ranks hold the same model, unless they are known to."""
+        if not self.is_agreed:
+            self._check_modules()
+            agree_on_model(self.groups)
+            self.is_agreed = True
 
-    @abstractmethod
-    def is_in_backward(self, group: Group) -> bool:
-        """Tell whether the backward that is running, of whatever tree, goes through ``group``."""
+    def _check_modules(self) -> None:
+        """Refuse tied parameters without an owner, and late ``replicate``; warn of late ones."""
+        self.finalization.refuse_misplaced()
+        refuse_unowned(module for group in self.groups for module in group.all_modules())
+        for group in self.groups:
+            holders = {slot.module for param in group.params for slot in param.slots}
+            refuse_replicated(group.modules, holders, group.label)
+        if self.root.mesh.num_ranks > 1:
+            stand_ins = (p.__dict__.get("unsharded") for group in self.groups for p in group.params)
+            warn_of_plain(self.root.modules, stand_ins)
 
-    @abstractmethod
-    def note_new_params(self, group: Group) -> None:
-        """Have ``group``, of which parameters are new, told of optimizer steps on them."""
+    def _end_forward(self, outermost: ParamGroup, *, needs_grad: bool, has_failed: bool) -> None:
+        self._frame = None
+        if has_failed:
+            self.tape.discard_forward()
+            self.reset()
+            return
+        if _current_task() == -1:
+            _torch.return_spare()
+        if not self.tape.visits:  # otherwise the end of the backward does
+            self._settle_copies()
+        for feature in self.plugins.features:
+            feature.end_forward(self, outermost)
+        self.tape.end_forward(outermost)
+        for group in self.groups:
+            is_over = group.is_partly_run and group is not outermost
+            if group.state is State.UNSHARDING or is_over:  # prefetched, but not used after all
+                group.reshard()
+        for group in self._spare:
+            group.reshard()
+        self._spare.clear()
+        if self._ran_inside and not needs_grad:
+            self._reduce_inside()
 
-    @abstractmethod
-    def show_sharded(self) -> None:
-        """Register the sharded parameters, which an optimizer has changed, but while computing."""
+    def _gather(self, group: ParamGroup) -> bool:
+        """Gather ``group`` for forward; launch the next gather before waiting for this one.
+
+        Returns:
+            Whether it computes with its own parameters; see ``ParamGroup.refresh``.
+        """
+        if not group.refresh():
+            return False
+        for op in group.program.pre_forward:
+            op()
+        if group.state is State.SHARDED:
+            group.unshard()
+        self._spare.pop(group, None)
+        predicted = self.tape.advance(group, group.settings.prefetch_depth)
+        for other in group.settings.forward_prefetch or predicted:
+            other.prefetch()
+        group.wait()
+        return True
+
+    def _free(self, group: ParamGroup, *, may_have_backward: bool) -> None:
+        stays = group.stays_after_forward
+        if group.is_partly_run or (stays and (may_have_backward or group.is_held)):
+            return
+        keeps_memory = group.settings.reshard_after_forward is False
+        if self.tape.upcoming is group:
+            self._spare[group] = None
+            keeps_memory = True
+        if may_have_backward and not group.is_held:
+            keeps_memory = keeps_memory or self.tape.is_last(group)
+        if not keeps_memory:
+            group.reshard(keeps_part=may_have_backward)
+        elif group.is_unsharded_registered:
+            group.register_sharded()
+
+    def _interval_of(self, checkpoints: Sequence[dict[Any, Any]]) -> Interval:
+        """Return the interval of the enclosing checkpoints, which all of their calls share."""
+        found = next((notes[self] for notes in checkpoints if self in notes), None)
+        interval = found or self.tape.enter_checkpoint()
+        for notes in checkpoints:
+            notes.setdefault(self, interval)
+        return interval
+
+    # Backward -------------------------------------------------------------------------------
+
+    def begin_backward(self) -> Backward:
+        """Return the running backward, or begin one."""
+        backward = self._backward
+        if backward is not None and backward.is_running:
+            return backward
+        if self.call_stack:
+            self._backward = Backward(
+                self.groups, [], {}, self.in_flight, self._end_inside, is_inside=True
+            )
+            return self._backward
+        if backward is not None:
+            self.reset()
+        if self.tape.visits:  # otherwise the same forwards have another backward
+            self._plan = self.tape.plan_backward(), self.tape.num_checkpoints()
+            self.planned = {group for group, _ in self._plan[0]}
+            self.tape.note_first_of_backward(self._plan[0])
+        self._keep_spare()
+        steps, num_checkpoints = self._plan
+        inside = [group for group in self._ran_inside if group not in self.planned]
+        self._backward = Backward(
+            self.groups,
+            [*steps, *(PlanStep(group, is_gather=False) for group in inside)],
+            num_checkpoints,
+            self.in_flight,
+            self._end_backward,
+        )
+        return self._backward
+
+    def _end_inside(self, backward: Backward) -> None:
+        with _torch.apart_from_transforms():
+            in_progress = [call.visit for call in self.call_stack]
+            ran = backward.close_inside()
+            for group in (one for one in self.groups if one in ran):
+                self._ran_inside[group] = None
+                self.tape.forget(group, in_progress)
+        self._backward = None
+
+    def free_inside(self, group: ParamGroup) -> None:
+        """Free a group whose backward within a forward is over, unless the forward needs it."""
+        is_running = any(call.group is group for call in self.call_stack)
+        if is_running or group.is_held or not group.settings.reshard_after_backward:
+            return
+        if self.tape.upcoming is group:
+            self._spare[group] = None
+            group.register_sharded()
+        else:
+            group.reshard()
+
+    def _reduce_inside(self) -> None:
+        """Reduce what backwards within a forward left, which has no backward of its own."""
+        ran = dict.fromkeys([*(visit.group for visit in self.tape.visits[::-1]), *self._ran_inside])
+        for group in ran:
+            if group.needs_reduce:
+                self.in_flight.make_room(group)
+                self.in_flight.add(group.start_reduction())
+            group.reshard()
+        self.finish_reductions()
+        self._ran_inside.clear()
+        self.tape.clear()
+
+    def _end_backward(self, backward: Backward) -> None:
+        by_hand = self.finalization.note_backward()
+        with _torch.apart_from_transforms():
+            backward.close(waits=self.is_last_backward and not by_hand)
+        self._settle_copies()
+        self._backward = None
+        self._ran_inside.clear()
+        self.tape.clear()
+        _torch.return_spare()
+        if backward.kept and not self.goes_on:
+            for group in backward.kept:
+                group.reshard()
+        for feature in self.plugins.features:
+            feature.end_backward(self)
+
+    def _settle_copies(self) -> None:
+        """Wait for copies between host and device: users may write the shards from now on."""
+        if not host.uploads or not host.is_busy():
+            return
+        hear = self.listener or (lambda event, name: None)
+        hear("begin_wait_for_copies", self.root.name)
+        host.settle()
+        hear("wait_for_copies", self.root.name)
+
+    def synchronize_gradients(self) -> None:
+        """Reduce what backwards have accumulated without sync, one group after the other."""
+        settings = [(group.settings, group.settings.all_reduce_grads) for group in self.groups]
+        for setting, _ in settings:
+            setting.all_reduce_grads = True
+        try:
+            self._reduce_deferred(self.groups)
+        finally:
+            for setting, before in settings:
+                setting.all_reduce_grads = before
+
+    def finish_reductions(self) -> None:
+        """Deliver all gradients whose reductions are in flight."""
+        self.in_flight.finish()
+
+    def finish_backwards(self) -> None:
+        """Reduce and deliver all gradients that backwards have left, as the settings say."""
+        self._reduce_deferred([group for group in self.groups if group.settings.reduce_grads])
+        for group in self.groups:
+            if group.settings.reshard_after_backward:
+                group.reshard()
+
+    def _reduce_deferred(self, groups: Sequence[ParamGroup]) -> None:
+        self.finish_reductions()
+        for group in groups:
+            flight = group.start_deferred_reduction()
+            if flight is not None:
+                flight.finish()
+
+    def share_reductions(self, other: Tree) -> None:
+        """Bound the reductions in flight together with those of another tree."""
+        self.finish_reductions()
+        self.in_flight = other.in_flight
+
+    def clean_up_if_failed(self) -> None:
+        """Return to the state between two steps if a forward or backward has failed."""
+        if self.has_failed or (self.call_stack and _current_task() == -1):
+            self.reset()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a backward has begun and neither ended nor is running."""
+        backward = self._backward
+        return backward is not None and not backward.is_inside and not backward.is_running
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether gradients of backwards are yet to arrive."""
+        return bool(self.in_flight) or self.finalization.is_open
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a forward of the tree is running, or any backward."""
+        return bool(self.call_stack) or _current_task() != -1
+
+    def reset(self) -> None:
+        """Return to the state between two steps, after a forward or backward has failed.
+
+        Gradients already in ``.grad`` of the sharded parameters stay. All others are dropped.
+        """
+        if self._backward is not None:
+            self._backward = None
+            self.tape.clear()
+        self.call_stack.clear()
+        _torch.return_spare()
+        self._ran_inside.clear()
+        self._spare.clear()
+        self.finalization.reset()
+        for group in self.groups:
+            self.in_flight.discard(group)
+            group.reset()
+        for feature in self.plugins.features:
+            feature.fail(self)
+
+
+context_of: Callable[[ParamGroup], Tree] = attrgetter("tree")
+"""Returns the tree of a group."""
+
+
+def check_at_rest(group: ParamGroup, op: str) -> None:
+    """Raise ``ShardError`` if ``op`` is called while a group computes, or is open."""
+    if group.tree.is_computing:
+        raise ShardError(
+            f"Expected {op}() outside of forward and backward, got it in one of {group.label}; "
+            "use it between iterations"
+        )
+    if group.is_opened:
+        raise ShardError(
+            f"Expected {op}() outside of unsharded(), got it inside of one of {group.label}; "
+            "leave that first"
+        )
+
+
+def join_tree(root: ParamGroup) -> Tree:
+    """Put the group of an outer module and all groups below it into one tree, and name them."""
+    groups: dict[ParamGroup, list[str]] = {root: []}
+    for place, top in enumerate(root.modules):
+        prefix = f"{place}." if len(root.modules) > 1 else ""
+        for name, module in top.named_modules():
+            group = group_of(module)
+            if group is not None and group is not root:
+                groups.setdefault(group, []).append(f"{prefix}{name}")
+    inner = list(dict.fromkeys(group.tree for group in groups if group is not root))
+    tree = Tree(list(groups))
+    if inner:
+        tree.in_flight = inner[0].in_flight  # other trees may share it
+        tree.is_last_backward = all(one.is_last_backward for one in inner)
+        tree.finalization.misplaced = [one.root for one in inner if one.finalization.by_hand]
+    for group, names in groups.items():
+        group.set_name(", ".join(names))
+    return tree

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from torch import nn
 
 from composable_shard.arguments import check_module
-from composable_shard.core.group import ParamGroup
 from composable_shard.core.tree import Listener, Tree
 from composable_shard.module import group_of
 
@@ -53,7 +52,7 @@ its place."""
 
 
 @contextlib.contextmanager
-def listening(tree: Tree[ParamGroup], hear: Listener) -> Iterator[None]:
+def listening(tree: Tree, hear: Listener) -> Iterator[None]:
     """Call ``hear`` with every event of a tree within the context, before who listened already."""
     before = tree.listener
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from composable_shard import _torch
 from composable_shard.arguments import check_int, check_module, check_type
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
-from composable_shard.core.param import ShardedParam
+from composable_shard.core.storage import ShardedParam
 from composable_shard.insight.advice import Advice, advice_on_groups
 from composable_shard.insight.group_plan import (
     GroupPlan,

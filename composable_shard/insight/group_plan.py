@@ -1,4 +1,4 @@
-"""What one group sends, receives and keeps in a step, as its own layouts say it."""
+"""What one group sends, receives and keeps in a step, read off its buckets and reductions."""
 
 from __future__ import annotations
 
@@ -11,35 +11,31 @@ import torch
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.bucket import ParamBucket
 from composable_shard.core.codec import Format, flatten, has_extension
-from composable_shard.core.gather_extension import ExtensionGather
-from composable_shard.core.gradient_bucket import (
-    flags_travel_alone,
-    goes_as_it_is,
-    packed_numels,
-    scratch_places,
-)
+from composable_shard.core.features.extension import ExtensionBucket
+from composable_shard.core.features.grad_extension import num_tensors
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.layout import (
     BucketLayout,
-    Packing,
+    MessageCost,
     ParamLayout,
-    packing_of,
+    is_packed,
+    message_cost,
+    message_numels,
     plan_bucket,
 )
-from composable_shard.core.order import stays_for_backward
-from composable_shard.core.param import ShardedParam
-from composable_shard.core.reduction_plan import ReductionPlan, narrowest_itemsize
-from composable_shard.core.root import context_of
+from composable_shard.core.program import reduced_together
+from composable_shard.core.reduction import LocalReduction, final_grad_dtype, sent_dtype
+from composable_shard.core.storage import Bucket, ShardedParam
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import (
     CustomAllGather,
     CustomReduceScatter,
     sum_dtype,
 )
+from composable_shard.mesh import ShardMesh
 
-# What one group sends, receives and keeps, as its own layouts say it ------------------------------
+# The plan of a group: plain values ----------------------------------------------------------------
 
 
 class ParamPlan(NamedTuple):
@@ -64,37 +60,32 @@ class ParamPlan(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BucketPlan:
-    """Parameters, or their gradients, that lie in one flat buffer.
+class GatherPlan:
+    """The all-gather of a bucket of plain parameters.
 
     Attributes:
         names: The names of the parameters in the model.
         layout: Where each lies.
-        dtype: In which they travel.
-        is_away: Whether their shards are kept on another device than compute.
-        fuses: Whether one kernel copies all small ones, padding and all.
+        stored_dtype: The dtype of their shards.
+        dtype: The dtype of the unsharded parameters.
+        is_away: Whether their shards are on another device than compute.
     """
 
     names: tuple[str, ...]
     layout: BucketLayout
+    stored_dtype: torch.dtype
     dtype: torch.dtype
     is_away: bool
-    fuses: bool
 
-    def named(self, indices: tuple[int, ...]) -> tuple[str, ...]:
-        """Return the names of some of them."""
-        return tuple(self.names[index] for index in indices)
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share each parameter."""
+        return self.layout.params[0].num_shards
 
-
-@dataclass(frozen=True)
-class GatherPlan(BucketPlan):
-    """A bucket of parameters that are gathered together.
-
-    Attributes:
-        stored_dtype: In which their shards are stored.
-    """
-
-    stored_dtype: torch.dtype
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The names in the order in which the parameters are registered."""
+        return tuple(name for _, name in sorted(zip(self.layout.order, self.names, strict=True)))
 
     @property
     def is_cast(self) -> bool:
@@ -104,7 +95,7 @@ class GatherPlan(BucketPlan):
     @property
     def shares_storage(self) -> bool:
         """Whether the unsharded parameters are the shards themselves."""
-        return self.layout.num_shards == 1 and not self.is_cast and not self.is_away
+        return self.num_shards == 1 and not self.is_cast and not self.is_away
 
     @property
     def sharded_nbytes(self) -> int:
@@ -112,61 +103,54 @@ class GatherPlan(BucketPlan):
         return self.layout.shard_numel * self.stored_dtype.itemsize
 
     @property
+    def sent_nbytes(self) -> int:
+        """Bytes of the shards as they are sent."""
+        return self.layout.shard_numel * self.dtype.itemsize
+
+    @property
     def unsharded_nbytes(self) -> int:
         """Bytes of the gathered parameters, padding included."""
         return 0 if self.shares_storage else self.layout.unsharded_numel * self.dtype.itemsize
 
     @property
-    def packed_nbytes(self) -> int:
-        """Bytes that are written to copy small parameters out of their message."""
-        layout = self.layout
-        packed = [layout.params[index] for index in layout.packed]
-        numel = sum(param.num_nonempty_shards * param.shard_numel for param in packed)
-        if self.fuses:  # padding is written to be dropped
-            numel = layout.num_packed_shards * layout.packed_numel
-        return numel * self.dtype.itemsize
-
-    @property
     def staging_nbytes(self) -> int:
         """Bytes that are there only while a gather is under way, beside the gathered ones."""
-        if self.layout.num_shards == 1:
-            return self.sharded_nbytes if self.is_away and self.is_cast else 0
-        numel = self.layout.staging_numel + self.layout.shard_numel * self.is_cast
-        return numel * self.dtype.itemsize + self.sharded_nbytes * self.is_away
+        staged = self.sharded_nbytes if self.is_away and self.is_cast else 0
+        if self.num_shards == 1:
+            return staged
+        if self.is_cast or self.is_away:
+            staged += self.sent_nbytes
+        return staged + self.num_shards * self.layout.packed_numel * self.dtype.itemsize
 
     @property
-    def sent(self) -> tuple[int, ...]:
+    def sent(self) -> tuple[int, ...] | None:
         """Bytes of each message that this rank sends to every other."""
-        if self.layout.num_shards == 1:
+        if self.num_shards == 1:
             return ()
-        return tuple(numel * self.dtype.itemsize for _, numel in self.layout.messages)
+        return tuple(numel * self.dtype.itemsize for _, numel in self.layout.message_spans)
 
     def params(self) -> Iterator[ParamPlan]:
         """Yield how each parameter travels."""
-        itemsize = self.dtype.itemsize
         for index, (name, layout) in enumerate(zip(self.names, self.layout.params, strict=True)):
+            travels = "packed" if layout.gathers_in_place else "permuted"
+            if layout.num_shards == 1 or index < self.layout.num_direct:
+                travels = "in place" if layout.num_shards > 1 else "not at all"
             sharded = layout.shard_numel * self.stored_dtype.itemsize
-            gathered = layout.gathered_numel * itemsize
-            yield ParamPlan(name, layout, itemsize, sharded, gathered, self._way_of(index))
-
-    def _way_of(self, index: int) -> str:
-        if self.layout.num_shards == 1:
-            return "not at all"
-        if index in self.layout.packed:
-            return "packed"
-        return "permuted" if index in self.layout.permuted else "in place"
+            itemsize = self.dtype.itemsize
+            gathered = layout.num_shards * layout.shard_numel * itemsize
+            yield ParamPlan(name, layout, itemsize, sharded, gathered, travels)
 
 
 @dataclass(frozen=True)
 class SubclassPlan:
-    """A tensor subclass, gathered by itself.
+    """The all-gather of a tensor subclass.
 
     Attributes:
         name: Its parameter.
         sharded_nbytes: Bytes of the shard of this rank.
-        sent: Bytes of each message; ``None`` before its hook was asked at the first gather.
+        sent: Bytes of each message; ``None`` before its hook was called at the first gather.
         num_shards: Number of ranks.
-        has_hooks: Whether it says by hooks of its own what travels.
+        has_hooks: Whether hooks of its class decide what travels.
     """
 
     name: str
@@ -177,7 +161,7 @@ class SubclassPlan:
 
     @property
     def unsharded_nbytes(self) -> int | None:
-        """Bytes that arrive; what a hook makes of them is its own business."""
+        """Bytes that arrive, of which a hook may make others."""
         return None if self.sent is None else self.num_shards * sum(self.sent)
 
     def params(self) -> Iterator[ParamPlan]:
@@ -187,36 +171,53 @@ class SubclassPlan:
 
 
 @dataclass(frozen=True)
-class ReducePlan(BucketPlan):
-    """A bucket of gradients that are reduced together.
+class ReducePlan:
+    """The reduction of some gradients of a bucket.
 
     Attributes:
-        grad_dtypes: In which autograd makes each.
-        final_dtypes: In which the optimizer finds each.
-        replica_dtype: In which they are summed over replicas.
-        widens: Whether the reduce-scatter takes narrower inputs.
-        reads_padding: Whether it looks at padding, which is written for it.
+        names: The names of the parameters, in the order of the messages.
+        layouts: How each is cut. Those with their own message come first.
+        num_direct: How many have their own message.
+        dtype: The dtype of the reduction.
+        grad_dtype: The dtype of the gradients that autograd makes.
+        sent_dtype: The dtype of gradients that are sent in their own message.
+        final_dtypes: The dtype of each in ``.grad``.
+        replica_dtype: The dtype of sums over replicas.
+        is_away: Whether ``.grad`` is on another device than compute.
+        travel_alone: Of each, whether the parameter is gathered in its own message.
+        is_alone: Whether the gradients are the result, without a reduction.
     """
 
-    grad_dtypes: tuple[torch.dtype, ...]
+    names: tuple[str, ...]
+    layouts: tuple[ParamLayout, ...]
+    num_direct: int
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    sent_dtype: torch.dtype
     final_dtypes: tuple[torch.dtype, ...]
     replica_dtype: torch.dtype
-    widens: bool
-    reads_padding: bool
+    is_away: bool
+    travel_alone: tuple[bool, ...]
+    is_alone: bool
+
+    @property
+    def message_numels(self) -> list[int]:
+        """Elements of each message for one other rank; flags go last."""
+        return message_numels(self.layouts, self.num_direct)
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share each parameter."""
+        return self.layouts[0].num_shards
 
     @property
     def result_numel(self) -> int:
-        """Elements of this rank's reduced gradients, and one flag for each; padding included."""
-        return self.layout.shard_numel + self.num_flag_columns
-
-    @property
-    def num_flag_columns(self) -> int:
-        """Elements of one flag for each gradient, padding included."""
-        return self.layout.aligned(len(self.names))
+        """Elements of this rank's reduced gradients, and of one flag for each."""
+        return sum(self.message_numels)
 
     @property
     def result_nbytes(self) -> int:
-        """Bytes of this rank's reduced gradients, flags included."""
+        """Bytes of this rank's reduced gradients and flags."""
         return self.result_numel * self.dtype.itemsize
 
     @property
@@ -231,62 +232,43 @@ class ReducePlan(BucketPlan):
 
     @property
     def scattered(self) -> tuple[int, ...]:
-        """Bytes of each message that this rank sends to every other; the flags go last."""
-        layout = self.layout
-        num_own = len(layout.direct) + len(layout.permuted)
-        numels = [numel for _, numel in layout.messages[:num_own]]
-        numels += packed_numels(layout, len(self.names), self.dtype.itemsize)
-        return tuple(numel * self.dtype.itemsize for numel in numels)
+        """Bytes of each message for one other rank, summed in the dtype of the reduction."""
+        return tuple(numel * self.dtype.itemsize for numel in self.message_numels)
 
     @property
     def packed_nbytes(self) -> int:
-        """Bytes that are written to pack small gradients and the flags."""
-        layout = self.layout
-        numel = sum(layout.params[index].numel for index in layout.packed)
-        if self.fuses:
-            numel = layout.num_shards * layout.packed_numel
-        if not self.flags_are_alone:
-            numel += layout.num_shards * self.num_flag_columns
-        return numel * self.dtype.itemsize
+        """Bytes that are written to pack gradients and flags."""
+        return self.num_shards * self.scattered[-1]
 
     @property
-    def flags_are_alone(self) -> bool:
-        """Whether the flags have a message of their own."""
-        return flags_travel_alone(self.layout, len(self.names), self.dtype.itemsize)
+    def direct_numel(self) -> int:
+        """Elements of the gradients with their own message."""
+        return sum(param.numel for param in self.layouts[: self.num_direct])
 
-    def goes_as_it_is(self, index: int) -> bool:
-        """Tell whether a gradient is sent from where autograd left it."""
-        layout, dtype = self.layout.params[index], self.grad_dtypes[index]
-        return goes_as_it_is(layout, dtype, self.dtype, widens=self.widens)
+    @property
+    def is_cast(self) -> bool:
+        """Whether gradients with their own message are cast to be sent."""
+        return self.sent_dtype != self.grad_dtype
 
     @property
     def given_nbytes(self) -> int:
         """Bytes of the gradients that are sent from where autograd left them."""
-        direct = [index for index in self.layout.direct if self.goes_as_it_is(index)]
-        params = self.layout.params
-        return sum(params[index].numel * self.grad_dtypes[index].itemsize for index in direct)
+        return 0 if self.is_cast else self.direct_numel * self.grad_dtype.itemsize
 
     @property
     def made_nbytes(self) -> int:
-        """Bytes of what is made to be sent: copies of the other gradients, and the flags."""
-        layout = self.layout
-        numel = layout.num_shards * (layout.packed_numel + self.num_flag_columns)
-        copied = [
-            layout.params[index]
-            for index in (*layout.direct, *layout.permuted)
-            if index in layout.permuted or not self.goes_as_it_is(index)
-        ]
-        _, scratch_numel = scratch_places(copied, self.dtype.itemsize)
-        return (numel + scratch_numel) * self.dtype.itemsize
+        """Bytes of what is made to be sent: packed and cast gradients, and flags."""
+        cast = self.direct_numel * self.sent_dtype.itemsize if self.is_cast else 0
+        return self.packed_nbytes + cast
 
     @property
     def final_nbytes(self) -> int:
-        """Bytes of this rank's gradients as the optimizer finds them."""
+        """Bytes of this rank's gradients in ``.grad``."""
         if len(set(self.final_dtypes)) == 1:
             return self.result_numel * self.final_dtypes[0].itemsize
         return sum(
             param.shard_numel * dtype.itemsize
-            for param, dtype in zip(self.layout.params, self.final_dtypes, strict=True)
+            for param, dtype in zip(self.layouts, self.final_dtypes, strict=True)
         )
 
 
@@ -297,13 +279,13 @@ class MeshPlan:
     Attributes:
         num_shards: Ranks that share each parameter.
         num_replicas: Ranks that hold the same shards.
-        buckets: Plain parameters, gathered in one launch with the subclasses.
+        buckets: Plain parameters. Each bucket is gathered in its own launch.
         subclasses: Tensor subclasses.
-        reductions: What is reduced, each in a launch of its own.
+        reductions: Reductions, each in its own launch.
         all_reduces: Whether reductions go on over the replicas.
         custom_gather: Whether the all-gather is the user's.
         custom_reduce: Whether the reduce-scatter is.
-        is_alone: Whether gradients are handed out without a reduction.
+        is_alone: Whether gradients are the result, without a reduction.
     """
 
     num_shards: int
@@ -318,12 +300,12 @@ class MeshPlan:
 
     @property
     def gathers(self) -> tuple[GatherPlan | SubclassPlan, ...]:
-        """What is gathered."""
+        """All buckets."""
         return self.buckets + self.subclasses
 
     @property
     def all_reductions(self) -> tuple[ReducePlan, ...]:
-        """What is reduced over the replicas."""
+        """The reductions that go on over the replicas."""
         return self.reductions if self.num_replicas > 1 and self.all_reduces else ()
 
 
@@ -376,7 +358,7 @@ class GroupPlan:
 
     @property
     def unsharded_nbytes(self) -> int | None:
-        """Bytes of the gathered parameters; ``None`` where a hook has not said it yet."""
+        """Bytes of the gathered parameters; ``None`` before a subclass has said what it sends."""
         total = 0
         for mesh in self.meshes:
             for unit in mesh.gathers:
@@ -390,27 +372,27 @@ class GroupPlan:
 
 
 def residence_of(group: ParamGroup) -> Residence:
-    """Tell how the parameters of a group come back for backward.
+    """Return how the parameters of a group come back for backward.
 
-    What the passes have recorded decides. Before the first one, it is taken that groups run in the
-    order in which they are registered.
+    The last step decides. Before the first one, groups count as run in the order in which they are
+    registered.
     """
     settings = group.settings
     reshard = settings.reshard_after_forward
     if not group.params:
         return Residence("unread", "backward reads no parameters of this group: it has none")
-    if not settings.unshards_in_backward:
+    if not settings.unshard_in_backward:
         return Residence("unread", "set_unshard_in_backward(False): backward gathers nothing")
     if not _has_backward(group):
         return Residence(
             "unread", "backward does not come here: nothing before or in it is trained"
         )
-    if reshard is None and group is group.context.root:
+    if reshard is None and group is group.tree.root:
         why = "it is the root, whose parameters backward needs first, so they are kept"
         return Residence("kept", why)
     if reshard is False:
         return Residence("kept", "reshard_after_forward=False keeps the parameters until backward")
-    if _ends_forward_and_opens_backward(group):
+    if _ends_forward_and_begins_backward(group):
         why = "it ends forward and opens backward, so from the second step on it is kept between"
         return Residence("kept", why)
     if reshard is None or reshard is True:
@@ -425,37 +407,30 @@ def residence_of(group: ParamGroup) -> Residence:
     return Residence("regathered", why, reshard)
 
 
-def _ends_forward_and_opens_backward(group: ParamGroup) -> bool:
-    context = context_of(group)
-    if context.root.settings.reshard_after_forward is not None:
-        return False
-    forward, backward = context.order.of_forward(context.root), context.order.of_backward
-    if forward.recorded and backward.recorded:
-        return stays_for_backward(group, forward, backward)
-    ran = [member for member in context.groups if member.params]
+def _ends_forward_and_begins_backward(group: ParamGroup) -> bool:
+    tree = group.tree
+    if tree.planned:
+        return tree.tape.has_turned_at(tree.root, group)
+    ran = [member for member in tree.groups if member.params]
     return group is ran[-1] and not any(_encloses(member, group) for member in ran[:-1])
 
 
 def _encloses(outer: ParamGroup, inner: ParamGroup) -> bool:
-    """Tell whether modules of ``inner`` lie within those of ``outer``."""
-    below = {module for top in outer.modules for module in top.modules()}
+    below = set(outer.all_modules())
     return any(module in below for module in inner.modules)
 
 
 def _has_backward(group: ParamGroup) -> bool:
-    recorded = context_of(group).order.of_backward.recorded
-    if recorded:
-        return group in recorded
+    if group.tree.planned:
+        return group in group.tree.planned
     return any(_is_trained(param) for param in _before_the_end_of(group))
 
 
 def _before_the_end_of(group: ParamGroup) -> Iterator[ShardedParam]:
     """Yield the parameters that are registered before a group ends, its own among them."""
-    context = group.context
-    modules = [module for top in context.root.modules for module in top.modules()]
-    places = {module: place for place, module in enumerate(modules)}
-    end = max(places[module] for top in group.modules for module in top.modules())
-    for one in context.groups:
+    places = {module: place for place, module in enumerate(group.tree.root.all_modules())}
+    end = max(places[module] for module in group.all_modules())
+    for one in group.tree.groups:
         for param in one.params:
             if places[param.slots[0].module] <= end:
                 yield param
@@ -492,7 +467,14 @@ class Elsewhere(NamedTuple):
 
 def is_plain(group: ParamGroup) -> bool:
     """Return whether no parameter of a group is a tensor subclass."""
-    return all(isinstance(unit, ParamBucket) for unit in group.units.members)
+    return all(isinstance(bucket, Bucket) for bucket in group.buckets)
+
+
+def full_name(param: ShardedParam, names: Names) -> str:
+    """Return the name of a parameter in the model; that of the first place if it is tied."""
+    slot = param.slots[0]
+    prefix = names.get(slot.module, "")
+    return f"{prefix}.{slot.name}" if prefix else slot.name
 
 
 def read_group(
@@ -509,16 +491,14 @@ def read_group(
     residence = residence_of(group)
     if elsewhere is not None:
         residence = residence._replace(num_neighbours=elsewhere.num_neighbours)
-    plans = zip(group.channels.values(), group.gradients.next_plans(), strict=True)
-    meshes = [_MeshReader(group, channel, names, elsewhere).plan(some) for channel, some in plans]
-    return GroupPlan(name, tuple(meshes), residence, group.settings.requires_gradient_sync)
+    meshes = [_MeshReader(group, channel, names, elsewhere).plan() for channel in _channels(group)]
+    return GroupPlan(name, tuple(meshes), residence, group.settings.reduce_grads)
 
 
-def full_name(param: ShardedParam, names: Names) -> str:
-    """Return the name of a parameter in the model; that of the first place if it is tied."""
-    module, attribute, _ = param.slots[0]
-    prefix = names.get(module, "")
-    return f"{prefix}.{attribute}" if prefix else attribute
+def _channels(group: ParamGroup) -> list[Channel]:
+    """Return the channels that carry parameters, or, of a group without any, all."""
+    used = {bucket.mesh for bucket in group.buckets}
+    return [channel for mesh, channel in group.channels.items() if mesh in used or not used]
 
 
 class _MeshReader:
@@ -527,108 +507,131 @@ class _MeshReader:
     def __init__(
         self, group: ParamGroup, channel: Channel, names: Names, elsewhere: Elsewhere | None
     ) -> None:
-        mesh = channel.mesh
         self._group, self._channel, self._names = group, channel, names
-        self._num_shards, self._num_replicas = mesh.num_shards, mesh.num_replicas
-        self._elsewhere = elsewhere
-        self._packing: Packing | None = None
-        self._is_accelerator = _torch.has_streams(mesh.device)
+        self._elsewhere, self._mesh = elsewhere, channel.mesh
+        self._num_shards, self._num_replicas = self._mesh.num_shards, self._mesh.num_replicas
+        self._is_accelerator = _torch.has_streams(self._mesh.device)
         if elsewhere is not None:
-            self._num_shards = elsewhere.num_shards if mesh.num_shards > 1 else 1
-            self._num_replicas = elsewhere.num_replicas if mesh.num_replicas > 1 else 1
+            self._num_shards = elsewhere.num_shards if self._mesh.num_shards > 1 else 1
+            self._num_replicas = elsewhere.num_replicas if self._mesh.num_replicas > 1 else 1
             self._is_accelerator = elsewhere.is_accelerator
-            self._packing = packing_of(elsewhere.backend, is_aligned=self._is_accelerator)
 
-    def plan(self, reductions: Sequence[ReductionPlan]) -> MeshPlan:
-        mesh, reduction = self._channel.mesh, self._group.settings.reduction
-        units = [unit for unit in self._group.units.members if unit.mesh == mesh]
+    def plan(self) -> MeshPlan:
+        group, channel, mesh = self._group, self._channel, self._mesh
+        buckets = [bucket for bucket in group.buckets if bucket.mesh == mesh]
+        reductions = tuple(self._reductions(mesh))
         return MeshPlan(
             num_shards=self._num_shards,
             num_replicas=self._num_replicas,
-            buckets=tuple(self._bucket(unit) for unit in units if isinstance(unit, ParamBucket)),
+            buckets=tuple(self._gather(one) for one in buckets if isinstance(one, Bucket)),
             subclasses=tuple(
-                self._subclass(unit) for unit in units if isinstance(unit, ExtensionGather)
+                self._subclass(one) for one in buckets if isinstance(one, ExtensionBucket)
             ),
-            reductions=tuple(map(self._reduction, reductions)),
-            all_reduces=reduction.all_reduces,
-            custom_gather=isinstance(self._channel.all_gather, CustomAllGather),
-            custom_reduce=isinstance(self._channel.reduce_scatter, CustomReduceScatter),
-            is_alone=mesh.num_ranks == 1 and reduction.hook is None,
+            reductions=reductions,
+            all_reduces=group.settings.all_reduce_grads,
+            custom_gather=isinstance(channel.all_gather, CustomAllGather),
+            custom_reduce=isinstance(channel.reduce_scatter, CustomReduceScatter),
+            is_alone=all(one.is_alone for one in reductions),
         )
 
-    def _bucket(self, bucket: ParamBucket) -> GatherPlan:
-        stored = bucket.sharded.dtype
-        dtype = bucket.params[0].policy.compute_dtype(stored)
-        narrowest = min(stored.itemsize, dtype.itemsize)
-        common = self._common(bucket.params, bucket.layout, dtype, narrowest)
-        return GatherPlan(*common, self._is_accelerator, stored)
+    def _gather(self, bucket: Bucket) -> GatherPlan:
+        params, layout = self._layout(bucket)
+        names = tuple(full_name(param, self._names) for param in params)
+        is_away = self._is_away(params)
+        return GatherPlan(names, layout, bucket.dtype, bucket.compute_dtype, is_away)
 
-    def _reduction(self, plan: ReductionPlan) -> ReducePlan:
-        params, dtype = [param for param, _ in plan.members], plan.bucket.dtype
-        return ReducePlan(
-            *self._common(params, plan.bucket.layout, dtype, narrowest_itemsize(params, dtype)),
-            fuses=self._is_accelerator,
-            grad_dtypes=tuple(param.compute_dtype for param in params),
-            final_dtypes=tuple(plan.grad_dtypes()),
-            replica_dtype=sum_dtype(dtype) if self._widens_over_replicas(dtype) else dtype,
-            widens=self._channel.reduce_scatter.widens,
-            reads_padding=self._is_accelerator or self._channel.reduce_scatter.reads_padding,
+    def _layout(self, bucket: Bucket) -> tuple[Sequence[ShardedParam], BucketLayout]:
+        """Return where the parameters of a bucket lie, in the order of the layout."""
+        if self._elsewhere is None:
+            return bucket.params, bucket.layout
+        itemsize = bucket.compute_dtype.itemsize
+        layout = plan_bucket(
+            tuple(self._over(param) for param in bucket.params),
+            itemsize,
+            self._cost(bucket),
+            min(bucket.dtype.itemsize, itemsize),
         )
+        return [bucket.params[index] for index in layout.order], layout
+
+    def _cost(self, bucket: Bucket) -> MessageCost:
+        if self._elsewhere is None:
+            assert bucket.message_cost is not None
+            return bucket.message_cost
+        return message_cost(self._elsewhere.backend, is_aligned=self._is_accelerator)
+
+    def _over(self, param: ShardedParam) -> ParamLayout:
+        """Return how a parameter is cut over other ranks."""
+        if param.layout.dim is None:  # a scalar is a row for each rank
+            return ParamLayout((self._num_shards,), 0, self._num_shards)
+        return replace(param.layout.param, num_shards=self._num_shards)
+
+    def _is_away(self, params: Sequence[ShardedParam]) -> bool:
+        return self._is_accelerator and params[0].offload is not None
+
+    def _reductions(self, mesh: ShardMesh) -> Iterator[ReducePlan]:
+        group = self._group
+        trained = [p for p in group.params if _is_trained(p) or p.name in group.unsynced_names]
+        for kind, buckets, reduced, dtype in reduced_together(group, trained):
+            if buckets[0].mesh != mesh:
+                continue
+            own_message: set[ShardedParam] = set()
+            ordered: list[ShardedParam] = []
+            for bucket in buckets:
+                planned: Sequence[ShardedParam] = bucket.params
+                if isinstance(bucket, Bucket):
+                    planned, cost = self._layout(bucket)[0], self._cost(bucket)
+                    own_message.update(
+                        param
+                        for param in planned
+                        if not is_packed(self._over(param), dtype.itemsize, cost)
+                    )
+                ordered += [param for param in planned if param in reduced]
+            params = [param for param in ordered for _ in range(num_tensors(param))]
+            direct = {param for param in own_message if self._over(param).is_even}
+            params.sort(key=lambda param: param not in direct)
+            yield ReducePlan(
+                names=tuple(full_name(param, self._names) for param in params),
+                layouts=tuple(map(self._over, params)),
+                num_direct=sum(param in direct for param in params),
+                dtype=dtype,
+                grad_dtype=buckets[0].compute_dtype,
+                sent_dtype=sent_dtype(buckets, dtype, self._channel),
+                final_dtypes=tuple(final_grad_dtype(param, dtype) for param in params),
+                replica_dtype=sum_dtype(dtype) if self._widens_over_replicas(dtype) else dtype,
+                is_away=self._is_away(params),
+                travel_alone=tuple(param in own_message for param in params),
+                is_alone=kind is LocalReduction,
+            )
 
     def _widens_over_replicas(self, dtype: torch.dtype) -> bool:
         if self._elsewhere is None:
             return self._channel.divides_over_replicas(dtype)
-        return self._elsewhere.backend == "gloo"  # see there
+        return self._elsewhere.backend == "gloo"
 
-    def _common(
-        self,
-        params: Sequence[ShardedParam],
-        layout: BucketLayout,
-        dtype: torch.dtype,
-        narrowest_itemsize: int,
-    ) -> tuple[tuple[str, ...], BucketLayout, torch.dtype, bool]:
-        """Return what :class:`BucketPlan` begins with."""
-        names = tuple(full_name(param, self._names) for param in params)
-        if self._packing is not None:
-            layouts = tuple(_over(param, self._num_shards) for param in params)
-            layout = plan_bucket(
-                layouts, self._num_shards, dtype.itemsize, self._packing, narrowest_itemsize
-            )
-        is_away = self._is_accelerator and any(param.offload is not None for param in params)
-        return names, layout, dtype, is_away
-
-    def _subclass(self, unit: ExtensionGather) -> SubclassPlan:
-        local = unit.param.local
+    def _subclass(self, bucket: ExtensionBucket) -> SubclassPlan:
+        local = bucket.param.local
         return SubclassPlan(
-            name=full_name(unit.param, self._names),
+            name=full_name(bucket.param, self._names),
             sharded_nbytes=sum(leaf.numel() * leaf.itemsize for leaf in _torch.leaves(local)),
-            sent=_sent_of(unit),
-            num_shards=unit.mesh.num_shards,
+            sent=_sent_of(bucket),
+            num_shards=bucket.mesh.num_shards,
             has_hooks=has_extension(local),
         )
 
 
-def _over(param: ShardedParam, num_shards: int) -> ParamLayout:
-    """Return how a parameter is cut over another number of ranks."""
-    if param.form.is_replicated:
-        return ParamLayout((num_shards,), 0, num_shards)
-    return replace(param.layout, num_shards=num_shards)
-
-
-def _sent_of(unit: ExtensionGather) -> tuple[int, ...] | None:
+def _sent_of(bucket: ExtensionBucket) -> tuple[int, ...] | None:
     """Return the bytes of each message of a subclass, as the ranks agreed, or will without hooks.
 
     Its own hook is not called: it may communicate, and may count its calls.
     """
-    if unit.mesh.num_shards == 1:
+    if bucket.mesh.num_shards == 1:
         return ()
-    if unit.formats is not None:
-        return tuple(map(_padded_nbytes, zip(*unit.formats, strict=True)))
-    if has_extension(unit.param.local):
+    if bucket.formats is not None:
+        return tuple(map(_padded_nbytes, zip(*bucket.formats, strict=True)))
+    if has_extension(bucket.param.local):
         return None
-    layout = unit.param.layout
-    inner, _ = flatten([unit.param.local])
-    return tuple(layout.shard_numel * tensor.itemsize for tensor in inner)
+    inner, _ = flatten([bucket.param.local])
+    return tuple(bucket.param.layout.param.shard_numel * tensor.itemsize for tensor in inner)
 
 
 def _padded_nbytes(formats: Sequence[Format]) -> int:

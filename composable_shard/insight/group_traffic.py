@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import chain
-from operator import attrgetter
 
-from composable_shard.insight.group_plan import GatherPlan, GroupPlan, MeshPlan, ReducePlan
+from composable_shard.insight.group_plan import (
+    GatherPlan,
+    GroupPlan,
+    MeshPlan,
+    ReducePlan,
+)
 
 # Messages and bytes of one step of a group: forward, backward, gradients reduced ------------------
 
@@ -96,37 +99,35 @@ def step_traffic(group: GroupPlan) -> StepTraffic:
 
 
 def gather_traffic(mesh: MeshPlan) -> Traffic:
-    """Return what one all-gather sends."""
+    """Return what the all-gathers of one use send: a launch for each bucket."""
     if mesh.num_shards == 1:
         return Traffic()
-    sent: list[int] = []
-    for unit in mesh.gathers:
-        if unit.sent is None:
-            return Traffic(1, len(mesh.gathers), None)
-        sent += unit.sent
+    sent = [unit.sent for unit in mesh.gathers]
     if mesh.custom_gather:
-        dtypes = {bucket.dtype for bucket in mesh.buckets}
-        return Traffic(len(dtypes), len(dtypes), (mesh.num_shards - 1) * sum(sent))
-    return _launched(sent, mesh.num_shards)
+        sent = [None if one is None else (sum(one),) for one in sent]
+    return total(
+        Traffic(1, 1, None) if one is None else _launched(one, mesh.num_shards) for one in sent
+    )
 
 
 def regather_traffic(mesh: MeshPlan, num_ranks: int) -> Traffic:
     """Return what a gather from neighbours sends, each of whom keeps an equal part."""
     if mesh.num_shards == 1:
         return Traffic()
-    if mesh.subclasses:
-        return Traffic(1, len(mesh.gathers), None)
-    return _launched([unit.unsharded_nbytes // num_ranks for unit in mesh.buckets], num_ranks)
+    parts = [unit.unsharded_nbytes // num_ranks for unit in mesh.buckets]
+    subclasses = Traffic(len(mesh.subclasses), len(mesh.subclasses), None)
+    plain = total(_launched([part], num_ranks) for part in parts)
+    return plain + subclasses if mesh.subclasses else plain
 
 
 def reduce_traffic(mesh: MeshPlan) -> Traffic:
-    """Return what the reductions over the shards send: one launch for each dtype."""
+    """Return what the reductions over the shards send."""
     if mesh.num_shards == 1:
         return Traffic()
-    launched = total(_launched(one.scattered, mesh.num_shards) for one in mesh.reductions)
+    sent = [one.scattered for one in mesh.reductions]
     if mesh.custom_reduce:
-        return Traffic(launched.launches, launched.launches, launched.nbytes)
-    return launched
+        sent = [(sum(one),) for one in sent]
+    return total(_launched(one, mesh.num_shards) for one in sent)
 
 
 def all_reduce_traffic(mesh: MeshPlan) -> Traffic:
@@ -168,66 +169,58 @@ class Copy:
 
 def step_copies(group: GroupPlan) -> tuple[Copy, ...]:
     """Return what one step copies, if each module is called once."""
-    times = 2 if group.residence.in_backward == "gathered" else 1
+    residence = group.residence
+    times = 2 if residence.in_backward == "gathered" else 1
     found: list[Copy] = []
     for mesh in group.meshes:
         for bucket in mesh.buckets:
             found += _of_gather(bucket, times)
-            if group.residence.in_backward == "regathered" and mesh.num_shards > 1:
-                found.append(_kept_part(bucket, group.residence.num_neighbours))
+            if residence.in_backward == "regathered" and not bucket.shares_storage:
+                found.append(_kept_part(bucket, residence.num_neighbours))
         if group.is_reduced and not mesh.is_alone:
-            found += chain.from_iterable(_of_reduction(one, mesh) for one in mesh.reductions)
-            found += map(_widened, filter(attrgetter("is_widened"), mesh.all_reductions))
-    return tuple(found)
+            for one in mesh.reductions:
+                found += _of_reduction(one)
+                found += _of_result(one, is_over_replicas=one in mesh.all_reductions)
+    return tuple(copy for copy in found if copy.nbytes)
 
 
 def _of_gather(bucket: GatherPlan, times: int) -> Iterator[Copy]:
-    layout, names = bucket.layout, bucket.names
-    itemsize = bucket.dtype.itemsize
-    if layout.num_shards == 1:
-        if not bucket.shares_storage:
-            yield Copy(
-                "cast",
-                names,
-                bucket.unsharded_nbytes,
-                times,
-                f"stored as {short(bucket.stored_dtype)}, computed with as {short(bucket.dtype)}",
-            )
-        return
+    layout, itemsize = bucket.layout, bucket.dtype.itemsize
+    stored, dtype = short(bucket.stored_dtype), short(bucket.dtype)
     if bucket.is_away:
         why = "shards on the CPU are copied to the device of compute before each gather"
-        yield Copy("moved", names, bucket.sharded_nbytes, times, why)
+        yield Copy("moved", bucket.all_names, bucket.sharded_nbytes, times, why)
+    if bucket.num_shards == 1:
+        if bucket.is_cast:
+            why = f"stored as {stored}, computed with as {dtype}"
+            yield Copy("cast", bucket.all_names, bucket.unsharded_nbytes, times, why)
+        return
     if bucket.is_cast:
-        yield Copy(
-            "cast",
-            names,
-            layout.shard_numel * itemsize,
-            times,
-            f"shards stored as {short(bucket.stored_dtype)} are cast to {short(bucket.dtype)} in "
-            "one kernel before each gather, so that fewer bytes travel",
+        why = (
+            f"shards stored as {stored} are cast to {dtype} in one kernel before each gather, so "
+            "that fewer bytes travel"
         )
-    if layout.permuted:
-        yield Copy(
-            "permuted",
-            bucket.named(layout.permuted),
-            sum(layout.params[index].numel for index in layout.permuted) * itemsize,
-            times,
-            "sharded on an inner dim, so shards laid end to end are not the parameter",
-        )
-    if layout.packed_numel:
-        yield Copy(
-            "packed",
-            bucket.named(layout.packed),
-            bucket.packed_nbytes,
-            times,
-            "too small to be worth a message of their own: they share one and are copied out of it",
-        )
+        yield Copy("cast", bucket.all_names, bucket.sent_nbytes, times, why)
+    reasons = {
+        "permuted": "sharded on an inner dim, so shards laid end to end are not the parameter",
+        "packed": "too small to be worth a message of their own: they share one and are copied out "
+        "of it",
+    }
+    packed = layout.params[layout.num_direct :]
+    for kind, why in reasons.items():
+        numels = {
+            name: param.num_nonempty * param.shard_numel if kind == "packed" else param.numel
+            for name, param in zip(bucket.names[layout.num_direct :], packed, strict=True)
+            if param.gathers_in_place == (kind == "packed")
+        }
+        if numels:
+            yield Copy(kind, tuple(numels), sum(numels.values()) * itemsize, times, why)
 
 
 def _kept_part(bucket: GatherPlan, num_neighbours: int) -> Copy:
     return Copy(
         "kept",
-        bucket.names,
+        bucket.all_names,
         bucket.unsharded_nbytes // num_neighbours,
         1,
         f"each of {num_neighbours} neighbours keeps a part of all parameters from forward to "
@@ -235,87 +228,51 @@ def _kept_part(bucket: GatherPlan, num_neighbours: int) -> Copy:
     )
 
 
-def _of_reduction(plan: ReducePlan, mesh: MeshPlan) -> Iterator[Copy]:
-    layout = plan.layout
-    yield from _gradients_not_as_they_are(plan)
-    if layout.permuted:
-        uneven = [layout.params[i] for i in layout.permuted if not layout.params[i].is_even]
-        numel = sum(layout.params[index].numel for index in layout.permuted)
-        if plan.reads_padding:
-            numel += sum(param.gathered_numel for param in uneven)
-        yield Copy(
-            "permuted",
-            plan.named(layout.permuted),
-            numel * plan.dtype.itemsize,
-            1,
-            "gradients of parameters sharded on an inner dim are laid out shard by shard",
-        )
-    flags = "one flag for each gradient tells the ranks whether anybody has it"
-    small = f"gradients too small to be worth a message share one, and {flags}"
-    if plan.packed_nbytes:
-        yield Copy(
-            "packed",
-            plan.named(layout.packed),
-            plan.packed_nbytes,
-            1,
-            small if layout.packed else flags,
-        )
-    if mesh.num_shards == 1:
-        yield Copy(
-            "moved",
-            plan.names,
-            sum(plan.scattered),
-            1,
-            "nobody shares these parameters: gradients are laid into the buffer to all-reduce",
-        )
-    yield from _of_result(plan)
-
-
-def _gradients_not_as_they_are(plan: ReducePlan) -> Iterator[Copy]:
-    layout = plan.layout
-    cast: list[int] = []
-    padded: list[int] = []
-    for index in layout.direct:
-        if not plan.goes_as_it_is(index):
-            (cast if layout.params[index].is_even else padded).append(index)
-    reasons = {
-        "cast": f"gradients are cast to {short(plan.dtype)}, in which they are summed",
-        "padded": "rows do not divide evenly by the ranks, so the gradient is padded to send it",
+def _of_reduction(plan: ReducePlan) -> Iterator[Copy]:
+    num_direct, itemsize = plan.num_direct, plan.dtype.itemsize
+    if plan.is_cast and num_direct:
+        why = f"gradients are cast to {short(plan.dtype)}, in which they are summed"
+        yield Copy("cast", plan.names[:num_direct], plan.direct_numel * itemsize, 1, why)
+    members = list(zip(plan.names, plan.layouts, plan.travel_alone, strict=True))
+    permuted = {name: param.numel for name, param, _ in members if param.outer > 1}
+    if permuted:
+        why = "gradients of parameters sharded on an inner dim are laid out shard by shard"
+        nbytes = sum(permuted.values()) * plan.grad_dtype.itemsize
+        yield Copy("permuted", tuple(permuted), nbytes, 1, why)
+    padded = {
+        name: plan.num_shards * param.shard_numel * itemsize
+        for name, param, travels_alone in members[num_direct:]
+        if travels_alone
     }
-    for kind, indices in (("cast", cast), ("padded", padded)):
-        if indices:
-            params = [layout.params[index] for index in indices]
-            numel = sum(p.gathered_numel if plan.reads_padding else p.numel for p in params)
-            names = plan.named(tuple(indices))
-            yield Copy(kind, names, numel * plan.dtype.itemsize, 1, reasons[kind])
+    why = "rows do not divide evenly by the ranks, so the gradient is padded to send it"
+    yield Copy("padded", tuple(padded), sum(padded.values()), 1, why)
+    packed = tuple(name for name, _, _ in members[num_direct:] if name not in padded)
+    why = "one flag for each gradient tells the ranks whether anybody has it"
+    if packed:
+        why = f"gradients too small to be worth a message share one, and {why}"
+    yield Copy("packed", packed, plan.packed_nbytes - sum(padded.values()), 1, why)
+    if plan.num_shards == 1:
+        why = "nobody shares these parameters: gradients are laid into the buffer to all-reduce"
+        yield Copy("moved", plan.names, plan.result_nbytes, 1, why)
 
 
-def _widened(plan: ReducePlan) -> Copy:
-    narrow, wide = short(plan.dtype), short(plan.replica_dtype)
-    return Copy(
-        "cast",
-        plan.names,
-        plan.all_reduced_nbytes + plan.result_nbytes,
-        1,
-        f"sums of {narrow} are cast to {wide} to be summed over the replicas, and rounded once",
-    )
-
-
-def _of_result(plan: ReducePlan) -> Iterator[Copy]:
+def _of_result(plan: ReducePlan, *, is_over_replicas: bool) -> Iterator[Copy]:
+    dtype = short(plan.dtype)
+    if is_over_replicas and plan.is_widened:
+        nbytes = plan.all_reduced_nbytes + plan.result_nbytes
+        wide = short(plan.replica_dtype)
+        why = f"sums of {dtype} are cast to {wide} to be summed over the replicas, and rounded once"
+        yield Copy("cast", plan.names, nbytes, 1, why)
     finals = set(plan.final_dtypes)
     if finals == {plan.dtype} and not plan.is_away:
         return
-    if len(finals) == 1:
-        nbytes = plan.result_numel * next(iter(finals)).itemsize
-    else:
-        nbytes = sum(
-            param.shard_numel * dtype.itemsize
-            for param, dtype in zip(plan.layout.params, plan.final_dtypes, strict=True)
-            if dtype != plan.dtype or plan.is_away
-        )
+    nbytes = plan.final_nbytes
+    if len(finals) > 1 and not plan.is_away:
+        shards = zip(plan.layouts, plan.final_dtypes, strict=True)
+        nbytes = sum(p.shard_numel * final.itemsize for p, final in shards if final != plan.dtype)
     names = ", ".join(sorted(map(short, finals)))
     place = " and copied to the CPU, where the optimizer is" if plan.is_away else ""
-    why = f"reduced gradients of {short(plan.dtype)} are turned into {names}{place}"
+    why = f"reduced gradients of {dtype} are turned into {names}{place}"
     yield Copy("moved" if plan.is_away else "cast", plan.names, nbytes, 1, why)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from composable_shard import _torch, core
 from composable_shard.core import hooks, nested, optimizers, substituted
-from composable_shard.core.param import ShardedParam
+from composable_shard.core.storage import ShardedParam
 
 # Which bytes live at each moment of a step that runs without memory -------------------------------
 

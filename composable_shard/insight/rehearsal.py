@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.param import ShardedParam
+from composable_shard.core.storage import ShardedParam
 from composable_shard.core.transport.collectives import (
     AllGatherLaunch,
     ReduceScatterLaunch,

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from composable_shard import _torch
 from composable_shard.arguments import check_int, check_module, check_type
-from composable_shard.core.param import sharded_form
+from composable_shard.core.storage import sharded_form
 from composable_shard.core.transport.process_groups import gather_objects, subgroup
 from composable_shard.errors import ShardError
 from composable_shard.mesh import places_of

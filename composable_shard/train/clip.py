@@ -28,7 +28,7 @@ from composable_shard.arguments import (
     checked_number,
 )
 from composable_shard.core.hooks import owner_of
-from composable_shard.core.param import sharded_form
+from composable_shard.core.storage import sharded_form
 from composable_shard.core.ties import owner_of_sharded
 from composable_shard.core.transport.failures import announce, watched
 from composable_shard.errors import ShardError

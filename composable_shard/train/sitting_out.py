@@ -1,9 +1,15 @@
-"""Taking part in what other ranks gather and reduce for a module that this rank does not run."""
+"""Taking part in the collectives of a module that this rank does not run.
+
+Imports hooks, tape. A rank that sits out makes the calls of its last forward with a zero as their
+input and output. Nothing is computed, and the tape, the markers and the output hooks are those of
+any call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Sequence
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -11,14 +17,11 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.arguments import check_module
-from composable_shard.core.calls import Imitated
 from composable_shard.core.group import ParamGroup, group_of
-from composable_shard.core.hooks import groups_in, hooks_of
-from composable_shard.core.order import Called
-from composable_shard.core.root import context_of
+from composable_shard.core.hooks import groups_in, run_as_forward
+from composable_shard.core.tape import CallRecord, Interval
+from composable_shard.core.tree import Tree
 from composable_shard.errors import ShardError
-
-Notes = dict[int, dict[Any, Any]]
 
 
 def sit_out(module: nn.Module) -> torch.Tensor:
@@ -62,59 +65,75 @@ def sit_out(module: nn.Module) -> torch.Tensor:
         tensor(0., grad_fn=<CloneBackward0>)
     """
     calls = _calls_like(module)
-    zero = torch.zeros((), device=calls[0].group.mesh.device if calls else None)
-    if torch.is_grad_enabled() and any(_may_train(called) for called in calls):
+    zero = torch.zeros((), device=calls[0].record.group.mesh.device if calls else None)
+    if torch.is_grad_enabled() and any(call.may_train() for call in calls):
         zero.requires_grad_()
-    notes: Notes = {}
-    for called in calls:
-        # Of one each, so that a backward comes to the calls in their reverse order.
-        zero = zero.clone()
-        _take_part(called, zero, notes if torch.is_grad_enabled() else None)
+    intervals: dict[Interval, Interval] = {}
+    for call in calls:
+        zero = call.take_part(zero, intervals)
     return zero
 
 
-def _take_part(called: Called[ParamGroup], zero: torch.Tensor, notes: Notes | None) -> None:
-    """Take part in a call and in those inside of it, and in the backward of what this begins.
+class _NestedCall:
+    """A call to take part in, with the calls inside it."""
 
-    Args:
-        called: A call like it.
-        zero: What stands for its output.
-        notes: What stands for each activation checkpoint; ``None`` if there will be no backward.
-    """
-    module: Any = called.module
-    hooks, outer = hooks_of(module), context_of(called.group).forward.run
-    around = []
-    if notes is not None and called.checkpoint is not None:
-        around = [notes.setdefault(called.checkpoint, {})]
-    imitated = Imitated(notes is not None and _may_train(called), around)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and (called.has_grad or not around)):
-        try:
-            call = hooks.imitate(module, imitated)
-            run = context_of(called.group).forward.run
-            for inner in called.inner:
-                _take_part(inner, zero, notes)
-        except Exception:
-            hooks.leave(module, None, failed=True)
-            raise
-        hooks.leave(module, None, failed=False)
-    if zero.requires_grad and call is not None and run is not None and run is not outer:
-        zero.register_hook(partial(hooks.come_past, call.forward, run.graph))
+    def __init__(self, record: CallRecord[ParamGroup], inner: Sequence[_NestedCall]) -> None:
+        self.record, self.inner = record, inner
+
+    def may_train(self) -> bool:
+        """Return whether an output may get a gradient."""
+        trains = any(param.sharded.requires_grad for param in self.record.group.params)
+        return self.record.needs_grad or trains or any(call.may_train() for call in self.inner)
+
+    def take_part(self, zero: torch.Tensor, intervals: dict[Interval, Interval]) -> torch.Tensor:
+        """Make the call with ``zero`` as its input and output; return what comes out.
+
+        Args:
+            zero: The output of the call before.
+            intervals: For the interval of each checkpoint in the recorded forward, that of now.
+        """
+        record, module = self.record, self.record.module
+        assert isinstance(module, nn.Module)
+        is_reentrant = _is_of_checkpoint(record.interval) and not record.has_grad
+        with torch.set_grad_enabled(torch.is_grad_enabled() and (record.has_grad or is_reentrant)):
+            given = zero if record.has_grad else zero.detach()
+            output: torch.Tensor
+            output = run_as_forward(
+                module, partial(self._take_part_inside, intervals), (given,), {}
+            )
+        if output.requires_grad or not zero.requires_grad:
+            return output
+        zero = zero.clone()
+        if is_reentrant and zero.grad_fn is not None:  # a checkpoint that begins a backward
+            zero.grad_fn.register_prehook(self._call.on_output_gradient)
+        return zero
+
+    def _take_part_inside(
+        self, intervals: dict[Interval, Interval], zero: torch.Tensor
+    ) -> torch.Tensor:
+        group, interval = self.record.group, self.record.interval
+        if not group.is_opened:
+            self._call = group.tree.call_stack[-1]
+            visit = self._call.visit
+            if visit is not None and interval is not None and _is_of_checkpoint(interval):
+                visit.interval.is_checkpoint = True
+                visit.interval = intervals.setdefault(interval, visit.interval)
+        for inner in self.inner:
+            zero = inner.take_part(zero, intervals)
+        return zero.clone() if self.may_train() else zero.detach()
 
 
-_torch.count_as_module_call(_take_part)
+_torch.count_as_module_call(_NestedCall.take_part)
 
 
-def _may_train(called: Called[ParamGroup]) -> bool:
-    """Tell whether outputs of a call may get a gradient."""
-    if called.is_watched or called.group.is_trainable:
-        return True
-    return any(_may_train(inner) for inner in called.inner)
+def _is_of_checkpoint(interval: Interval | None) -> bool:
+    return interval is not None and interval.is_checkpoint
 
 
 # Which calls to take part in ----------------------------------------------------------------------
 
 
-def _calls_like(module: nn.Module) -> Sequence[Called[ParamGroup]]:
+def _calls_like(module: nn.Module) -> Sequence[_NestedCall]:
     """Return the calls of groups that one of ``module`` makes, as far as is known.
 
     Raises:
@@ -129,15 +148,17 @@ def _calls_like(module: nn.Module) -> Sequence[Called[ParamGroup]]:
             f"Expected a module to sit out with sharded modules, got none in "
             f"{type(module).__name__}; apply fully_shard to it, or call it on all ranks"
         )
-    if group_of(module) is not None:
-        forward = context_of(groups[0]).forward
-        calls = forward.called_last({module}) or _expected(module)
-        return [calls[min(forward.num_called(module), len(calls) - 1)]]
-    expected, last = _expected(module), list[Called[ParamGroup]]()
-    for tree in dict.fromkeys(map(context_of, groups)):
-        unknown = [one for one in expected if context_of(one.group) is tree]
-        last += tree.forward.called_last(set(within)) or unknown
-    called = [one.module for one in last]
+    group = group_of(module)
+    if group is not None:
+        calls = _last_calls(group.tree, {module}) or _unknown_calls(module)
+        running = _outermost(_nested(group.tree.tape.calls), {module})
+        num_before = len(running) if group.tree.call_stack else 0
+        return [calls[min(num_before, len(calls) - 1)]]
+    expected, last = _unknown_calls(module), list[_NestedCall]()
+    for tree in dict.fromkeys(one.tree for one in groups):
+        unknown = [call for call in expected if call.record.group.tree is tree]
+        last += _last_calls(tree, {*within}) or unknown
+    called = [call.record.module for call in last]
     if len(set(called)) < len(called):
         raise ShardError(
             f"Expected a module to sit out that is sharded itself, got {type(module).__name__} "
@@ -147,8 +168,56 @@ def _calls_like(module: nn.Module) -> Sequence[Called[ParamGroup]]:
     return last
 
 
-def _expected(module: nn.Module) -> list[Called[ParamGroup]]:
-    """Return what to expect of a module that this rank has never run."""
-    inner = [called for child in module.children() for called in _expected(child)]
+def _last_calls(tree: Tree, modules: Collection[Hashable]) -> list[_NestedCall]:
+    """Return the outermost calls of ``modules`` in the last forward that is like this one."""
+    stack, tape, has_grad = tree.call_stack, tree.tape, torch.is_grad_enabled()
+    around = stack[0].module if stack else None
+    for is_alike in (has_grad, not has_grad):
+        known = {m: calls for (m, has), calls in tape.last_calls.items() if has is is_alike}
+        ways = [
+            [calls for outermost, calls in known.items() if outermost is around],
+            [calls for outermost, calls in known.items() if outermost in modules],
+            *([calls] for calls in reversed(known.values())),
+        ]
+        for way in ways:
+            found = [one for calls in way for one in _outermost(_nested(calls), modules)]
+            if found:
+                if not is_alike:
+                    _enable_grad(found)
+                return found
+    return _outermost(_nested(tape.calls), modules) if stack else []
+
+
+def _enable_grad(calls: Sequence[_NestedCall]) -> None:
+    """Let calls that were recorded without gradients have them."""
+    for call in calls:
+        call.record = call.record._replace(has_grad=True)
+        _enable_grad(call.inner)
+
+
+def _nested(records: Sequence[tuple[Any, ...]]) -> list[_NestedCall]:
+    """Return the calls that lie in no other one, with those inside."""
+    by_depth: dict[int, list[_NestedCall]] = {}
+    for record in starmap(CallRecord[ParamGroup], records):
+        inner = by_depth.pop(record.depth + 1, [])
+        by_depth.setdefault(record.depth, []).append(_NestedCall(record, inner))
+    return [call for depth in sorted(by_depth) for call in by_depth[depth]]
+
+
+def _outermost(calls: Sequence[_NestedCall], modules: Collection[Hashable]) -> list[_NestedCall]:
+    """Return the calls of some modules that do not lie inside another one of them."""
+    found: list[_NestedCall] = []
+    for call in calls:
+        is_within = call.record.module in modules
+        found += [call] if is_within else _outermost(call.inner, modules)
+    return found
+
+
+def _unknown_calls(module: nn.Module) -> list[_NestedCall]:
+    """Return the calls to expect of a module that this rank has never run."""
+    inner = [call for child in module.children() for call in _unknown_calls(child)]
     group = group_of(module)
-    return inner if group is None else [Called(group, module, inner)]
+    if group is None:
+        return inner
+    record = CallRecord(0, group, module, None, has_grad=True, needs_grad=False)
+    return [_NestedCall(record, inner)]

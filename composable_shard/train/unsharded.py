@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from composable_shard import _torch
 from composable_shard.arguments import check_flags, check_module
 from composable_shard.core.codec import Attributes
-from composable_shard.core.gradient import assign_grad
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import groups_in, owner_of
 from composable_shard.core.optimizers import watch_optimizer_steps
-from composable_shard.core.param import remember_stand_in
-from composable_shard.core.root import context_of
+from composable_shard.core.reduction import assign_grad
+from composable_shard.core.storage import remember_stand_in
 from composable_shard.core.ties import owner_of_sharded
+from composable_shard.core.tree import context_of
 from composable_shard.errors import MaterializationError, ShardError
 from composable_shard.module import group_of
 from composable_shard.train.full import (

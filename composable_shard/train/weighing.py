@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.arguments import check_module, check_type, checked_number
-from composable_shard.core.gradient import has_hooks
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import groups_in
-from composable_shard.core.root import context_of
+from composable_shard.core.reduction import has_hooks
 from composable_shard.core.transport.process_groups import SmallAllReduce
+from composable_shard.core.tree import context_of
 from composable_shard.errors import ShardError
 from composable_shard.mesh import largest_of
 from composable_shard.train.gradients import alike

@@ -19,9 +19,10 @@ from composable_shard.testing import fake_ranks
 
 from .pages import DOCS
 
-CORE = Path(composable_shard.__file__).parent / "core"
+PACKAGE = Path(composable_shard.__file__).parent
+CORE = PACKAGE / "core"
 DESIGN = (DOCS / "design.md").read_text()
-PLACE = re.compile(r"`([\w/]+\.py)`|`([A-Z]\w+\.\w+|[a-z_]+)`")
+PLACE = re.compile(r"`([\w/]+\.py)`|`(_?[A-Z]\w+\.\w+|[a-z_]+)`")
 
 
 def places() -> list[list[tuple[str, str]]]:
@@ -53,6 +54,27 @@ def test_what_a_change_touches_is_there() -> None:
     assert len(found) > 18
 
 
+def test_a_change_touches_at_most_three_files() -> None:
+    section = DESIGN.split("## Where a change goes")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| a")]
+    assert len(rows) > 10
+    for row in rows:
+        assert len(set(re.findall(r"`([\w/]+\.py)`", row))) <= 3, row
+
+
+def test_the_listing_names_every_file_and_nothing_else() -> None:
+    listing = DESIGN.split("## Where things live")[1].split("```")[1].splitlines()[2:]
+    folders, files = list[str](), list[str]()
+    for line in listing:
+        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        folders[depth - 1 :] = []
+        files += [f"{''.join(folders)}{name}"] if name.endswith(".py") else []
+        folders += [name] if name.endswith("/") else []
+    paths = (str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
+    there = [path for path in paths if "__init__" not in path and not path.startswith("insight/")]
+    assert sorted(files) == sorted(there)
+
+
 def entered() -> list[tuple[str, str]]:
     """Return which functions of the core a steady step enters, in the order of first entries."""
     seen: dict[tuple[str, str], None] = {}
@@ -60,8 +82,7 @@ def entered() -> list[tuple[str, str]]:
     def note(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(str(CORE)):
-            name = code.co_qualname.removesuffix(".<locals>.told")
-            seen[str(Path(code.co_filename).relative_to(CORE)), name] = None
+            seen[str(Path(code.co_filename).relative_to(CORE)), code.co_qualname] = None
 
     with fake_ranks(2):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -74,6 +95,7 @@ def entered() -> list[tuple[str, str]]:
                 sys.setprofile(note)
             model(torch.ones(2, 16)).float().sum().backward()
             sys.setprofile(None)
+            model.zero_grad()
     return list(seen)
 
 

@@ -39,7 +39,7 @@ from composable_shard.compat.fsdp1.policies import (
 from composable_shard.compat.fsdp1.state_dicts import StateDictSettings
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.nested import Given, find_changes, map_tensors
-from composable_shard.core.root import context_of
+from composable_shard.core.tree import context_of
 
 # What a wrapper does around the forward of the wrapped module -------------------------------------
 

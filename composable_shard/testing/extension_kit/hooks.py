@@ -31,7 +31,7 @@ from composable_shard.core.codec import (
     has_grad_extension,
     needs_extension,
 )
-from composable_shard.core.gradient_extension import GradExtension, formats_of
+from composable_shard.core.features.grad_extension import GradExtension, formats_of
 from composable_shard.core.layout import ParamLayout
 from composable_shard.errors import ExtensionError
 from composable_shard.module import group_of

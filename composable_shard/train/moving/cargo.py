@@ -20,10 +20,10 @@ from composable_shard.core.codec import (
     has_grad_extension,
     needs_extension,
 )
-from composable_shard.core.gradient import assign_grad
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
-from composable_shard.core.param import ShardedParam
-from composable_shard.core.root import context_of
+from composable_shard.core.reduction import assign_grad
+from composable_shard.core.storage import ShardedParam
+from composable_shard.core.tree import context_of
 from composable_shard.errors import ShardError
 from composable_shard.optim.layouts import LayoutOptimizer
 from composable_shard.train.moving import relocation

@@ -19,9 +19,9 @@ from composable_shard.arguments import check_int, check_module, check_type
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.optimizers import watch_optimizer_steps
-from composable_shard.core.root import check_at_rest, context_of
 from composable_shard.core.transport import host
 from composable_shard.core.transport.process_groups import raise_first_difference
+from composable_shard.core.tree import check_at_rest, context_of
 from composable_shard.errors import ShardError
 from composable_shard.mesh import check_reshard
 from composable_shard.optim import exchange

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.param import ShardedParam, sharded_form
 from composable_shard.core.placement import ParamPlacement
+from composable_shard.core.storage import ShardedParam, sharded_form
 from composable_shard.errors import ShardError
 from composable_shard.mesh import DataParallelMeshDims, ShardMesh, resolve_mesh
 from composable_shard.optim.layouts import Fits, does_fit

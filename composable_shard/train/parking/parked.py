@@ -17,9 +17,9 @@ from composable_shard.arguments import check_module
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.optimizers import watch_optimizer_steps
-from composable_shard.core.param import sharded_form
-from composable_shard.core.root import check_at_rest
+from composable_shard.core.storage import sharded_form
 from composable_shard.core.transport import host
+from composable_shard.core.tree import check_at_rest
 from composable_shard.errors import ShardError
 from composable_shard.module import FSDPModule
 from composable_shard.optim.flat import flat_states

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 from composable_shard.arguments import check_module
 from composable_shard.core.hooks import groups_in
-from composable_shard.core.param import sharded_form
-from composable_shard.core.root import context_of
+from composable_shard.core.storage import sharded_form
+from composable_shard.core.tree import context_of
 from composable_shard.errors import ShardError
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.files import Stored

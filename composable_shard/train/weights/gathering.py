@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composable_shard import _torch
-from composable_shard.core.bucket import matching_pieces
 from composable_shard.core.layout import ParamLayout, aligned
+from composable_shard.core.placement import matching_pieces
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.mesh import axis_of

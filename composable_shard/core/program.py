@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.codec import Attributes
+from composable_shard.core.plugins import Op, Phase
+from composable_shard.core.reduction import LocalReduction, Reduction, reduce_dtype
+from composable_shard.core.storage import GatherOps, Regather, ShardedParam, Slot, Storage
 from composable_shard.core.transport.pending import UsedStreams, on_stream_beside, stream_beside
-from composable_shard.core_next.plugins import Op, Phase
-from composable_shard.core_next.reduction import LocalReduction, Reduction, reduce_dtype
-from composable_shard.core_next.storage import GatherOps, Regather, ShardedParam, Slot, Storage
 
 Stage = tuple[Op, ...]
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from composable_shard.core.plugins import Feature, Op, Phase
 from composable_shard.core.transport.process_groups import compare
-from composable_shard.core_next.plugins import Feature, Op, Phase
 from composable_shard.errors import RankMismatchError
 
 CHECK_VARIABLE = "COMPOSABLE_SHARD_CHECK"

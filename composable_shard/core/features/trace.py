@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from composable_shard.core_next.plugins import Feature, Op, Phase
+from composable_shard.core.plugins import Feature, Op, Phase
 
 Listener = Callable[[str, str], None]
 """Called with an event, such as ``all_gather``, and the name of a group."""

@@ -26,13 +26,19 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.codec import Attributes, attributes_of_user, has_extension
-from composable_shard.core.placement import GradStage, ParamPlacement, plan_placement
+from composable_shard.core.layout import MessageCost, message_cost, plan_bucket
+from composable_shard.core.placement import (
+    GradStage,
+    ParamPlacement,
+    TensorLayout,
+    matching_pieces,
+    plan_placement,
+    plan_tensor,
+)
+from composable_shard.core.plugins import Op
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.host import Lane, copies_beside_compute, pins, upload
 from composable_shard.core.transport.pending import Pending, Waitable, launching_stream
-from composable_shard.core_next.layout import MessageCost, message_cost, plan_bucket
-from composable_shard.core_next.placement import TensorLayout, matching_pieces, plan_tensor
-from composable_shard.core_next.plugins import Op
 from composable_shard.errors import MaterializationError, ShardError, StaleParameterError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy

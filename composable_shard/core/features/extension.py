@@ -39,13 +39,13 @@ from composable_shard.core.codec import (
     padded,
     storages_of,
 )
+from composable_shard.core.features.grad_extension import reduction_of
+from composable_shard.core.layout import MessageCost
+from composable_shard.core.reduction import Reduction
+from composable_shard.core.storage import GatherOps, ShardedParam, Storage
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Pending, launching_stream
 from composable_shard.core.transport.process_groups import gather_objects
-from composable_shard.core_next.features.grad_extension import reduction_of
-from composable_shard.core_next.layout import MessageCost
-from composable_shard.core_next.reduction import Reduction
-from composable_shard.core_next.storage import GatherOps, ShardedParam, Storage
 from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh
 

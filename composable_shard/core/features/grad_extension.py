@@ -36,10 +36,10 @@ from composable_shard.core.codec import (
     has_grad_extension,
     in_words,
 )
+from composable_shard.core.reduction import Reduction, stage_of
+from composable_shard.core.storage import ShardedParam
 from composable_shard.core.transport.pending import Pending, launching_stream
 from composable_shard.core.transport.process_groups import agree
-from composable_shard.core_next.reduction import Reduction, stage_of
-from composable_shard.core_next.storage import ShardedParam
 from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh
 

@@ -1,1 +1,0 @@
-"""Modules of ``train`` as they are on this core."""
