@@ -78,6 +78,7 @@ class Program:
         self._nones = (None,) * len(params)
         self._local_shards = tuple(param.local for param in params)
         self.version_tensors = (*self.sharded, *self._local_shards)
+        self._storage_numbers = _torch.storage_numbers(self.sharded)
         self._requires_grad = tuple(map(_requires_grad, self.sharded))
         self._grad_dtypes = tuple(map(_grad_dtype, self.sharded))
         freed = [param for param in params if not param.shares_storage]
@@ -100,6 +101,7 @@ class Program:
             generation == self.generation
             and all(map(is_, map(dict.get, self._holders, self._names), registered))
             and all(map(is_, _torch.local_tensors(sharded), self._local_shards))
+            and _torch.storage_numbers(sharded) == self._storage_numbers
             and tuple(map(_requires_grad, sharded)) == self._requires_grad
             and tuple(map(_grad_dtype, sharded)) == self._grad_dtypes
         )

@@ -139,6 +139,7 @@ class ShardedParam:
         placement: The mesh and placements of its DTensors.
         began_on_meta: Whether it was sharded before it had values.
         local: This rank's shard; outside of loads and conversions, a view of the bucket.
+        outer: The number of the DTensor's own storage, which a new ``.data`` replaces.
         sharded: The DTensor that is registered outside forward and backward.
         unsharded: The parameter used in compute.
         unsharded_local: Its plain tensor: itself, except under tensor parallelism.
@@ -211,6 +212,7 @@ class ShardedParam:
                 _torch.rebind(spec.mesh)
         _torch.rebind(self.placement.mesh)
         self.local = _torch.local_tensor(self.sharded)
+        self.outer = _torch.storage_number(self.sharded)
         self.sharded.__dict__.pop(LIFTED, None)
         if has_asked:
             self.sharded.grad_dtype = asked
@@ -271,6 +273,7 @@ class ShardedParam:
         # The same tensor object, so that `local` shares the version counter of its bucket.
         _torch.set_local_tensor(self.sharded, local)
         self.local, self.dtype = local, local.dtype
+        self.outer = _torch.storage_number(self.sharded)
 
     def version(self) -> int:
         """Return a number that grows when the shard changes in place."""
@@ -387,6 +390,7 @@ def take_over_registered(params: Sequence[ShardedParam], label: str) -> None:
             param.sharded = tensor
             param.put(tensor)
         param.local, param.dtype = local, local.dtype
+        param.outer = _torch.storage_number(tensor)
 
 
 def carry_over(
@@ -416,6 +420,8 @@ def _misfit(param: ShardedParam, found: torch.Tensor | None) -> str | None:
         return f"a plain tensor for '{param.name}'"
     expected, spec = _torch.spec_of(param.sharded), _torch.spec_of(found)
     local = _torch.local_tensor(found)
+    if local is param.local and _torch.storage_number(found) != param.outer:
+        return f"a new .data, which DTensor ignores, for '{param.name}'"
     for what, got, own in (
         ("shape", list(spec.shape), list(expected.shape)),
         ("placements", spec.placements, expected.placements),
