@@ -1113,6 +1113,7 @@ class UnshardHandle:
             for bucket in group.buckets:
                 bucket.own_memory()
             group.register_unsharded()
+            group.expose()
 
 
 _torch.let_foreach_zero_any_placement()

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from composable_shard import _torch
+from composable_shard.core.exposure import Exposure
 from composable_shard.core.not_sharded import GROUP
 from composable_shard.core.plugins import Plugins
 from composable_shard.core.program import Mode, Program
@@ -207,6 +208,7 @@ class ParamGroup:
         self.progress: Any = None
         self.calls: list[weakref.ref[Any]] = []
         self._gathered_version = -1
+        self._exposure: Exposure | None = None
         self.is_compiled = self.needs_reduce = False
 
     def _new_channels(self) -> dict[ShardMesh, Channel]:
@@ -274,6 +276,8 @@ class ParamGroup:
             Whether the group computes with its own parameters, and not with full tensors that
             ``torch.func.functional_call`` has put in their places.
         """
+        if self._exposure is not None:
+            self.adopt()
         if self.is_compiled and self.program.is_current(
             self.plugins.generation, is_unsharded_registered=self.is_unsharded_registered
         ):
@@ -391,6 +395,8 @@ class ParamGroup:
     def unshard(self) -> None:
         """Launch the all-gather, unless the group is unsharded or unsharding."""
         program = self.program
+        if self._exposure is not None:
+            self.adopt()
         if self.state is State.SHARDED:
             version = self._shard_version()
             if version != self._gathered_version:
@@ -437,6 +443,8 @@ class ParamGroup:
             keeps_part: Whether to keep a part for the next gather, if
                 ``settings.reshard_after_forward`` is a number of ranks.
         """
+        if self._exposure is not None:
+            self.adopt()
         self.is_held = self.is_partly_run = self.is_split = False
         self._ran.clear()
         if self.state is not State.SHARDED:
@@ -467,8 +475,39 @@ class ParamGroup:
         self._ran.add(module)
         self.is_partly_run = len(self._ran) < len(self.modules)
 
+    def expose(self) -> None:
+        """Leave the unsharded parameters to users until they are used or freed."""
+        settings = self.settings
+        has_marks = settings.reduce_grads or settings.reshard_after_backward
+        self._exposure = self._exposure or Exposure(self.params, has_marks=has_marks)
+
+    def adopt(self) -> None:
+        """Let the sharded parameters follow what users have done to the unsharded ones.
+
+        Raises:
+            ShardError: If users wrote some after forward. A rank may see that alone, so the others
+                are told.
+        """
+        exposure, self._exposure = self._exposure, None
+        assert exposure is not None
+        lost = exposure.adopt()
+        if not lost or self.is_held:
+            return
+        self.reshard()
+        if exposure.has_moved:
+            self._rebuild()
+        error = ShardError(
+            f"Expected the unsharded parameters of {self.label} as their forward left them, got "
+            f"{', '.join(map(repr, lost))} written, which is lost when they are freed; call "
+            "reshard() first and write the sharded ones, or write within unsharded()"
+        )
+        self._announce("going on with", error)
+        raise error
+
     def register_sharded(self) -> None:
         """Register the sharded parameters."""
+        if self._exposure is not None:
+            self.adopt()
         for attributes in self.program.carried:
             attributes.take()
         for holder, name, sharded, unsharded, put in self.program.slots:
@@ -597,6 +636,9 @@ class ParamGroup:
 
     def reset(self) -> None:
         """Return to the state between two steps after a forward or backward has failed."""
+        if self._exposure is not None:
+            self._exposure.adopt()
+            self._exposure = None
         self.reshard()
         for reduction in self.reductions:
             reduction.discard()

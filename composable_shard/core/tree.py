@@ -33,6 +33,7 @@ from composable_shard.errors import ShardError
 
 _current_task = _torch.current_backward
 _version = attrgetter("_version")
+_needs_reduce = attrgetter("needs_reduce")
 
 
 class Call:
@@ -312,12 +313,17 @@ class Tree:
 
     def _free(self, group: ParamGroup, *, may_have_backward: bool) -> None:
         stays = group.stays_after_forward
-        if group.is_partly_run or (stays and (may_have_backward or group.is_held)):
+        if stays and not group.needs_reduce and not group.is_held:
+            may_have_backward = may_have_backward and any(map(_needs_reduce, self.groups))
+        if group.is_partly_run:
             return
-        keeps_memory = group.settings.reshard_after_forward is False
-        if self.tape.upcoming is group:
+        if stays and (may_have_backward or group.is_held):
+            if group.is_unsharded_registered:
+                group.expose()
+            return
+        keeps_memory = self.tape.upcoming is group or (stays and group is not self.root)
+        if keeps_memory:
             self._spare[group] = None
-            keeps_memory = True
         if may_have_backward and not group.is_held:
             keeps_memory = keeps_memory or self.tape.is_last(group)
         if not keeps_memory:
