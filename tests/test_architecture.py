@@ -139,8 +139,8 @@ def test_the_core_imports_in_no_circle() -> None:
 CORE = [
     *("copying", "hooks", "state_dict", "shard", "torch_state", "tree", "finalization", "backward"),
     *("tape", "optimizers", "ties", "agreement", "group", "not_sharded", "substituted", "program"),
-    *("reduction", "features.extension", "features.grad_extension", "features.order_check"),
-    *("features.trace", "storage", "codec", "nested", "placement", "layout", "plugins"),
+    *("features.extension", "features.grad_extension", "features.order_check", "features.trace"),
+    *("exposure", "reduction", "storage", "codec", "nested", "placement", "layout", "plugins"),
     *("transport.channel", "transport.point_to_point", "transport.common_gather"),
     *("transport.exchange", "transport.mailbox", "transport.shared_memory"),
     *("transport.collectives", "transport.host", "transport.pending", "transport.process_groups"),

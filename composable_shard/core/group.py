@@ -294,9 +294,9 @@ class ParamGroup:
         self.check_awake("to be gathered")
         with torch.inference_mode(False), torch.no_grad():
             take_over_registered(self.params, self.label)
+            check_materialized(self.params, self.label)
             if self._has_outside_shards() or not self._factory.fits(self.buckets):
                 self._rebuild()
-            check_materialized(self.params, self.label)
             self._factory.prepare(self.buckets, self.channels)
         self.compile()
         if before is None or not self.program.has_shards_of(before):

@@ -251,20 +251,23 @@ def _moved(device: torch.device, tensor: Tensor) -> Tensor:
 
 
 def _hook_outputs(call: Call, output: Any) -> bool:
-    """Hook the nodes that made the outputs; return whether there are any."""
-    nodes: dict[Node, None] = {}
+    """Hook the outputs and the nodes that made them; return whether there are any."""
+    nodes, has_hooked = dict[Node, None](), False
     tensors: Iterable[Tensor] = (output,) if isinstance(output, Tensor) else tensors_in(output)
-    if _torch.current_transform() is not None:
-        tensors = _levels(tensors)
-    for tensor in tensors:
+    is_transformed = _torch.current_transform() is not None
+    for tensor in _levels(tensors) if is_transformed else tensors:
         if tensor.grad_fn is not None:
-            nodes[tensor.grad_fn] = None
+            if is_transformed:
+                nodes[tensor.grad_fn] = None
+            else:
+                tensor.register_hook(call.on_output_gradient)
+                has_hooked = True
             base = tensor._base  # an in-place op on a view replaces the view's node
             if base is not None and base.grad_fn is not None and _is_inside(call, base.grad_fn):
                 nodes[base.grad_fn] = None
     for node in nodes:
         node.register_prehook(call.on_output_gradient)
-    return bool(nodes)
+    return has_hooked or bool(nodes)
 
 
 def _levels(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from einops import rearrange
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -163,7 +164,7 @@ def matching_pieces(
     pieces = []
     if num_full:
         rows = whole[:, : num_full * per_shard]
-        rows = rows.unflatten(1, (num_full, per_shard)).transpose(0, 1)
+        rows = rearrange(rows, "outer (shard row) inner -> shard outer row inner", shard=num_full)
         stacked = shards[:num_full].view(num_full, layout.outer, per_shard, layout.inner)
         pieces.append((rows, stacked))
     rest = layout.num_rows - num_full * per_shard

@@ -545,7 +545,9 @@ class Regather:
         for whole in self._memory:
             _torch.allocate(whole)
         self._arrived = [
-            whole if whole.numel() == count * part.numel() else part.new_empty(count * part.numel())
+            whole
+            if whole.numel() == count * part.numel()
+            else _torch.empty(count * part.numel(), dtype=part.dtype, device=part.device)
             for whole, part in zip(self._memory, parts, strict=True)
         ]
         works = self._channel.regather(self._arrived, parts, count)
