@@ -543,9 +543,20 @@ class ParamGroup:
 
     def accumulate(self) -> None:
         """Add the gradients to those of the sharded parameters, without sync."""
-        for op in self.program.reduce[Mode.UNSYNCED]:
-            op()
-        self.unsynced_names |= self.program.reduced_names
+        try:
+            for op in self.program.reduce[Mode.UNSYNCED]:
+                op()
+        except Exception as error:
+            self._announce("accumulating the gradients of", error)
+            raise
+        self._note_unsynced(self.program)
+
+    def _note_unsynced(self, program: Program) -> None:
+        self.unsynced_names |= program.reduced_names
+        if program.would_round:
+            program.generation = -1
+            if self.state in (State.SHARDED, State.UNSHARDED):
+                self.compile()
 
     def _launch_reduction(self, mode: Mode) -> Flight:
         program = self.program
@@ -563,10 +574,10 @@ class ParamGroup:
     def note_reduced(self, program: Program) -> None:
         """Note what a reduction has delivered, or left for one over the replicas."""
         if not self.settings.all_reduce_grads:
-            self.unsynced_names |= program.reduced_names
+            self._note_unsynced(program)
         elif self.unsynced_names:
             self.unsynced_names = frozenset()
-            program.stop_reducing_frozen()
+            program.forget_unsynced()
 
     @torch.no_grad()
     def divide_by(self, divisor: float) -> None:

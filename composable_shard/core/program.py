@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 from composable_shard.core.codec import Attributes
 from composable_shard.core.plugins import Op, Phase
-from composable_shard.core.reduction import LocalReduction, Reduction, reduce_dtype
+from composable_shard.core.reduction import LocalReduction, Reduction, reduce_dtype, wide_dtype
 from composable_shard.core.storage import GatherOps, Regather, ShardedParam, Slot, Storage
 from composable_shard.core.transport.pending import UsedStreams, on_stream_beside, stream_beside
 
@@ -116,10 +116,15 @@ class Program:
         has_no_grads = all(map(is_, map(_grad, self.sharded), self._nones))
         return Mode.FRESH if has_no_grads else Mode.ADDING
 
-    def stop_reducing_frozen(self) -> None:
-        """Expire if it reduces frozen parameters: their unsynced gradients are gone now."""
-        if len(self.reduced_names) > len(self.accumulators):
+    def forget_unsynced(self) -> None:
+        """Expire if it was compiled for unsynced gradients, which are gone now."""
+        if self.is_widened or len(self.reduced_names) > len(self.accumulators):
             self.generation = -1
+
+    @property
+    def would_round(self) -> bool:
+        """Whether a reduction is too narrow for what unsynced gradients were added to."""
+        return any(one.would_round for one in self.reductions)
 
     def discard(self) -> None:
         """Drop all gradients that are not in ``.grad`` yet, after a failed backward."""
@@ -167,6 +172,7 @@ class Program:
         ops = partial(group.plugins.ops, group)
         self._compile_gather(group, ops)
         self.reductions: list[Reduction] = list(self._plan_reductions(group))
+        self.is_widened = bool(group.unsynced_names)
         reductions = self.reductions
         self.pre_forward, self.post_forward = ops("pre_forward"), ops("post_forward")
         self.pre_backward, self.post_backward = ops("pre_backward"), ops("post_backward")
@@ -331,7 +337,9 @@ def reduced_together(
 
     Several dtypes of a group are reduced in the promoted dtype.
     """
-    dtypes = {param: reduce_dtype(param) for param in reduced}
+    unsynced = group.unsynced_names
+    wide = {one for one in reduced if one.adds_to_synced and one.name in unsynced}
+    dtypes = {one: wide_dtype(one) if one in wide else reduce_dtype(one) for one in reduced}
     widest: dict[bool, torch.dtype] = {}
     for is_complex in (False, True):
         found = {dtype for dtype in dtypes.values() if dtype.is_complex == is_complex}

@@ -196,6 +196,12 @@ class Reduction:
         return [param.spec(stage, dtype) for param, dtype in pairs]
 
     @property
+    def would_round(self) -> bool:
+        """Whether it is too narrow for reduced gradients that unreduced ones were added to."""
+        added = (wide_dtype(param) for param in self.params if param.adds_to_synced)
+        return any(torch.promote_types(dtype, self._dtype) != self._dtype for dtype in added)
+
+    @property
     def num_replicas(self) -> int:
         """The number of ranks that hold the same shards."""
         return self._mesh.num_replicas
@@ -310,6 +316,8 @@ class Reduction:
         self.take_grads()
         grads, factor = self._grads, self._num_ranks_per_divisor()
         del self._grads
+        if self._mesh.num_ranks > 1:
+            self._refuse_sparse(grads)
         for param, sharded, grad in zip(self.params, self._sharded, grads, strict=True):
             old_grad: Any = settled_grad(param)
             stage = stage_of(param, old_grad)
@@ -506,6 +514,25 @@ class Reduction:
 class LocalReduction(Reduction):
     """The reduction where nothing is shared: one rank holds all of every parameter."""
 
+    def accumulate_unsynced(self) -> None:
+        """Add the gradients to ``.grad``: alone, they are the sum.
+
+        Hooks of users wait for the reduction, and so does rounding to what users get.
+        """
+        finals = zip(map(reduce_dtype, self.params), self._final_dtypes, strict=True)
+        rounds = any(torch.promote_types(dtype, final) != final for dtype, final in finals)
+        if rounds or any(map(has_hooks, self.params)):
+            super().accumulate_unsynced()
+            return
+        for param in self.params:
+            if param.name not in self._group.unsynced_names:
+                note_unreduced(param, stage_of(param, settled_grad(param)))
+        self.take_grads()
+        self.launch()
+        self.wait_and_average()
+        self.download()
+        self.write_downloaded()
+
     def launch(self) -> None:
         """Keep the gradients: they are the result."""
         self._results_here = self._grads
@@ -590,6 +617,12 @@ def reduce_dtype(param: ShardedParam) -> torch.dtype:
     if has_asked and asked is None and param.policy.reduce_dtype is None:
         return param.compute_dtype
     return param.policy.reduction_dtype(param.dtype, asked)
+
+
+def wide_dtype(param: ShardedParam) -> torch.dtype:
+    """Return the dtype in which the sum of a reduced and an unreduced gradient is reduced."""
+    dtype = reduce_dtype(param)
+    return torch.promote_types(dtype, final_grad_dtype(param, dtype))
 
 
 def final_grad_dtype(param: ShardedParam, reduced: torch.dtype) -> torch.dtype:

@@ -33,6 +33,8 @@ class Unsharded:
         waiting: By name, this rank's accumulated gradients that are not reduced.
         reduced: By name, the mean gradients over the ranks.
         largest: By name, the largest element of any gradient that went into these, on any rank.
+        is_partial: Whether the last backward was not reduced: on all ranks, used or not, reduced
+            gradients are then ``Partial`` too.
         has_folded: Whether unreduced gradients were added to reduced ones: the sum of several
             ranks' numbers then depends, in its last bit, on the order of summation.
     """
@@ -48,7 +50,7 @@ class Unsharded:
         self.waiting: dict[str, torch.Tensor] = {}
         self.reduced: dict[str, torch.Tensor] = {}
         self.largest: dict[str, float] = {}
-        self.has_folded = False
+        self.has_folded = self.is_partial = False
         self._means: dict[str, torch.Tensor] = {}
         self._leaves: dict[str, torch.Tensor] = {}
         for name in groups:
@@ -113,20 +115,21 @@ class Unsharded:
             if name not in self.waiting:
                 dtype = leaf.dtype if alone else self.policy.reduction_dtype(params[name].dtype)
                 self.waiting[name] = grad.to(dtype, copy=True)
-                self.has_folded |= not sync and name in self.reduced
             else:
                 self.waiting[name] += grad.to(self.waiting[name].dtype)
         self._means, largest = means_over_ranks(self.waiting)
         for name, element in largest.items():
             self.largest[name] = max(element, self.largest.get(name, 0.0))
-        if sync or alone:
+        self.is_partial = not (sync or alone)
+        self.has_folded |= self.is_partial and bool(self.reduced)
+        if not self.is_partial:
             self.reduced = self.totals()
             self.waiting, self._means = {}, {}
 
     @property
     def waits_somewhere(self) -> bool:
-        """Whether any rank has gradients that are not reduced."""
-        return bool(self._means)
+        """Whether any rank has gradients that are not reduced, or may have."""
+        return bool(self._means) or self.is_partial
 
     def totals(self, casts: bool = True) -> dict[str, torch.Tensor]:
         """Return what the gradients would be if everything was reduced now.
@@ -153,13 +156,13 @@ class Unsharded:
     def clear(self) -> None:
         """Drop all gradients."""
         self.waiting, self._means, self.reduced, self.largest = {}, {}, {}, {}
-        self.has_folded = False
+        self.has_folded = self.is_partial = False
 
     def drop_unreduced(self) -> None:
         """Drop the gradients that are not reduced, with what they were added to."""
-        for name in self.waiting:
+        for name in list(self.reduced) if self.is_partial else self.waiting:
             self.reduced.pop(name, None)
-        self.waiting, self._means = {}, {}
+        self.waiting, self._means, self.is_partial = {}, {}, False
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take an optimizer step with the totals."""
@@ -173,7 +176,7 @@ class Unsharded:
 
     def placement(self, name: str) -> str | None:
         """Tell how far the gradient of a parameter has come on this rank."""
-        if name in self.waiting:
+        if name in self.waiting or (self.is_partial and name in self.reduced):
             return "partial"
         return "shard" if name in self.reduced else None
 
