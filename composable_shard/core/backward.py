@@ -289,7 +289,8 @@ class Backward:
             else:
                 self._finish(step.group)
         for group in self._groups:  # what earlier backwards have accumulated without sync
-            if group.unsynced_names and group.settings.reduce_grads and group not in self._planned:
+            is_left = group.unsynced_names or group.gives_zeros
+            if is_left and group.settings.reduce_grads and group not in self._planned:
                 self._in_flight.make_room(group)
                 self._in_flight.add(group.start_deferred_reduction())
         if waits:

@@ -612,6 +612,11 @@ class ParamGroup:
         """One for each bucket and dtype with gradients to reduce."""
         return self.program.reductions if self.is_compiled else ()
 
+    @property
+    def gives_zeros(self) -> bool:
+        """Whether parameters that no backward has come to get gradients of zeros."""
+        return self.settings.zeros_for_unused and self.is_compiled and self.needs_reduce
+
     def start_deferred_reduction(self) -> Flight | None:
         """Launch the reduction of what backwards have accumulated without sync.
 
@@ -620,7 +625,7 @@ class ParamGroup:
         Returns:
             The reduction, if one is in flight.
         """
-        if not self.unsynced_names:
+        if not (self.unsynced_names or self.gives_zeros):
             return None
         self.refresh()
         return self._launch_reduction(Mode.ADDING)

@@ -536,6 +536,13 @@ class LocalReduction(Reduction):
     def launch(self) -> None:
         """Keep the gradients: they are the result."""
         self._results_here = self._grads
+        if self._gives_zeros:
+            pairs = zip(self.params, self._grads, strict=True)
+            flat = self._all_flags
+            self._results_here = [
+                one.layout.new_zeros(flat, self._dtype) if grad is None else grad
+                for one, grad in pairs
+            ]
         del self._grads
 
     def wait_and_average(self) -> None:

@@ -450,7 +450,7 @@ class Tree:
     def _reduce_deferred(self, groups: Sequence[ParamGroup]) -> None:
         self.finish_reductions()
         for group in groups:
-            flight = group.start_deferred_reduction()
+            flight = group.start_deferred_reduction() if group.unsynced_names else None
             if flight is not None:
                 flight.finish()
 
