@@ -183,7 +183,7 @@ class Tree:
         group = call.group
         if call.is_recomputed or call.is_substituted:
             return
-        if group.params:
+        if group.params and group.is_compiled:
             for op in group.program.post_forward:
                 op()
         if call.visit is not None and not has_failed:
