@@ -300,8 +300,8 @@ class Backward:
         for group in self._planned:
             if any(map(Reduction.has_unsharded_grads, group.program.reductions)):
                 raise ShardError(
-                    f"Expected all gradients of '{group.name}' before its reduction, got one "
-                    "after it; autograd ran graph nodes that forward did not register"
+                    f"Expected all gradients of {group.label} before its reduction, got one after "
+                    "it, of a graph that ran inside of this backward; run that before or after it"
                 )
 
 

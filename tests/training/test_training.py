@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from composable_shard import ShardError, fully_shard
 from composable_shard.testing import run_ranks
 from training.compare import Comparison, step_both
 from training.oracle import OPTIMIZERS, Unsharded
@@ -87,3 +91,45 @@ def shards_as_distributed(params: tuple[ParamSpec, ...]) -> list[bool]:
 def test_shards_are_those_of_distribute_tensor(ranks: int) -> None:
     params = (*ROWS, *BIG, *INNER)
     assert run_ranks(shards_as_distributed, ranks, params) == [[True] * len(params)] * ranks
+
+
+class RunsKeptGraph(torch.autograd.Function):
+    """An identity whose backward runs another graph, into a group that is reduced already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+        ctx.kept = kept
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        with torch.enable_grad():
+            ctx.kept[0].backward()
+        return grad, None
+
+
+class LateGraph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = list[torch.Tensor]()
+        inner = RunsKeptGraph.apply(self.first(x), kept)
+        out = self.last(inner)
+        kept.append(self.last(inner.detach()).sum())
+        return out.sum()
+
+
+@on_ranks(2)
+def test_a_gradient_behind_the_reduction_of_its_group_is_refused() -> None:
+    model = LateGraph()
+    for layer in (model.first, model.last):
+        fully_shard(layer)
+    fully_shard(model)
+    with pytest.raises(ShardError) as caught:
+        model(torch.ones(1, 2)).backward()
+    assert str(caught.value) == (
+        "Expected all gradients of group 'last' before its reduction, got one after it, of a "
+        "graph that ran inside of this backward; run that before or after it"
+    )
