@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 WORLD_SIZES = [2, 64, 512, 4096]
 NAMES = ("ours", "fsdp2", "single")
-PHASES = ("forward", "backward")
+PHASES = ("forward", "backward", "step")
 NUM_WARMUP_STEPS = 3  # by then orders are recorded and buffers made
 MICROSECOND = 1e-6
 
@@ -45,6 +45,10 @@ class HostTime(NamedTuple):
 
     forward: float
     backward: float
+
+    @property
+    def step(self) -> float:
+        return self.forward + self.backward
 
 
 class TinyBlock(nn.Module):
@@ -65,35 +69,37 @@ class TinyBlock(nn.Module):
         return x + hidden
 
 
-def build(name: str, num_blocks: int, width: int) -> nn.Module:
+def build(name: str, num_blocks: int, width: int, is_low: bool) -> nn.Module:
     torch.manual_seed(0)
     blocks = nn.Sequential(*(TinyBlock(width) for _ in range(num_blocks)))
     if name == "single":
-        return blocks
-    shard, mesh = sharding(name)
+        return blocks.bfloat16() if is_low else blocks
+    shard, policy_of, mesh = sharding(name)
+    policy = policy_of(torch.bfloat16, torch.float32) if is_low else policy_of()
     for block in blocks:
-        shard(block, mesh=mesh)
-    shard(blocks, mesh=mesh)
+        shard(block, mesh=mesh, mp_policy=policy)
+    shard(blocks, mesh=mesh, mp_policy=policy)
     return blocks
 
 
-def sharding(name: str) -> tuple[Callable[..., Any], Any]:
+def sharding(name: str) -> tuple[Callable[..., Any], Callable[..., Any], Any]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if name == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        return fully_shard, mesh
+        return fully_shard, MixedPrecisionPolicy, mesh
+    from composable_shard import MixedPrecisionPolicy as OurPolicy
     from composable_shard import fully_shard as our_fully_shard
 
-    return our_fully_shard, mesh
+    return our_fully_shard, OurPolicy, mesh
 
 
-def time_turn(model: nn.Module, num_steps: int, width: int) -> HostTime:
+def time_turn(model: nn.Module, num_steps: int, width: int, dtype: torch.dtype) -> HostTime:
     """Return what one group of a model costs, the mean of some steps."""
-    x = torch.ones(2, width, requires_grad=True)
+    x = torch.ones(2, width, dtype=dtype, requires_grad=True)
     num_groups = num_steps * len(list(model.children()))
     forward = backward = 0.0
     gc.collect()
@@ -109,7 +115,13 @@ def time_turn(model: nn.Module, num_steps: int, width: int) -> HostTime:
 
 
 def time_world(
-    num_ranks: int, num_rounds: int, num_steps: int, num_blocks: int, width: int, copies: bool
+    num_ranks: int,
+    num_rounds: int,
+    num_steps: int,
+    num_blocks: int,
+    width: int,
+    copies: bool,
+    is_low: bool,
 ) -> dict[str, list[HostTime]]:
     """Be rank 0 of a world and time all contestants, in turns."""
     if REPOSITORY not in sys.path:
@@ -121,14 +133,16 @@ def time_world(
         let_collectives_return_at_once()
     turns: dict[str, list[HostTime]] = {name: [] for name in NAMES}
     with fake_ranks(num_ranks):
-        models = {name: build(name, num_blocks, width) for name in NAMES}
-        for model in models.values():
-            time_turn(model, NUM_WARMUP_STEPS, width)
+        models = {name: build(name, num_blocks, width, is_low) for name in NAMES}
+        dtypes = dict.fromkeys(NAMES, torch.float32)
+        dtypes["single"] = torch.bfloat16 if is_low else torch.float32
+        for name, model in models.items():
+            time_turn(model, NUM_WARMUP_STEPS, width, dtypes[name])
         gc.collect()
         gc.freeze()  # no contestant pays for looking at the others' objects
         for order in orders(NAMES, num_rounds):
             for name in order:
-                turns[name].append(time_turn(models[name], num_steps, width))
+                turns[name].append(time_turn(models[name], num_steps, width, dtypes[name]))
     return turns
 
 
@@ -159,16 +173,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     load = load_average()
     sizes = options.rounds, options.steps_per_round, options.blocks, options.width
-    sizes = *sizes, options.copying_collectives
+    sizes = *sizes, options.copying_collectives, options.dtype == "bf16"
     worlds = {ranks: in_fresh_process(time_world, ranks, *sizes) for ranks in options.ranks}
     columns = ["ranks", "", "ours us", "FSDP2 us", "plain us", "ours/FSDP2"]
     columns.append("beyond the plain module (quartiles)")
     rows = [row(worlds[ranks], ranks, phase) for ranks in options.ranks for phase in PHASES]
-    title = f"processor time per group, {options.blocks} groups, {options.rounds} rounds"
+    title = f"processor time per group, {options.dtype}, {options.blocks} groups, "
+    title += f"{options.rounds} rounds"
     print_table(title, columns, rows)
     print_load(load)
     if options.json:
-        facts = {"blocks": options.blocks, "width": options.width}
+        facts = {"blocks": options.blocks, "width": options.width, "dtype": options.dtype}
         write_json(options.json, {**facts, "load": [load, load_average()], "seconds": worlds})
     return 0
 
@@ -180,6 +195,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=WORLD_SIZES)
     parser.add_argument("--blocks", type=int, default=32)
     parser.add_argument("--width", type=int, default=8)
+    parser.add_argument(
+        "--dtype",
+        choices=["fp32", "bf16"],
+        default="fp32",
+        help="bf16 computes in bfloat16 and reduces in float32",
+    )
     parser.add_argument(
         "--copying-collectives", action="store_true", help="those of the fake process group"
     )
