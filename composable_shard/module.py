@@ -270,7 +270,7 @@ class FSDPModule(TorchFSDPModule):
             True
         """
         tree = self._group().tree
-        tree.reset()
+        tree.reset(drops_earlier=True)
         for group in tree.groups:
             for param in group.params:
                 if is_partial(param.sharded.grad):

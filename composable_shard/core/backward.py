@@ -57,6 +57,7 @@ class Backward:
         steps: The remaining steps of the plan, the next step last.
         is_inside: Whether it lies within a forward.
         kept: The groups that it leaves unsharded, as ``settings.reshard_after_backward`` says.
+        launched: The groups whose reductions it has launched.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Backward:
         self._groups, self._in_flight = groups, in_flight
         self._to_free: list[ParamGroup] = []  # in `close`
         self.kept: list[ParamGroup] = []
+        self.launched: set[ParamGroup] = set()
         self._task = _current_task()
         self._creates_graph = False
         for group in groups:
@@ -259,6 +261,7 @@ class Backward:
             self._to_free.append(group)
         if group.needs_reduce:
             self._in_flight.make_room(group)
+            self.launched.add(group)
             self._in_flight.add(group.start_reduction())
 
     # The end --------------------------------------------------------------------------------
@@ -292,6 +295,7 @@ class Backward:
             is_left = group.unsynced_names or group.gives_zeros
             if is_left and group.settings.reduce_grads and group not in self._planned:
                 self._in_flight.make_room(group)
+                self.launched.add(group)
                 self._in_flight.add(group.start_deferred_reduction())
         if waits:
             self._in_flight.finish()

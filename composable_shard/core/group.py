@@ -709,6 +709,12 @@ class Flights:
         first, limit = self._first, group.settings.max_reductions
         while len(first) >= limit:
             self._go_on_with_oldest()
+        if first or self._later:
+            self.finish_of(group)
+
+    def finish_of(self, group: ParamGroup) -> None:
+        """Finish those of a group."""
+        first = self._first
         while first and group in map(_group_of_flight, first):
             self._go_on_with_oldest()
         while self._later and group in map(_group_of_flight, self._later):

@@ -166,9 +166,9 @@ class ModuleHooks:
             if not call.is_recomputed:
                 self._group.refuse_writes(call.versions)
             output = map_tensors(partial(self._keep, call.markers), output)
-        changed = find_changes(call.given, self._group.label) if call.given else ((), None)
+        put, error = find_changes(call.given, self._group.label) if call.given else ((), None)
         hooks = bool(call.group.params) and torch.is_grad_enabled()
-        hooked = hooks and _hook_outputs(call, output)
+        hooked = hooks and _hook_outputs(call, (output, put) if put else output)
         output_dtype = self._group.policy.output_dtype
         if output_dtype is not None and not has_failed:
             output = map_tensors(partial(_cast, output_dtype), output)
@@ -177,8 +177,8 @@ class ModuleHooks:
         else:
             with _torch.outside_transforms():
                 tree.leave(call, needs_grad=hooked, has_failed=has_failed)
-        if changed[1] is not None and not has_failed:
-            raise changed[1]
+        if error is not None and not has_failed:
+            raise error
         return output
 
     def _keep(self, markers: Sequence[Node], tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from types import FrameType
 from typing import Any
@@ -480,11 +481,17 @@ class Tree:
         """Whether a forward of the tree is running, or any backward."""
         return bool(self.call_stack) or _current_task() != -1
 
-    def reset(self) -> None:
+    def reset(self, *, drops_earlier: bool = False) -> None:
         """Return to the state between two steps, after a forward or backward has failed.
 
-        Gradients already in ``.grad`` of the sharded parameters stay. All others are dropped.
+        Gradients already in ``.grad`` of the sharded parameters stay. Those in flight that earlier
+        backwards have launched are delivered, unless it ``drops_earlier``. Others are dropped.
         """
+        launched = self._backward.launched if self._backward is not None else set()
+        for group in self.groups if self.in_flight and not drops_earlier else ():
+            if group not in launched:
+                with suppress(ShardError, RuntimeError):  # the next collective says why
+                    self.in_flight.finish_of(group)
         if self._backward is not None:
             self._backward = None
             self.tape.clear()
