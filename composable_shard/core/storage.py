@@ -37,7 +37,13 @@ from composable_shard.core.placement import (
 )
 from composable_shard.core.plugins import Op
 from composable_shard.core.transport.channel import Channel
-from composable_shard.core.transport.host import Lane, copies_beside_compute, pins, upload
+from composable_shard.core.transport.host import (
+    Lane,
+    copies_beside_compute,
+    pins,
+    upload,
+    upload_lane,
+)
 from composable_shard.core.transport.pending import Pending, Waitable, launching_stream
 from composable_shard.errors import MaterializationError, ShardError, StaleParameterError
 from composable_shard.mesh import ShardMesh
@@ -791,7 +797,8 @@ class _AllGather:
             flat = torch.zeros_like(flat)
             _torch.copy_all_(self._bucket.shard_views(flat), list(self._shards))
         if self._bucket.is_uploaded:
-            self._lane = upload(flat, source)
+            self._lane = upload_lane(source.device)  # should the copy fail, it is waited for
+            upload(flat, source)
         else:
             source.copy_(flat)
 

@@ -62,14 +62,7 @@ def note(marks: list[weakref.ref[Mark]], module: Any, args: Any) -> None:
     marks.append(weakref.ref(mark))
 
 
-_KEPT = pytest.mark.xfail(
-    strict=True, reason="the hook on an input that is returned unchanged keeps its call alive"
-)
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=_KEPT if kind == "input" else ()) for kind in PASSED]
-)
+@pytest.mark.parametrize("kind", PASSED)
 @on_ranks(2)
 def test_what_is_passed_through_is_right_and_let_go(kind: str) -> None:
     torch.manual_seed(0)

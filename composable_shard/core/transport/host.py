@@ -172,24 +172,25 @@ class _Departure:
         self.stream.wait_stream(_torch.current_stream(self.device))
 
 
-def upload(source: torch.Tensor, into: torch.Tensor) -> Lane:
-    """Copy pinned memory to a device; it is cast there.
+def upload_lane(device: torch.device) -> Lane:
+    """Return the lane of the copies to a device."""
+    return _lane(uploads, device)
+
+
+def upload(source: torch.Tensor, into: torch.Tensor) -> None:
+    """Copy pinned memory to a device, by its lane; it is cast there.
 
     Args:
         source: On the host. It must not be written before :func:`settle`.
         into: On the device, of any dtype.
-
-    Returns:
-        The lane of the copy.
     """
-    lane = _lane(uploads, into.device)
+    lane = upload_lane(into.device)
     if source.dtype == into.dtype:
         lane.copy(into, source)
     else:
         staged = _torch.empty_like(source, device=into.device)
         lane.copy(staged, source)
         lane.copy(into, staged)
-    return lane
 
 
 def download(source: torch.Tensor) -> torch.Tensor:
