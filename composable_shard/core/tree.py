@@ -147,7 +147,7 @@ class Tree:
 
     def enter(self, group: ParamGroup, module: nn.Module) -> Call:
         """Begin a call: gather ``group``, and prefetch the next group."""
-        is_recomputed = _current_task() != -1 and (group in self.tape or group in self.planned)
+        is_recomputed = _current_task() != -1 and self._goes_through(group)
         if not is_recomputed and (not self.call_stack or self._begins_anew(group)):
             self._begin_forward(group)
         call = Call(group, module, is_recomputed=is_recomputed)
@@ -173,6 +173,15 @@ class Tree:
                 call.visit = self.tape.enter(group, interval)
         group.register_unsharded()
         return call
+
+    def _goes_through(self, group: ParamGroup) -> bool:
+        """Return whether the running backward goes through ``group``."""
+        if group.params:
+            return group in self.tape or group in self.planned
+        if self._backward is not None and self._backward.is_running:
+            return True
+        below = [one for one in map(group_of, group.all_modules()) if one is not None]
+        return any(one.params and self._goes_through(one) for one in below)
 
     def leave(self, call: Call, *, needs_grad: bool, has_failed: bool) -> None:
         """End the innermost call; free its group, unless backward keeps it.
