@@ -149,11 +149,6 @@ def with_pages(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def has_memory(tensor: torch.Tensor) -> bool:
-    """Tell whether the storage of a tensor is not empty."""
-    return tensor.untyped_storage().size() > 0
-
-
 def is_big(tensor: torch.Tensor) -> bool:
     """Tell whether to look after where the memory of a tensor is; with poison, of any tensor."""
     return _is_kept(tensor, tensor.nbytes)

@@ -242,13 +242,6 @@ class Channel:
 
         return self._launch(launch, group, self.reducing)
 
-    def can_average_replicas(self) -> bool:
-        """Tell whether a reduction over the replicas may be an average."""
-        group = self.mesh.replica_group
-        if group is None:
-            return False
-        return _torch.average_is_supported(_torch.backend_name(group, self.mesh.device))
-
     def divides_over_replicas(self, dtype: torch.dtype) -> bool:
         """Tell whether :meth:`all_reduce` averages before it rounds to ``dtype``.
 

@@ -56,13 +56,6 @@ class Pending:
         self._op = op
         self._is_broken = False
 
-    def resumed(self) -> contextlib.AbstractContextManager[object]:
-        """Give work to the stream of the launch; the current one continues after it.
-
-        What comes with the wait, such as copying out, uses memory that was allocated for it.
-        """
-        return _HERE if self._stream is None else on_stream_beside(self._stream)
-
     def pass_through(self, stream: torch.Stream) -> None:
         """Let ``stream`` wait for the collectives; :meth:`wait` is still to come."""
         with _torch.on_stream(stream):
