@@ -22,6 +22,7 @@ from composable_shard import _torch
 from composable_shard.core.group import Flights, ParamGroup, State
 from composable_shard.core.reduction import Reduction
 from composable_shard.core.tape import PlanStep
+from composable_shard.core.transport.failures import announce, announced
 from composable_shard.errors import ShardError
 
 _current_task = _torch.current_backward
@@ -96,7 +97,8 @@ class Backward:
             group.progress = None
             group.finished_nodes.clear()
         end = partial(on_end, self)  # only the engine owns it: it dies if backward fails
-        self._end = weakref.ref(end)
+        self._has_closed = False
+        self._end = weakref.ref(end, self._on_death)
         _torch.on_backward_end(end)
         for group, is_gather in steps:
             if (
@@ -108,6 +110,14 @@ class Backward:
     def is_running(self) -> bool:
         """Whether the backward has neither ended nor failed."""
         return self._end() is not None and _current_task() != -1
+
+    def _on_death(self, _: object) -> None:
+        """Tell ranks that wait for this one if autograd has failed on it alone."""
+        if not self._has_closed and not announced:
+            channels = (one for group in self._groups for one in group.channels.values())
+            ranks = [process_group for one in channels for process_group in one.process_groups]
+            error = RuntimeError("autograd has raised an error, which that rank tells")
+            announce(ranks, f"running backward of {self._groups[0].label}", error)
 
     # Events from autograd and checkpoints ---------------------------------------------------
 
@@ -271,6 +281,7 @@ class Backward:
         while self._finish_queue or self.steps:
             queue = self._finish_queue
             self._finish(queue.popleft() if queue else self.steps.pop().group)
+        self._has_closed = True
         return self._planned
 
     def close(self, *, waits: bool) -> None:
@@ -307,6 +318,7 @@ class Backward:
                     f"Expected all gradients of {group.label} before its reduction, got one after "
                     "it, of a graph that ran inside of this backward; run that before or after it"
                 )
+        self._has_closed = True
 
 
 # Uses of autograd that would lose gradients -------------------------------------------------------

@@ -46,6 +46,7 @@ class Exposure:
         self._noted = [
             (param, _content_of(param), _mark(param) if has_marks else None) for param in params
         ]
+        self._requires_grad = [param.sharded.requires_grad for param in params]
         self.has_moved = False
 
     def adopt(self) -> list[str]:
@@ -55,9 +56,11 @@ class Exposure:
             The names of what was written, which the sharded parameters miss.
         """
         lost = []
-        for param, before, mark in self._noted:
+        for (param, before, mark), was_trained in zip(
+            self._noted, self._requires_grad, strict=True
+        ):
             leaf = param.unsharded
-            if leaf.requires_grad != param.sharded.requires_grad:
+            if leaf.requires_grad != was_trained:
                 param.sharded.requires_grad_(leaf.requires_grad)
             now = _content_of(param)
             self.has_moved = self.has_moved or now.storage != before.storage

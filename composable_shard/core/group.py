@@ -35,7 +35,7 @@ from composable_shard.core.substituted import is_substituted
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import announce
 from composable_shard.core.transport.pending import UsedStreams, compute_stream
-from composable_shard.errors import ShardError
+from composable_shard.errors import ShardError, StaleParameterError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 
@@ -167,6 +167,7 @@ class ParamGroup:
         streams: The streams that use the unsharded memory.
         is_compiled: Whether ``program`` exists.
         needs_reduce: Whether the group has gradients to reduce.
+        is_trained: Whether some parameters are not frozen.
         tree, progress, calls: Set by the layers above: its `Tree`, its `GroupProgress` in the
             current backward, and weak references to each `Call` that a backward may still reach.
     """
@@ -209,7 +210,7 @@ class ParamGroup:
         self.calls: list[weakref.ref[Any]] = []
         self._gathered_version = -1
         self._exposure: Exposure | None = None
-        self.is_compiled = self.needs_reduce = False
+        self.is_compiled = self.needs_reduce = self.is_trained = False
 
     def _new_channels(self) -> dict[ShardMesh, Channel]:
         meshes = dict.fromkeys([self.mesh, *(bucket.mesh for bucket in self.buckets)])
@@ -322,6 +323,7 @@ class ParamGroup:
         if self._stream is None:
             self._stream = compute_stream(self.mesh.device)
         self.is_compiled, self.needs_reduce = True, self.program.needs_reduce
+        self.is_trained = bool(self.program.accumulators)
 
     def follow_stream(self) -> None:
         """Let gradients be accumulated on the current stream: autograd nodes belong to a stream."""
@@ -520,9 +522,23 @@ class ParamGroup:
         for attributes in self.program.carried:
             attributes.give()
         for holder, name, sharded, unsharded, put in self.program.slots:
-            if holder.get(name) is sharded:
+            registered = holder.get(name)
+            if registered is sharded:
                 put(name, unsharded)
+            elif registered is not unsharded:
+                self._refuse_replaced()
+            if unsharded.requires_grad != sharded.requires_grad:  # frozen since forward
+                unsharded.requires_grad_(sharded.requires_grad)
         self.is_unsharded_registered = True
+
+    def _refuse_replaced(self) -> None:
+        """Raise: the gradient of a parameter that was replaced since forward would be lost."""
+        error = StaleParameterError(
+            f"Expected the parameters of {self.label} in backward as they were in forward, got "
+            "replaced ones; run backward before replacing them"
+        )
+        self._announce("running backward of", error)
+        raise error
 
     def _shard_version(self) -> int:
         """Return a number that grows with every change of the shards that can be seen."""

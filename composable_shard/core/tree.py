@@ -34,7 +34,7 @@ from composable_shard.errors import ShardError
 
 _current_task = _torch.current_backward
 _version = attrgetter("_version")
-_needs_reduce = attrgetter("needs_reduce")
+_is_trained = attrgetter("is_trained")
 
 
 class Call:
@@ -323,8 +323,8 @@ class Tree:
 
     def _free(self, group: ParamGroup, *, may_have_backward: bool) -> None:
         stays = group.stays_after_forward
-        if stays and not group.needs_reduce and not group.is_held:
-            may_have_backward = may_have_backward and any(map(_needs_reduce, self.groups))
+        if stays and not group.is_trained and not group.is_held:
+            may_have_backward = may_have_backward and any(map(_is_trained, self.groups))
         if group.is_partly_run:
             return
         if stays and (may_have_backward or group.is_held):

@@ -297,9 +297,10 @@ def test_loading_between_forward_and_backward(assign: bool, reshard_after_forwar
     model = sharded_model(0, reshard_after_forward=reshard_after_forward)
     loss = model(same_on_all_ranks(0)).square().sum()
     model.load_state_dict(plain_model(1).state_dict(), assign=assign)
-    with pytest.raises(
-        StaleParameterError, match="Expected the parameters of the root group in backward"
-    ):
+    error, said = RuntimeError, "modified by an inplace operation"
+    if assign:
+        error, said = StaleParameterError, "Expected the parameters of the root group in backward"
+    with pytest.raises(error, match=said):
         loss.backward()
 
 
@@ -434,12 +435,13 @@ def test_within_compute() -> None:
         part.register_forward_hook(look(f"after {where}"))
         part.register_full_backward_hook(look(f"backward of {where}"))
     # A look takes what it finds: what is gathered, freed and reduced is what it would be without.
+    # But hooks of backward have nodes of their own, which autograd comes to first.
     recorded = []
     for one in (quiet, model):
         with record_events(one) as events:
             for step in range(3):
                 one(same_on_all_ranks(step)).square().sum().backward()
-        recorded.append(events)
+        recorded.append([event for event in events if event[0] != "pre_backward"])
     assert recorded[0] == recorded[1]
     assert launched == []
     assert len(seen) == 2 * 3 * 15
