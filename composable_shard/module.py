@@ -1107,13 +1107,14 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Wait for the gather and register the unsharded parameters; idempotent."""
-        group, self._group = self._group, None
+        group = self._group
         if group is not None and group.state is not State.SHARDED:
             group.wait()
             for bucket in group.buckets:
                 bucket.own_memory()
             group.register_unsharded()
             group.expose()
+        self._group = None
 
 
 _torch.let_foreach_zero_any_placement()

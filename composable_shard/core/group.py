@@ -434,8 +434,12 @@ class ParamGroup:
     def wait(self) -> None:
         """Wait for the all-gather, if one is in flight."""
         if self.state is State.UNSHARDING:
-            for op in self._gather.wait:
-                op()
+            try:
+                for op in self._gather.wait:
+                    op()
+            except Exception as error:
+                self._announce("gathering", error)
+                raise
             self.state = State.UNSHARDED
 
     def reshard(self, *, keeps_part: bool = False) -> None:
