@@ -312,7 +312,7 @@ class Tree:
             return False
         for op in group.program.pre_forward:
             op()
-        if group.state is State.SHARDED:
+        if group.state in (State.SHARDED, State.PARTLY_SHARDED):
             group.unshard()
         self._spare.pop(group, None)
         predicted = self.tape.advance(group, group.settings.prefetch_depth)
