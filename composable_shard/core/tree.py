@@ -294,7 +294,11 @@ class Tree:
         self.tape.end_forward(outermost)
         for group in self.groups:
             is_over = group.is_partly_run and group is not outermost
-            if group.state is State.UNSHARDING or is_over:  # prefetched, but not used after all
+            if group.state is State.UNSHARDING:  # prefetched, but not used after all
+                group.reshard()
+            elif is_over and group.stays_after_forward and group in self.tape:
+                group.expose()
+            elif is_over:
                 group.reshard()
         for group in self._spare:
             group.reshard()
