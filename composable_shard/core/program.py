@@ -208,7 +208,9 @@ class Program:
         _, waits, drops, frees = map(chain.from_iterable, zip(*parts, strict=True))
         unsharded = tuple(chain.from_iterable(param.all_unsharded() for param in group.params))
         set_version = partial(_set_unsharded_version, group, unsharded)
-        forbid = partial(_torch.set_versions, unsharded, (FREED,) * len(unsharded))
+        freed = [p.all_unsharded() for p in group.params if not p.shares_storage]
+        gone = tuple(chain.from_iterable(freed))
+        forbid = partial(_torch.set_versions, gone, (FREED,) * len(gone))
         await_gather, gathered = ops("await_gather"), ops("gathered")
         self.gather = GatherOps(
             (*ops("gather"), *launches, *gathered),
