@@ -169,6 +169,8 @@ class ModuleHooks:
         put, error = find_changes(call.given, self._group.label) if call.given else ((), None)
         hooks = bool(call.group.params) and torch.is_grad_enabled()
         hooked = hooks and _hook_outputs(call, (output, put) if put else output)
+        if tree.ran_inside and not hooked and torch.is_grad_enabled():  # it may have no parameters
+            hooked = any(tensor.requires_grad for tensor in tensors_in(output))
         output_dtype = self._group.policy.output_dtype
         if output_dtype is not None and not has_failed:
             output = map_tensors(partial(_cast, output_dtype), output)

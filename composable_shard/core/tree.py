@@ -88,6 +88,7 @@ class Tree:
         post_optim_event: The next gather waits for it.
         finalization: Finishes backwards by a call of the user.
         planned: The groups that the latest backward needs.
+        ran_inside: The groups that backwards within the running forward have come to.
     """
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
@@ -106,7 +107,7 @@ class Tree:
         self.finalization = Finalization(self)
         self._frame: FrameType | None = None  # of the outermost call
         self._backward: Backward | None = None
-        self._ran_inside: dict[ParamGroup, None] = {}  # by backwards within the running forward
+        self.ran_inside: dict[ParamGroup, None] = {}
         self._spare: dict[ParamGroup, None] = {}  # stay, as forward probably needs them next
         self._plan: tuple[list[PlanStep[ParamGroup]], dict[ParamGroup, int]] = ([], {})
         self.planned: set[ParamGroup] = set()
@@ -217,9 +218,9 @@ class Tree:
     def _begin_forward(self, outermost: ParamGroup) -> None:
         if self.call_stack or self.has_failed:
             self.reset()
-        for group in self._ran_inside:  # no backward of that forward has come
+        for group in self.ran_inside:  # no backward of that forward has come
             group.accumulate()
-        self._ran_inside.clear()
+        self.ran_inside.clear()
         for group in self.groups:  # may be stale: a write through ``.data`` bumps no version
             if group.state in (State.UNSHARDED, State.PARTLY_SHARDED) and not self._stays(group):
                 group.reshard()
@@ -303,7 +304,7 @@ class Tree:
         for group in self._spare:
             group.reshard()
         self._spare.clear()
-        if self._ran_inside and not needs_grad:
+        if self.ran_inside and not needs_grad:
             self._reduce_inside()
 
     def _gather(self, group: ParamGroup) -> bool:
@@ -373,7 +374,7 @@ class Tree:
             self.tape.note_first_of_backward(self._plan[0])
         self._keep_spare()
         steps, num_checkpoints = self._plan
-        inside = [group for group in self._ran_inside if group not in self.planned]
+        inside = [group for group in self.ran_inside if group not in self.planned]
         self._backward = Backward(
             self.groups,
             [*steps, *(PlanStep(group, is_gather=False) for group in inside)],
@@ -388,7 +389,7 @@ class Tree:
             in_progress = [call.visit for call in self.call_stack]
             ran = backward.close_inside()
             for group in (one for one in self.groups if one in ran):
-                self._ran_inside[group] = None
+                self.ran_inside[group] = None
                 self.tape.forget(group, in_progress)
         self._backward = None
 
@@ -405,14 +406,14 @@ class Tree:
 
     def _reduce_inside(self) -> None:
         """Reduce what backwards within a forward left, which has no backward of its own."""
-        ran = dict.fromkeys([*(visit.group for visit in self.tape.visits[::-1]), *self._ran_inside])
+        ran = dict.fromkeys([*(visit.group for visit in self.tape.visits[::-1]), *self.ran_inside])
         for group in ran:
+            group.reshard()
             if group.needs_reduce:
                 self.in_flight.make_room(group)
                 self.in_flight.add(group.start_reduction())
-            group.reshard()
         self.finish_reductions()
-        self._ran_inside.clear()
+        self.ran_inside.clear()
         self.tape.clear()
 
     def _end_backward(self, backward: Backward) -> None:
@@ -421,7 +422,7 @@ class Tree:
             backward.close(waits=self.is_last_backward and not by_hand)
         self._settle_copies()
         self._backward = None
-        self._ran_inside.clear()
+        self.ran_inside.clear()
         self.tape.clear()
         _torch.return_spare()
         if backward.kept and not self.goes_on:
@@ -510,7 +511,7 @@ class Tree:
             self.tape.clear()
         self.call_stack.clear()
         _torch.return_spare()
-        self._ran_inside.clear()
+        self.ran_inside.clear()
         self._spare.clear()
         self.finalization.reset()
         for group in self.groups:
