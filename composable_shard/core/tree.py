@@ -151,12 +151,13 @@ class Tree:
         is_recomputed = _current_task() != -1 and self._goes_through(group)
         if not is_recomputed and (not self.call_stack or self._begins_anew(group)):
             self._begin_forward(group)
+        backward = self.begin_backward() if is_recomputed else None  # which this call is not around
         call = Call(group, module, is_recomputed=is_recomputed)
         self.call_stack.append(call)
         if not group.params:
             return call
-        if is_recomputed:
-            self.begin_backward().gather_for_recompute(group)
+        if backward is not None:
+            backward.gather_for_recompute(group)
         else:
             if _torch.num_modes() or _torch.current_transform() is not None:
                 with _torch.outside_transforms():  # the gathered parameters outlive them
