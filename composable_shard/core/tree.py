@@ -155,6 +155,8 @@ class Tree:
         call = Call(group, module, is_recomputed=is_recomputed)
         self.call_stack.append(call)
         if not group.params:
+            if not is_recomputed:
+                self._tell_of_empty(group, "pre_forward")
             return call
         if backward is not None:
             backward.gather_for_recompute(group)
@@ -175,6 +177,11 @@ class Tree:
                 call.visit = self.tape.enter(group, interval)
         group.register_unsharded()
         return call
+
+    def _tell_of_empty(self, group: ParamGroup, event: str) -> None:
+        """Tell the listener of a group without parameters, which runs no program."""
+        if self._trace.hear is not None and not group.params:
+            self._trace.hear(event, group.name)
 
     def _goes_through(self, group: ParamGroup) -> bool:
         """Return whether the running backward goes through ``group``."""
@@ -198,6 +205,8 @@ class Tree:
         if group.params and group.is_compiled:
             for op in group.program.post_forward:
                 op()
+        else:
+            self._tell_of_empty(group, "post_forward")
         if call.visit is not None and not has_failed:
             self.tape.leave(call.visit, needs_reduce=group.needs_reduce, needs_grad=needs_grad)
         interval = None if call.visit is None else call.visit.interval
@@ -374,6 +383,7 @@ class Tree:
             self.planned = {group for group, _ in self._plan[0]}
             self.tape.note_first_of_backward(self._plan[0])
         self._keep_spare()
+        self._tell_of_empty(self.root, "pre_backward")
         steps, num_checkpoints = self._plan
         inside = [group for group in self.ran_inside if group not in self.planned]
         self._backward = Backward(
@@ -421,6 +431,7 @@ class Tree:
         by_hand = self.finalization.note_backward()
         with _torch.apart_from_transforms():
             backward.close(waits=self.is_last_backward and not by_hand)
+        self._tell_of_empty(self.root, "post_backward")
         self._settle_copies()
         self._backward = None
         self.ran_inside.clear()

@@ -112,10 +112,10 @@ def test_a_root_without_parameters_does_not_free_the_last_block() -> None:
         pre_forward 2, wait 2, post_forward 2,
         post_forward root"""
     second_backward = """
-        pre_backward 2, gather 1, pre_backward root, post_backward 2, free 2, reduce 2,
+        pre_backward root, pre_backward 2, gather 1, post_backward 2, free 2, reduce 2,
         pre_backward 1, gather 0, wait 1, post_backward 1, free 1, finish 2, reduce 1,
         pre_backward 0, wait 0, post_backward 0, finish 1, reduce 0,
-        post_backward root, finish 0, free 0"""
+        finish 0, free 0, post_backward root"""
     assert rest == [events(second_forward), events(second_backward)] * 2
 
 
@@ -359,9 +359,9 @@ def test_a_group_called_in_part_is_freed_at_the_end_of_forward() -> None:
         "post_forward root, free pair"
     )
     assert second_backward == events(
-        "pre_backward root, gather pair, post_backward root, "
+        "pre_backward root, gather pair, "
         "pre_backward pair, wait pair, post_backward pair, reduce pair, "
-        "finish pair, reduce root, finish root, free root, free pair"
+        "post_backward root, finish pair, reduce root, finish root, free pair, free root"
     )
 
 

@@ -39,8 +39,8 @@ def test_json_is_the_summary_and_what_was_written(
 TABLE = """\
 2 ranks, milliseconds of a step, mean of 2
   rank  step  compute  launch  copy  exposed  of step  late  other  MiB
-     0  46.0     23.5     5.5   5.5      5.5      12%   0.0    6.0    0
-     1  46.0     23.5     5.5   5.5      5.5      12%   0.0    6.0    0
+     0  46.0     25.5     5.5   5.5      5.5      12%   0.0    4.0    0
+     1  46.0     25.5     5.5   5.5      5.5      12%   0.0    4.0    0
 """
 
 

@@ -48,10 +48,11 @@ SECOND_STEP = """
     63-64 copy gather 1
     64-65 forward 1
     65-66 forward root
-    67-68 backward 1
-    68-69 launch gather 0
-    69-70 backward 1
-    70-73 backward root
+    67-68 backward root
+    68-69 backward 1
+    69-70 launch gather 0
+    70-71 backward 1
+    71-73 backward root
     73-74 launch reduce 1
     74-75 backward root
     75-76 backward 0
@@ -64,8 +65,9 @@ SECOND_STEP = """
     82-83 backward root
     83-84 launch reduce 0
     84-85 backward root
-    86-87 wait reduce 0
-    87-88 copy reduce 0
+    85-86 wait reduce 0
+    86-87 copy reduce 0
+    87-89 backward root
     90-91 optimizer SGD"""
 
 
