@@ -217,8 +217,9 @@ class ModuleHooks:
         group = self._group
         if torch.is_grad_enabled():  # the gradient of a gradient comes this way
             for grad in _levels(grad for grad in grads if grad is not None):
-                if grad.requires_grad:
-                    grad.register_hook(self._gather_again)
+                for tensor in (grad, grad._base):  # an in-place op on a view replaces its node
+                    if tensor is not None and tensor.requires_grad:
+                        tensor.register_hook(self._gather_again)
         with _torch.apart_from_transforms():
             group.tree.begin_backward().count_marker(group)
 
