@@ -41,10 +41,10 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: None if grad is None else grad.clone() for name, grad in full.items()}
 
 
-def train_chosen(chooses: Chooses, reshards: bool) -> None:
+def train_chosen(chooses: Chooses) -> None:
     """Compare with one process that has all batches; what is not chosen has no gradient."""
     torch.manual_seed(0)
-    reference, model = two_nets(reshard_after_forward=reshards)
+    reference, model = two_nets(reshard_after_forward=False)
     for step in range(3):
         for one in (reference, model):
             one.zero_grad()
@@ -65,11 +65,28 @@ def train_chosen(chooses: Chooses, reshards: bool) -> None:
 
 
 @pytest.mark.parametrize("chooses", [all_of, blocks_of, weights_of])
-@pytest.mark.parametrize("reshards", [True, False])
-def test_chosen_parameters_get_the_gradients_of_the_unsharded_model(
-    chooses: Chooses, reshards: bool
-) -> None:
-    run_ranks(train_chosen, 2, chooses, reshards)
+def test_chosen_parameters_get_the_gradients_of_the_unsharded_model(chooses: Chooses) -> None:
+    """Unsharded ones, which stay registered after forward."""
+    run_ranks(train_chosen, 2, chooses)
+
+
+def choose_sharded(chooses: Chooses) -> None:
+    torch.manual_seed(0)
+    reference, model = two_nets(reshard_after_forward=True)
+    loss_of(model, dist.get_rank(), 0).backward(inputs=chooses(model))
+    assert all(param.grad is None for param in model.parameters())
+    losses = [loss_of(reference, rank, 1) for rank in range(dist.get_world_size())]
+    (sum(losses) / len(losses)).backward()
+    loss_of(model, dist.get_rank(), 1).backward()
+    found = gradients(model)
+    for name, grad in gradients(reference).items():
+        torch.testing.assert_close(found[name], grad, msg=name)
+
+
+@pytest.mark.parametrize("chooses", [all_of, blocks_of, weights_of])
+def test_chosen_sharded_parameters_get_no_gradient(chooses: Chooses) -> None:
+    """They are not in the graph, so autograd runs nothing; the next backward is as any other."""
+    run_ranks(choose_sharded, 2, chooses)
 
 
 def differentiated(reshard: bool | None, **kwargs: Any) -> None:

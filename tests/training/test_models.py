@@ -153,10 +153,28 @@ CACHED: Cases = {
 }
 
 
-@pytest.mark.parametrize("reshard", [True, None, False])
-@pytest.mark.parametrize("name", [name for name in CACHED if "elsewhere" not in name])
+def with_outputs(reshard: bool | None) -> list[tuple[str, bool | None]]:
+    return [(f"{place}, output", reshard) for place in PLACES if place != "elsewhere"]
+
+
+KEPT = [(place, False) for place in PLACES if place != "elsewhere"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reshard"), [*KEPT, *with_outputs(True), *with_outputs(None), *with_outputs(False)]
+)
 def test_loss_on_a_cached_intermediate(name: str, reshard: bool | None) -> None:
     check(__name__, "CACHED", name, reshard_after_forward=reshard)
+
+
+@pytest.mark.parametrize("reshard", [True, None])
+@pytest.mark.parametrize("place", PLACES)
+def test_autograd_refuses_a_loss_on_stored_intermediates_alone(
+    place: str, reshard: bool | None
+) -> None:
+    """Nobody hears of that backward, which needs parameters that are freed."""
+    with pytest.raises(AssertionError, match="has been modified by an inplace operation"):
+        check(__name__, "CACHED", place, reshard_after_forward=reshard)
 
 
 @pytest.mark.parametrize(("ranks", "reshard"), [(2, False), (1, True), (1, None)])
@@ -434,11 +452,20 @@ OUTPUTS: Cases = {
 
 
 @RESHARD
-@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize("name", [name for name in OUTPUTS if name != "equilibrium"])
 def test_any_outputs_give_the_gradients_of_the_oracle(
     name: str, ranks: int, reshard: bool | None
 ) -> None:
     check(__name__, "OUTPUTS", name, world_size=ranks, reshard_after_forward=reshard)
+
+
+@RESHARD
+def test_gradients_of_another_graph_of_a_complete_group_are_refused(
+    ranks: int, reshard: bool | None
+) -> None:
+    text = "Expected all gradients of group 'layer' before its reduction, got one after it"
+    with pytest.raises(AssertionError, match=text):
+        check(__name__, "OUTPUTS", "equilibrium", world_size=ranks, reshard_after_forward=reshard)
 
 
 # Activation checkpoints ---------------------------------------------------------------------------
