@@ -134,7 +134,9 @@ def test_settings_hooks_and_attributes_are_copied() -> None:
         assert [name for event, name in events if event in ("all_gather", "post_forward")][:3] == [
             *("first", "norm, last", "first")  # prefetched
         ]
-        assert [event for event, _ in events[-3:]] == ["wait_for_reduce_scatter"] + ["reshard"] * 2
+        assert [event for event, _ in events[-4:]] == [
+            *("wait_for_reduce_scatter", "reshard", "reshard", "post_backward")
+        ]
         assert others == []
         assert seen == [copied.first] and dtypes == [torch.bfloat16]
         with record_events(model) as others:
