@@ -135,7 +135,7 @@ def test_settings_hooks_and_attributes_are_copied() -> None:
             *("first", "norm, last", "first")  # prefetched
         ]
         assert [event for event, _ in events[-4:]] == [
-            *("wait_for_reduce_scatter", "reshard", "reshard", "post_backward")
+            *("wait_for_reduce_scatter", "post_backward", "reshard", "reshard")
         ]
         assert others == []
         assert seen == [copied.first] and dtypes == [torch.bfloat16]
