@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
+from operator import add, lt
 
 MESSAGE_ALIGNMENT_NBYTES = 64
 """A parameter with its own message starts at a multiple of this."""
@@ -169,6 +170,7 @@ class BucketLayout:
         shard_numel: Number of elements of the sharded buffer.
         unsharded_offsets: Of each parameter in the unsharded buffer.
         unsharded_numel: Number of elements of the unsharded buffer.
+        unwritten: The ranges of the unsharded buffer that no gather writes.
     """
 
     order: tuple[int, ...]
@@ -180,6 +182,7 @@ class BucketLayout:
     shard_numel: int
     unsharded_offsets: tuple[int, ...]
     unsharded_numel: int
+    unwritten: tuple[tuple[int, int], ...]
 
     @cached_property
     def message_spans(self) -> list[tuple[int, int]]:
@@ -218,6 +221,8 @@ def plan_bucket(
         gathered.append(max(count * param.shard_numel * param.gathers_in_place, param.numel))
     unsharded_offsets, unsharded_numel = _end_to_end(gathered, step)
     num_shards = params[0].num_shards if params else 1
+    total = aligned(unsharded_numel, num_shards)  # any subgroup can share it evenly
+    ends = map(add, unsharded_offsets, gathered)
     return BucketLayout(
         order=tuple(order),
         params=ordered,
@@ -227,7 +232,10 @@ def plan_bucket(
         packed_numel=packed_numel,
         shard_numel=packed_offset + packed_numel,
         unsharded_offsets=tuple(unsharded_offsets),
-        unsharded_numel=aligned(unsharded_numel, num_shards),  # any subgroup can share it evenly
+        unsharded_numel=total,
+        unwritten=tuple(
+            gap for gap in zip(ends, [*unsharded_offsets[1:], total], strict=True) if lt(*gap)
+        ),
     )
 
 

@@ -201,7 +201,7 @@ class Program:
                 bucket.gather_ops(shards, channel, keeps_storage=kept, is_private=is_private)
             )
             if num_ranks is not None and not isinstance(num_ranks, bool):
-                regathers.append(Regather(bucket.memory_for_backward(), channel, num_ranks))
+                regathers.append(Regather(bucket, channel, num_ranks))
         # All memory is there before the first collective is launched.
         before = chain.from_iterable(part.launch[:-1] for part in parts)
         launches = (*before, *chain.from_iterable(part.launch[-1:] for part in parts))

@@ -37,6 +37,7 @@ from composable_shard.core.placement import (
 )
 from composable_shard.core.plugins import Op
 from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.collectives import may_read_padding
 from composable_shard.core.transport.host import (
     Lane,
     copies_beside_compute,
@@ -486,6 +487,7 @@ class Storage(Protocol):
         compute_dtype: The dtype of the unsharded parameters.
         message_cost: The cost of a message; ``None`` if all gradients share one.
         version_tensors: Tensors whose version counters grow when the shards change.
+        unwritten: The ranges of its memory for backward that no gather writes.
         reduction: The class of the reduction of its gradients; ``None`` for that of plain tensors.
     """
 
@@ -495,6 +497,9 @@ class Storage(Protocol):
     compute_dtype: torch.dtype
     message_cost: MessageCost | None
     version_tensors: list[torch.Tensor]
+
+    @property
+    def unwritten(self) -> Sequence[tuple[int, int]]: ...
 
     @property
     def reduction(self) -> type[Any] | None: ...
@@ -529,9 +534,11 @@ class Storage(Protocol):
 class Regather:
     """Keeps one of several equal parts of memory, and gathers it again from neighbours."""
 
-    def __init__(self, memory: Sequence[torch.Tensor], channel: Channel, num_ranks: int) -> None:
+    def __init__(self, bucket: Storage, channel: Channel, num_ranks: int) -> None:
         """Plan to gather memory from some neighbours. Collective: makes their process group."""
-        self._memory, self._channel, self._num_ranks = memory, channel, num_ranks
+        self._memory, self._channel = bucket.memory_for_backward(), channel
+        self._num_ranks = num_ranks
+        self._unwritten = bucket.unwritten if may_read_padding(channel.mesh.device) else ()
         self._part = channel.mesh.shard_rank % num_ranks
         self._kept: list[torch.Tensor] = []
         channel.prepare_regather(num_ranks)
@@ -539,6 +546,8 @@ class Regather:
     def keep(self) -> None:
         """Copy this rank's part; what does not divide evenly is padded."""
         for whole in self._memory:
+            if self._unwritten:
+                _torch.zero_ranges_(whole, self._unwritten)
             numel = -(-whole.numel() // self._num_ranks)
             own = whole[self._part * numel : (self._part + 1) * numel]
             part = own.new_zeros(numel)
@@ -662,6 +671,11 @@ class Bucket:
         if not self.shares_storage:
             self.has_arrays = not _torch.free(self.unsharded)
         return self.has_arrays
+
+    @property
+    def unwritten(self) -> Sequence[tuple[int, int]]:
+        """The ranges of the unsharded buffer that no gather writes."""
+        return self.layout.unwritten
 
     def memory_for_backward(self) -> Sequence[torch.Tensor]:
         """Return the unsharded buffer."""

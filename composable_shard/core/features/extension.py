@@ -58,6 +58,7 @@ class ExtensionBucket:
     """
 
     message_cost: MessageCost | None = None
+    unwritten: Sequence[tuple[int, int]] = ()
 
     def __init__(self, param: ShardedParam, shard: torch.Tensor) -> None:
         self.param, self.params, self.locals = param, [param], [shard]
