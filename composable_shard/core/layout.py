@@ -239,15 +239,17 @@ def plan_bucket(
     )
 
 
-def message_numels(params: Sequence[ParamLayout], num_direct: int) -> list[int]:
+def message_numels(params: Sequence[ParamLayout], num_direct: int, step: int = 1) -> list[int]:
     """Return the elements for each rank of the messages that reduce gradients.
 
     Args:
         params: The layouts of the gradients, those with their own message first.
         num_direct: How many have their own message. A flag for each ends the last message.
+        step: Packed ones are padded to a multiple of this.
     """
     numels = [param.shard_numel for param in params]
-    return [*numels[:num_direct], sum(numels[num_direct:]) + len(numels)]
+    packed = sum(aligned(numel, step) for numel in numels[num_direct:])
+    return [*numels[:num_direct], packed + len(numels)]
 
 
 def is_packed(param: ParamLayout, itemsize: int, cost: MessageCost) -> bool:

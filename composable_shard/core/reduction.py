@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress, repeat, starmap
-from operator import attrgetter, is_
+from functools import partial
+from itertools import chain, compress, repeat, starmap
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
@@ -22,7 +23,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.layout import is_packed, message_numels
+from composable_shard.core.layout import (
+    PACKED_ALIGNMENT_NBYTES,
+    aligned,
+    is_packed,
+    message_numels,
+)
 from composable_shard.core.placement import GradStage
 from composable_shard.core.storage import (
     LIFTED,
@@ -38,6 +44,7 @@ from composable_shard.errors import ShardError
 
 _grad = attrgetter("grad")
 _dtype = attrgetter("dtype")
+_is_there = partial(is_not, None)
 _is_sparse = attrgetter("is_sparse")
 _hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _no_hooks = (None, None)
@@ -171,20 +178,31 @@ class Reduction:
         device, num_shards = self._mesh.device, self._mesh.num_shards
         layouts = [param.layout.param for param in self.members]
         self.num_flags = len(layouts)
-        self._message_numels = message_numels(layouts, self._num_direct)
+        self._final_dtypes = [final_grad_dtype(param, self._dtype) for param in self.members]
+        narrowest = min(dtype.itemsize for dtype in (self._dtype, *self._final_dtypes))
+        # Devices read and write fastest where shards begin at multiples of some bytes.
+        self._step = max(1, PACKED_ALIGNMENT_NBYTES // narrowest) if self._has_streams else 1
+        self._message_numels = message_numels(layouts, self._num_direct, self._step)
         self._packed_shape = (num_shards, self._message_numels[-1])
         self._numel = sum(self._message_numels)
         flags = self.num_flags * num_shards
         self._all_flags = torch.ones(flags, dtype=self._compute_dtype, device=device)
+        paddings = [-layout.shard_numel % self._step for layout in layouts[self._num_direct :]]
+        self._paddings = [
+            self._all_flags.new_zeros(num_shards * padding) if padding else None
+            for layout, padding in zip(layouts[self._num_direct :], paddings, strict=True)
+            if layout.numel
+        ]
 
     def _plan_results(self) -> None:
         flat, start, rank = torch.empty(self._numel, device="meta"), 0, self._mesh.shard_rank
-        self._places = []
-        for param in self.members:
+        self._places, self._starts = [], []
+        for index, param in enumerate(self.members):
             shard = param.layout.local(flat[start:], rank)
             self._places.append((shard.shape, shard.stride(), shard.storage_offset()))
-            start += param.layout.param.shard_numel
-        self._final_dtypes = [final_grad_dtype(param, self._dtype) for param in self.members]
+            self._starts.append(start)
+            step = 1 if index < self._num_direct else self._step
+            start += aligned(param.layout.param.shard_numel, step)
         self._specs = self._specs_of("sharded")
         self._are_lifted = [
             grad_dtype_asked(param.sharded)[1] not in (None, dtype) or param.sharded.dtype != dtype
@@ -280,7 +298,11 @@ class Reduction:
         direct = [grad.reshape(-1) for grad in grads[:num_direct]]
         if not all(map(is_, map(_dtype, direct), repeat(self._sent_dtype))):
             direct = self._cast(direct)
-        to_pack = [*grads[num_direct:], flags]
+        to_pack = grads[num_direct:]
+        if self._step > 1:
+            padded = chain.from_iterable(zip(to_pack, self._paddings, strict=True))
+            to_pack = list(filter(_is_there, padded))
+        to_pack = [*to_pack, flags]
         if not all(map(is_, map(_dtype, to_pack), repeat(flags.dtype))):
             to_pack = [tensor.to(self._dtype) for tensor in to_pack]
         packed = _torch.empty(*self._packed_shape, dtype=self._dtype, device=flags.device)

@@ -332,17 +332,15 @@ class EncodedReduction(Reduction):
         rows = self._received
         del self._pending, self._received
         self.reduced = rows.new_zeros(self._numel, dtype=self._dtype)
-        start = 0
-        for param, extension, places in zip(
-            self.params, self._extensions, self._row_places, strict=True
+        for param, start, extension, places in zip(
+            self.params, self._starts, self._extensions, self._row_places, strict=True
         ):
             part = self.reduced[start : start + param.layout.param.shard_numel]
-            start += len(part)
             if extension.formats is not None:
                 total = part.to(torch.promote_types(part.dtype, torch.float32))
                 extension.decode(tuple(_view(rows, *place) for place in places), total)
                 part.copy_(total.div_(self._divisor))
-        self.reduced[start:] = rows[:, self._row_nbytes - self.num_flags :].amax(0)
+        self.reduced[-self.num_flags :] = rows[:, self._row_nbytes - self.num_flags :].amax(0)
 
     def discard(self) -> None:
         """Drop all gradients that are not in ``.grad`` yet."""
