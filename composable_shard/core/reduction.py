@@ -284,7 +284,7 @@ class Reduction:
                     grads[index] = param.layout.new_zeros(self._all_flags, self._dtype)
             flags = flags.view(-1)
         if any(map(_is_sparse, grads)):
-            self._refuse_sparse(grads)
+            refuse_sparse(self.members, grads)
         num_direct = self._num_direct
         if not self._is_plain:
             layouts = [param.layout for param in self.members]
@@ -320,15 +320,6 @@ class Reduction:
         _torch.copy_all_(cast, grads)
         return cast
 
-    def _refuse_sparse(self, grads: Sequence[torch.Tensor | None]) -> None:
-        for param, grad in zip(self.members, grads, strict=True):
-            if grad is not None and grad.is_sparse:
-                raise ShardError(
-                    f"Expected a dense gradient of '{param.name}', got a sparse one, which is not "
-                    "reduced over ranks; set sparse=False on its nn.Embedding or nn.EmbeddingBag, "
-                    "or pass it as ignored_params and reduce its gradient yourself"
-                )
-
     def accumulate_unsynced(self) -> None:
         """Add the gradients to ``.grad`` of the sharded parameters, as ``Partial`` DTensors.
 
@@ -339,7 +330,7 @@ class Reduction:
         grads, factor = self._grads, self._num_ranks_per_divisor()
         del self._grads
         if self._mesh.num_ranks > 1:
-            self._refuse_sparse(grads)
+            refuse_sparse(self.params, grads)
         for param, sharded, grad in zip(self.params, self._sharded, grads, strict=True):
             old_grad: Any = settled_grad(param)
             stage = stage_of(param, old_grad)
@@ -600,6 +591,17 @@ class LocalReduction(Reduction):
         """Drop all gradients that are not in ``.grad`` yet."""
         super().discard()
         self.__dict__.pop("_results_here", None)
+
+
+def refuse_sparse(params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]) -> None:
+    """Raise if a gradient is sparse, which is not reduced over ranks."""
+    for param, grad in zip(params, grads, strict=True):
+        if grad is not None and grad.is_sparse:
+            raise ShardError(
+                f"Expected a dense gradient of '{param.name}', got a sparse one, which is not "
+                "reduced over ranks; set sparse=False on its nn.Embedding or nn.EmbeddingBag, "
+                "or pass it as ignored_params and reduce its gradient yourself"
+            )
 
 
 # The gradient of a sharded parameter --------------------------------------------------------------

@@ -36,7 +36,7 @@ from composable_shard.core.codec import (
     has_grad_extension,
     in_words,
 )
-from composable_shard.core.reduction import Reduction, stage_of
+from composable_shard.core.reduction import Reduction, refuse_sparse, stage_of
 from composable_shard.core.storage import ShardedParam
 from composable_shard.core.transport.pending import Pending, launching_stream
 from composable_shard.core.transport.process_groups import agree
@@ -251,7 +251,7 @@ class EncodedReduction(Reduction):
         """
         grads = self._grads
         del self._grads
-        self._refuse_sparse(grads)
+        refuse_sparse(self.params, grads)
         self._refuse_subclasses(grads)
         if all(one.formats is not None for one in self._extensions):
             encoded = [self._encode(*pair) for pair in enumerate(grads)]
