@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import weakref
 from collections import deque
 from collections.abc import (
     Callable,
@@ -267,15 +266,6 @@ def tensors_in(value: Any, around: tuple[int, ...] = ()) -> Iterator[torch.Tenso
             yield from tensors_in(item, around)
 
 
-def holds_nothing(value: Any) -> bool:
-    """Tell quickly whether ``value`` is one in which :func:`tensors_stored_in` never finds any."""
-    kind = type(value)
-    if kind is tuple:
-        return all(type(item) in ATOMS for item in value)
-    is_ours = kind.__module__.split(".")[0] == _CLOSED_PACKAGES[1]
-    return kind in ATOMS or (is_ours and not issubclass(kind, (Mapping, *_ITERABLE)))
-
-
 def tensors_stored_in(
     value: Any, seen: set[int], depth: int = MAX_DEPTH_OF_OBJECTS
 ) -> Iterator[torch.Tensor]:
@@ -315,63 +305,6 @@ def _attributes(value: Any) -> list[Any]:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 attributes.append(getattr(value, name))
     return attributes
-
-
-# What forward stores away on its modules, such as a loss to be added later ------------------------
-
-_ATTRIBUTES_WITHOUT_GRAPH = frozenset(
-    {*nn.Module().__dict__, _torch.COMPOSABLE_STATE, _torch.COMPOSABLE_REGISTRY}
-)
-
-
-class StoredTensors:
-    """Finds the tensors with a graph that appear in the attributes of some modules.
-
-    Most modules store nothing and keep their attributes from call to call. Those values that cannot
-    hold a tensor are remembered, so that a look at such a module is one comparison of two lists.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = list(modules)
-        self._harmless: list[Any] = []  # of all modules, one behind the other
-        self._known: dict[int, weakref.ref[torch.Tensor]] = {}
-
-    def newly(self) -> list[torch.Tensor]:
-        """Return those that were not there at the last call."""
-        suspects: list[Any] = []
-        values = [value for module in self._modules for value in module.__dict__.values()]
-        harmless = self._harmless
-        if len(values) != len(harmless) or not all(map(operator.is_, values, harmless)):
-            self._harmless = self._sort(suspects)
-        if not suspects and not self._known:
-            return []
-        known, self._known = self._known, {}
-        seen: set[int] = set()
-        found = []
-        for value in suspects:
-            for tensor in tensors_stored_in(value, seen):
-                if tensor.grad_fn is None:
-                    continue
-                before = known.get(id(tensor))
-                self._known[id(tensor)] = weakref.ref(tensor)
-                if before is None or before() is not tensor:
-                    found.append(tensor)
-        return found
-
-    def _sort(self, suspects: list[Any]) -> list[Any]:
-        """Add to ``suspects`` what may hold tensors; return all values, ``self`` for those.
-
-        It is no attribute of a module, so those will be looked into again.
-        """
-        harmless: list[Any] = []
-        for module in self._modules:
-            for name, value in module.__dict__.items():
-                if name in _ATTRIBUTES_WITHOUT_GRAPH or holds_nothing(value):
-                    harmless.append(value)
-                else:
-                    harmless.append(self)
-                    suspects.append(value)
-        return harmless
 
 
 # Buffers under mixed precision: cast during forward, kept in their own dtype otherwise ------------
