@@ -210,9 +210,9 @@ def test_ours_copies_only_what_travels_packed() -> None:
         "backward": again + sum(copied) + 2 * flags,
         "optimizer": 0,
         "arithmetic": 0,
-        # of gathers: own parts, what was packed, and the root's, which stays after forward, as a
-        # whole; of reductions: what others read, own parts until others are there, sums, means
-        "in_collectives": in_blocks + 2 * again + 3 * root // 2 + 2 * sum(sizes) + 4 * flags,
+        # of gathers: own parts, what was packed, and all of the root, which stays after forward; of
+        # reductions: what others read, own parts until others are there, sums, means
+        "in_collectives": in_blocks + 2 * again + root + 2 * sum(sizes) + 4 * flags,
     }
     assert counts.collectives == 2 * 8
 

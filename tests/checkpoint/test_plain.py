@@ -304,6 +304,20 @@ def test_loading_between_forward_and_backward(assign: bool, reshard_after_forwar
         loss.backward()
 
 
+@on_ranks(2)
+def test_a_graph_of_before_a_load_is_refused_once_another_forward_has_run() -> None:
+    model = fully_shard(torch.nn.Linear(4, 1, bias=False))
+    loss = model(torch.ones(1, 4)).sum()
+    model.load_state_dict({"weight": torch.ones(1, 4)}, assign=True)
+    model(torch.ones(1, 4))
+    with pytest.raises(StaleParameterError) as caught:
+        loss.backward()
+    assert str(caught.value) == (
+        "Expected the backward of a forward before its parameters were replaced, got 'weight' "
+        "replaced by a load or a conversion in between; run backward before replacing them"
+    )
+
+
 @pytest.mark.parametrize(("num_ranks", "when"), [(1, "forward"), (2, "forward"), (2, "backward")])
 @on_ranks("num_ranks")
 def test_loading_in_the_middle_is_refused(when: str) -> None:
