@@ -413,14 +413,14 @@ class ParamGroup:
             for op in self._gather.launch:
                 op()
         except Exception as error:
-            self._announce("gathering", error)
+            self.announce("gathering", error)
             for op in (*self._gather.drop, *program.gather.free):
                 op()
             self.state = State.SHARDED
             raise
         self.state = State.UNSHARDING
 
-    def _announce(self, doing: str, error: Exception) -> None:
+    def announce(self, doing: str, error: Exception) -> None:
         """Tell the other ranks that this one has failed, and will not do its part."""
         channels = self.channels.values()
         ranks = [process_group for channel in channels for process_group in channel.process_groups]
@@ -438,7 +438,7 @@ class ParamGroup:
                 for op in self._gather.wait:
                     op()
             except Exception as error:
-                self._announce("gathering", error)
+                self.announce("gathering", error)
                 raise
             self.state = State.UNSHARDED
 
@@ -507,7 +507,7 @@ class ParamGroup:
             f"{', '.join(map(repr, lost))} written, which is lost when they are freed; call "
             "reshard() first and write the sharded ones, or write within unsharded()"
         )
-        self._announce("going on with", error)
+        self.announce("going on with", error)
         raise error
 
     def register_sharded(self) -> None:
@@ -541,7 +541,7 @@ class ParamGroup:
             f"Expected the parameters of {self.label} in backward as they were in forward, got "
             "replaced ones; run backward before replacing them"
         )
-        self._announce("running backward of", error)
+        self.announce("running backward of", error)
         raise error
 
     def _shard_version(self) -> int:
@@ -567,7 +567,7 @@ class ParamGroup:
             for op in self.program.reduce[Mode.UNSYNCED]:
                 op()
         except Exception as error:
-            self._announce("accumulating the gradients of", error)
+            self.announce("accumulating the gradients of", error)
             raise
         self._note_unsynced(self.program)
 
@@ -584,7 +584,7 @@ class ParamGroup:
             for op in program.reduce[mode]:
                 op()
         except Exception as error:
-            self._announce("reducing the gradients of", error)
+            self.announce("reducing the gradients of", error)
             raise
         if program.over_replicas and self.settings.all_reduce_grads:
             for op in program.over_replicas:
@@ -696,8 +696,12 @@ class Flight:
 
     def go_on(self) -> bool:
         """Run the next stage, which begins with a wait; return whether another is left."""
-        for op in self._stages[self.num_run]:
-            op()
+        try:
+            for op in self._stages[self.num_run]:
+                op()
+        except Exception as error:
+            self.group.announce("reducing the gradients of", error)
+            raise
         self.num_run += 1
         if self.num_run == len(self._stages):
             self.group.note_reduced(self.program)
