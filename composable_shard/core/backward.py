@@ -19,7 +19,7 @@ from operator import lt
 import torch
 
 from composable_shard import _torch
-from composable_shard.core.group import Flights, ParamGroup, State
+from composable_shard.core.group import Flights, ParamGroup, State, process_groups_of
 from composable_shard.core.reduction import Reduction
 from composable_shard.core.tape import PlanStep
 from composable_shard.core.transport.failures import announce, announced
@@ -114,8 +114,7 @@ class Backward:
     def _on_death(self, _: object) -> None:
         """Tell ranks that wait for this one if autograd has failed on it alone."""
         if not self._has_closed and not announced:
-            channels = (one for group in self._groups for one in group.channels.values())
-            ranks = [process_group for one in channels for process_group in one.process_groups]
+            ranks = process_groups_of(self._groups)
             error = RuntimeError("autograd has raised an error, which that rank tells")
             announce(ranks, f"running backward of {self._groups[0].label}", error)
 

@@ -284,7 +284,7 @@ def cut_shard(
         got = str(error) if is_ours else f"{type(error).__name__}: {error}"
         raise ExtensionError(
             f"Expected parameter '{name}', a {type(whole).__name__} of shape {list(whole.shape)}, "
-            f"to be cut into {form.layout.num_shards} shards along dim {form.dim}, got: {got}; "
+            f"to be cut into {form.param.num_shards} shards along dim {form.dim}, got: {got}; "
             "shard it over a number of ranks that its class can be cut for, or pass it in "
             "ignored_params"
         ) from error

@@ -16,6 +16,7 @@ from operator import attrgetter, is_not
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from composable_shard import _torch
@@ -77,6 +78,12 @@ def group_of_param(param: torch.Tensor) -> ParamGroup | None:
 
 def _none() -> None:
     return None
+
+
+def process_groups_of(groups: Iterable[ParamGroup]) -> list[dist.ProcessGroup | None]:
+    """Return the process groups in which ranks may wait for this one."""
+    channels = (channel for group in groups for channel in group.channels.values())
+    return [ranks for channel in channels for ranks in channel.process_groups]
 
 
 class State(enum.Enum):
@@ -230,11 +237,6 @@ class ParamGroup:
     def live_calls(self) -> list[Any]:
         """Return the calls with input markers that a backward may still reach."""
         return [call for ref in self.calls if (call := ref()) is not None]
-
-    @property
-    def context(self) -> Any:
-        """The tree, as other parts of the package call it."""
-        return self.tree
 
     @property
     def label(self) -> str:
@@ -422,9 +424,7 @@ class ParamGroup:
 
     def announce(self, doing: str, error: Exception) -> None:
         """Tell the other ranks that this one has failed, and will not do its part."""
-        channels = self.channels.values()
-        ranks = [process_group for channel in channels for process_group in channel.process_groups]
-        announce(ranks, f"{doing} {self.label}", error)
+        announce(process_groups_of([self]), f"{doing} {self.label}", error)
 
     def prefetch(self) -> None:
         """Launch the all-gather for a later use, if the program is or can be brought up to date."""
@@ -629,7 +629,7 @@ class ParamGroup:
 
     @property
     def reductions(self) -> Sequence[Reduction]:
-        """One for each bucket and dtype with gradients to reduce."""
+        """One for each mesh, kind and dtype with gradients to reduce."""
         return self.program.reductions if self.is_compiled else ()
 
     @property
@@ -665,8 +665,7 @@ class ParamGroup:
             "sharded parameters under torch.no_grad(), before forward or after the optimizer's "
             "step (for nn.Embedding, instead of max_norm)"
         )
-        groups = self.tree.groups
-        ranks = [pg for group in groups for c in group.channels.values() for pg in c.process_groups]
+        ranks = process_groups_of(self.tree.groups)
         announce(ranks, f"running forward of {self.label}", error)
         raise error
 

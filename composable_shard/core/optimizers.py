@@ -28,9 +28,6 @@ from composable_shard.core.ties import num_replaced
 from composable_shard.core.transport import host
 from composable_shard.errors import ShardError
 
-watch_optimizer_steps = ParamGroup.register_params
-"""Has a group told of every optimizer step on its parameters, before its first gather too."""
-
 
 class _Params:
     """The parameters of an optimizer, and what is looked up for them once.

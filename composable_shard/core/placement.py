@@ -46,11 +46,6 @@ class TensorLayout:
     order: tuple[int, ...] | None
     param: ParamLayout
 
-    @property
-    def layout(self) -> ParamLayout:
-        """The name of ``param`` in `codec.py`."""
-        return self.param
-
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """View a whole tensor, or a local shard, with its dims in the order of memory."""
         if self.dim is None:

@@ -486,7 +486,6 @@ class Storage(Protocol):
         mesh: The data-parallel ranks.
         compute_dtype: The dtype of the unsharded parameters.
         message_cost: The cost of a message; ``None`` if all gradients share one.
-        version_tensors: Tensors whose version counters grow when the shards change.
         unwritten: The ranges of its memory for backward that no gather writes.
         reduction: The class of the reduction of its gradients; ``None`` for that of plain tensors.
     """
@@ -496,7 +495,6 @@ class Storage(Protocol):
     mesh: ShardMesh
     compute_dtype: torch.dtype
     message_cost: MessageCost | None
-    version_tensors: list[torch.Tensor]
 
     @property
     def unwritten(self) -> Sequence[tuple[int, int]]: ...
@@ -646,7 +644,6 @@ class Bucket:
         )
         self._make_sharded([shards[index] for index in self.layout.order])
         self._make_unsharded()
-        self.version_tensors = [self.sharded]
 
     def gather_ops(
         self,

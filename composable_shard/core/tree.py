@@ -6,7 +6,7 @@ Imports agreement, backward, finalization, group, tape, plugins.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from operator import attrgetter
 from types import FrameType
@@ -531,10 +531,6 @@ class Tree:
             group.reset()
         for feature in self.plugins.features:
             feature.fail(self)
-
-
-context_of: Callable[[ParamGroup], Tree] = attrgetter("tree")
-"""Returns the tree of a group."""
 
 
 def check_at_rest(group: ParamGroup, op: str) -> None:

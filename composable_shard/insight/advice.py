@@ -94,7 +94,7 @@ def _giant_root(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advi
     whole = sum(plan.unsharded_nbytes or 0 for _, plan in groups)
     for group, plan in groups:
         nbytes = plan.unsharded_nbytes or 0
-        if group is not group.context.root or nbytes <= GIANT_SHARE * whole:
+        if group is not group.tree.root or nbytes <= GIANT_SHARE * whole:
             continue
         blocks = [block for top in group.modules for block in repeated_blocks(top)]
         if not blocks:
@@ -114,7 +114,7 @@ def _small_groups(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Ad
     small = [
         plan
         for group, plan in groups
-        if group is not group.context.root
+        if group is not group.tree.root
         and plan.params
         and all(param.travels == "packed" for param in plan.params)
     ]

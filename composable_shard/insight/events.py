@@ -112,5 +112,5 @@ def record_events(module: nn.Module, *events: str) -> Iterator[list[Event]]:
         if event in wanted:
             recorded.append((event, name))
 
-    with listening(group.context, hear):
+    with listening(group.tree, hear):
         yield recorded

@@ -211,7 +211,7 @@ def rehearse(question: Question, ranks: Ranks) -> Rehearsal:
             _take_off_meta(model)
             question.shard(model, mesh)
         groups = _groups_of(model)
-        for context in dict.fromkeys(group.context for group in groups):
+        for context in dict.fromkeys(group.tree for group in groups):
             context.agree()  # it compares numbers, which fake tensors do not have
         silence(groups, widens=not question.is_accelerator)
         with fake:
@@ -437,8 +437,8 @@ class _Recorder(contextlib.AbstractContextManager[Any]):
         self._hooks = contextlib.ExitStack()
 
     def __enter__(self) -> _Recorder:
-        for context in dict.fromkeys(group.context for group in self._groups):
-            places = {g.name: i for i, g in enumerate(self._groups) if g.context is context}
+        for context in dict.fromkeys(group.tree for group in self._groups):
+            places = {g.name: i for i, g in enumerate(self._groups) if g.tree is context}
             self._hooks.enter_context(listening(context, partial(self._hear, places)))
         for tensor in self._unsharded(range(len(self._groups))):
             if tensor.requires_grad:

@@ -199,7 +199,7 @@ def _roots_in(module: nn.Module) -> dict[str, ParamGroup]:
     for name, inner in module.named_modules():
         group = group_of(inner)
         if group is not None:
-            root = group.context.root
+            root = group.tree.root
             if root not in roots.values():
                 roots[name if group is root else ""] = root
     if not roots:

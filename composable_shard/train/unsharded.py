@@ -21,11 +21,9 @@ from composable_shard.arguments import check_flags, check_module
 from composable_shard.core.codec import Attributes
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import groups_in, owner_of
-from composable_shard.core.optimizers import watch_optimizer_steps
 from composable_shard.core.reduction import assign_grad
 from composable_shard.core.storage import remember_stand_in
 from composable_shard.core.ties import owner_of_sharded
-from composable_shard.core.tree import context_of
 from composable_shard.errors import MaterializationError, ShardError
 from composable_shard.module import group_of
 from composable_shard.train.full import (
@@ -400,8 +398,8 @@ def unsharded(
     groups = [group for group in groups_in(modules) if not group.is_opened]
     for group in groups:
         group.reshard()
-        watch_optimizer_steps(group)
-        group.context.agree()
+        group.register_params()
+        group.tree.agree()
     slots = _slots_in(modules, groups)
     params = FullParams(
         slots,
@@ -485,7 +483,7 @@ def _slots_in(
 
 def _check_can_open(groups: Collection[ParamGroup]) -> None:
     for group in groups:
-        if context_of(group).is_computing:
+        if group.tree.is_computing:
             moment = "backward" if _torch.current_backward() != -1 else "forward"
             raise ShardError(
                 f"Expected unsharded() outside of forward and backward, got it in a {moment} of "

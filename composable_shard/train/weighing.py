@@ -18,7 +18,6 @@ from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.reduction import has_hooks
 from composable_shard.core.transport.process_groups import SmallAllReduce
-from composable_shard.core.tree import context_of
 from composable_shard.errors import ShardError
 from composable_shard.mesh import largest_of
 from composable_shard.train.gradients import alike
@@ -150,7 +149,7 @@ class Weighing:
 
     def _is_unfinished(self) -> bool:
         """Whether gradients of a backward are yet to arrive."""
-        return any(context_of(group).is_reducing for group in self._groups)
+        return any(group.tree.is_reducing for group in self._groups)
 
     def _get(self) -> tuple[float, float]:
         if self._known is None:
@@ -248,7 +247,7 @@ def _check(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
                 "Expected no hooks on gradients inside of weigh(), where they are sums, got one on "
                 f"{hooked[0]}; remove it, and step optimizers after the scope"
             )
-    for context in dict.fromkeys(map(context_of, groups)):
+    for context in dict.fromkeys(group.tree for group in groups):
         context.clean_up_if_failed()
 
 

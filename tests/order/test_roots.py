@@ -92,7 +92,7 @@ def both_traced(models: list[Any]) -> Iterator[list[str]]:
         if event in SHORT:
             events.append(f"{SHORT[event]} {mark}{name.removeprefix('blocks.') or 'root'}")
 
-    contexts = [model._group().context for model in models]
+    contexts = [model._group().tree for model in models]
     for mark, context in zip("ab", contexts, strict=True):
         context.listener = functools.partial(listen, mark)
     try:

@@ -39,7 +39,6 @@ from composable_shard.compat.fsdp1.policies import (
 from composable_shard.compat.fsdp1.state_dicts import StateDictSettings
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.nested import Given, find_changes, map_tensors
-from composable_shard.core.tree import context_of
 
 # What a wrapper does around the forward of the wrapped module -------------------------------------
 
@@ -67,7 +66,7 @@ def check_tree(root: FullyShardedDataParallel) -> None:
         ValueError: If wrappers disagree on what must be the same in all.
         RuntimeError: For an optimizer in backward without ``use_orig_params``.
     """
-    contexts = [context_of(group) for group in root.fsdp_groups()]
+    contexts = [group.tree for group in root.fsdp_groups()]
     if not all(context in _checked for context in contexts):
         wrappers = root.fsdp_modules(root)
         for name, value_of in _HOMOGENEOUS.items():
@@ -84,7 +83,7 @@ def check_tree(root: FullyShardedDataParallel) -> None:
 
 def _step_in_backward(root: FullyShardedDataParallel) -> None:
     """Have optimizers step as soon as the gradient of their parameter is reduced."""
-    for group in (member for top in root.fsdp_groups() for member in top.context.groups):
+    for group in (member for top in root.fsdp_groups() for member in top.tree.groups):
         for param in group.params:
             if not _torch.optimizers_in_backward(param.sharded):
                 continue
@@ -296,7 +295,7 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
 
     def check_is_root(self) -> bool:
         """Tell whether no wrapper is around this one."""
-        return all(group.context.root is group for group in self.fsdp_groups())
+        return all(group.tree.root is group for group in self.fsdp_groups())
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

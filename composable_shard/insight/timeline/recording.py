@@ -206,7 +206,7 @@ class Recorder:
         """Begin to listen."""
         self.mark("begin")
         for prefix, root in self._roots.items():
-            self._open.enter_context(listening(root.context, partial(self._hear, prefix)))
+            self._open.enter_context(listening(root.tree, partial(self._hear, prefix)))
         begin, end = partial(self._step, "begin_optimizer"), partial(self._step, "optimizer")
         self._open.callback(register_optimizer_step_pre_hook(begin).remove)
         self._open.callback(register_optimizer_step_post_hook(end).remove)
@@ -316,7 +316,7 @@ class RankTrace:
         groups = {
             join(prefix, group.name): _facts_of(group, sets)
             for prefix, root in roots.items()
-            for group in root.context.groups
+            for group in root.tree.groups
         }
         is_alone = not dist.is_initialized()
         return cls(

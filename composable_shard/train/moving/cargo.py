@@ -23,7 +23,6 @@ from composable_shard.core.codec import (
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
 from composable_shard.core.reduction import assign_grad
 from composable_shard.core.storage import ShardedParam
-from composable_shard.core.tree import context_of
 from composable_shard.errors import ShardError
 from composable_shard.optim.layouts import LayoutOptimizer
 from composable_shard.train.moving import relocation
@@ -408,7 +407,7 @@ class Possession:
             pairs = [(self._meshes[id(param)], param.mesh) for param in group.params]
             pairs = [(group.mesh, target.of_group(group)), *pairs]
             group.relocate(units, pairs[0][1], dict.fromkeys(pairs))
-            context_of(group).forget_forwards()
+            group.tree.forget_forwards()
         for key in told.items:
             if key[0] == "gradient":
                 param = self.params[int(key[1])]

@@ -18,10 +18,9 @@ from composable_shard import _torch
 from composable_shard.arguments import check_int, check_module, check_type
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
 from composable_shard.core.hooks import groups_in
-from composable_shard.core.optimizers import watch_optimizer_steps
 from composable_shard.core.transport import host
 from composable_shard.core.transport.process_groups import raise_first_difference
-from composable_shard.core.tree import check_at_rest, context_of
+from composable_shard.core.tree import check_at_rest
 from composable_shard.errors import ShardError
 from composable_shard.mesh import check_reshard
 from composable_shard.optim import exchange
@@ -47,7 +46,7 @@ def _check_group(group: ParamGroup) -> None:
     check_at_rest(group, "move")
     if group.absence != ON_OTHER_RANKS:
         group.check_awake("to be moved")
-    if context_of(group).is_reducing:
+    if group.tree.is_reducing:
         raise ShardError(
             f"Expected the gradients of {group.label} before it is moved, got some that are being "
             "reduced; end the backward first"
@@ -400,9 +399,9 @@ def move(
         check_int("bucket_nbytes", bucket_nbytes, 1)
         optimizers, groups = listed(optimizer), groups_in(model.modules())
     for group in groups:
-        if not context_of(group).is_computing:
+        if not group.tree.is_computing:
             group.reshard()
-        watch_optimizer_steps(group)
+        group.register_params()
     host.settle()
     with torch.inference_mode(False), torch.no_grad():
         _Move(Possession(model, groups, optimizers), mesh, ranks).go(bucket_nbytes)

@@ -16,7 +16,6 @@ from composable_shard import _torch
 from composable_shard.arguments import check_module
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import groups_in
-from composable_shard.core.optimizers import watch_optimizer_steps
 from composable_shard.core.storage import sharded_form
 from composable_shard.core.transport import host
 from composable_shard.core.tree import check_at_rest
@@ -229,7 +228,7 @@ def _put_away(groups: Sequence[ParamGroup]) -> None:
     """Free what is gathered, or left of it. Collective: none."""
     for group in groups:
         group.reshard()
-        watch_optimizer_steps(group)
+        group.register_params()
     host.settle()
 
 

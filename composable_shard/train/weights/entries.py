@@ -15,7 +15,6 @@ from composable_shard import _torch
 from composable_shard.arguments import check_module
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.storage import sharded_form
-from composable_shard.core.tree import context_of
 from composable_shard.errors import ShardError
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.files import Stored
@@ -118,7 +117,7 @@ def _show_shards(module: nn.Module, doing: str) -> None:
     """Register the shards of all groups that have parameters in the module."""
     groups = groups_in(module.modules())
     for group in groups:
-        if context_of(group).is_computing:
+        if group.tree.is_computing:
             raise ShardError(
                 f"Expected {doing}() outside of forward and backward, got it within one of "
                 f"{group.label}; call it between iterations"
