@@ -21,7 +21,7 @@ import torch
 from composable_shard import _torch
 from composable_shard.core.group import Flights, ParamGroup, State, process_groups_of
 from composable_shard.core.reduction import Reduction
-from composable_shard.core.tape import PlanStep
+from composable_shard.core.tape import Plan, PlanStep
 from composable_shard.core.transport.failures import announce, announced
 from composable_shard.errors import ShardError
 
@@ -64,8 +64,8 @@ class Backward:
     def __init__(
         self,
         groups: Sequence[ParamGroup],
-        steps: list[PlanStep[ParamGroup]],
-        num_checkpoints: dict[ParamGroup, int],
+        plan: Plan[ParamGroup],
+        ran_inside: Iterable[ParamGroup],
         in_flight: Flights,
         on_end: Callable[[Backward], None],
         *,
@@ -75,17 +75,16 @@ class Backward:
 
         Args:
             groups: All groups of the tree.
-            steps: The plan, which all ranks share, the first step last.
-            num_checkpoints: How many checkpoints recompute each group.
+            plan: The plan, which all ranks share.
+            ran_inside: Groups to finish first: a backward within the forward has come to them.
             in_flight: The reductions in flight, also of earlier backwards.
             on_end: Called when autograd has finished.
             is_inside: Whether it lies within a forward. It reduces nothing then: the backward of
                 that forward does.
         """
-        self.steps, self.is_inside = steps, is_inside
-        self._num_checkpoints = num_checkpoints
-        self._planned = {group for group, _ in steps}
-        self._to_gather = {group for group, is_gather in steps if is_gather}
+        self.steps, self.is_inside = list(plan.steps), is_inside
+        self._checkpoints = plan.checkpoints
+        self._planned, self._to_gather = set(plan.groups), set(plan.groups)
         self._finish_queue: deque[ParamGroup] = deque()  # their finish step has been reached
         self._groups, self._in_flight = groups, in_flight
         self._to_free: list[ParamGroup] = []  # in `close`
@@ -100,10 +99,8 @@ class Backward:
         self._has_closed = False
         self._end = weakref.ref(end, self._on_death)
         _torch.on_backward_end(end)
-        for group, is_gather in steps:
-            if (
-                not is_gather and group not in self._to_gather
-            ):  # it ran in a backward inside forward
+        for group in ran_inside:
+            if group not in plan.groups:
                 self._ensure_progress(group)
 
     @property
@@ -165,8 +162,11 @@ class Backward:
                 self._gather_inside(group)
         task = _current_task()
         if task not in progress.expected_nodes:
-            nodes = [node for ref in group.calls if (call := ref()) for node in call.markers]
-            nodes = [*group.program.accumulators, *nodes]
+            nodes = [*group.program.accumulators]
+            for ref in group.calls:
+                call = ref()
+                if call is not None:
+                    nodes += call.markers
             num_nodes = _torch.num_to_run(nodes, partial(_refuse_leaves, group))
             progress.expected_nodes[task] = num_nodes
             if num_nodes and task != self._task:
@@ -248,8 +248,10 @@ class Backward:
         return any(map(lt, map(finished.count, expected), expected.values()))
 
     def _may_be_recomputed(self, group: ParamGroup) -> bool:
-        num_recomputes = 0 if group.progress is None else group.progress.num_recomputes
-        return num_recomputes < self._num_checkpoints.get(group, 0)
+        checkpoints = self._checkpoints.get(group)
+        if checkpoints is None:
+            return False
+        return group.progress is None or group.progress.num_recomputes < len(checkpoints)
 
     def _finish(self, group: ParamGroup) -> None:
         """Free a group and reduce its gradients; at most ``max_reductions`` are in flight."""
@@ -269,9 +271,8 @@ class Backward:
         else:
             self._to_free.append(group)
         if group.needs_reduce:
-            self._in_flight.make_room(group)
             self.launched.add(group)
-            self._in_flight.add(group.start_reduction())
+            self._in_flight.start(group)
 
     # The end --------------------------------------------------------------------------------
 
@@ -304,9 +305,8 @@ class Backward:
         for group in self._groups:  # what earlier backwards have accumulated without sync
             is_left = group.unsynced_names or group.gives_zeros
             if is_left and group.settings.reduce_grads and group not in self._planned:
-                self._in_flight.make_room(group)
                 self.launched.add(group)
-                self._in_flight.add(group.start_deferred_reduction())
+                self._in_flight.start(group, deferred=True)
         if waits:
             self._in_flight.finish()
         for group in self._to_free:

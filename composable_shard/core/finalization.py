@@ -77,8 +77,7 @@ class Finalization:
         tree = self._tree
         for group in tree.groups:
             if group.settings.reduce_grads and group.unsynced_names:
-                tree.in_flight.make_room(group)
-                tree.in_flight.add(group.start_deferred_reduction())
+                tree.in_flight.start(group, deferred=True)
             if group.settings.reshard_after_backward:
                 group.reshard()
         self._used, self.handle = None, handle

@@ -550,38 +550,26 @@ class ParamGroup:
 
     # Reduce ---------------------------------------------------------------------------------
 
-    def start_reduction(self) -> Flight | None:
+    def start_reduction(self, *, deferred: bool = False) -> Flight | None:
         """Launch the reduction of the gradients, or accumulate them without sync.
+
+        Args:
+            deferred: Whether only what backwards have accumulated without sync is reduced. All
+                ranks decide alike: ``unsynced_names`` grows with the settings, not with gradients.
 
         Returns:
             The reduction, if one is in flight.
         """
-        if not self.settings.reduce_grads:
+        if deferred:
+            if not (self.unsynced_names or self.gives_zeros):
+                return None
+            self.refresh()
+        elif not self.settings.reduce_grads:
             self.accumulate()
             return None
-        return self._launch_reduction(self.program.mode())
-
-    def accumulate(self) -> None:
-        """Add the gradients to those of the sharded parameters, without sync."""
-        try:
-            for op in self.program.reduce[Mode.UNSYNCED]:
-                op()
-        except Exception as error:
-            self.announce("accumulating the gradients of", error)
-            raise
-        self._note_unsynced(self.program)
-
-    def _note_unsynced(self, program: Program) -> None:
-        self.unsynced_names |= program.reduced_names
-        if program.would_round:
-            program.generation = -1
-            if self.state in (State.SHARDED, State.UNSHARDED):
-                self.compile()
-
-    def _launch_reduction(self, mode: Mode) -> Flight:
         program = self.program
         try:
-            for op in program.reduce[mode]:
+            for op in program.reduce[Mode.ADDING if deferred else program.mode()]:
                 op()
         except Exception as error:
             self.announce("reducing the gradients of", error)
@@ -591,13 +579,23 @@ class ParamGroup:
                 op()
         return Flight(self, program)
 
-    def note_reduced(self, program: Program) -> None:
-        """Note what a reduction has delivered, or left for one over the replicas."""
-        if not self.settings.all_reduce_grads:
-            self._note_unsynced(program)
-        elif self.unsynced_names:
-            self.unsynced_names = frozenset()
-            program.forget_unsynced()
+    def accumulate(self) -> None:
+        """Add the gradients to those of the sharded parameters, without sync."""
+        try:
+            for op in self.program.reduce[Mode.UNSYNCED]:
+                op()
+        except Exception as error:
+            self.announce("accumulating the gradients of", error)
+            raise
+        self.note_unsynced(self.program)
+
+    def note_unsynced(self, program: Program) -> None:
+        """Note that the gradients that a program has taken are still to be reduced."""
+        self.unsynced_names |= program.reduced_names
+        if program.would_round:
+            program.generation = -1
+            if self.state in (State.SHARDED, State.UNSHARDED):
+                self.compile()
 
     @torch.no_grad()
     def divide_by(self, divisor: float) -> None:
@@ -636,19 +634,6 @@ class ParamGroup:
     def gives_zeros(self) -> bool:
         """Whether parameters that no backward has come to get gradients of zeros."""
         return self.settings.zeros_for_unused and self.is_compiled and self.needs_reduce
-
-    def start_deferred_reduction(self) -> Flight | None:
-        """Launch the reduction of what backwards have accumulated without sync.
-
-        All ranks decide alike: ``unsynced_names`` grows with the settings, not with gradients.
-
-        Returns:
-            The reduction, if one is in flight.
-        """
-        if not (self.unsynced_names or self.gives_zeros):
-            return None
-        self.refresh()
-        return self._launch_reduction(Mode.ADDING)
 
     def refuse_writes(self, versions: int) -> None:
         """Raise if unsharded parameters were written in place, which is lost when they are freed.
@@ -702,10 +687,15 @@ class Flight:
             self.group.announce("reducing the gradients of", error)
             raise
         self.num_run += 1
-        if self.num_run == len(self._stages):
-            self.group.note_reduced(self.program)
-            return False
-        return True
+        if self.num_run < len(self._stages):
+            return True
+        group = self.group
+        if not group.settings.all_reduce_grads:
+            group.note_unsynced(self.program)
+        elif group.unsynced_names:
+            group.unsynced_names = frozenset()
+            self.program.forget_unsynced()
+        return False
 
     def finish(self) -> None:
         """Run all stages, the last of which writes ``.grad`` of the sharded parameters."""
@@ -727,13 +717,19 @@ class Flights:
     def __bool__(self) -> bool:
         return bool(self._first or self._later)
 
-    def make_room(self, group: ParamGroup) -> None:
-        """Go on with the oldest until another one exceeds no limit; finish those of ``group``."""
+    def start(self, group: ParamGroup, *, deferred: bool = False) -> None:
+        """Start the reduction of a group, after the others that have to be finished before.
+
+        Those are its own, and the oldest ones until another one exceeds no limit.
+        """
         first, limit = self._first, group.settings.max_reductions
         while len(first) >= limit:
             self._go_on_with_oldest()
         if first or self._later:
             self.finish_of(group)
+        flight = group.start_reduction(deferred=deferred)
+        if flight is not None:
+            first.append(flight)
 
     def finish_of(self, group: ParamGroup) -> None:
         """Finish those of a group."""
@@ -744,11 +740,6 @@ class Flights:
             flight = next(one for one in self._later if one.group is group)
             self._later.remove(flight)
             flight.finish()
-
-    def add(self, flight: Flight | None) -> None:
-        """Add a reduction that was launched, if one was."""
-        if flight is not None:
-            self._first.append(flight)
 
     def finish(self) -> None:
         """Finish all."""

@@ -370,7 +370,8 @@ class Reduction:
         """Wait for the sum over the ranks, and divide it."""
         self._pending.wait()
         del self._pending
-        self.average()
+        if self.scale.after != 1:
+            self.reduced.div_(self.scale.after)
 
     def average(self) -> None:
         """Divide the sum over the ranks."""
@@ -397,7 +398,7 @@ class Reduction:
         """Launch the reduction over the replicas, with the shards in ``.grad`` that await one."""
         self._specs = self._specs_of("sharded")
         flags, added = self.reduced[-self.num_flags :], list[torch.Tensor]()
-        shards = self._views_of(self.reduced)
+        shards = list(starmap(self.reduced.as_strided, self._places))
         for index, grad in self._take_unreplicated():
             added.append(grad.to(self.reduced.device))
             shards[index].add_(added[-1])
@@ -506,12 +507,9 @@ class Reduction:
         dtypes = self._final_dtypes
         if dtypes.count(dtypes[0]) == len(dtypes):
             reduced = reduced.to(dtypes[0])
-            return self._views_of(reduced)
-        shards = self._views_of(reduced)
+            return list(starmap(reduced.as_strided, self._places))
+        shards = starmap(reduced.as_strided, self._places)
         return [shard.to(dtype) for shard, dtype in zip(shards, dtypes, strict=True)]
-
-    def _views_of(self, reduced: torch.Tensor) -> list[torch.Tensor]:
-        return list(starmap(reduced.as_strided, self._places))
 
     def discard(self) -> None:
         """Drop all gradients that are not in ``.grad`` yet, after a failed backward."""

@@ -48,6 +48,23 @@ class PlanStep(NamedTuple, Generic[Group]):
     is_gather: bool
 
 
+class Plan(NamedTuple, Generic[Group]):
+    """What a backward does, alike on all ranks.
+
+    Attributes:
+        steps: The steps, the first one last.
+        groups: The groups that it gathers and finishes.
+        checkpoints: For each group inside a checkpoint, the checkpoints that recompute it.
+    """
+
+    steps: list[PlanStep[Group]]
+    groups: set[Group]
+    checkpoints: dict[Group, set[Interval]]
+
+
+NO_PLAN: Plan[Any] = Plan([], set(), {})
+
+
 class CallRecord(NamedTuple, Generic[Group]):
     """One call in a forward, as a rank that skips the module makes it up.
 
@@ -133,10 +150,6 @@ class Tape(Generic[Group]):
         order = self._orders.get(outermost, [])
         return order[-1:] == [group] and group is self._first_of_backward
 
-    def note_first_of_backward(self, plan: Sequence[PlanStep[Group]]) -> None:
-        """Note the group that a backward needs first."""
-        self._first_of_backward = next((g for g, is_gather in reversed(plan) if is_gather), None)
-
     def enter(self, group: Group, checkpoint: Interval | None) -> Visit[Group]:
         """Record the start of a call of ``group``, inside ``checkpoint`` if there is one."""
         self._clock += 1
@@ -195,12 +208,16 @@ class Tape(Generic[Group]):
     def __contains__(self, group: Group) -> bool:
         return any(visit.group is group for visit in self.visits)
 
-    def plan_backward(self) -> list[PlanStep[Group]]:
-        """Return the plan of a backward through all forwards on the tape, the next step last.
+    def plan_backward(self) -> Plan[Group]:
+        """Return the plan of a backward through all forwards on the tape; note its first group.
 
         The plan gathers a group where forward left it last, and finishes it where forward entered
         it first. In between, a backward may read its parameters.
         """
+        checkpoints: dict[Group, set[Interval]] = {}
+        for visit in self.visits:
+            if visit.interval.is_checkpoint:
+                checkpoints.setdefault(visit.group, set()).add(visit.interval)
         first, last = self._first_and_last()
         found: list[tuple[int, int, PlanStep[Group]]] = []
         for group, visit in last.items():
@@ -208,15 +225,9 @@ class Tape(Generic[Group]):
             found.append((visit.interval.left, -visit.entered, PlanStep(group, is_gather=True)))
             found.append((start.interval.entered, start.entered, PlanStep(group, is_gather=False)))
         found.sort(key=itemgetter(0, 1))
-        return [step for _, _, step in found]
-
-    def num_checkpoints(self) -> dict[Group, int]:
-        """Return, for each group inside a checkpoint, how many checkpoints recompute it."""
-        checkpoints: dict[Group, set[Interval]] = {}
-        for visit in self.visits:
-            if visit.interval.is_checkpoint:
-                checkpoints.setdefault(visit.group, set()).add(visit.interval)
-        return {group: len(intervals) for group, intervals in checkpoints.items()}
+        steps = list(map(itemgetter(2), found))
+        self._first_of_backward = steps[-1].group if steps else None
+        return Plan(steps, set(last), checkpoints)
 
     def _first_and_last(self) -> tuple[dict[Group, Visit[Group]], dict[Group, Visit[Group]]]:
         first: dict[Group, Visit[Group]] = {}

@@ -26,7 +26,7 @@ from composable_shard.core.group import Flights, ParamGroup, State, group_of
 from composable_shard.core.nested import Given
 from composable_shard.core.not_sharded import refuse_replicated, warn_of_plain
 from composable_shard.core.plugins import Feature, Plugins
-from composable_shard.core.tape import Interval, PlanStep, Tape, Visit
+from composable_shard.core.tape import NO_PLAN, Interval, Plan, Tape, Visit
 from composable_shard.core.ties import refuse_unowned
 from composable_shard.core.transport import host
 from composable_shard.core.transport.pending import Waitable
@@ -87,13 +87,14 @@ class Tree:
         is_agreed: Whether all ranks are known to hold the same model.
         post_optim_event: The next gather waits for it.
         finalization: Finishes backwards by a call of the user.
-        planned: The groups that the latest backward needs.
+        plan: That of the latest backward.
         ran_inside: The groups that backwards within the running forward have come to.
     """
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self.groups = list(groups)
         self.root = groups[0]
+        self._has_streams = _torch.has_streams(self.root.mesh.device)
         features = [feature for group in groups for feature in group.plugins.features]
         checks = [one for one in features if isinstance(one, OrderCheck)]
         others = [one for one in features if one not in checks]
@@ -109,8 +110,7 @@ class Tree:
         self._backward: Backward | None = None
         self.ran_inside: dict[ParamGroup, None] = {}
         self._spare: dict[ParamGroup, None] = {}  # stay, as forward probably needs them next
-        self._plan: tuple[list[PlanStep[ParamGroup]], dict[ParamGroup, int]] = ([], {})
-        self.planned: set[ParamGroup] = set()
+        self.plan: Plan[ParamGroup] = NO_PLAN
         for group in groups:
             group.reshard()
             group.tree, group.plugins, group.is_compiled = self, self.plugins, False
@@ -186,7 +186,7 @@ class Tree:
     def _goes_through(self, group: ParamGroup) -> bool:
         """Return whether the running backward goes through ``group``."""
         if group.params:
-            return group in self.tape or group in self.planned
+            return group in self.tape or group in self.plan.groups
         if self._backward is not None and self._backward.is_running:
             return True
         below = [one for one in map(group_of, group.all_modules()) if one is not None]
@@ -236,16 +236,12 @@ class Tree:
                 group.reshard()
         self.finalization.check_ended()
         self.prepare_gather()
-        self._keep_spare()
+        if not self._has_streams:  # otherwise the allocator keeps what is freed
+            _torch.keep_spare()
         self._frame = _torch.module_call_frame()
         self.tape.begin_forward(outermost)
         for feature in self.plugins.features:
             feature.begin_forward(self)
-
-    def _keep_spare(self) -> None:
-        """Keep freed memory of the host for the next gather; with streams torch does it."""
-        if not _torch.has_streams(self.root.mesh.device):
-            _torch.keep_spare()
 
     def _stays(self, group: ParamGroup) -> bool:
         """Return whether users have said that what was gathered before stays as it is."""
@@ -263,7 +259,8 @@ class Tree:
 
     def prepare_gather(self) -> None:
         """Agree on the model before the first gather; wait for an optimizer that runs beside."""
-        self.agree()
+        if not self.is_agreed:
+            self.agree()
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None:
             event.wait()
@@ -373,25 +370,18 @@ class Tree:
             return backward
         if self.call_stack:
             self._backward = Backward(
-                self.groups, [], {}, self.in_flight, self._end_inside, is_inside=True
+                self.groups, NO_PLAN, (), self.in_flight, self._end_inside, is_inside=True
             )
             return self._backward
         if backward is not None:
             self.reset()
         if self.tape.visits:  # otherwise the same forwards have another backward
-            self._plan = self.tape.plan_backward(), self.tape.num_checkpoints()
-            self.planned = {group for group, _ in self._plan[0]}
-            self.tape.note_first_of_backward(self._plan[0])
-        self._keep_spare()
+            self.plan = self.tape.plan_backward()
+        if not self._has_streams:
+            _torch.keep_spare()
         self._tell_of_empty(self.root, "pre_backward")
-        steps, num_checkpoints = self._plan
-        inside = [group for group in self.ran_inside if group not in self.planned]
         self._backward = Backward(
-            self.groups,
-            [*steps, *(PlanStep(group, is_gather=False) for group in inside)],
-            num_checkpoints,
-            self.in_flight,
-            self._end_backward,
+            self.groups, self.plan, self.ran_inside, self.in_flight, self._end_backward
         )
         return self._backward
 
@@ -421,8 +411,7 @@ class Tree:
         for group in ran:
             group.reshard()
             if group.needs_reduce:
-                self.in_flight.make_room(group)
-                self.in_flight.add(group.start_reduction())
+                self.in_flight.start(group)
         self.finish_reductions()
         self.ran_inside.clear()
         self.tape.clear()
@@ -453,7 +442,7 @@ class Tree:
         hear("wait_for_copies", self.root.name)
 
     def synchronize_gradients(self) -> None:
-        """Reduce what backwards have accumulated without sync, one group after the other."""
+        """Reduce what backwards have accumulated without sync."""
         settings = [(group.settings, group.settings.all_reduce_grads) for group in self.groups]
         for setting, _ in settings:
             setting.all_reduce_grads = True
@@ -477,9 +466,9 @@ class Tree:
     def _reduce_deferred(self, groups: Sequence[ParamGroup]) -> None:
         self.finish_reductions()
         for group in groups:
-            flight = group.start_deferred_reduction() if group.unsynced_names else None
-            if flight is not None:
-                flight.finish()
+            if group.unsynced_names:
+                self.in_flight.start(group, deferred=True)
+        self.finish_reductions()
 
     def share_reductions(self, other: Tree) -> None:
         """Bound the reductions in flight together with those of another tree."""

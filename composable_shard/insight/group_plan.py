@@ -409,7 +409,7 @@ def residence_of(group: ParamGroup) -> Residence:
 
 def _ends_forward_and_begins_backward(group: ParamGroup) -> bool:
     tree = group.tree
-    if tree.planned:
+    if tree.plan.groups:
         return tree.tape.has_turned_at(tree.root, group)
     ran = [member for member in tree.groups if member.params]
     return group is ran[-1] and not any(_encloses(member, group) for member in ran[:-1])
@@ -421,8 +421,8 @@ def _encloses(outer: ParamGroup, inner: ParamGroup) -> bool:
 
 
 def _has_backward(group: ParamGroup) -> bool:
-    if group.tree.planned:
-        return group in group.tree.planned
+    if group.tree.plan.groups:
+        return group in group.tree.plan.groups
     return any(_is_trained(param) for param in _before_the_end_of(group))
 
 
