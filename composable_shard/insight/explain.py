@@ -44,8 +44,7 @@ from composable_shard.insight.report import (
     nbytes_text,
 )
 from composable_shard.module import group_of
-from composable_shard.train.weights.costs import PassCosts, costs_of
-from composable_shard.train.weights.stream import Asked
+from composable_shard.train.weights.stream import Asked, PassCosts, costs_of
 
 # The result of ``explain``: plain values, and how they are shown ----------------------------------
 

@@ -1,15 +1,17 @@
-"""One tensor of which ranks hold parts, as a whole; whether it holds the same, and was written."""
+"""One tensor of which ranks hold parts: which part each holds, the whole, and what has changed."""
 
 from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache
+from itertools import pairwise, product
 from typing import Any, cast
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from composable_shard import _torch
 from composable_shard.errors import ExtensionError
@@ -20,6 +22,82 @@ _NUM_FACTORS = 2**18
 """How many numbers a digest takes in at a time: few enough for a cache."""
 
 _FACTOR_OF_PIECES = 0x9E3779B97F4A7C15
+
+# Which part a rank holds, in numbers --------------------------------------------------------------
+
+Box = tuple[slice, ...]
+"""A range of each dim."""
+
+
+def boxes_of(
+    tensor: torch.Tensor, coordinate: Sequence[int] | None = None
+) -> Iterator[tuple[Box, Box]]:
+    """Yield ranges of a full tensor, and where each lies in what a rank holds.
+
+    As a rule there is one range. There are several if a dim is cut so that the rank's rows are not
+    neighbours, and none if the rank holds nothing.
+
+    Args:
+        tensor: A DTensor, or a plain tensor of which each rank has all.
+        coordinate: The rank's coordinate in the mesh; that of this rank if absent.
+    """
+    if tensor.numel():
+        for runs in product(*_runs_by_dim(tensor, coordinate)):
+            yield tuple(full for full, _ in runs), tuple(own for _, own in runs)
+
+
+def shape_of(tensor: torch.Tensor, coordinate: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of what a rank holds."""
+    runs_by_dim = _runs_by_dim(tensor, coordinate)
+    return tuple(runs[-1][1].stop if runs else 0 for runs in runs_by_dim)
+
+
+def sharded_axes(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
+    """Return the axes of a mesh over whose ranks a tensor is spread."""
+    spread = (i for i, p in enumerate(placements) if not p.is_replicate() and mesh.size(i) > 1)
+    return tuple(spread)
+
+
+_Runs = tuple[tuple[slice, slice], ...]
+_Cut = tuple[Placement, int, int]
+
+
+def _runs_by_dim(tensor: torch.Tensor, coordinate: Sequence[int] | None) -> list[_Runs]:
+    """Return what a rank holds of each dim: a placement cuts one dim, so any combination of it."""
+    if not isinstance(tensor, DTensor):
+        return [_runs((), length) for length in tensor.shape]
+    mesh = tensor.device_mesh
+    place = mesh.get_coordinate() if coordinate is None else coordinate
+    assert place is not None
+    cuts = list(zip(tensor.placements, mesh.shape, place, strict=True))
+    return [
+        _runs(tuple(cut for cut in cuts if _torch.shards_dim(cut[0], dim)), length)
+        for dim, length in enumerate(tensor.shape)
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _runs(cuts: tuple[_Cut, ...], length: int) -> _Runs:
+    """Return the neighbouring rows of a dim that axis after axis leaves to a rank.
+
+    The placements cut the numbers of the rows, so this holds for shards that are uneven, or cut by
+    several axes of a mesh in whatever order.
+    """
+    if not cuts:
+        return ((slice(0, length), slice(0, length)),)
+    rows = torch.arange(length, device="cpu")
+    for placement, num_parts, place in cuts:
+        rows = _torch.split(rows, _torch.with_dim(placement, 0), num_parts)[place]
+    if not len(rows):
+        return ()
+    breaks = (torch.nonzero(rows.diff() != 1).flatten() + 1).tolist()
+    return tuple(
+        (slice(first := int(rows[start]), first + end - start), slice(start, end))
+        for start, end in pairwise([0, *breaks, len(rows)])
+    )
+
+
+# As a whole ---------------------------------------------------------------------------------------
 
 
 def full_copy(tensor: torch.Tensor, name: str) -> torch.Tensor:

@@ -21,9 +21,8 @@ from torch.overrides import TorchFunctionMode
 from composable_shard import _torch
 from composable_shard.arguments import check_function, check_int
 from composable_shard.errors import MaterializationError, ShardError
-from composable_shard.train.full import count_write, full_copy
+from composable_shard.train.full import boxes_of, count_write, full_copy
 from composable_shard.train.ranks import Ranks
-from composable_shard.train.weights.boxes import Parts
 from composable_shard.train.weights.entries import Entry, contents_of, listed, materialize
 
 
@@ -152,7 +151,6 @@ class _Wholes(TorchFunctionMode):
         self._entries = {id(entry.tensor): entry for entry in entries}
         self._fresh = {id(entry.tensor) for entry in fresh}
         self._full: dict[int, torch.Tensor] = {}
-        self._parts = Parts()
 
     def run(self, fn: Callable[[nn.Module], object], module: nn.Module) -> None:
         """Initialize one module."""
@@ -162,7 +160,7 @@ class _Wholes(TorchFunctionMode):
             entry = self._entries[key]
             plain = entry.plain
             assert plain is not None
-            for box, own in self._parts.boxes(entry.tensor):
+            for box, own in boxes_of(entry.tensor):
                 plain[own].copy_(full[box])
             count_write(entry.local)
             entry.tensor.requires_grad_(full.requires_grad)

@@ -11,8 +11,9 @@ from unittest import mock
 import torch
 
 from composable_shard.core.transport.channel import Channel
+from composable_shard.train import full
 from composable_shard.train.ranks import Ranks
-from composable_shard.train.weights import boxes, gathering
+from composable_shard.train.weights import gathering
 
 
 class Counted(NamedTuple):
@@ -76,7 +77,7 @@ def held() -> Iterator[list[int]]:
 
     calls = [(Ranks, "say"), (Ranks, "gather"), (Channel, "gather"), (Channel, "gather_to")]
     with contextlib.ExitStack() as until:
-        for owner, name in (*calls, (boxes, "_runs")):
+        for owner, name in (*calls, (full, "_runs")):
             patch = mock.patch.object(owner, name, uncounted(getattr(owner, name)))
             until.enter_context(patch)
         until.enter_context(mock.patch.object(gathering._torch, "empty", counting))

@@ -22,8 +22,8 @@ from torch import nn
 from composable_shard import CommunicationError, ShardError, fully_shard, load_sharded, save_full
 from composable_shard.testing import RankError, run_ranks, run_threads
 from composable_shard.train.weights import save
+from composable_shard.train.weights.files import FileWriter
 from composable_shard.train.weights.save import num_bytes
-from composable_shard.train.weights.writing import FileWriter
 
 INDEX = "model.safetensors.index.json"
 

@@ -24,10 +24,9 @@ from composable_shard import CPUOffloadPolicy, explain, fully_shard, iter_full, 
 from composable_shard._torch import poisoned_memory
 from composable_shard.compat.fsdp1 import FullyShardedDataParallel
 from composable_shard.testing import fake_ranks, run_ranks, run_threads
+from composable_shard.train.full import boxes_of, shape_of
 from composable_shard.train.weights import gathering
-from composable_shard.train.weights.boxes import Parts
-from composable_shard.train.weights.costs import PassCosts, costs_of
-from composable_shard.train.weights.stream import Asked
+from composable_shard.train.weights.stream import Asked, PassCosts, costs_of
 from loading.counting import counted, held
 from loading.kinds import Kinds, Tied, differences, in_turns, kinds, shard
 
@@ -99,13 +98,12 @@ def test_what_ranks_hold_in_several_boxes() -> None:
     wanted = {name: torch.randn(13, 7) for name in ("runs", "both", "nested")}
     assert unlike(dict(iter_full(model)), wanted) == []
     counts = [0] * 4
-    dist.all_gather_object(counts, len(list(Parts().boxes(model.runs))))
+    dist.all_gather_object(counts, len(list(boxes_of(model.runs))))
     assert max(counts) > 1
 
 
 @on_ranks(4)
 def test_all_ranks_know_what_each_holds() -> None:
-    parts = Parts()
     for param in in_turns((2, 2)).parameters():
         mesh, numbers = param.device_mesh, torch.arange(13 * 7).view(13, 7)
         own = distribute_tensor(numbers, mesh, param.placements, src_data_rank=None).to_local()
@@ -113,10 +111,10 @@ def test_all_ranks_know_what_each_holds() -> None:
         dist.all_gather_object(every, own)
         for rank, local in enumerate(every):
             coordinate = divmod(rank, 2)
-            pairs = zip(parts.shape(param, coordinate), parts.shape(param, (0, 0)), strict=True)
+            pairs = zip(shape_of(param, coordinate), shape_of(param, (0, 0)), strict=True)
             assert all(length <= most for length, most in pairs)
-            said = torch.full(parts.shape(param, coordinate), -1)
-            for box, within in parts.boxes(param, coordinate):
+            said = torch.full(shape_of(param, coordinate), -1)
+            for box, within in boxes_of(param, coordinate):
                 said[within] = numbers[box]
             assert torch.equal(said, local)
 

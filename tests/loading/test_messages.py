@@ -30,7 +30,7 @@ from composable_shard import (
 )
 from composable_shard.testing import run_threads
 from composable_shard.train.weights import files, save
-from composable_shard.train.weights.writing import FileWriter
+from composable_shard.train.weights.files import FileWriter
 
 NUM_RANKS = 2
 
@@ -98,7 +98,7 @@ TIES = (
     "values"
 )
 FIT = "Expected tensors in '{}' that fit the model, got "
-OWN = "Expected plain tensors with values and names of their own for '{}', got "
+OWN = "Expected tensors with values and names of their own for '{}', got "
 STATES: dict[str, dict[str, torch.Tensor]] = {
     "whole": {"weight": WEIGHT, "bias": BIAS_OF_4},
     "names": {"weight": WEIGHT, "b": BIAS_OF_4, "c": torch.ones(1)},
@@ -126,7 +126,7 @@ NOT_LOADED: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
 ]  # fmt: skip
 NOT_SAVED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (on_meta, {"rename": same}, f"{OWN}'weight' on the meta device, 'weight' for both 'weight' and "
-     "'bias'"),
+     "'bias', 'bias' on the meta device"),
     (two_tensors, {}, f"{OWN}'weight', a TwoTensor of several tensors"),
 ]  # fmt: skip
 

@@ -31,9 +31,8 @@ from composable_shard.core.placement import matching_pieces
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.mesh import axis_of
-from composable_shard.train.full import full_copy
+from composable_shard.train.full import boxes_of, full_copy, shape_of, sharded_axes
 from composable_shard.train.ranks import Together
-from composable_shard.train.weights.boxes import Parts, sharded_axes
 from composable_shard.train.weights.entries import Entry
 
 MIN_DIRECT_NBYTES = 1 << 16
@@ -148,10 +147,9 @@ def runs_within(planned: Sequence[Planned], limit: int | None) -> list[list[Plan
 
 
 class Route:
-    """The ranks of a mesh over some of whose axes tensors are sharded.
+    """The ranks of a mesh over some of whose axes tensors are sharded, and memory for messages.
 
     Attributes:
-        own: The coordinate of this rank.
         extents: How many ranks there are along each of the axes, the last axis first.
     """
 
@@ -160,7 +158,8 @@ class Route:
         self.extents = [mesh.size(axis) for axis in reversed(axes)]
         own = mesh.get_coordinate()
         assert own is not None
-        self.own = tuple(own)
+        self._own = tuple(own)
+        self._rooms: dict[object, torch.Tensor] = {}
 
     @cached_property
     def channels(self) -> list[Channel]:
@@ -175,15 +174,14 @@ class Route:
         """Where messages are."""
         return self.channels[0].mesh.device
 
-    @property
-    def origin(self) -> tuple[int, ...]:
-        """The coordinate of the rank that holds most: the first chunks are the longest."""
-        return (0,) * self._mesh.ndim
+    def most_of(self, tensor: torch.Tensor) -> int:
+        """Return the most elements of a tensor that a rank holds: first chunks are longest."""
+        return prod(shape_of(tensor, (0,) * self._mesh.ndim))
 
     def holders(self) -> Iterator[tuple[int, ...]]:
         """Yield the coordinates of the ranks that share tensors with this one, in their order."""
         extents = [
-            range(self._mesh.size(axis)) if axis in self._axes else (self.own[axis],)
+            range(self._mesh.size(axis)) if axis in self._axes else (self._own[axis],)
             for axis in range(self._mesh.ndim)
         ]
         yield from product(*extents)
@@ -198,76 +196,63 @@ class Route:
         """
         if to is None:
             return [(True, None)] * len(self.extents)
-        found = torch.nonzero(self._mesh.mesh == to).tolist()
-        if not found:
-            return []
-        (target,) = found
+        (target,) = torch.nonzero(self._mesh.mesh == to).tolist() or [None]
         others = [axis for axis in range(self._mesh.ndim) if axis not in self._axes]
-        if any(self.own[axis] != target[axis] for axis in others):
+        if target is None or any(self._own[axis] != target[axis] for axis in others):
             return []
         stages = list[tuple[bool, int | None]]()
         for axis in reversed(self._axes):
-            stages.append((self.own[axis] == target[axis], target[axis]))
-            if self.own[axis] != target[axis]:
+            stages.append((self._own[axis] == target[axis], target[axis]))
+            if self._own[axis] != target[axis]:
                 break
         return stages
 
-
-class Routes:
-    """The ways that tensors of one model take, and the memory in which they are on the way.
-
-    Attributes:
-        parts: Knows which rank holds what of them.
-    """
-
-    def __init__(self) -> None:
-        self.parts = Parts()
-        self._routes: dict[object, Route] = {}
-        self._rooms: dict[object, torch.Tensor] = {}
-
-    def of(self, planned: Planned) -> Route | None:
-        """Return which way a tensor takes; ``None`` if this rank has all of it."""
-        axes = planned.axes
-        if not axes:
-            return None
-        mesh = cast(DTensor, planned.entry.tensor).device_mesh
-        key = mesh, axes
-        if key not in self._routes:
-            self._routes[key] = Route(mesh, axes)
-        return self._routes[key]
-
-    def room(self, key: object, nbytes: int, device: torch.device) -> torch.Tensor:
+    def room(self, key: object, nbytes: int) -> torch.Tensor:
         """Return bytes to send or to receive: for the same key always the same ones."""
         room = self._rooms.pop(key, None)
         if room is None or len(room) < nbytes:
             room = None  # or both would be held
-            room = _torch.empty(nbytes, dtype=torch.uint8, device=device)
+            room = _torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._rooms[key] = room
         return room[:nbytes]
+
+
+Routes = dict[object, Route]
+"""The ways that tensors of one model take."""
+
+
+def route_of(planned: Planned, routes: Routes) -> Route | None:
+    """Return which way a tensor takes; ``None`` if this rank has all of it."""
+    if not planned.axes:
+        return None
+    key = mesh, axes = cast(DTensor, planned.entry.tensor).device_mesh, planned.axes
+    if key not in routes:
+        routes[key] = Route(mesh, axes)
+    return routes[key]
 
 
 # On the way ---------------------------------------------------------------------------------------
 
 
-class GatherCost(NamedTuple):
-    """What one gather moves.
+class Gather(NamedTuple):
+    """A gather along one axis.
 
     Attributes:
         num_ranks: Among how many ranks.
         inputs: Bytes of each of this rank's messages.
         is_given: Whether this rank is given what the others send.
-        is_everyones: Whether all of them are.
+        to: To whose place on the axis everything goes; ``None`` for all of them.
     """
 
     num_ranks: int
     inputs: tuple[int, ...]
     is_given: bool
-    is_everyones: bool
+    to: int | None
 
     @property
     def sent(self) -> int:
         """Bytes that this rank sends."""
-        peers = self.num_ranks - 1 if self.is_everyones else int(not self.is_given)
+        peers = self.num_ranks - 1 if self.to is None else int(not self.is_given)
         return peers * sum(self.inputs)
 
     @property
@@ -276,54 +261,56 @@ class GatherCost(NamedTuple):
         return (self.num_ranks - 1) * sum(self.inputs) if self.is_given else 0
 
 
-class MessageCost(NamedTuple):
-    """What of a bucket on one route takes of this rank, in bytes.
-
-    Attributes:
-        gathers: What is launched, one after another.
-        rooms: What is kept for messages of this kind, by its key.
-        direct: Of tensors that arrive in place.
-        packed: Of those that are copied out.
-        copied: Of shards that are cast, or laid out anew, to be sent from there.
-    """
-
-    gathers: tuple[GatherCost, ...]
-    rooms: dict[object, int]
-    direct: int
-    packed: int
-    copied: int
-
-
 class Message:
     """What of a bucket takes one route.
 
     Args:
         route: The route.
         planned: The tensors.
-        routes: All ways, and the memory on them.
         to: The rank that gets them, of the job; all do if ``None``.
+
+    Attributes:
+        gathers: What is launched, one after another.
+        direct: The tensors that arrive in place. All others travel in one message.
     """
 
-    def __init__(
-        self, route: Route, planned: Sequence[Planned], routes: Routes, to: int | None
-    ) -> None:
-        self._route, self._routes, self._parts = route, routes, routes.parts
-        self._to = to
-        self._stages = route.stages(to)
-        self._direct = [one for one in planned if _arrives_in_place(one, route)]
+    def __init__(self, route: Route, planned: Sequence[Planned], to: int | None) -> None:
+        self._route, self._to = route, to
+        self.direct = [one for one in planned if _arrives_in_place(one, route)]
         self._packed = [one for one in planned if not _arrives_in_place(one, route)]
         self._slots: dict[Planned, slice] = {}
         self._packed_nbytes = 0
         for one in self._packed:
-            most = routes.parts.shape(cast(DTensor, one.entry.tensor), route.origin)
-            if prod(most):
-                end = self._packed_nbytes + prod(most) * one.dtype.itemsize
+            if most := route.most_of(one.entry.tensor):
+                end = self._packed_nbytes + most * one.dtype.itemsize
                 self._slots[one] = slice(self._packed_nbytes, end)
                 self._packed_nbytes = aligned(end, ALIGNMENT_NBYTES)
+        self.gathers: list[Gather] = []
+        packed = (self._packed_nbytes,) if self._slots else ()
+        inputs = (*(one.nbytes // route.extents[0] for one in self.direct), *packed)
+        stages = route.stages(to) if inputs else ()
+        for extent, (is_given, place) in zip(route.extents, stages, strict=False):
+            self.gathers.append(Gather(extent, inputs, is_given, place))
+            packed = inputs = tuple(extent * nbytes for nbytes in packed)
         self._works: list[Waitable] = []
         self._inputs: list[torch.Tensor] = []
         self._outputs: list[list[torch.Tensor]] = []
         self._whole: dict[Planned, torch.Tensor] = {}
+
+    def rooms(self) -> dict[object, int]:
+        """Return the bytes that are kept for packed messages, by what they are for."""
+        rooms: dict[object, int] = {}
+        for place, gather in enumerate(self.gathers if self._slots else ()):
+            if not place:
+                rooms["sent"] = gather.inputs[-1]
+            if gather.is_given:
+                rooms[place] = gather.num_ranks * gather.inputs[-1]
+        return {(self._route, self._to, key): nbytes for key, nbytes in rooms.items()}
+
+    def copied_nbytes(self) -> int:
+        """Return the bytes of shards that are copied to be sent by themselves."""
+        inputs = zip(self.direct, self.gathers[0].inputs if self.gathers else (), strict=False)
+        return sum(nbytes for one, nbytes in inputs if one.is_copied)
 
     def prepare(self, *, arrives: bool) -> None:
         """Copy what is sent and have the memory to receive; nothing is launched yet.
@@ -331,24 +318,20 @@ class Message:
         Args:
             arrives: Whether this rank gets the tensors.
         """
-        if not self._stages:
+        if not self.gathers:
             return
-        device = self._route.device
-        sent = [_contiguous(one.values(), device, one.dtype) for one in self._direct]
+        sent = [_contiguous(one.values(), self._route.device, one.dtype) for one in self.direct]
         self._inputs = [own.view(-1).view(torch.uint8) for own in sent]
+        if self._slots:
+            self._inputs.append(self._pack())
         if arrives:
-            self._whole = {one: self._empty(one) for one in self._direct}
-        direct = [full.view(-1).view(torch.uint8) for full in self._whole.values()]
-        packed = [self._pack()] if self._slots else []
-        self._inputs += packed
-        for stage, (is_given, _) in enumerate(self._stages):
-            outputs: list[torch.Tensor] = []
-            if is_given:
-                extent = self._route.extents[stage]
-                packed = [self._room(stage, extent * len(one)) for one in packed]
-                outputs = direct + packed
+            self._whole = {one: self._empty(one) for one in self.direct}
+        outputs = [full.view(-1).view(torch.uint8) for full in self._whole.values()]
+        for place, gather in enumerate(self.gathers):
+            if self._slots and gather.is_given:
+                outputs.append(self._room(place, gather.num_ranks * gather.inputs[-1]))
             self._outputs.append(outputs)
-            direct = []
+            outputs = []
 
     def launch(self) -> None:
         """Launch the gather along the first axis."""
@@ -357,41 +340,18 @@ class Message:
 
     def wait(self) -> None:
         """Wait for what was launched, and gather along further axes."""
-        for stage in range(len(self._stages) if self._inputs else 0):
-            if stage:
-                self._works = self._launch(stage, self._outputs[stage - 1])
+        for place in range(len(self._outputs)):
+            if place:
+                self._works = self._launch(place, self._outputs[place - 1])
             while self._works:
                 self._works.pop(0).wait()
         self._inputs = []
 
-    def _launch(self, stage: int, inputs: list[torch.Tensor]) -> list[Waitable]:
-        (_, to), outputs = self._stages[stage], self._outputs[stage]
-        channel = self._route.channels[stage]
+    def _launch(self, place: int, inputs: list[torch.Tensor]) -> list[Waitable]:
+        channel, to = self._route.channels[place], self.gathers[place].to
         if to is None:
-            return channel.gather(outputs, inputs)
-        return channel.gather_to(to, outputs, inputs)
-
-    def cost(self) -> MessageCost:
-        """Return what it takes, which follows from shapes. Collective: none."""
-        direct = [one.nbytes // self._route.extents[0] for one in self._direct]
-        packed = [self._packed_nbytes] if self._slots else []
-        gathers, rooms = list[GatherCost](), dict[object, int]()
-        inputs = [*direct, *packed] if self._stages else []
-        if inputs and packed:
-            rooms[self._route, self._to, "sent"] = packed[0]
-        for stage, (is_given, to) in enumerate(self._stages if inputs else ()):
-            extent = self._route.extents[stage]
-            gathers.append(GatherCost(extent, tuple(inputs), is_given, to is None))
-            packed = inputs = [extent * nbytes for nbytes in packed]
-            if is_given and packed:
-                rooms[self._route, self._to, stage] = packed[0]
-        return MessageCost(
-            tuple(gathers),
-            rooms,
-            direct=sum(one.nbytes for one in self._direct),
-            packed=sum(one.nbytes for one in self._packed),
-            copied=sum(own for own, one in zip(direct, self._direct, strict=True) if one.is_copied),
-        )
+            return channel.gather(self._outputs[place], inputs)
+        return channel.gather_to(to, self._outputs[place], inputs)
 
     def copy_out(self) -> dict[Planned, torch.Tensor]:
         """Return the whole tensors, on a rank that gets them."""
@@ -413,7 +373,7 @@ class Message:
 
         Messages to different ranks may be on the way at the same time.
         """
-        return self._routes.room((self._route, self._to, what), nbytes, self._route.device)
+        return self._route.room((self._to, what), nbytes)
 
     # In one message -------------------------------------------------------------------------
 
@@ -444,9 +404,9 @@ class Message:
             yield from matching_pieces(layout, whole.view(-1), shards)
             return
         for coordinate, shard in zip(self._route.holders(), shards, strict=True):
-            shape = self._parts.shape(tensor, coordinate)
+            shape = shape_of(tensor, coordinate)
             held = shard[: prod(shape)].view(shape)
-            for box, own in self._parts.boxes(tensor, coordinate):
+            for box, own in boxes_of(tensor, coordinate):
                 yield whole[box], held[own]
 
 
@@ -473,53 +433,37 @@ class Bucket:
 
     Args:
         planned: The tensors, in their order.
-        routes: The ways that they take.
+        routes: The ways that they take; added to.
         to: The rank that gets them, of the job; all do if ``None``.
 
     Attributes:
         arrives: Whether this rank gets them.
+        nbytes: How many bytes the tensors have as a whole.
+        messages: What is sent.
+        by_class: Those that only their class makes whole.
     """
 
     def __init__(self, planned: Sequence[Planned], routes: Routes, to: int | None) -> None:
         self._planned = planned
         self.arrives = to is None or not dist.is_initialized() or to == dist.get_rank()
+        self.nbytes = sum(one.nbytes for one in planned)
         by_route: dict[Route, list[Planned]] = {}
         for one in planned:
-            route = routes.of(one)
+            route = route_of(one, routes)
             if route is not None:
                 by_route.setdefault(route, []).append(one)
-        self._messages = [Message(*taken, routes, to) for taken in by_route.items()]
+        self.messages = [Message(*taken, to) for taken in by_route.items()]
+        self.by_class = [one for one in planned if one.is_whole_by_class]
         self._whole: dict[Planned, torch.Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes the tensors have as a whole."""
-        return sum(one.nbytes for one in self._planned)
-
-    def costs(self) -> list[MessageCost]:
-        """Return what each of its messages takes."""
-        return [message.cost() for message in self._messages]
-
-    def nbytes_of_others(self) -> int:
-        """Return the bytes of tensors that take no route."""
-        others = [one for one in self._planned if not one.axes]
-        by_class = [one for one in others if one.is_whole_by_class]
-        parts = ((one.entry.tensor.numel(), _torch.leaves(one.entry.local)) for one in by_class)
-        nbytes = sum(numel * leaf.itemsize for numel, leaves in parts for leaf in leaves)
-        return nbytes + sum(one.nbytes for one in others if not one.is_whole_by_class)
-
-    def names_by_class(self) -> list[str]:
-        """Return the names of those that only their class makes whole."""
-        return [one.name for one in self._planned if one.is_whole_by_class]
 
     def prepare(self) -> None:
         """Have what it needs on the way."""
-        for message in self._messages:
+        for message in self.messages:
             message.prepare(arrives=self.arrives)
 
     def launch(self) -> None:
         """Launch what may be waited for later. Collective: a gather for each route."""
-        for message in self._messages:
+        for message in self.messages:
             message.launch()
 
     def wait(self) -> None:
@@ -528,13 +472,12 @@ class Bucket:
         Collective: a gather for each further axis of a route; what makes whole the tensors of which
             only their class knows how.
         """
-        for message in self._messages:
+        for message in self.messages:
             message.wait()
-        for one in self._planned:
-            if one.is_whole_by_class:
-                full = full_copy(one.entry.tensor, one.name)
-                if self.arrives:
-                    self._whole[one] = full
+        for one in self.by_class:
+            full = full_copy(one.entry.tensor, one.name)
+            if self.arrives:
+                self._whole[one] = full
 
     def whole(self, device: torch.device | None) -> deque[tuple[Planned, torch.Tensor]]:
         """Return the tensors in memory of their own, where this rank gets them. Collective: none.
@@ -546,7 +489,7 @@ class Bucket:
         tensors: deque[tuple[Planned, torch.Tensor]] = deque()
         if not self.arrives:
             return tensors
-        for message in self._messages:
+        for message in self.messages:
             found |= message.copy_out()
         for one in self._planned:
             full = found.pop(one, None)

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.arguments import check_flags, check_function, check_path
-from composable_shard.train.full import count_write, repeated_dims, same_bits, unrepeated
+from composable_shard.errors import ShardError
+from composable_shard.train.full import (
+    boxes_of,
+    count_write,
+    repeated_dims,
+    same_bits,
+    unrepeated,
+)
 from composable_shard.train.ranks import Ranks
-from composable_shard.train.weights.boxes import Box, Parts
 from composable_shard.train.weights.entries import (
     Contents,
     Entry,
-    Match,
     Rename,
     contents_of,
     listed,
-    match,
     materialize,
     renamed,
 )
@@ -35,6 +40,91 @@ from composable_shard.train.weights.files import (
     list_stored,
     progress_bar,
 )
+
+# Which tensor of a checkpoint goes where in a model, and what does not fit ------------------------
+
+
+class Match(NamedTuple):
+    """A tensor of the model and those of the checkpoint that have its names, in their order."""
+
+    entry: Entry
+    stored: tuple[Stored, ...]
+
+
+def match(
+    entries: Sequence[Entry],
+    stored: Sequence[Stored],
+    names: Sequence[str | None],
+    source: str | os.PathLike[str],
+) -> tuple[list[Match], list[str], list[str]]:
+    """Find the tensors of a checkpoint in a model.
+
+    Args:
+        entries: The tensors of the model.
+        stored: Those of the checkpoint.
+        names: What each of those is called in the model; ``None`` to pass over it.
+        source: The checkpoint, for messages.
+
+    Returns:
+        What is found on both sides; names of the model that are not in the checkpoint, also not
+        under a tied name; names in the checkpoint, as they stand there, that the model lacks.
+
+    Raises:
+        ShardError: If two of them would have the same name.
+    """
+    by_name: dict[str, Stored] = {}
+    for one, name in zip(stored, names, strict=True):
+        if name in by_name:
+            raise ShardError(
+                f"Expected names that rename keeps apart, got '{name}' for both "
+                f"'{by_name[name].name}' and '{one.name}' in '{source}'"
+            )
+        if name is not None:
+            by_name[name] = one
+    found = [
+        Match(entry, tuple(by_name[name] for name in entry.names if name in by_name))
+        for entry in entries
+    ]
+    known = {name for entry in entries for name in entry.names}
+    return (
+        [match for match in found if match.stored],
+        [match.entry.names[0] for match in found if not match.stored],
+        [one.name for name, one in by_name.items() if name not in known],
+    )
+
+
+def _check_names(missing: Sequence[str], unexpected: Sequence[str], source: object) -> None:
+    if missing or unexpected:
+        sides = {"missing": missing, "unexpected": unexpected}
+        got = "; ".join(f"{side}: {listed(names)}" for side, names in sides.items() if names)
+        raise ShardError(
+            f"Expected the names of the model in '{source}', got {got}; pass rename to map names, "
+            "or strict=False to load what there is"
+        )
+
+
+def _check_values(matches: Sequence[Match], source: object) -> None:
+    if wrong := [text for match in matches if (text := _misfit(match))]:
+        raise ShardError(f"Expected tensors in '{source}' that fit the model, got {listed(wrong)}")
+
+
+def _misfit(match: Match) -> str | None:
+    """Tell why a tensor cannot be read into the model, if it cannot."""
+    entry, shape = match.entry, tuple(match.entry.tensor.shape)
+    name = f"'{entry.names[0]}'"
+    for one in match.stored:
+        if one.shape != shape and not (shape == () and one.shape == (1,)):
+            return f"{name} of shape {list(one.shape)} for {list(shape)}"
+        if not torch.can_cast(one.dtype, entry.tensor.dtype):
+            return f"{name} of {one.dtype} for {entry.tensor.dtype}"
+    if entry.plain is None:
+        kind = type(entry.local).__name__
+        return f"{name} for a {kind}, which only its own code makes from a plain tensor"
+    tensor = entry.tensor
+    if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
+        return f"{name} for {tensor.placements}, which are no parts of a full tensor"
+    return None
+
 
 # The values of a checkpoint on their way into a model, tensor by tensor ---------------------------
 
@@ -48,53 +138,61 @@ class Reading:
         matches: What goes where; the same on all ranks.
         ranks: The ranks that take part.
         strict: Whether tied names must hold the same values.
+        sends: Whether the first rank reads and sends to the others.
 
     Attributes:
         nbytes: How many bytes the tensors have, in the files.
     """
 
-    def __init__(self, matches: Sequence[Match], ranks: Ranks, *, strict: bool) -> None:
+    def __init__(
+        self, matches: Sequence[Match], ranks: Ranks, *, strict: bool, sends: bool
+    ) -> None:
         files = {stored.file: None for match in matches for stored in match.stored}
         order = {file: place for place, file in enumerate(files)}
         self._matches = sorted(matches, key=lambda match: order[match.stored[0].file])
-        self._ranks = ranks
-        self._strict = strict
-        self._parts = Parts()
+        self._ranks, self._strict, self._sends = ranks, strict, sends
         self.nbytes = sum(stored.nbytes for match in matches for stored in match.stored)
-        self._buffer: torch.Tensor | None = None
 
-    def run(self, model: nn.Module, advance: Callable[[int], object], *, sends: bool) -> None:
+    def run(self, model: nn.Module, advance: Callable[[int], object]) -> None:
         """Read everything; what goes wrong on this rank is noted.
 
         Args:
             model: The model that the tensors are in.
             advance: Told how many bytes are done.
-            sends: Whether the first rank reads and sends to the others.
 
-        Collective: with ``sends`` a broadcast of each tensor.
+        Collective: if it ``sends``, a broadcast of each tensor.
         """
-        ranks = self._ranks
         with torch.inference_mode(False), torch.no_grad(), Reader() as reader:
-            with ranks.noting_failure():
+            with self._ranks.noting_failure():
                 materialize(model, [match.entry for match in self._matches])
+            if self._sends:  # a buffer for each tensor would stay with the allocator
+                largest = max((one.nbytes for m in self._matches for one in m.stored), default=0)
+                group, device = self._ranks.group, torch.device("cpu")
+                device = device if group is None else _torch.device_for(group, device)
+                self._buffer = _torch.empty(largest, dtype=torch.uint8, device=device)
             for match in self._matches:
                 count_write(match.entry.local)  # also where this rank has no rows, or fails
             for match in self._matches:
                 for stored in match.stored:
-                    full = self._sent(stored, reader) if sends else None
-                    if ranks.failure is None:
-                        with ranks.noting_failure():
-                            self._fill(match, stored, full, reader)
-                    elif not sends:
-                        return
-                    advance(stored.nbytes)
+                    if self._sends or self._ranks.failure is None:
+                        self._read(match, stored, reader)
+                        advance(stored.nbytes)
+
+    def _read(self, match: Match, stored: Stored, reader: Reader) -> None:
+        full = self._sent(stored, reader) if self._sends else None
+        if self._ranks.failure is None:
+            with self._ranks.noting_failure():
+                self._fill(match, stored, full, reader)
 
     def _fill(
         self, match: Match, stored: Stored, full: torch.Tensor | None, reader: Reader
     ) -> None:
         """Write this rank's part of a tensor, or compare it if a tied name has filled it."""
         is_again = self._strict and stored is not match.stored[0]
-        for target, box in self._targets(match.entry):
+        plain = match.entry.plain
+        assert plain is not None
+        for box, own in boxes_of(match.entry.tensor):
+            target = plain[own]
             piece = reader.read(stored, box) if full is None else full[box]
             piece = piece.reshape(target.shape)
             what = f"'{match.stored[0].name}' and '{stored.name}', which the model ties"
@@ -107,34 +205,17 @@ class Reading:
             if not same_bits(target, piece.to(target.device, target.dtype)):
                 raise ValueError(f"Expected {what}, to hold the same, got different values")
 
-    def _targets(self, entry: Entry) -> Iterator[tuple[torch.Tensor, Box]]:
-        plain = entry.plain
-        assert plain is not None
-        for box, own in self._parts.boxes(entry.tensor):
-            yield plain[own], box
-
     def _sent(self, stored: Stored, reader: Reader) -> torch.Tensor:
         """Return a full tensor, read by the first rank. Collective: a broadcast of its bytes."""
-        group, sent = self._ranks.group, self._room(stored.nbytes)
-        if self._ranks.is_first and self._ranks.failure is None and len(sent):
-            with self._ranks.noting_failure():
+        ranks, sent = self._ranks, self._buffer[: stored.nbytes]
+        if ranks.is_first and ranks.failure is None and len(sent):
+            with ranks.noting_failure():
                 full = reader.read(stored, tuple(slice(0, length) for length in stored.shape))
-                own = full.reshape(-1).view(torch.uint8)
-                sent = own if sent.device == own.device else sent.copy_(own)
-        if group is not None and len(sent):
-            with self._ranks.naming_failures():
-                dist.broadcast(sent, group=group, group_src=0)
+                sent = full.reshape(-1).view(torch.uint8).to(sent.device)
+        if ranks.group is not None and len(sent):
+            with ranks.naming_failures():
+                dist.broadcast(sent, group=ranks.group, group_src=0)
         return sent.view(stored.dtype).view(stored.shape)
-
-    def _room(self, nbytes: int) -> torch.Tensor:
-        """Return bytes to receive into: always the same ones, where the ranks communicate."""
-        if self._buffer is None:
-            largest = max(one.nbytes for match in self._matches for one in match.stored)
-            device, group = torch.device("cpu"), self._ranks.group
-            if group is not None:
-                device = _torch.device_for(group, device)
-            self._buffer = _torch.empty(largest, dtype=torch.uint8, device=device)
-        return self._buffer[:nbytes]
 
 
 # Reading a checkpoint into shards, each rank its own rows -----------------------------------------
@@ -247,13 +328,13 @@ def load_sharded(
     )
     expected = f"names from rename for '{source}'"
     names = renamed([one.name for one in stored], rename, ranks, expected)
-    matching = match(contents.entries, stored, names, source)
+    matches, missing, unexpected = match(contents.entries, stored, names, source)
     if strict:
-        matching.check_names()
-    matching.check_values()
-    reading = Reading(matching.matches, ranks, strict=strict)
+        _check_names(missing, unexpected, source)
+    _check_values(matches, source)
+    reading = Reading(matches, ranks, strict=strict, sends=broadcast_from_rank0)
     with progress_bar(f"loading {Path(source).name}", reading.nbytes, shown=shows) as advance:
-        reading.run(model, advance, sends=broadcast_from_rank0)
+        reading.run(model, advance)
     ranks.agree(
         [],
         "tensors",
@@ -266,9 +347,7 @@ def load_sharded(
             "are still on the meta device; compute them as the constructor of their module does",
             stacklevel=2,
         )
-    return Loaded(
-        matching.missing, matching.unexpected, contents.left_on_meta, len(matching.matches)
-    )
+    return Loaded(missing, unexpected, contents.left_on_meta, len(matches))
 
 
 def _agree_on_stored(

@@ -22,14 +22,19 @@ from composable_shard.arguments import (
     check_path,
     check_value,
 )
-from composable_shard.errors import ShardError
 from composable_shard.train.checkpoint import sync_folder
 from composable_shard.train.ranks import Ranks
-from composable_shard.train.weights.entries import Entry, Rename, contents_of, listed, renamed
-from composable_shard.train.weights.files import INDEX, SHARD, SINGLE, library, progress_bar
+from composable_shard.train.weights.entries import Rename, contents_of, renamed
+from composable_shard.train.weights.files import (
+    INDEX,
+    SHARD,
+    SINGLE,
+    FileWriter,
+    library,
+    progress_bar,
+)
 from composable_shard.train.weights.gathering import Bucket, Planned, Routes, runs_within
-from composable_shard.train.weights.stream import Stream
-from composable_shard.train.weights.writing import FileWriter
+from composable_shard.train.weights.stream import Asked, Stream, check_planned
 
 # Files of full tensors: planned beforehand, filled tensor by tensor, named when complete ----------
 
@@ -301,12 +306,19 @@ def save_full(
         entries = contents_of(model, "save_full").entries
     output = Output(Path(target), overwrite=overwrite)
     shows = progress and ranks.is_first
+    if ranks.is_first:
+        with ranks.noting_failure():
+            output.check(shows=shows)
     place = "a file" if output.is_file else f"a folder, max_shard_size {limit}"
-    arguments = f"{place}, {'no ' if rename is None else ''}rename, dtype {dtype}"
-    _agree_on_entries(ranks, entries, arguments, output, shows=shows)
+    facts = [f"{place}, {'no ' if rename is None else ''}rename, dtype {dtype}"]
+    facts += [entry.fact() for entry in entries]
+    ranks.agree(facts, "model and arguments of save_full()", f"to save '{output.place}'")
+    names = [entry.names[0] for entry in entries]
     expected = f"names from rename for '{output.place}'"
-    names = renamed([entry.names[0] for entry in entries], rename, ranks, expected)
-    planned = _planned(entries, names, dtype, output)
+    known = dict(zip(names, renamed(names, rename, ranks, expected), strict=True))
+    asked = Asked(dtype, known.get, subclasses=torch.Tensor.dequantize)
+    planned = asked.planned(entries)
+    check_planned(planned, f"'{output.place}'", "of several tensors")
     files = runs_within(planned, None if output.is_file else limit)
     writing = Writing(output, files, ranks, _writers(ranks, output, len(files)))
     with progress_bar(f"saving {output.name}", writing.nbytes, shown=shows) as advance:
@@ -362,45 +374,3 @@ def num_bytes(asked: int | str) -> int:
     fits = "to be a positive number of bytes or a text such as '5GB'"
     check_value("max_shard_size", asked, 1 <= number < math.inf, fits)
     return int(number)
-
-
-def _agree_on_entries(
-    ranks: Ranks, entries: list[Entry], arguments: str, output: Output, *, shows: bool
-) -> None:
-    if ranks.is_first:
-        with ranks.noting_failure():
-            output.check(shows=shows)
-    facts = [arguments, *(entry.fact() for entry in entries)]
-    ranks.agree(facts, "model and arguments of save_full()", f"to save '{output.place}'")
-
-
-def _planned(
-    entries: list[Entry],
-    names: Sequence[str | None],
-    dtype: torch.dtype | None,
-    output: Output,
-) -> list[Planned]:
-    """Name the tensors, and refuse those that cannot be written."""
-    planned: dict[str, Planned] = {}
-    wrong: list[str] = []
-    for entry, name in zip(entries, names, strict=True):
-        first = entry.names[0]
-        if name is None:
-            continue
-        if name in planned:
-            other = planned[name].entry.names[0]
-            wrong.append(f"'{name}' for both '{other}' and '{first}'")
-        elif entry.is_meta:
-            wrong.append(f"'{first}' on the meta device")
-        elif entry.plain is None:
-            kind = type(entry.local).__name__
-            wrong.append(f"'{first}', a {kind} of several tensors")
-        own = entry.tensor.dtype
-        cast = dtype if dtype and own.is_floating_point else own
-        planned[name] = Planned((name,), entry, cast, make_plain=torch.Tensor.dequantize)
-    if wrong:
-        raise ShardError(
-            f"Expected plain tensors with values and names of their own for '{output.place}', "
-            f"got {listed(wrong)}"
-        )
-    return list(planned.values())

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from composable_shard import _torch
 from composable_shard.arguments import check_type
-from composable_shard.train.weights.boxes import Box, Parts
+from composable_shard.train.full import Box, boxes_of
 from composable_shard.train.weights.entries import Entry, contents_of
 
 # Versions -----------------------------------------------------------------------------------------
@@ -102,10 +102,9 @@ def local_shards(model: nn.Module) -> Iterator[LocalShard]:
         [[(slice(0, 2, None), torch.Size([2, 2]))], [(slice(2, 3, None), torch.Size([1, 2]))]]
     """
     _watch_steps()
-    entries, parts = contents_of(model, "local_shards").entries, Parts()
-    for entry in entries:
-        tensor, local, version = entry.tensor, entry.local.detach(), _version(entry)
-        boxes = list(parts.boxes(tensor))
+    for entry in contents_of(model, "local_shards").entries:
+        local, version = entry.local.detach(), _version(entry)
+        boxes = list(boxes_of(entry.tensor))
         for box, own in boxes:
             part = local if len(boxes) == 1 else local[own]
             yield LocalShard(entry.names[0], box, part, version)

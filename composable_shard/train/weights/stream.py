@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from composable_shard.arguments import (
 )
 from composable_shard.errors import ShardError
 from composable_shard.train.ranks import Ranks
-from composable_shard.train.weights.entries import Entry, Rename, contents_of, listed
+from composable_shard.train.weights.entries import Entry, Rename, contents_of, listed, listed_in
 from composable_shard.train.weights.gathering import (
     Bucket,
     MakePlain,
@@ -242,18 +243,13 @@ def iter_full(
             del one, full  # or they would be held while the next bucket is finished
 
 
-class Asked:
-    """Which tensors of a model are asked for, and in which form."""
+class Asked(NamedTuple):
+    """Which tensors of a model are asked for, and in which form; see :func:`iter_full`."""
 
-    def __init__(
-        self,
-        dtype: torch.dtype | None = None,
-        rename: Rename | None = None,
-        tied: Tied = "first",
-        subclasses: Subclasses = "own",
-    ) -> None:
-        self._dtype, self._rename, self._tied = dtype, rename, tied
-        self._subclasses = subclasses
+    dtype: torch.dtype | None = None
+    rename: Rename | None = None
+    tied: Tied = "first"
+    subclasses: Subclasses = "own"
 
     def check(self) -> None:
         """Raise unless this can be asked for.
@@ -262,45 +258,46 @@ class Asked:
             TypeError: If something has the wrong type.
             ValueError: If it has another value than there is.
         """
-        check_dtype("dtype", self._dtype)
-        check_function("rename", self._rename)
+        check_dtype("dtype", self.dtype)
+        check_function("rename", self.rename)
         known = f"to be one of {get_args(Tied)}"
-        check_value("tied", self._tied, self._tied in get_args(Tied), known)
-        fits = callable(self._subclasses) or self._subclasses in ("own", "plain")
-        check_value("subclasses", self._subclasses, fits, "to be 'own', 'plain' or a function")
+        check_value("tied", self.tied, self.tied in get_args(Tied), known)
+        fits = callable(self.subclasses) or self.subclasses in ("own", "plain")
+        check_value("subclasses", self.subclasses, fits, "to be 'own', 'plain' or a function")
 
     def fact(self) -> str:
         """Describe what must be the same on all ranks."""
-        return f"dtype {self._dtype}, tied {self._tied}, subclasses {self._kind()}"
-
-    def _kind(self) -> str:
-        return "by a function" if callable(self._subclasses) else self._subclasses
-
-    def _make_plain(self, entry: Entry) -> MakePlain | None:
-        if callable(self._subclasses):
-            return self._subclasses
-        return type(entry.local).dequantize if self._subclasses == "plain" else None
+        kind = "by a function" if callable(self.subclasses) else self.subclasses
+        return f"dtype {self.dtype}, tied {self.tied}, subclasses {kind}"
 
     def planned(self, entries: Sequence[Entry]) -> list[Planned]:
         """Name the tensors that are not left out."""
         found = []
         for entry in entries:
-            known = entry.names if self._tied == "all" else entry.names[:1]
-            named = known if self._rename is None else map(self._rename, known)
+            known = entry.names if self.tied == "all" else entry.names[:1]
+            named = known if self.rename is None else map(self.rename, known)
             names = tuple(dict.fromkeys(name for name in named if name is not None))
             own = entry.tensor.dtype
-            dtype = self._dtype if self._dtype and own.is_floating_point else own
+            dtype = self.dtype if self.dtype and own.is_floating_point else own
+            make: MakePlain | None = None
+            if callable(self.subclasses):
+                make = self.subclasses
+            elif self.subclasses == "plain":
+                make = type(entry.local).dequantize
             if names:
-                found.append(Planned(names, entry, dtype, self._make_plain(entry)))
+                found.append(Planned(names, entry, dtype, make))
         return found
 
 
-def check_planned(planned: Sequence[Planned], what: str) -> None:
+def check_planned(
+    planned: Sequence[Planned], what: str, of_class: str = "without dequantize()"
+) -> None:
     """Raise ``ShardError`` if a tensor cannot be made what was asked for.
 
     Args:
         planned: The tensors.
         what: What they are for, for messages.
+        of_class: What messages say of a tensor subclass that cannot be made plain.
     """
     taken: dict[str, str] = {}
     wrong: list[str] = []
@@ -314,8 +311,82 @@ def check_planned(planned: Sequence[Planned], what: str) -> None:
             wrong.append(f"'{first}' on the meta device")
         elif one.entry.plain is None and one.make_plain is torch.Tensor.dequantize:
             # which is for quantized dtypes, not for classes
-            wrong.append(f"'{first}', a {type(one.entry.local).__name__} without dequantize()")
+            wrong.append(f"'{first}', a {type(one.entry.local).__name__} {of_class}")
     if wrong:
         raise ShardError(
             f"Expected tensors with values and names of their own for {what}, got {listed(wrong)}"
         )
+
+
+# What a pass launches, moves and holds, before it is made -----------------------------------------
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """What one pass of ``iter_full`` takes of this rank.
+
+    Attributes:
+        bucket_nbytes: Bytes of full tensors that are gathered together, or one larger tensor.
+        num_buckets: How many buckets there are; before each, and after the last one, each rank
+            sends all others a word of 8 bytes.
+        launches: Gathers that are launched.
+        messages: Tensors in all of them.
+        sent_nbytes: Bytes that this rank sends.
+        received_nbytes: Bytes that it receives.
+        held_nbytes: The most bytes that live at a time beside the model, if the consumer lets each
+            tensor go: those of a bucket, those in which the next one arrives, and messages.
+        by_class: Tensors that only their class makes whole: what that launches and holds besides is
+            not counted.
+    """
+
+    bucket_nbytes: int
+    num_buckets: int
+    launches: int
+    messages: int
+    sent_nbytes: int
+    received_nbytes: int
+    held_nbytes: int
+    by_class: tuple[str, ...]
+
+
+def costs_of(
+    model: nn.Module, asked: Asked, bucket_nbytes: int, to: int | None = None
+) -> PassCosts:
+    """Return what a pass takes of this rank.
+
+    Args:
+        model: The model, which stays as it is.
+        asked: Which tensors, and in which form.
+        bucket_nbytes: Bytes of a bucket.
+        to: The rank of the job that gets them; all do if ``None``.
+
+    Collective: none.
+    """
+    routes, planned = Routes(), asked.planned(listed_in(model).entries)
+    buckets = [Bucket(run, routes, to) for run in runs_within(planned, bucket_nbytes)]
+    gathers = [gather for b in buckets for message in b.messages for gather in message.gathers]
+    return PassCosts(
+        bucket_nbytes=bucket_nbytes,
+        num_buckets=len(buckets),
+        launches=len(gathers),
+        messages=sum(len(gather.inputs) for gather in gathers),
+        sent_nbytes=sum(gather.sent for gather in gathers),
+        received_nbytes=sum(gather.received for gather in gathers),
+        held_nbytes=_most_held(buckets),
+        by_class=tuple(one.name for bucket in buckets for one in bucket.by_class),
+    )
+
+
+def _most_held(buckets: Sequence[Bucket]) -> int:
+    """Return the most bytes that live at a time; see ``Stream.run``."""
+    rooms, most, arrived = dict[object, int](), 0, 0
+    for bucket in buckets:
+        under_way = 0
+        for message in bucket.messages:
+            rooms |= {key: max(n, rooms.get(key, 0)) for key, n in message.rooms().items()}
+            direct = sum(one.nbytes for one in message.direct) if bucket.arrives else 0
+            under_way += direct + message.copied_nbytes()
+        most = max(most, sum(rooms.values()) + arrived + under_way)
+        arrived = bucket.nbytes if bucket.arrives else 0
+        most = max(most, sum(rooms.values()) + arrived)
+    return most
