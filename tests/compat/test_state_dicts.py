@@ -20,7 +20,6 @@ from composable_shard.compat.fsdp1 import (
     ModuleWrapPolicy,
     ShardedStateDictConfig,
     ShardingStrategy,
-    StateDictSettings,
     StateDictType,
     always_wrap_policy,
 )
@@ -112,7 +111,9 @@ def there_and_back(
     with FSDP.state_dict_type(model, kind):
         assert FSDP.get_state_dict_type(model).state_dict_type is kind
         states, named = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
-    assert FSDP.get_state_dict_type(model) == StateDictSettings()
+    settings = FSDP.get_state_dict_type(model)
+    assert settings.state_dict_config == FullStateDictConfig()
+    assert settings.optim_state_dict_config == FullOptimStateDictConfig()
     for name, param in model.named_parameters():
         value, moment = states[name], named["state"].get(name, {}).get("exp_avg")
         if kind is StateDictType.FULL_STATE_DICT:
@@ -225,8 +226,9 @@ def test_messages() -> None:
             load({})()
 
         cases: dict[str, Any] = {
-            "Expected state_dict_type to be a StateDictType of composable_shard.compat.fsdp1, got "
-            "str": lambda: FSDP.set_state_dict_type(model, "full"),
+            "Expected state_dict_type to be a StateDictType, got str": lambda: (
+                FSDP.set_state_dict_type(model, "full")
+            ),
             "Expected a FullStateDictConfig for StateDictType.FULL_STATE_DICT, got "
             "ShardedStateDictConfig": (
                 lambda: FSDP.set_state_dict_type(model, full_state, ShardedStateDictConfig())

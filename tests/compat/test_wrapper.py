@@ -114,9 +114,6 @@ def test_the_ranks_may_be_said_in_many_ways() -> None:
 
 @on_ranks(2)
 def test_strategies_free_what_they_say_and_hints_change_nothing() -> None:
-    for strategy in (FULL_SHARD, HYBRID_SHARD, SHARD_GRAD_OP, NO_SHARD):
-        keeps = strategy in (SHARD_GRAD_OP, NO_SHARD)
-        assert strategy.reshard_after_forward is (False if keeps else None)
     batch = nested().get_input(CPU)
 
     def events_of(*kinds: str, **kwargs: Any) -> list[tuple[str, str]]:
@@ -372,16 +369,13 @@ def in_variable(value: str) -> Any:
 CASES: dict[str, Callable[[], object]] = {
     "TypeError: Expected module to be an nn.Module, got str": lambda: wrap("layer"),
     "TypeError: Expected sharding_strategy to be a "
-    "composable_shard.compat.fsdp1.policies.ShardingStrategy, got builtins.str": lambda: wrap(
+    "torch.distributed.fsdp.api.ShardingStrategy, got builtins.str": lambda: wrap(
         sharding_strategy="FULL_SHARD"
     ),
     "TypeError: Expected use_orig_params to be a builtins.bool, got builtins.int": lambda: wrap(
         use_orig_params=1
     ),
     "TypeError: Expected param_init_fn to be callable, got str": lambda: wrap(param_init_fn="init"),
-    "TypeError: Expected cast_forward_inputs to be a bool, got 1": lambda: MixedPrecision(
-        cast_forward_inputs=1
-    ),
     "ValueError: Expected process_group or device_mesh, got both; pass one of them": (
         lambda: wrap(process_group=dist.group.WORLD, device_mesh=mesh_of(4))
     ),
@@ -463,7 +457,7 @@ def last_gets(**arguments: Any) -> CustomPolicy:
 NO_RESET = (
     "Expected Nothing on the meta device to have reset_parameters(), got none; pass param_init_fn"
 )
-OFFLOAD = "Expected cpu_offload to be a composable_shard.compat.fsdp1.policies.CPUOffload, got "
+OFFLOAD = "Expected cpu_offload to be a torch.distributed.fsdp.api.CPUOffload, got "
 REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (four, {"auto_wrap_policy": last_gets(strategy="full")}, "got an unexpected keyword arg"),
     (four, {"auto_wrap_policy": last_gets(cpu_offload=True)}, f"{OFFLOAD}builtins.bool"),

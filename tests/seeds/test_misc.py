@@ -461,7 +461,7 @@ def cpu_training(strategy: ShardingStrategy) -> Any:
     reference = DDP(copy.deepcopy(model), process_group=group)
     model = FSDP(
         model,
-        process_group=None if strategy.is_hybrid else group,
+        process_group=None if "HYBRID" in strategy.name else group,
         sharding_strategy=strategy,
         auto_wrap_policy=always_wrap_policy,
         device_id=CPU,
@@ -489,7 +489,7 @@ def test_fsdp_cpu_training(strategy: ShardingStrategy) -> None:
     cpu_training(strategy)
 
 
-@pytest.mark.parametrize("strategy", [s for s in ShardingStrategy if s.is_hybrid])
+@pytest.mark.parametrize("strategy", [s for s in ShardingStrategy if "HYBRID" in s.name])
 @on_ranks(4)
 def test_fsdp_cpu_training_on_two_nodes(strategy: ShardingStrategy) -> None:
     with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):

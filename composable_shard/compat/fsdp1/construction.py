@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from composable_shard import (
     DataParallelMeshDims,
     FSDPModule,
     MaterializationError,
+    _torch,
     fully_shard,
     sync_module_states,
 )
@@ -28,13 +30,14 @@ from composable_shard.api import check_calls
 from composable_shard.compat.fsdp1.policies import (
     AutoWrapPolicy,
     Choices,
-    CPUOffload,
     ExemptPrecision,
-    MixedPrecision,
     ProcessGroups,
-    ShardingStrategy,
     choose,
-    in_order,
+    inside_out,
+    is_hybrid,
+    offload_policy,
+    precision_policy,
+    reshard_after_forward,
 )
 from composable_shard.compat.fsdp1.state_dicts import Wrapper
 from composable_shard.mesh import start_process_group
@@ -425,7 +428,7 @@ def resolve_layout(choices: Choices, device_type: str, wraps_below: bool) -> Lay
     strategy = choices.sharding_strategy or ShardingStrategy.FULL_SHARD
     if device_mesh is None and process_group is None:
         start_process_group()
-    if strategy.is_hybrid:
+    if is_hybrid(strategy):
         mesh = _hybrid_mesh(strategy, process_group, device_mesh, device_type, wraps_below)
     else:
         mesh = _flat_mesh(strategy, process_group, device_mesh, device_type)
@@ -537,18 +540,22 @@ Below = list[tuple[nn.Module, dict[str, Any]]]
 def chosen_below(
     root: nn.Module, scope: Scope, policy: AutoWrapPolicy, arguments: dict[str, Any]
 ) -> Below:
-    """Return the modules below ``root`` that a policy picks."""
-    wrapped = {m for m in root.modules() if isinstance(m, (Wrapper, FSDPModule))}
-    left_alone = scope.ignored_modules | wrapped
-    chosen = choose(root, policy, left_alone, scope.ignored_params)
+    """Return the modules below ``root`` that a policy picks, without containers."""
+    wrapped = (m for m in root.modules() if isinstance(m, (Wrapper, FSDPModule)))
+    left_alone = scope.ignored_modules | {inner for outer in wrapped for inner in outer.modules()}
+    chosen = choose(root, policy, left_alone, scope.ignored_params, arguments)
     precision = arguments["mixed_precision"]
-    if isinstance(precision, MixedPrecision):
+    if precision is not None:
+        exempt = _torch.exempt_classes(precision)
         for module in root.modules():
-            if module is root or module in left_alone or not precision.exempts(module):
-                continue
-            exempt = ExemptPrecision.of(module, precision)
-            chosen[module] = {**chosen.get(module, {}), "mixed_precision": exempt}
-    return [(module, {**arguments, **own}) for module, own in in_order(root, chosen)]
+            if isinstance(module, exempt) and module is not root and module not in left_alone:
+                own = ExemptPrecision.of(module, precision)
+                chosen[module] = {**chosen.get(module, arguments), "mixed_precision": own}
+    return [
+        (module, chosen[module])
+        for module in inside_out(root, set())
+        if module in chosen and type(module).forward is not nn.Module.forward
+    ]
 
 
 def check_all(
@@ -606,11 +613,11 @@ def arguments_below(
     choices: Choices, scope: Scope, layout: Layout, device: torch.device
 ) -> dict[str, Any]:
     """Return the arguments of the wrappers below one, the same ranks and device for all."""
-    arguments = choices.as_arguments()
+    arguments = vars(choices).copy()
     arguments["ignored_states"] = scope.ignored_modules or scope.ignored_params
     if choices.device_id is not None:
         arguments["device_id"] = device
-    if layout.strategy.is_hybrid:
+    if is_hybrid(layout.strategy):
         arguments |= {"process_group": None, "device_mesh": layout.mesh}
     return arguments
 
@@ -647,9 +654,9 @@ def _arguments(scope: Scope, layout: Layout, choices: Choices) -> dict[str, Any]
     return {
         "mesh": layout.mesh,
         "dp_mesh_dims": layout.dims,
-        "reshard_after_forward": layout.strategy.reshard_after_forward,
-        "mp_policy": (choices.mixed_precision or MixedPrecision()).policy(),
-        "offload_policy": (choices.cpu_offload or CPUOffload()).policy(),
+        "reshard_after_forward": reshard_after_forward(layout.strategy),
+        "mp_policy": precision_policy(choices.mixed_precision),
+        "offload_policy": offload_policy(choices.cpu_offload),
         "ignored_params": set(scope.ignored_params),
     }
 

@@ -13,6 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
 
 from composable_shard import FSDPModule, ShardError, _torch, clip_grad_norm_, unsharded
 from composable_shard.compat.fsdp1 import state_dicts
@@ -29,14 +36,10 @@ from composable_shard.compat.fsdp1.construction import (
 )
 from composable_shard.compat.fsdp1.policies import (
     AutoWrapPolicy,
-    BackwardPrefetch,
     Choices,
-    CPUOffload,
-    MixedPrecision,
     ProcessGroups,
-    ShardingStrategy,
+    inside_out,
 )
-from composable_shard.compat.fsdp1.state_dicts import StateDictSettings
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.nested import Given, find_changes, map_tensors
 
@@ -223,7 +226,7 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         self.fsdp_choices: Choices = choices.to_keep()
         self.mixed_precision = mixed_precision if mixed_precision is not None else MixedPrecision()
         self.fsdp_full_precision_in_eval: bool = full_precision_in_eval()
-        self.fsdp_state_dict_settings = StateDictSettings()
+        self.fsdp_state_dict_settings = state_dicts.settings_of(StateDictType.FULL_STATE_DICT)
         scope = scope_of(module, ignored_modules, ignored_states)
         self.compute_device = resolve_device(scope, choices)
         layout = resolve_layout(choices, self.compute_device.type, auto_wrap_policy is not None)
@@ -283,7 +286,8 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         Collective: see :meth:`summon_full_params`.
         """
         with self.summon_full_params(self):
-            _apply_inside_out(self, fn)
+            for module in inside_out(self, set()):
+                fn(module)
         return self
 
     # Groups ---------------------------------------------------------------------------------
@@ -340,10 +344,11 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
             check_tree(self)
         given: list[Given] = []
         with precision(self) as lowers:
-            if lowers and self.mixed_precision.casts_inputs(is_root):
-                dtype = self.mixed_precision.param_dtype
-                assert dtype is not None
-                args, kwargs = map_tensors(partial(_cast, dtype), (args, kwargs), given)
+            own = self.mixed_precision
+            casts = own.cast_root_forward_inputs if is_root else own.cast_forward_inputs
+            if lowers and casts and own.param_dtype is not None:
+                cast = partial(_cast, own.param_dtype)
+                args, kwargs = map_tensors(cast, (args, kwargs), given)
             output = self._fsdp_wrapped_module(*args, **kwargs)
         _, lost = find_changes(given, type(self.module).__name__)
         if lost is not None:
@@ -426,9 +431,3 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
     state_dict_type = staticmethod(state_dicts.state_dict_type)
     optim_state_dict = staticmethod(state_dicts.optim_state_dict)
     optim_state_dict_to_load = staticmethod(state_dicts.optim_state_dict_to_load)
-
-
-def _apply_inside_out(module: nn.Module, fn: Callable[[nn.Module], object]) -> None:
-    for child in module.children():
-        _apply_inside_out(child, fn)
-    fn(module)

@@ -5,98 +5,29 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from composable_shard import _torch
 from composable_shard.train.weights.gathering import full_copies
 
 # State dicts of a wrapped model: full, sharded or local, under the names of the plain model -------
-
-
-class StateDictType(Enum):
-    """Choose what a state dict holds: full tensors, DTensors, or this rank's shards as they are.
-
-    Source: ``torch.distributed.fsdp.StateDictType``.
-    """
-
-    FULL_STATE_DICT = auto()
-    LOCAL_STATE_DICT = auto()
-    SHARDED_STATE_DICT = auto()
-
-
-@dataclass(frozen=True)
-class StateDictConfig:
-    """Choose where the tensors of a state dict are.
-
-    Args:
-        offload_to_cpu: Whether on the CPU.
-
-    Source: the class of the same name in ``torch.distributed.fsdp``, as all of these.
-    """
-
-    offload_to_cpu: bool = False
-
-
-@dataclass(frozen=True)
-class FullStateDictConfig(StateDictConfig):
-    """The choices for full tensors.
-
-    Args:
-        rank0_only: Whether only the first rank has them; the dicts of others are empty.
-    """
-
-    rank0_only: bool = False
-
-
-@dataclass(frozen=True)
-class LocalStateDictConfig(StateDictConfig):
-    """The choices for this rank's shards."""
-
-
-@dataclass(frozen=True)
-class ShardedStateDictConfig(StateDictConfig):
-    """The choices for DTensors."""
-
-
-@dataclass(frozen=True)
-class OptimStateDictConfig:
-    """Choose where the tensors of an optimizer's state dict are.
-
-    Args:
-        offload_to_cpu: Whether on the CPU.
-    """
-
-    offload_to_cpu: bool = True
-
-
-@dataclass(frozen=True)
-class FullOptimStateDictConfig(OptimStateDictConfig):
-    """The choices for full tensors.
-
-    Args:
-        rank0_only: Whether only the first rank has them; the dicts of others are empty.
-    """
-
-    rank0_only: bool = False
-
-
-@dataclass(frozen=True)
-class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """The choices for this rank's shards."""
-
-    offload_to_cpu: bool = False
-
-
-@dataclass(frozen=True)
-class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """The choices for DTensors."""
 
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
@@ -106,54 +37,34 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 }
 
 
-@dataclass(frozen=True)
-class StateDictSettings:
-    """What the state dicts of a wrapper and of its optimizer hold.
+def settings_of(
+    kind: StateDictType,
+    config: StateDictConfig | None = None,
+    optim_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings:
+    """Return the settings of a type of state dicts; configs that are not given have their defaults.
 
     Raises:
         TypeError: If a config is not that of the type.
     """
-
-    state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
-    state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
-    optim_state_dict_config: OptimStateDictConfig = field(default_factory=FullOptimStateDictConfig)
-
-    @classmethod
-    def of(
-        cls,
-        state_dict_type: StateDictType,
-        config: StateDictConfig | None = None,
-        optim_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
-        """Fill in the configs of a type that are not given."""
-        if not isinstance(state_dict_type, StateDictType):
-            raise TypeError(
-                "Expected state_dict_type to be a StateDictType of composable_shard.compat.fsdp1, "
-                f"got {type(state_dict_type).__name__}"
-            )
-        kinds = _CONFIGS[state_dict_type]
-        return cls(
-            state_dict_type,
-            kinds[0]() if config is None else config,
-            kinds[1]() if optim_config is None else optim_config,
+    if not isinstance(kind, StateDictType):
+        raise TypeError(
+            f"Expected state_dict_type to be a StateDictType, got {type(kind).__name__}"
         )
-
-    def __post_init__(self) -> None:
-        kinds = _CONFIGS[self.state_dict_type]
-        for config, kind in zip(
-            (self.state_dict_config, self.optim_state_dict_config), kinds, strict=True
-        ):
-            if type(config) is not kind:
-                raise TypeError(
-                    f"Expected a {kind.__name__} for {self.state_dict_type}, got "
-                    f"{type(config).__name__}"
-                )
+    classes = _CONFIGS[kind]
+    configs: list[Any] = [config, optim_config]
+    for place, wanted in enumerate(classes):
+        if configs[place] is None:
+            configs[place] = wanted()
+        if type(configs[place]) is not wanted:
+            got = type(configs[place]).__name__
+            raise TypeError(f"Expected a {wanted.__name__} for {kind}, got {got}")
+    return StateDictSettings(kind, *configs)
 
 
 def is_rank0_only(config: StateDictConfig | OptimStateDictConfig) -> bool:
     """Tell whether only the first rank is to have anything."""
-    full = (FullStateDictConfig, FullOptimStateDictConfig)
-    return isinstance(config, full) and config.rank0_only
+    return getattr(config, "rank0_only", False)
 
 
 def is_first_rank(module: nn.Module) -> bool:
@@ -283,7 +194,7 @@ def set_state_dict_type(
         ...     before.state_dict_type.name, model.state_dict()["weight"].shape
         ('FULL_STATE_DICT', torch.Size([2, 4]))
     """
-    new = StateDictSettings.of(state_dict_type, state_dict_config, optim_state_dict_config)
+    new = settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
     before = get_state_dict_type(module)
     for wrapper in _wrappers(module):
         wrapper.fsdp_state_dict_settings = new
@@ -306,7 +217,10 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
         ...     get_state_dict_type(model).state_dict_config
         FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
     """
-    found = list(dict.fromkeys(wrapper.fsdp_state_dict_settings for wrapper in _wrappers(module)))
+    found: list[StateDictSettings] = []
+    for wrapper in _wrappers(module):
+        if wrapper.fsdp_state_dict_settings not in found:
+            found.append(wrapper.fsdp_state_dict_settings)
     if len(found) != 1:
         got = f"{len(found)} kinds: {found}" if found else "no wrapper"
         raise ValueError(
