@@ -268,7 +268,8 @@ class Reduction:
         outputs = list(self.reduced.split_with_sizes(self._message_numels))
         works = self._channel.reduce(outputs, inputs, self.scale.divisor)
         stream = launching_stream(device) if self._has_streams else None
-        self._pending = Pending(works, self._channel.reducing, stream, inputs)
+        owned = () if self._channel.reduce_scatter.keeps_inputs else inputs
+        self._pending = Pending(works, self._channel.reducing, stream, owned)
 
     def _pack(self) -> list[torch.Tensor]:
         """Return the messages: direct gradients, then the packed ones with the flags."""

@@ -7,10 +7,16 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from hypothesis import strategies as st
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy
 from composable_shard.testing import run_ranks
-from composable_shard.testing.strategies import AccumulationStep
+from composable_shard.testing.strategies import (
+    AccumulationStep,
+    accumulation_programs,
+    num_ranks,
+    uses,
+)
 from training.cases import num_params
 from training.compare import Comparison
 from training.oracle import Unsharded
@@ -49,6 +55,33 @@ class Program:
 
     def used_at(self, step: int, rank: int) -> Used | None:
         return (True, *self.used[step][rank][1:]) if self.used else None
+
+
+Policies = st.SearchStrategy[MixedPrecisionPolicy]
+PLAIN: Policies = st.just(MixedPrecisionPolicy())
+
+
+@st.composite
+def programs(draw: st.DrawFn, max_steps: int, policies: Policies = PLAIN) -> tuple[Program, int]:
+    """Programs in which all ranks use the same parameters, and how many ranks."""
+    ranks = draw(num_ranks())
+    steps = draw(accumulation_programs(max_steps=max_steps))
+    used = tuple((of_step,) * ranks for of_step in draw(uses(len(steps), NUM_PARAMS)))
+    reshards, flag = draw(st.sampled_from([None, True, False])), st.booleans()
+    return Program(tuple(steps), used, reshards, draw(flag), draw(flag), draw(policies)), ranks
+
+
+@st.composite
+def programs_of_differing_ranks(
+    draw: st.DrawFn, max_steps: int, policies: Policies = PLAIN
+) -> tuple[Program, int]:
+    """Programs in which each rank uses parameters of its own choice, and how many ranks."""
+    ranks = draw(st.integers(2, 4))
+    # Unreduced gradients are a matter of each rank, so neither a step nor a reset is theirs alone.
+    steps = draw(accumulation_programs(max_steps=max_steps, without=("step", "reset")))
+    used = tuple(draw(uses(ranks, NUM_PARAMS)) for _ in steps)
+    reshards = draw(st.sampled_from([None, True, False]))
+    return Program(tuple(steps), used, reshards, policy=draw(policies)), ranks
 
 
 def follow(program: Program) -> list[str]:

@@ -8,47 +8,25 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
-from composable_shard.testing.strategies import accumulation_programs, num_ranks, uses
 from training.cases import reproducible
-from training.programs import NUM_PARAMS, Program, assert_same
-
-
-@st.composite
-def programs(draw: st.DrawFn) -> tuple[Program, int]:
-    """Programs in which all ranks use the same parameters."""
-    ranks = draw(num_ranks())
-    steps = draw(accumulation_programs(max_steps=8))
-    used = draw(uses(len(steps), NUM_PARAMS))
-    program = Program(
-        tuple(steps),
-        tuple((of_step,) * ranks for of_step in used),
-        draw(st.sampled_from([None, True, False])),
-        draw(st.booleans()),
-        draw(st.booleans()),
-    )
-    return program, ranks
+from training.programs import (
+    NUM_PARAMS,
+    Program,
+    assert_same,
+    programs,
+    programs_of_differing_ranks,
+)
 
 
 @reproducible(60)
-@given(programs())
+@given(programs(max_steps=8))
 def test_any_program_gives_the_gradients_of_the_oracle(case: tuple[Program, int]) -> None:
     assert_same(*case)
 
 
-@st.composite
-def programs_of_differing_ranks(draw: st.DrawFn) -> tuple[Program, int]:
-    """Programs in which each rank uses parameters of its own choice."""
-    ranks = draw(st.integers(2, 4))
-    # Unreduced gradients are a matter of each rank, so neither a step nor a reset is theirs alone.
-    steps = draw(accumulation_programs(max_steps=6, without=("step", "reset")))
-    used = tuple(draw(uses(ranks, NUM_PARAMS)) for _ in steps)
-    return Program(tuple(steps), used, draw(st.sampled_from([None, True, False]))), ranks
-
-
 @reproducible(50)
-@given(programs_of_differing_ranks())
+@given(programs_of_differing_ranks(max_steps=6))
 def test_ranks_that_use_different_parameters_get_the_exact_mean(
     case: tuple[Program, int],
 ) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 from near import Apart
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from composable_shard import MixedPrecisionPolicy, _torch, fully_shard
 from composable_shard._torch import memory
@@ -77,6 +79,34 @@ def test_gathers_of_one_size_land_where_the_last_but_one_was() -> None:
         assert len(landed) == 11  # the last layer waits for backward
         assert landed[2] == landed[0] and len(set(landed[:3])) == 2  # two are there at a time
         assert off < 1e-4
+
+
+def gradients_left() -> list[int]:
+    """Return how many gradients of later layers live when each layer gets its own."""
+    _, model = sharded(bf16=False)
+    found: list[int] = []
+    grads: list[StorageWeakRef] = []
+
+    def note(weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        found.append(sum(not grad.expired() for grad in grads))
+        grads.append(StorageWeakRef(weight.grad.untyped_storage()))
+
+    def observe(layer: nn.Linear, _: object) -> None:
+        layer.weight.register_post_accumulate_grad_hook(note)
+
+    for layer in model.layers:
+        layer.register_forward_pre_hook(observe)
+    model(torch.randn(5, WIDTHS[0])).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize(("run", "most"), [(gradients_left, 0), (Apart(gradients_left), 1)])
+def test_gradients_that_ranks_share_are_freed_once_their_reduction_is_launched(
+    run: Callable[[], list[int]], most: int
+) -> None:
+    for found in run_ranks(run, 2):
+        assert found == [0] + [most] * (len(WIDTHS) - 2)
 
 
 def kept_around_passes() -> list[tuple[str, int]]:

@@ -15,11 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
 from composable_shard.testing import run_ranks
-from composable_shard.testing.strategies import accumulation_programs, uses
 from training.cases import reproducible
 from training.compare import Comparison
 from training.oracle import Unsharded
-from training.programs import NUM_PARAMS, Program, assert_same
+from training.programs import Program, assert_same, programs, programs_of_differing_ranks
 from training.trees import WIDTH, inputs_for
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -42,39 +41,17 @@ POLICIES = {
 }
 
 
-@st.composite
-def programs(draw: st.DrawFn) -> tuple[Program, int]:
-    ranks = draw(st.integers(1, 3))
-    steps = draw(accumulation_programs(max_steps=6))
-    used = draw(uses(len(steps), NUM_PARAMS))
-    program = Program(
-        tuple(steps),
-        tuple((of_step,) * ranks for of_step in used),
-        draw(st.sampled_from([None, True, False])),
-        draw(st.booleans()),
-        draw(st.booleans()),
-        POLICIES[draw(st.sampled_from(list(POLICIES)))],
-    )
-    return program, ranks
+ANY_POLICY = st.sampled_from(list(POLICIES.values()))
 
 
 @reproducible(50)
-@given(programs())
+@given(programs(max_steps=6, policies=ANY_POLICY))
 def test_any_program_under_any_policy_is_that_of_the_oracle(case: tuple[Program, int]) -> None:
     assert_same(*case)
 
 
-@st.composite
-def programs_of_differing_ranks(draw: st.DrawFn) -> tuple[Program, int]:
-    ranks = draw(st.integers(2, 3))
-    steps = draw(accumulation_programs(max_steps=5, without=("step", "reset")))
-    used = tuple(draw(uses(ranks, NUM_PARAMS)) for _ in steps)
-    policy = POLICIES[draw(st.sampled_from(list(POLICIES)))]
-    return Program(tuple(steps), used, policy=policy), ranks
-
-
 @reproducible(40)
-@given(programs_of_differing_ranks())
+@given(programs_of_differing_ranks(max_steps=5, policies=ANY_POLICY))
 def test_ranks_that_use_different_parameters_agree_on_dtypes(case: tuple[Program, int]) -> None:
     assert_same(*case)
 
