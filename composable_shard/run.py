@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Traceback (most recent call last):
         ImportError: No module named this_is_no_module
     """
-    from composable_shard.compat.torch_dropin.installation import run_script
+    from composable_shard.compat.torch_dropin import run_script
 
     words = list(sys.argv[1:] if arguments is None else arguments)
     is_module = words[:1] == ["-m"]

@@ -76,7 +76,7 @@ def test_a_script_runs_with_its_own_arguments(
         "print(sys.argv[1:], fully_shard.__module__)\n"
     )
     assert cli.main(["run", str(script), "--help", "-m", "x"]) == 0
-    ours = "composable_shard.compat.torch_dropin.functions"
+    ours = "composable_shard.compat.torch_dropin"
     assert capsys.readouterr().out == f"['--help', '-m', 'x'] {ours}\n"
     assert not is_installed()
 

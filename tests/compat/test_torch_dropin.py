@@ -25,7 +25,8 @@ from torch.distributed.tensor import Shard
 from torch_versions import FOLLOWS_GRADIENTS, needs_new_reduce_dtype, needs_newer_torch
 
 import composable_shard
-from composable_shard.compat.torch_dropin import functions, install, is_installed, uninstall
+from composable_shard.compat import torch_dropin
+from composable_shard.compat.torch_dropin import install, is_installed, uninstall
 from composable_shard.module import group_of
 from composable_shard.run import USAGE, main
 from composable_shard.testing import fake_ranks, run_ranks
@@ -59,14 +60,14 @@ def test_every_module_of_torch_has_ours_and_then_its_own_again() -> None:
     before = [getattr(fsdp, name) for name in classes]
     with install():
         for path, name in found:
-            assert getattr(importlib.import_module(path), name) is functions.OURS[name]
+            assert getattr(importlib.import_module(path), name) is torch_dropin.OURS[name]
         assert [getattr(fsdp, name) for name in classes] == before  # they stay those of torch
     for (path, name), value in found.items():
         assert getattr(importlib.import_module(path), name) is value
-    assert inspect.signature(functions.fully_shard) == inspect.signature(of_torch["fully_shard"])
+    assert inspect.signature(torch_dropin.fully_shard) == inspect.signature(of_torch["fully_shard"])
     for name in NAMES:
-        assert functions.OURS[name].__name__ == name
-        assert pickle.loads(pickle.dumps(functions.OURS[name])) is functions.OURS[name]
+        assert torch_dropin.OURS[name].__name__ == name
+        assert pickle.loads(pickle.dumps(torch_dropin.OURS[name])) is torch_dropin.OURS[name]
     assert all(">>>" in (function.__doc__ or "") for function in (install, uninstall, is_installed))
 
 
@@ -81,7 +82,7 @@ def test_references_in_loaded_modules_are_replaced(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, client.__name__, client)
     monkeypatch.setitem(sys.modules, "lazy_client", Lazy("lazy_client"))
     with install() as installation:
-        assert client.shard is taken_before is functions.fully_shard
+        assert client.shard is taken_before is torch_dropin.fully_shard
         assert client.kept["in a dict"] is of_torch["fully_shard"]
         assert "client_with_references.shard" in installation.replaced
         assert f"{__name__}.taken_before" in installation.replaced

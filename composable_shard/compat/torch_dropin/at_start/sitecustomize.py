@@ -31,7 +31,7 @@ class _LoadAndInstall(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        from composable_shard.compat.torch_dropin.installation import install
+        from composable_shard.compat.torch_dropin import install
 
         install()
 

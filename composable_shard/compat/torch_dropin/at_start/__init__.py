@@ -1,1 +1,0 @@
-"""A folder for ``PYTHONPATH``: a Python that starts with it there has the drop-in."""
