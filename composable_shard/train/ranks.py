@@ -61,20 +61,6 @@ class Ranks:
             dist.all_gather_object(heard, own, group=self.group)
         return heard
 
-    def gather_alike(self, own: Any) -> list[Any]:
-        """Return what each rank says, of which many say the same.
-
-        Args:
-            own: What this rank says; its ``repr`` tells it from what others say.
-
-        Collective: two all-gathers of objects; each of what is said is sent by one rank.
-        """
-        digests = self.gather(hashlib.sha256(repr(own).encode()).hexdigest())
-        first = {digest: place for place, digest in reversed([*enumerate(digests)])}
-        is_first = self.group is None or self.group.rank() in first.values()
-        heard = self.gather(own if is_first else None)
-        return [heard[first[digest]] for digest in digests]
-
     def say(self, word: int) -> list[int]:
         """Return what each rank says, a number. Collective: an all-gather of 8 bytes."""
         if self.group is None:
@@ -87,11 +73,15 @@ class Ranks:
 
     def from_first(self, own: Any) -> Any:
         """Return what the first rank says. Collective: a broadcast of an object."""
+        return self.from_one(own, self.numbers[0])
+
+    def from_one(self, own: Any, number: int) -> Any:
+        """Return what the rank of a number says. Collective: a broadcast of an object."""
         if self.group is None:
             return own
         box = [own]
         with self.naming_failures():
-            dist.broadcast_object_list(box, group=self.group, group_src=0)
+            dist.broadcast_object_list(box, src=number, group=self.group)
         return box[0]
 
     @contextlib.contextmanager

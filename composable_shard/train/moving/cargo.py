@@ -20,68 +20,61 @@ from composable_shard.core.codec import (
     has_grad_extension,
     needs_extension,
 )
+from composable_shard.core.features.grad_extension import forget_codec
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
+from composable_shard.core.placement import ParamPlacement, plan_tensor
 from composable_shard.core.reduction import assign_grad
-from composable_shard.core.storage import ShardedParam
+from composable_shard.core.shard import build_buckets
+from composable_shard.core.storage import ShardedParam, Storage
 from composable_shard.errors import ShardError
 from composable_shard.optim.layouts import LayoutOptimizer
-from composable_shard.train.moving import relocation
-from composable_shard.train.moving.ground import Cut, Ground, cut_of
-from composable_shard.train.moving.target import Target
+from composable_shard.train.moving.places import Cut, Ground, Target, cut_of, whole_on_meta
+from composable_shard.train.weights.entries import exchange, register_instead
 
 # What tensors are made of: tensor subclasses move as the plain tensors in them --------------------
 
 
-class Composition(NamedTuple):
-    """Of what a tensor is made.
+def codec_for(what: str, tensor: torch.Tensor) -> Codec | None:
+    """Return how the class of a tensor takes it apart and makes it again; ``None`` if it is plain.
 
-    Attributes:
-        codec: How its class takes it apart and makes it again; ``None`` for a plain tensor.
+    Raises:
+        ShardError: If it is not plain, or made of plain tensors of its shape.
     """
-
-    codec: Codec | None = None
-
-    @classmethod
-    def of(cls, what: str, tensor: torch.Tensor) -> Composition:
-        """Return of what a tensor is made.
-
-        Raises:
-            ShardError: If it is not plain, or made of plain tensors of its shape.
-        """
-        codec = codec_of(tensor)
-        leaves = [tensor] if codec is None else codec.parts(tensor)
-        for leaf in leaves:
-            brings_hooks = has_extension(leaf) or has_grad_extension(leaf)
-            if _torch.is_subclass(leaf) or (brings_hooks and type(leaf) is not torch.Tensor):
-                raise ShardError(
-                    f"Expected {what} to be a plain tensor or made of such (__tensor_flatten__), "
-                    f"got {type(leaf).__name__}; such a model is moved by a checkpoint"
-                )
-        if any(leaf.shape != tensor.shape for leaf in leaves):
+    codec = codec_of(tensor)
+    leaves = [tensor] if codec is None else codec.parts(tensor)
+    for leaf in leaves:
+        brings_hooks = has_extension(leaf) or has_grad_extension(leaf)
+        if _torch.is_subclass(leaf) or (brings_hooks and type(leaf) is not torch.Tensor):
             raise ShardError(
-                f"Expected the inner tensors of {what}, a {type(tensor).__name__}, to have its "
-                f"shape {list(tensor.shape)}, got {[list(leaf.shape) for leaf in leaves]}; such a "
-                "model is moved by a checkpoint"
+                f"Expected {what} to be a plain tensor or made of such (__tensor_flatten__), "
+                f"got {type(leaf).__name__}; such a model is moved by a checkpoint"
             )
-        return cls(codec)
+    if any(leaf.shape != tensor.shape for leaf in leaves):
+        raise ShardError(
+            f"Expected the inner tensors of {what}, a {type(tensor).__name__}, to have its "
+            f"shape {list(tensor.shape)}, got {[list(leaf.shape) for leaf in leaves]}; such a "
+            "model is moved by a checkpoint"
+        )
+    return codec
 
-    def made_of(self, what: str, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Make a tensor of plain ones, as ``_torch.leaves`` names them.
 
-        Raises:
-            ShardError: If the class makes something else of them.
-        """
-        if self.codec is None:
-            return leaves[0]
-        made = self.codec.rebuild(dict(zip(self.codec.names, leaves, strict=True)))
-        like = leaves[0]
-        if type(made) is not self.codec.kind or made.shape != like.shape:
-            raise ShardError(
-                f"Expected {self.codec.kind.__name__} of {what} to be made of inner tensors of "
-                f"shape {list(like.shape)}, got {type(made).__name__} of shape "
-                f"{list(made.shape)}; such a model is moved by a checkpoint"
-            )
-        return made
+def _made_of(codec: Codec | None, what: str, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Make a tensor of plain ones, as ``_torch.leaves`` names them.
+
+    Raises:
+        ShardError: If the class makes something else of them.
+    """
+    like = leaves[0]
+    if codec is None:
+        return like
+    made = codec.rebuild(dict(zip(codec.names, leaves, strict=True)))
+    if type(made) is not codec.kind or made.shape != like.shape:
+        raise ShardError(
+            f"Expected {codec.kind.__name__} of {what} to be made of inner tensors of shape "
+            f"{list(like.shape)}, got {type(made).__name__} of shape {list(made.shape)}; such a "
+            "model is moved by a checkpoint"
+        )
+    return made
 
 
 # What the ranks tell each other -------------------------------------------------------------------
@@ -116,23 +109,22 @@ class Told(NamedTuple):
 
     Attributes:
         items: What moves.
+        codecs: How the items are made that are tensor subclasses.
         values: Numbers among the states of optimizers, which are told and not sent, and whether
             they lie on the device.
+        states: All states of optimizers, as they follow each other there.
         settings: Those of the parameter groups of each optimizer.
-        compositions: Of what the items are made that are tensor subclasses.
-        orders: For each optimizer its parameters that have states, by their numbers in it, and the
-            names of these, as they follow each other there.
     """
 
     items: dict[Key, Item]
+    codecs: dict[Key, Codec | None]
     values: dict[Key, tuple[Any, bool]]
+    states: list[Key]
     settings: list[list[dict[str, Any]]]
-    compositions: dict[Key, Composition]
-    orders: list[dict[int, list[str]]]
 
     def facts(self) -> list[str]:
         """Describe what must be the same on all ranks that have the model."""
-        return [f"{key}: {item}" for key, item in self.items.items()]
+        return sorted(f"{key}: {item}" for key, item in self.items.items())
 
 
 Tensors = dict[Key, list[torch.Tensor]]
@@ -167,7 +159,7 @@ class Possession:
         self._states: list[Mapping[torch.Tensor, dict[str, Any]]] = []
         self._before = [dict(param.__dict__) for param in self.params]
         self._meshes = {id(param): param.mesh for param in self.params}
-        self._units: list[list[Any]] = []
+        self._buckets: list[list[Storage]] = []
         self._locals: list[torch.Tensor] = []
 
     @property
@@ -191,14 +183,14 @@ class Possession:
 
         Collective: of optimizers whose states lie with owners, see ``LayoutOptimizer.state_dict``.
         """
-        told, tensors = Told({}, {}, [], {}, []), Tensors()
+        told, tensors = Told({}, {}, {}, [], []), Tensors()
 
         def add(key: Key, value: Any, param: int | None = None) -> None:
             if isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.ndim):
-                item, composition = self._described(key, value, param)
-                told.items[key], told.compositions[key] = item, composition
-                leaves = _torch.leaves(_torch.local_part(value))
-                tensors[key] = [leaf.detach() for leaf in leaves]
+                local = _torch.local_part(value)
+                told.codecs[key] = codec_for(self._what(key), local)
+                told.items[key] = self._described(key, value, param)
+                tensors[key] = [leaf.detach() for leaf in _torch.leaves(local)]
             elif isinstance(value, torch.Tensor):
                 told.values[key] = value.cpu(), value.device.type != "cpu"
             else:
@@ -212,32 +204,17 @@ class Possession:
             if not isinstance(tensor, DTensor):
                 add(("plain", name), tensor[None] if not tensor.ndim else tensor)
         for place, optimizer in enumerate(self._optimizers):
-            states = _states_of(optimizer)
-            self._states.append(states)
-            told.orders.append(self._order(self._stepped[place], states))
-            for index, stepped in self._stepped[place].items():
-                for name in sorted(told.orders[place].get(index, ())):
-                    value = states[stepped][name]
-                    add(("state", place, index, name), value, self._indices.get(id(stepped)))
-            settings = [dict(group) for group in optimizer.param_groups]
-            told.settings.append([{**group, "params": []} for group in settings])
+            numbers = {id(param): index for index, param in self._stepped[place].items()}
+            self._states.append(_states_of(optimizer))
+            for stepped, own in self._states[place].items():
+                moved = self._indices.get(id(stepped))
+                for name, value in own.items() if id(stepped) in numbers else ():
+                    if moved is not None or not isinstance(value, DTensor):
+                        key = ("state", place, numbers[id(stepped)], name)
+                        add(key, value, moved)
+                        told.states.append(key)
+            told.settings.append([{**group, "params": []} for group in optimizer.param_groups])
         return told, tensors
-
-    def _order(
-        self, stepped: Mapping[int, torch.Tensor], states: Mapping[torch.Tensor, dict[str, Any]]
-    ) -> dict[int, list[str]]:
-        """Return which states of an optimizer are told, in their order; see :class:`Told`."""
-        numbers = {id(param): index for index, param in stepped.items()}
-        order: dict[int, list[str]] = {}
-        for param, own in states.items():
-            if id(param) in numbers:
-                is_moved = id(param) in self._indices  # one that is not keeps its DTensors
-                order[numbers[id(param)]] = [
-                    name
-                    for name, value in own.items()
-                    if is_moved or not isinstance(value, DTensor)
-                ]
-        return order
 
     def check_joining(self) -> None:
         """Raise ``ShardError`` if something of this rank could not be given to one that joins."""
@@ -248,26 +225,21 @@ class Possession:
                     "move to more ranks, got one that is not; such a model is moved by a checkpoint"
                 )
 
-    def _described(
-        self, key: Key, tensor: torch.Tensor, param: int | None
-    ) -> tuple[Item, Composition]:
+    def _described(self, key: Key, tensor: torch.Tensor, param: int | None) -> Item:
         local = _torch.local_part(tensor)
-        composition = Composition.of(self._what(key), local)
-        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         dtypes = tuple(leaf.dtype for leaf in _torch.leaves(local))
-        item = Item(shape, stride, tensor.dtype, dtypes)
+        item = Item(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, dtypes)
         if param is None or not isinstance(tensor, DTensor):
-            return item, composition
+            return item
         placement = self.params[param].placement
-        cut = cut_of(self._what(key), tensor, placement)
-        box = Ground.of(placement.mesh, placement.roles).holding(shape, cut).box(dist.get_rank())
-        assert box is not None
-        if box.sizes != local.shape:
+        item = item._replace(param=param, cut=cut_of(self._what(key), tensor, placement))
+        sizes = _sizes(item, placement)
+        if sizes != local.shape:
             raise ShardError(
-                f"Expected shape {list(box.sizes)} of {self._what(key)} on this rank, got "
+                f"Expected shape {list(sizes)} of {self._what(key)} on this rank, got "
                 f"{list(local.shape)}; such a model is moved by a checkpoint"
             )
-        return item._replace(param=param, cut=cut), composition
+        return item
 
     def _what(self, key: Key) -> str:
         """Return what messages call a tensor."""
@@ -317,8 +289,9 @@ class Possession:
                     values = _torch.empty_like(values, device=self._device)
                 found[key] = [leaf.view(item.shape) for leaf in _torch.leaves(values)]
             elif key[0] != "plain" and (item.param is not None or is_new):
-                like = _torch.leaves(self._like(key))[0]
-                sizes = self._sizes(item, target)
+                like, sizes = _torch.leaves(self._like(key))[0], item.shape
+                if item.param is not None:
+                    sizes = _sizes(item, target.placements[item.param])
                 if like.shape != sizes:
                     like = like.new_zeros(()).expand(sizes)
                 device = self._device if like.is_meta else like.device
@@ -332,45 +305,38 @@ class Possession:
     def _device(self) -> torch.device:
         return self.groups[0].mesh.device
 
-    def _sizes(self, item: Item, target: Target) -> tuple[int, ...]:
-        """Return the shape of what this rank is to have."""
-        if item.param is None:
-            return item.shape
-        placement = target.placements[item.param]
-        ground = Ground.of(placement.mesh, placement.roles)
-        box = ground.holding(item.shape, item.cut).box(dist.get_rank())
-        assert box is not None
-        return box.sizes
-
     def _new_shards(self, told: Told, target: Target) -> list[torch.Tensor]:
         """Plan all parameters for other ranks, and return memory for their local shards."""
-        found: list[torch.Tensor] = []
+        found = dict[int, torch.Tensor]()
         for group in self.groups:
-            shards: list[torch.Tensor] = []
-            for param in group.params:
-                index = len(found) + len(shards)
-                local, key = param.local, ("parameter", index)
-                relocation.replan(param, target.over[index], target.placements[index])
-                item, composition = told.items[key], told.compositions[key]
-                shards.append(self._new_shard(param, local, item, composition))
+            shards = [self._new_shard(param, told, target) for param in group.params]
             with torch.inference_mode(False):
-                units, locals_ = relocation.build(group.params, shards)
-            self._units.append(units)
-            found += locals_
-        return found
+                self._buckets.append(build_buckets(group.params, shards))
+            for bucket in self._buckets[-1]:
+                found.update(zip(map(id, bucket.params), bucket.locals, strict=True))
+        return [found[id(param)] for param in self.params]
 
-    def _new_shard(
-        self, param: ShardedParam, local: torch.Tensor, item: Item, composition: Composition
-    ) -> torch.Tensor:
-        """Return a local shard: of a plain tensor without memory, which its bucket has."""
-        like = relocation.local_shard_on_meta(param)
-        if composition.codec is None and not needs_extension(local):
+    def _new_shard(self, param: ShardedParam, told: Told, target: Target) -> torch.Tensor:
+        """Return a local shard: of a plain tensor without memory, which its bucket has.
+
+        The parameter is planned for its new ranks; the DTensor is left as it is.
+        """
+        index, local = self._indices[id(param.sharded)], param.local
+        mesh, item = target.over[index], told.items["parameter", index]
+        param.layout = plan_tensor(whole_on_meta(param), param.layout.dim, mesh.num_shards)
+        param.mesh, param.placement, param.place = mesh, target.placements[index], None
+        param.device = torch.device("cpu") if param.offload is not None else mesh.device
+        param.forget_unsharded()
+        numel = param.layout.param.local_numel(mesh.shard_rank)
+        like = param.layout.local(torch.empty(numel, device="meta"), mesh.shard_rank)
+        codec = told.codecs["parameter", index]
+        if codec is None and not needs_extension(local):
             return torch.zeros((), dtype=item.dtype, device=param.device).expand(like.shape)
         leaves = [
             _torch.without_values(torch.empty_like(like, dtype=dtype, device=param.device))
             for dtype in item.dtypes
         ]
-        made = composition.made_of(f"parameter '{param.name}'", leaves)
+        made = _made_of(codec, f"parameter '{param.name}'", leaves)
         carry_hooks(local, made)
         return made
 
@@ -402,11 +368,18 @@ class Possession:
         """
         is_new = self.is_empty
         for param, local in zip(self.params, self._locals, strict=True):
-            relocation.settle_param(param, local)
-        for group, units in zip(self.groups, self._units, strict=True):
+            spec = _torch.spec_with_dtype(param.sharded_spec, local.dtype)
+            if any(leaf.is_meta for leaf in _torch.leaves(_torch.local_tensor(param.sharded))):
+                # It gets memory, and stays the object that it is.
+                made = _torch.from_local(local, spec)
+                exchange(param.sharded, _torch.parameter_of(made, param.sharded.requires_grad))
+            _torch.relocate(param.sharded, local, spec)
+            param.hold(local)
+            forget_codec(param)
+        for group, buckets in zip(self.groups, self._buckets, strict=True):
             pairs = [(self._meshes[id(param)], param.mesh) for param in group.params]
             pairs = [(group.mesh, target.of_group(group)), *pairs]
-            group.relocate(units, pairs[0][1], dict.fromkeys(pairs))
+            group.relocate(buckets, pairs[0][1], dict.fromkeys(pairs))
             group.tree.forget_forwards()
         for key in told.items:
             if key[0] == "gradient":
@@ -415,8 +388,10 @@ class Possession:
                 if param.sharded.grad is not shard:
                     assign_grad(param.sharded, shard)
             elif key[0] == "plain" and is_new:
-                values = told.compositions[key].made_of(self._what(key), tensors[key])
-                self._put_plain(str(key[1]), values)
+                values = _made_of(told.codecs[key], self._what(key), tensors[key])
+                tensor = self._plain()[str(key[1])]
+                if tensor.is_meta:
+                    register_instead(self.model, tensor, values.view(tensor.shape))
         for place, optimizer in enumerate(self._optimizers):
             self._settle_states(place, optimizer, told, tensors)
 
@@ -428,17 +403,15 @@ class Possession:
         states: dict[torch.Tensor, dict[str, Any]] = {
             param: dict(before.get(param, {})) for param in stepped.values() if param in before
         }
-        if is_new:  # in the order of the others: full checkpoints gather one after the other
-            for index, names in told.orders[place].items():
-                states[stepped[index]] = dict.fromkeys(names)
-        for key in told.items:
-            if key[:2] == ("state", place) and key in tensors:
-                own, name = states[stepped[int(key[2])]], str(key[3])
+        for key in told.states:  # in the order of the others, in which full checkpoints gather
+            if key[1] != place or not (is_new or key in tensors):
+                continue
+            own, name = states.setdefault(stepped[int(key[2])], {}), str(key[3])
+            if key in tensors:
                 own[name] = self._shown(key, told, tensors, own.get(name))
-        for key, (value, is_on_device) in told.values.items():
-            if key[:2] == ("state", place) and is_new:
-                own = states[stepped[int(key[2])]]
-                own[str(key[3])] = value.to(self._device) if is_on_device else value
+            else:
+                value, is_on_device = told.values[key]
+                own[name] = value.to(self._device) if is_on_device else value
         if is_new:
             for group, settings in zip(optimizer.param_groups, told.settings[place], strict=True):
                 group.update({k: v for k, v in settings.items() if k != "params"})
@@ -452,7 +425,7 @@ class Possession:
     def _shown(self, key: Key, told: Told, tensors: Tensors, before: Any) -> torch.Tensor:
         """Return a gradient or a state as users see it: the object of before, if there was one."""
         item = told.items[key]
-        local = told.compositions[key].made_of(self._what(key), tensors[key])
+        local = _made_of(told.codecs[key], self._what(key), tensors[key])
         if item.param is None:
             return local
         placement = self.params[item.param].placement
@@ -462,20 +435,6 @@ class Possession:
             return _torch.from_local(local, spec)
         _torch.relocate(before, local, spec)
         return before
-
-    def _put_plain(self, name: str, values: torch.Tensor) -> None:
-        """Register a buffer, or give a parameter memory, that had none."""
-        tensor = self._plain()[name]
-        if not tensor.is_meta:
-            return
-        whole = values.view(tensor.shape)
-        if isinstance(tensor, nn.Parameter):
-            relocation.exchange(tensor, nn.Parameter(whole, requires_grad=tensor.requires_grad))
-            return
-        for module in self.model.modules():
-            for attribute, buffer in module._buffers.items():
-                if buffer is tensor:
-                    module._buffers[attribute] = whole
 
     def leave(self, target: Target) -> None:
         """Let the model lie on other ranks alone: this one has nothing of what is sharded."""
@@ -490,7 +449,10 @@ class Possession:
             meta = _torch.spec_of(sharded.sharded).tensor_meta
             assert meta is not None
             spec = _torch.make_spec(*target.elsewhere(index), meta)
-            relocation.leave_param(sharded, nothing, spec)
+            sharded.sharded.grad = None
+            sharded.forget_unsharded()
+            _torch.relocate(sharded.sharded, nothing, spec)
+            sharded.local, sharded.place = nothing, None
         for group in self.groups:
             group.leave()
 
@@ -499,3 +461,10 @@ def _states_of(optimizer: Optimizer) -> Mapping[torch.Tensor, dict[str, Any]]:
     if isinstance(optimizer, LayoutOptimizer):
         return optimizer.sharded_states()
     return optimizer.state
+
+
+def _sizes(item: Item, placement: ParamPlacement) -> tuple[int, ...]:
+    """Return the shape of what this rank has of a tensor that is cut like a parameter."""
+    ground = Ground.of(placement.mesh, placement.roles)
+    box, _ = ground.holding(item.shape, item.cut)[dist.get_rank()]
+    return box.sizes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,8 +17,8 @@ from composable_shard import _torch
 from composable_shard.arguments import check_int, check_module, check_type
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
 from composable_shard.core.hooks import groups_in
+from composable_shard.core.reduction import is_partial
 from composable_shard.core.transport import host
-from composable_shard.core.transport.process_groups import raise_first_difference
 from composable_shard.core.tree import check_at_rest
 from composable_shard.errors import ShardError
 from composable_shard.mesh import check_reshard
@@ -27,11 +26,8 @@ from composable_shard.optim import exchange
 from composable_shard.optim.blocks import Box, whole
 from composable_shard.optim.exchange import part_of
 from composable_shard.optim.layouts import Fits
-from composable_shard.train.moving.cargo import Composition, Item, Possession, Tensors, Told
-from composable_shard.train.moving.ground import Ground
-from composable_shard.train.moving.plan import Piece, pieces_of, rounds_of
-from composable_shard.train.moving.relocation import has_unsynced_grad
-from composable_shard.train.moving.target import Meshes, Target
+from composable_shard.train.moving.cargo import Item, Possession, Tensors, Told, codec_for
+from composable_shard.train.moving.places import Ground, Meshes, Piece, Target, pieces_of, rounds_of
 from composable_shard.train.optimizers import listed
 from composable_shard.train.ranks import Ranks
 
@@ -53,8 +49,8 @@ def _check_group(group: ParamGroup) -> None:
         )
     for param in group.params:
         if not param.local.is_meta:
-            Composition.of(f"parameter '{param.name}'", param.local)
-        if has_unsynced_grad(group, param):
+            codec_for(f"parameter '{param.name}'", param.local)
+        if param.name in group.unsynced_names or is_partial(param.sharded.grad):
             raise ShardError(
                 f"Expected a reduced gradient of '{param.name}', got one that was accumulated "
                 "without sync; call synchronize_gradients() first"
@@ -117,7 +113,7 @@ class _Move:
             own = self._own_places()
             facts += [f"'{param.name}', {list(param.shape)}" for param in self._owner.params]
         self._agree(facts, "model")
-        heard = self._ranks.gather_alike(own)
+        heard = self._ranks.gather(own)
         self._places = dict(zip(self._ranks.numbers, heard, strict=True))
         self._having = [rank for rank, places in self._places.items() if places.before]
         self._check_complete(self._having)
@@ -192,23 +188,14 @@ class _Move:
     def tell(self) -> tuple[Told, Tensors]:
         """Return what moves, as all ranks know it, and what of it this one has."""
         own: Told | None = None
-        tensors, text, sent = Tensors(), "", b""
+        tensors, sent = Tensors(), b""
         if dist.get_rank() in self._having:
             with self._ranks.noting_failure():
                 own, tensors = self._owner.told()
-                text = hashlib.sha256(repr(own.items).encode()).hexdigest()
                 sent = pickle.dumps(own) if dist.get_rank() == self._having[0] else b""
-        heard = self._ranks.gather((self._ranks.failure, text, sent))
-        for rank, (failure, _, _) in zip(self._ranks.numbers, heard, strict=True):
-            if failure is not None:
-                raise ShardError(
-                    f"Expected all ranks to move the model, got on rank {rank}: {failure}"
-                )
-        if len({theirs for _, theirs, _ in heard if theirs}) > 1:
-            facts = self._ranks.gather(None if own is None else own.facts())
-            known = [(r, f) for r, f in zip(self._ranks.numbers, facts, strict=True) if f]
-            raise_first_difference([f for _, f in known], [r for r, _ in known], "state")
-        told: Told = pickle.loads(next(theirs for _, _, theirs in heard if theirs))
+        self._agree([], "model")
+        told: Told = pickle.loads(self._ranks.from_one(sent, self._having[0]))
+        self._agree((own or told).facts(), "state")
         return told, tensors
 
     def go(self, bucket_nbytes: int) -> None:
@@ -239,32 +226,31 @@ class _Move:
 
     def _send(self, told: Told, before: Tensors, after: Tensors, bucket_nbytes: int) -> None:
         """Fill what is to be had. Collective: an all-to-all for each bucket."""
-        rank, parts = dist.get_rank(), _Parts()
         pieces, itemsizes = list[Piece](), list[int]()
+        out, into = list[_Part](), list[_Part]()
         for key, item in told.items.items():
             ways = self._pieces(item)
-            outer, inner = self._box(item, rank, "before"), self._box(item, rank, "after")
+            held, wanted = self._box(item, "before"), self._box(item, "after")
             for place, dtype in enumerate(item.dtypes):
-                source = before[key][place] if key in before else None
-                parts.add(source, outer, after[key][place] if key in after else None, inner)
+                out.append((before[key][place] if key in before else None, held))
+                into.append((after[key][place] if key in after else None, wanted))
                 pieces += [replace(piece, tensor=len(itemsizes)) for piece in ways]
                 itemsizes.append(dtype.itemsize)
-        stays = [piece for piece in pieces if piece.source == piece.target]
-        for piece in stays:
-            if piece.target == rank:
-                parts.into(piece).copy_(parts.out_of(piece))
+        rank = dist.get_rank()
+        for piece in pieces:
+            if piece.source == piece.target == rank:
+                _part(into, piece).copy_(_part(out, piece))
         goes = [piece for piece in pieces if piece.source != piece.target]
         for some in rounds_of(goes, itemsizes, bucket_nbytes):
-            self._exchange(some, parts)
+            self._exchange(some, out, into)
 
-    def _box(self, item: Item, rank: int, when: Literal["before", "after"]) -> Box | None:
-        """Return what a rank has of an item; ``None`` if it has nothing of the model."""
+    def _box(self, item: Item, when: Literal["before", "after"]) -> Box | None:
+        """Return what this rank has of an item; ``None`` if it has nothing of the model."""
+        rank = dist.get_rank()
         grounds: tuple[Ground, ...] = getattr(self._places[rank], when)
-        if not grounds:
-            return None
-        if item.param is None:
-            return whole(item.shape)
-        return grounds[item.param].holding(item.shape, item.cut).box(rank)
+        if not grounds or item.param is None:
+            return whole(item.shape) if grounds else None
+        return grounds[item.param].holding(item.shape, item.cut)[rank][0]
 
     def _pieces(self, item: Item) -> list[Piece]:
         """Return what moves of an item; who has a copy of what is not cut keeps it."""
@@ -279,53 +265,32 @@ class _Move:
             found.append(Piece(0, sources[place % len(sources)], rank, whole(item.shape)))
         return found
 
-    def _exchange(self, pieces: Sequence[Piece], parts: _Parts) -> None:
+    def _exchange(
+        self, pieces: Sequence[Piece], out: Sequence[_Part], into: Sequence[_Part]
+    ) -> None:
         group, rank = self._ranks.group, dist.get_rank()
         assert group is not None
         places = {number: place for place, number in enumerate(self._ranks.numbers)}
-        out: list[list[torch.Tensor]] = [[] for _ in places]
-        into: list[list[torch.Tensor]] = [[] for _ in places]
+        sent: list[list[torch.Tensor]] = [[] for _ in places]
+        received: list[list[torch.Tensor]] = [[] for _ in places]
         for piece in pieces:
             if piece.source == rank:
-                out[places[piece.target]].append(parts.out_of(piece))
+                sent[places[piece.target]].append(_part(out, piece))
             if piece.target == rank:
-                into[places[piece.source]].append(parts.into(piece))
+                received[places[piece.source]].append(_part(into, piece))
         device = _torch.device_for(group, self._owner.groups[0].mesh.device)
         over = exchange.Ranks(group, places[rank], tuple(range(len(places))), device)
-        nbytes = [sum(tensor.nbytes for tensor in tensors) for tensors in into]
-        exchanged = exchange.Exchange(over, out, nbytes, self._ranks.doing)
-        exchanged.wait()
-        exchanged.write(into)
+        nbytes = [sum(tensor.nbytes for tensor in tensors) for tensors in received]
+        exchange.Exchange(over, sent, nbytes, self._ranks.doing).write(received)
 
 
-class _Parts:
-    """What pieces are parts of, on this rank."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[torch.Tensor | None, Box | None]] = []
-        self._after: list[tuple[torch.Tensor | None, Box | None]] = []
-
-    def add(
-        self,
-        before: torch.Tensor | None,
-        held: Box | None,
-        after: torch.Tensor | None,
-        wanted: Box | None,
-    ) -> None:
-        """Note where a tensor is, and where it is to be, and what of it that is."""
-        self._before.append((before, held))
-        self._after.append((after, wanted))
-
-    def out_of(self, piece: Piece) -> torch.Tensor:
-        """View a piece where it is."""
-        return _part(*self._before[piece.tensor], piece)
-
-    def into(self, piece: Piece) -> torch.Tensor:
-        """View a piece where it is to be."""
-        return _part(*self._after[piece.tensor], piece)
+_Part = tuple[torch.Tensor | None, Box | None]
+"""A tensor of this rank, and which part it is of the whole."""
 
 
-def _part(tensor: torch.Tensor | None, box: Box | None, piece: Piece) -> torch.Tensor:
+def _part(tensors: Sequence[_Part], piece: Piece) -> torch.Tensor:
+    """View a piece in the tensor of which it is a part."""
+    tensor, box = tensors[piece.tensor]
     assert tensor is not None and box is not None
     return part_of(tensor, piece.box.within(box))
 

@@ -220,23 +220,24 @@ def materialize(module: nn.Module, entries: Iterable[Entry]) -> None:
         if id(old) not in homes and isinstance(old, DTensor):
             device = torch.device(old.device_mesh.device_type)
         new = _torch.without_values(torch.empty_like(old, device=device, requires_grad=False))
-        if isinstance(old, nn.Parameter):
-            _exchange(old, nn.Parameter(new, requires_grad=old.requires_grad))
-        else:
-            _replace(module, old, new)
+        if not isinstance(old, nn.Parameter):
             entry.tensor = new
+        register_instead(module, old, new)
 
 
-def _exchange(old: nn.Parameter, new: nn.Parameter) -> None:
+def register_instead(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Give a parameter the memory of ``new``, or register that wherever a buffer is."""
+    if isinstance(old, nn.Parameter):
+        exchange(old, nn.Parameter(new, requires_grad=old.requires_grad))
+        return
+    for inner in module.modules():  # views of a buffer may exist, so it is not exchanged
+        for attribute, buffer in inner._buffers.items():
+            if buffer is old:
+                inner._buffers[attribute] = new
+
+
+def exchange(old: nn.Parameter, new: nn.Parameter) -> None:
     """Give a parameter the memory of another one; it stays the object that optimizers hold."""
     _torch.share_hooks(old, new)
     new.__dict__.update(old.__dict__)
     torch.utils.swap_tensors(old, new)
-
-
-def _replace(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Register another buffer wherever one is; views of it may exist, so it is not exchanged."""
-    for inner in module.modules():
-        for attribute, buffer in inner._buffers.items():
-            if buffer is old:
-                inner._buffers[attribute] = new

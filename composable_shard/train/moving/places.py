@@ -1,0 +1,389 @@
+"""On which ranks the tensors of a model lie, and are to lie, and which part of each a rank has.
+
+A tensor of 6 rows from 3 ranks to 2; rank 0 keeps its rows and gets row 2, rank 1 gets the rest::
+
+    before   rank 0 | r0 r1 |   rank 1 | r2 r3 |   rank 2 | r4 r5 |
+    after    rank 0 | r0 r1 r2 |           rank 1 | r3 r4 r5 |
+
+A rank that holds a whole copy together with others is given the rest of that copy; one that holds
+nothing, that of whichever copy it falls to. So every rank gets each element once. What is sent is
+cut into pieces, and the pieces are put into rounds in which no rank has more than a bucket.
+
+What is said here of other ranks they say themselves, in numbers: a rank that is not in a mesh, or
+in another part of it, knows neither its process groups nor its order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from composable_shard import _torch
+from composable_shard.core.group import ParamGroup
+from composable_shard.core.placement import ParamPlacement, Role, plan_placement
+from composable_shard.core.storage import ShardedParam, sharded_form
+from composable_shard.errors import ShardError
+from composable_shard.mesh import DataParallelMeshDims, ShardMesh, places_of, resolve_mesh
+from composable_shard.optim.blocks import Box, spread_over
+from composable_shard.optim.layouts import Fits, does_fit
+
+# PURE: which part of a tensor goes from which rank to which ---------------------------------------
+
+COPIES_SENT = 2
+"""How often a message is in memory where it is sent: a part of it by itself, and all of them."""
+
+
+Holding = dict[int, tuple[Box, int]]
+"""How a tensor lies on ranks: what each of them holds, and of which copy of the tensor."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor that goes from a rank to another one, or stays.
+
+    Attributes:
+        tensor: Which tensor.
+        source: The rank that has it.
+        target: The rank that needs it.
+        box: Where it lies in the tensor.
+    """
+
+    tensor: int
+    source: int
+    target: int
+    box: Box
+
+
+def pieces_of(tensor: int, before: Holding, after: Holding) -> list[Piece]:
+    """Return what has to go where for a tensor to lie otherwise; every element of a rank once.
+
+    Args:
+        tensor: Its number.
+        before: How it lies.
+        after: How it is to lie.
+    """
+    copies: dict[int, list[int]] = defaultdict(list)
+    for rank, (_, copy) in before.items():
+        copies[copy].append(rank)
+    names = sorted(copies)
+    found = []
+    for place, (target, (wanted, _)) in enumerate(after.items()):
+        copy = before[target][1] if target in before else names[place % len(names)]
+        for source in copies[copy]:
+            box = before[source][0].overlap(wanted)
+            if box.numel:
+                found.append(Piece(tensor, source, target, box))
+    return found
+
+
+def cut_box(box: Box, most: int) -> Iterator[Box]:
+    """Yield parts of a box of at most so many elements, which together are all of it.
+
+    Example:
+        >>> [part.sizes for part in cut_box(Box((0, 0), (5, 4)), 8)]
+        [(2, 4), (2, 4), (1, 4)]
+    """
+    if box.numel <= most:
+        yield box
+        return
+    dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
+    rows = max(1, most * box.sizes[dim] // box.numel)
+    for start in range(0, box.sizes[dim], rows):
+        starts, sizes = list(box.starts), list(box.sizes)
+        starts[dim], sizes[dim] = starts[dim] + start, min(rows, sizes[dim] - start)
+        yield from cut_box(Box(tuple(starts), tuple(sizes)), most)
+
+
+def rounds_of(
+    pieces: Iterable[Piece], itemsizes: Sequence[int], bucket_nbytes: int
+) -> list[list[Piece]]:
+    """Put what is sent into rounds in which no rank has more than a bucket of messages.
+
+    Args:
+        pieces: All that go from one rank to another.
+        itemsizes: Bytes of an element, by tensor.
+        bucket_nbytes: Bytes of messages, sent and received, that a rank has at a time; or those of
+            one element, if that is more.
+    """
+    rounds: list[list[Piece]] = []
+    loads: list[dict[int, int]] = []
+    reached: dict[int, int] = defaultdict(int)  # by rank, the last round that has a piece of it
+    for piece in pieces:
+        itemsize = itemsizes[piece.tensor]
+        most = max(1, bucket_nbytes // (COPIES_SENT * itemsize))
+        for box in cut_box(piece.box, most):
+            costs = {piece.source: COPIES_SENT * box.numel * itemsize}
+            costs[piece.target] = box.numel * itemsize
+            index = max(reached[rank] for rank in costs)
+            while index < len(rounds) and any(
+                loads[index].get(rank, 0) + cost > bucket_nbytes for rank, cost in costs.items()
+            ):
+                index += 1
+            if index == len(rounds):
+                rounds.append([])
+                loads.append({})
+            rounds[index].append(Piece(piece.tensor, piece.source, piece.target, box))
+            for rank, cost in costs.items():
+                loads[index][rank] = loads[index].get(rank, 0) + cost
+                reached[rank] = index
+    return rounds
+
+
+# Which part of a tensor each rank has -------------------------------------------------------------
+
+
+class Cut(NamedTuple):
+    """Which dims of a tensor are cut, whatever the number of ranks.
+
+    Attributes:
+        shard: The dim that the data-parallel ranks shard; ``None`` if they have all of it.
+        num_parts: Of how many parts of that dim, which other axes have cut, each is sharded;
+            ``None`` if data-parallel ranks come first.
+        model: For each axis that splits the model, the dim that it cuts, if any.
+    """
+
+    shard: int | None = None
+    num_parts: int | None = None
+    model: tuple[int | None, ...] = ()
+
+    def dims(self, roles: Sequence[Role]) -> list[int | None]:
+        """Return the dim that each axis of a mesh cuts, if any, by what the axes do."""
+        model, dims = iter(self.model), {"replicate": None, "shard": self.shard}
+        return [next(model) if role is None else dims[role] for role in roles]
+
+    def placements(self, roles: Sequence[Role]) -> tuple[Placement, ...]:
+        """Return how a DTensor that is cut so lies on a mesh with axes of these roles."""
+        found = list[Placement]()
+        for role, dim in zip(roles, self.dims(roles), strict=True):
+            if dim is None:
+                found.append(Replicate())
+            elif role == "shard" and self.num_parts is not None:
+                found.append(_torch.strided_shard(dim, self.num_parts))
+            else:
+                found.append(Shard(dim))
+        return tuple(found)
+
+
+class Ground(NamedTuple):
+    """The ranks that a tensor lies on, and what they have of it by the axes of their mesh.
+
+    Attributes:
+        ranks: Their numbers in the job, in the order of shards, along the last axis first.
+        extents: How many there are along each axis.
+        roles: What each axis does: shard, replicate, or, ``None``, split the model.
+    """
+
+    ranks: tuple[int, ...]
+    extents: tuple[int, ...]
+    roles: tuple[Role, ...]
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, roles: Sequence[Role]) -> Ground:
+        """Return the ranks of a mesh.
+
+        Raises:
+            ShardError: If ranks have no place of their own where process groups, which sort their
+                ranks, say what lies where; or, if an axis splits the model, another than there.
+        """
+        places, known = places_of(mesh), mesh.mesh.tolist()
+        if len({*places.values()}) < len(places):
+            raise ShardError(
+                "Expected a mesh whose ranks, sorted along each axis as process groups sort them, "
+                f"have a place of their own, got {known}"
+            )
+        ranks = sorted(places, key=lambda rank: places[rank])
+        if None in roles and ranks != mesh.mesh.flatten().tolist():
+            raise ShardError(
+                "Expected a mesh that splits the model to have ranks that ascend along each axis, "
+                f"got {known}"
+            )
+        return cls(tuple(ranks), tuple(mesh.shape), tuple(roles))
+
+    def holding(self, shape: Sequence[int], cut: Cut) -> Holding:
+        """Return how a tensor lies there."""
+        is_inner = cut.num_parts is not None
+        inner = [axis for axis, role in enumerate(self.roles) if role == "shard" and is_inner]
+        spread = spread_over(shape, self.extents, cut.dims(self.roles), inner)
+        return dict(zip(self.ranks, zip(spread.boxes, spread.replicas, strict=True), strict=True))
+
+
+def cut_of(what: str, tensor: DTensor, placement: ParamPlacement) -> Cut:
+    """Return how a parameter is cut, or its gradient, or a state of it.
+
+    Args:
+        what: What messages call it.
+        tensor: The tensor.
+        placement: Of the parameter.
+
+    Raises:
+        ShardError: If it is not cut into ranges, or lies on another mesh than the parameter.
+    """
+    mesh, dims = tensor.device_mesh, [getattr(p, "dim", None) for p in tensor.placements]
+    axis = placement.roles.index("shard") if "shard" in placement.roles else None
+    model = tuple(d for d, role in zip(dims, placement.roles, strict=False) if role is None)
+    cut = Cut(model=model)
+    expected = None
+    if mesh == placement.mesh and axis is not None:
+        later = range(axis + 1, mesh.ndim)
+        expected = prod(mesh.size(other) for other in later if dims[other] == dims[axis])
+        cut = Cut(dims[axis], _torch.num_parts_of_strided(tensor.placements[axis]), model)
+    is_whole = cut.num_parts in (None, expected)
+    if (
+        mesh != placement.mesh
+        or not is_whole
+        or cut.placements(placement.roles) != tensor.placements
+    ):
+        raise ShardError(
+            f"Expected {what} to be cut by Shard over axes of the mesh of the parameter, got "
+            f"{tensor.placements} on {mesh}; such a model is moved by a checkpoint"
+        )
+    return cut
+
+
+# Where parameters are to lie ----------------------------------------------------------------------
+
+Meshes = DeviceMesh | Mapping[Fits, DeviceMesh]
+"""The mesh of all parameters; or one for each pattern of names, the first of which fits."""
+
+
+class Target:
+    """The meshes to which parameters move, and how they will lie there.
+
+    Args:
+        model: The model.
+        params: Its sharded parameters.
+        meshes: Where to.
+
+    Attributes:
+        is_member: Whether this rank is to have the model. If not, the two lists are empty.
+        over: The data-parallel ranks of each parameter.
+        placements: How each parameter will lie.
+
+    Raises:
+        ValueError: If a parameter has no mesh, or does not fit its own.
+        ShardError: If this rank is in the meshes of some parameters only.
+    """
+
+    def __init__(self, model: nn.Module, params: Sequence[ShardedParam], meshes: Meshes) -> None:
+        self._params, self._meshes = params, _mesh_of_each(model, params, meshes)
+        members = {mesh.get_coordinate() is not None for mesh in self._meshes}
+        if len(members) > 1:
+            raise ShardError(
+                "Expected this rank in the meshes of all parameters, or of none, got it in "
+                "those of some"
+            )
+        self.is_member = True in members
+        self.over: list[ShardMesh] = []
+        self.placements: list[ParamPlacement] = []
+        for param, mesh in zip(params, self._meshes, strict=True) if self.is_member else ():
+            over = resolve_mesh(mesh, _dims_of(param))
+            self.over.append(over)
+            self.placements.append(plan_param(param, over))
+        self._indices = {id(param): index for index, param in enumerate(params)}
+
+    def grounds(self) -> list[Ground]:
+        """Return where each parameter will lie; nothing on a rank that leaves."""
+        return [Ground.of(planned.mesh, planned.roles) for planned in self.placements]
+
+    def mesh_for(self, param: ShardedParam) -> ShardMesh:
+        """Return the data-parallel ranks of a parameter."""
+        return self.over[self._indices[id(param)]]
+
+    def peers(self) -> set[int]:
+        """Return the ranks with which this one will share all parameters."""
+        ranks = [{*over.mesh.mesh.flatten().tolist()} for over in self.over]
+        return set.intersection(*ranks) if ranks else set()
+
+    def of_group(self, group: ParamGroup) -> ShardMesh:
+        """Return the mesh of a group: of those of its parameters that had its own, or of any."""
+        own = [param for param in group.params if param.mesh == group.mesh]
+        found = [self.over[self._indices[id(param)]] for param in (own or group.params)]
+        return (found or self.over)[0]
+
+    def elsewhere(self, index: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """Return on which mesh, without this rank, a parameter lies, and about how.
+
+        Torch does not slice a mesh on a rank that is not in it, so this may have more axes.
+        """
+        mesh, placement = self._meshes[index], self._params[index].placement
+        if mesh.ndim == placement.mesh.ndim:
+            return mesh, placement.sharded
+        cut = placement.sharded[placement.roles.index("shard")]
+        return mesh, (*[Replicate()] * (mesh.ndim - 1), cut)
+
+
+def _dims_of(param: ShardedParam) -> DataParallelMeshDims | None:
+    """Return which axes of the mesh are data-parallel, if the parameter is on all of them."""
+    dims = param.mesh.dims
+    if dims is not None and max(len(dims.shard_names), len(dims.replicate_names)) > 1:
+        raise ShardError(
+            f"Expected dp_mesh_dims of one axis for each purpose of parameter '{param.name}', got "
+            f"{dims}; such a model is moved by a checkpoint"
+        )
+    return dims
+
+
+def _mesh_of_each(
+    model: nn.Module, params: Sequence[ShardedParam], meshes: Meshes
+) -> list[DeviceMesh]:
+    if isinstance(meshes, DeviceMesh):
+        return [meshes] * len(params)
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, registered in model.named_parameters(remove_duplicate=False):
+        names.setdefault(sharded_form(registered), []).append(name)
+    found = []
+    for param in params:
+        own = names.get(param.sharded, [param.name])
+        fitting = [mesh for fits, mesh in meshes.items() if does_fit(fits, own, param.sharded)]
+        if not fitting:
+            raise ValueError(
+                f"Expected a mesh for parameter '{own[0]}', got none that fits; add one for '*'"
+            )
+        found.append(fitting[0])
+    return found
+
+
+def plan_param(param: ShardedParam, mesh: ShardMesh) -> ParamPlacement:
+    """Plan how a parameter lies over other ranks; those that split the model stay the same.
+
+    Raises:
+        ValueError: If it cannot be cut so.
+    """
+    whole, model = whole_on_meta(param), param.placement.model
+    if model is None:
+        return plan_placement(param.name, whole, param.layout.dim, mesh)
+    beside = mesh.full_mesh
+    if beside is None:
+        beside = _torch.axes_beside(mesh.mesh, model.mesh)
+    meta = model.tensor_meta
+    assert meta is not None
+    whole = _torch.from_local(whole, _torch.make_spec(beside, model.placements, meta))
+    planned = plan_placement(param.name, whole, param.layout.dim, mesh)
+    before, after = _model_ranks(param.placement), _model_ranks(planned)
+    if before != after:
+        raise ValueError(
+            f"Expected the tensor-parallel ranks {before} of parameter '{param.name}' to stay "
+            f"together, got a mesh with {after} in their place"
+        )
+    # Modules that were parallelized know the mesh that they have.
+    return planned if mesh.full_mesh is not None else replace(planned, model=model)
+
+
+def whole_on_meta(param: ShardedParam) -> torch.Tensor:
+    """Return a tensor like what the ranks of a parameter hold together, without memory."""
+    return param.layout.whole(torch.empty(param.layout.param.numel, device="meta"))
+
+
+def _model_ranks(placement: ParamPlacement) -> list[list[int]]:
+    """Return, for each axis that splits the model, the ranks that this one has there."""
+    axes = [axis for axis, role in enumerate(placement.roles) if role is None]
+    return [dist.get_process_group_ranks(placement.mesh.get_group(axis)) for axis in axes]
