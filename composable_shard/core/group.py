@@ -72,12 +72,9 @@ def num_registered() -> int:
 
 def group_of_param(param: torch.Tensor) -> ParamGroup | None:
     """Return the group of a sharded parameter, once it was gathered or registered otherwise."""
-    owner = _groups_of_params.get(id(param), _none)()
+    ref = _groups_of_params.get(id(param))
+    owner = None if ref is None else ref()
     return owner if owner is not None and owner.owns(param) else None
-
-
-def _none() -> None:
-    return None
 
 
 def process_groups_of(groups: Iterable[ParamGroup]) -> list[dist.ProcessGroup | None]:
@@ -469,7 +466,8 @@ class ParamGroup:
             except RuntimeError:  # arrays share the memory; the next program expects that
                 if not any([bucket.free() for bucket in self.buckets]):
                     raise
-                program.generation = -1
+                state = State.SHARDED
+                self.compile()
             self.state = state
         if self.is_unsharded_registered:
             self.register_sharded()

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Net, assert_parity, average_gradients, full, own_input, shard_net, two_nets
+from nets import Net, assert_parity, average_gradients, own_input, shard_net, two_nets
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from training.oracle import OPTIMIZERS
 
 from composable_shard import fully_shard
+from composable_shard._torch.memory import poisoned_memory
 
 
 def as_it_is(model: Net) -> None:
@@ -82,9 +83,9 @@ class Recording(nn.Module):
         return self.layer(x).tanh()
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(("reshard", "poison"), [(True, True), (False, True), (True, False)])
 @on_ranks(2)
-def test_memory_that_an_array_shares_is_kept(reshard: bool) -> None:
+def test_memory_that_an_array_shares_is_kept(reshard: bool, poison: bool) -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(Recording(), Recording())
     reference = copy.deepcopy(model)
@@ -92,7 +93,7 @@ def test_memory_that_an_array_shares_is_kept(reshard: bool) -> None:
         fully_shard(part, reshard_after_forward=reshard)
     fully_shard(model)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, poisoned_memory(poison):
         warnings.simplefilter("always")
         for step in range(3):
             x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
@@ -103,8 +104,7 @@ def test_memory_that_an_array_shares_is_kept(reshard: bool) -> None:
             for ours, theirs in zip(model, reference, strict=True):
                 assert torch.allclose(ours.copies[-1], theirs.copies[-1])
                 assert torch.equal(torch.from_numpy(ours.arrays[-1]), ours.copies[-1])
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(full(ours), theirs)
+    assert_parity(model, reference)
     assert {str(one.message) for one in caught} == {
         "Expected to free memory of unsharded parameters, got some that an array shares, as "
         "that of weight.detach().numpy() does; it stays allocated, and the next gather "
