@@ -22,7 +22,7 @@ from near import sharing
 from warm import warm
 
 from composable_shard.testing import stop_ranks
-from composable_shard.testing.processes import same_random_state
+from composable_shard.testing.ranks import same_random_state
 
 __all__ = ["sharing", "warm"]
 

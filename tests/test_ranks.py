@@ -157,7 +157,7 @@ def test_the_same_failure_on_all_ranks_keeps_the_processes() -> None:
 def test_a_failure_does_not_wait_for_ranks_that_wait_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("composable_shard.testing.processes.GRACE", 0.5)
+    monkeypatch.setattr("composable_shard.testing.ranks.GRACE", 0.5)
     with pytest.raises(RankError) as caught:
         run_ranks(fail_while_others_wait, 2)
     assert not isinstance(caught.value, RankTimeout)
@@ -181,7 +181,7 @@ def test_a_hanging_rank_is_killed_and_shown(fn: partial[None]) -> None:
 
 
 def test_a_collective_left_open_is_blamed_on_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("composable_shard.testing.processes.SETTLE_TIMEOUT", 0.5)
+    monkeypatch.setattr("composable_shard.testing.ranks.SETTLE_TIMEOUT", 0.5)
     with pytest.raises(RankTimeout, match="a collective of it is still open"):
         run_ranks(leave_collective_open, 2)
     assert run_ranks(dist.get_rank, 2) == [0, 1]

@@ -4,139 +4,435 @@
 gloo between them (`run_ranks`), or threads of this process (`run_threads`). `fake_ranks` makes one
 process a rank of any world size whose collectives do nothing, for what depends on shapes and
 placements alone.
+
+Starting a process costs seconds and a call should cost milliseconds, so the processes live on
+between calls. They are kept only while they are surely in step: a call that does not end the same
+way on every rank ends them, and the next call starts fresh ones.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
+import faulthandler
+import gc
+import multiprocessing
+import os
 import pickle
+import random
+import shutil
+import signal
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
+import torch
 import torch.distributed as dist
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from composable_shard import _torch
 from composable_shard.arguments import check_int
-from composable_shard.testing.processes import (
-    PackedFailure,
-    RankError,
-    RankFailure,
-    RankPool,
-    RankTimeout,
-)
-
-# Ranks as threads of this process: quick to start, and every rank in one debugger -----------------
+from composable_shard.core.transport.failures import go_on, is_lost
 
 Result = TypeVar("Result")
 
+# What a call on several ranks raises in the caller: which rank failed, how, and where -------------
 
-def run_threads(
-    fn: Callable[..., Result], num_ranks: int, *args: Any, timeout: float = 60.0, **kwargs: Any
-) -> list[Result]:
-    """Run `fn(*args, **kwargs)` on `num_ranks` ranks that are threads of this process.
 
-    Each thread has its own default process group, over torch's thread-local test backend.
-    Tensors are shared, not copied, so `fn` may close over anything and return anything.
-    The threads share the global random generator: give each rank a generator of its own
-    where the numbers matter.
+@dataclass(frozen=True)
+class RankFailure:
+    """One rank's exception, as far as it can travel between processes.
 
     Args:
-        fn: called once per thread.
-        num_ranks: the world size.
-        timeout: seconds after which the call is given up. A thread cannot be killed: one
-            that waits in a collective is woken, one that loops goes on in the background.
+        rank: the rank that raised.
+        class_names: module and name of the exception's class, then those of its bases.
+        message: `str(exception)`.
+        traceback: the text Python would have printed on that rank.
+    """
 
-    Returns:
-        The results in rank order.
+    rank: int
+    class_names: tuple[tuple[str, str], ...]
+    message: str
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> RankFailure:
+        """Describe an exception of this process."""
+        names = tuple((base.__module__, base.__qualname__) for base in type(error).__mro__)
+        return cls(rank, names, str(error), "".join(traceback.format_exception(error)))
+
+    @property
+    def type_name(self) -> str:
+        """The name of the exception's own class."""
+        return self.class_names[0][1]
+
+    @property
+    def exception_type(self) -> type[BaseException]:
+        """The exception's class, or its nearest base that this process knows."""
+        found = (getattr(sys.modules.get(module), name, None) for module, name in self.class_names)
+        return next(one for one in found if isinstance(one, type))
+
+    def __str__(self) -> str:
+        head, body = f"[rank {self.rank}] {self.type_name}: {self.message}", self.traceback.rstrip()
+        return f"{head}\n{body}" if body else head
+
+
+class RankError(RuntimeError):
+    """Some ranks raised. The text holds every failing rank's traceback.
+
+    Args:
+        num_ranks: how many ranks were called.
+        failures: what each failing rank raised, in rank order.
+        unfinished: ranks that had neither returned nor raised when the call was given up.
+        stacks: where each unfinished rank stood, when that could be found out.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        failures: Sequence[RankFailure] = (),
+        unfinished: Sequence[int] = (),
+        stacks: Mapping[int, str] | None = None,
+        reason: str = "",
+    ) -> None:
+        self.num_ranks = num_ranks
+        self.failures = tuple(sorted(failures, key=lambda failure: failure.rank))
+        self.unfinished = tuple(sorted(unfinished))
+        self.stacks = dict(stacks or {})
+        self.reason = reason
+        super().__init__(self._text())
+
+    def agreed(self) -> RankFailure:
+        """Return rank 0's failure if every rank raised the same type with the same text.
+
+        Raises:
+            AssertionError: a rank did not raise, or raised something else.
+        """
+        kinds = {(failure.type_name, failure.message) for failure in self.failures}
+        if len(self.failures) != self.num_ranks or len(kinds) != 1:
+            raise AssertionError(f"Expected one error on all ranks, got: {self}") from self
+        return self.failures[0]
+
+    def _text(self) -> str:
+        lines = [self.reason] if self.reason else []
+        if self.failures:
+            lines.append(f"{len(self.failures)} of {self.num_ranks} ranks failed:")
+            lines.extend(str(failure) for failure in self.failures)
+        if self.unfinished:
+            lines.append(f"Ranks that had not finished: {list(self.unfinished)}")
+        for rank, stack in sorted(self.stacks.items()):
+            lines.append(f"[rank {rank}] stood at:\n{stack.rstrip()}")
+        return "\n".join(lines)
+
+
+class RankTimeout(RankError):
+    """Some ranks did not finish in time, and none of the others raised."""
+
+
+# One rank's process: it joins a gloo process group and answers calls that come by a pipe ----------
+
+CALLS_PER_COLLECTION = 32
+LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+# Sub-groups made by earlier calls hold sockets and threads that only a new process gives back.
+MAX_OPEN_FILES = 256
+
+
+class Done(NamedTuple):
+    """A rank's answer.
+
+    Attributes:
+        result: The pickled result.
+        is_spent: Whether the rank takes no more calls: a collective of its process group has
+            failed, or it has too many files open.
+    """
+
+    result: bytes
+    is_spent: bool
+
+
+def serve(
+    rank: int, num_ranks: int, port: int, group_timeout: float, stack_file: Path, pipe: Connection
+) -> None:
+    """Be a rank: join the process group, then answer calls until the pipe closes."""
+    _outlive_no_parent(stack_file.parent)
+    try:
+        with open(stack_file, "w") as stacks:
+            faulthandler.enable(stacks, all_threads=True)
+            if hasattr(signal, "SIGUSR1"):
+                faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+            with _torch.gloo_of_one_worker():  # also in groups that calls make
+                _answer(rank, pipe, partial(_join_group, rank, num_ranks, port, group_timeout))
+                gc.freeze()  # a collection then looks at what calls leave, not at all of torch
+                for num_calls in range(1, sys.maxsize):
+                    _answer(rank, pipe, pipe.recv())
+                    if num_calls % CALLS_PER_COLLECTION == 0:
+                        gc.collect()
+    except (EOFError, OSError):
+        pass
+    # Without a farewell to the other ranks: they leave for the same reason at the same time.
+    os._exit(0)
+
+
+def _answer(rank: int, pipe: Connection, fn: Callable[[], Any]) -> None:
+    reply: Done | RankFailure
+    try:
+        reply = Done(pickle.dumps(fn()), _is_spent())
+    except BaseException as error:  # noqa: BLE001 (whatever it is, the caller shall see it)
+        reply = RankFailure.of(error, rank)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipe.send(reply)
+
+
+def _is_spent() -> bool:
+    num_open_files = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0
+    world = dist.group.WORLD
+    return num_open_files > MAX_OPEN_FILES or (world is not None and is_lost(world))
+
+
+def _call(path: list[str], payload: bytes) -> Any:
+    """Run a pickled (fn, args, kwargs), importing from where the caller does."""
+    sys.path[:] = path
+    fn, args, kwargs = pickle.loads(payload)
+    same_random_state()
+    return fn(*args, **kwargs)
+
+
+def same_random_state() -> None:
+    """Seed torch and Python alike. Without a device, torch notes a stack for each kind of one."""
+    has_device = torch.accelerator.is_available()
+    (torch.manual_seed if has_device else torch.default_generator.manual_seed)(0)
+    random.seed(0)
+
+
+def _settle() -> None:
+    """Pass a barrier, which shows that no collective is left half done."""
+    go_on()  # the next call is another program, which has not failed
+    dist.barrier()
+
+
+def _join_group(rank: int, num_ranks: int, port: int, timeout: float) -> None:
+    # A terminal's interrupt reaches every process; the caller alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
+    # The host's name may not resolve on a test machine; all ranks are on this one anyway.
+    if sys.platform in LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK[sys.platform])
+    dist.init_process_group(
+        "gloo",
+        store=TCPStore("127.0.0.1", port, is_master=False),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+
+
+def _outlive_no_parent(folder: Path) -> None:
+    """Leave, and tidy up, when the caller is gone; even out of a collective that hangs."""
+    parent = multiprocessing.parent_process()
+
+    def leave_after_parent() -> None:
+        if parent is not None:
+            parent.join()
+            shutil.rmtree(folder, ignore_errors=True)
+            os._exit(1)
+
+    threading.Thread(target=leave_after_parent, daemon=True, name="parent-watch").start()
+
+
+# N processes that stay: each is a rank of one gloo process group and waits for calls --------------
+
+# Seconds. After one rank failed, the others get GRACE to fail too before they count as hanging.
+GRACE = 5.0
+START_TIMEOUT = 120.0
+SETTLE_TIMEOUT = 20.0
+STACK_TIMEOUT = 5.0
+# What the fork server imports once for all ranks: modules of torch, and of the others those that
+# the caller has. Ours are here by name, as the package imports them when they are asked for.
+PRELOAD = (
+    *("torch", "torch.distributed.fsdp", "torch.distributed.tensor"),
+    *("torch.distributed.checkpoint", "composable_shard.api", "composable_shard.insight.events"),
+    *("einops", "pytest", "hypothesis"),
+)
+
+
+class RankPool:
+    """The processes of one world size.
+
+    Args:
+        num_ranks: the world size.
+        timeout: the longest call it shall serve, in seconds. The process group's own
+            time-out is longer, so that a hanging call is ended (and explained) by the pool.
 
     Raises:
-        RankError: a rank raised; the ranks that then waited for it are listed as unfinished.
-        RankTimeout: a rank did not finish in time and none raised.
-
-    Example:
-        >>> import torch.distributed as dist
-        >>> run_threads(lambda: dist.get_rank(), 3)
-        [0, 1, 2]
+        RankError: a process could not start. No process is left behind.
     """
-    check_int("num_ranks", num_ranks, 1)
-    outcome = _Outcome(num_ranks)
-    with _torch.threaded_world() as release:
 
-        def run_rank(rank: int) -> None:
-            try:
-                dist.init_process_group(
-                    "threaded", rank=rank, world_size=num_ranks, store=outcome.store
-                )
-                outcome.results[rank] = fn(*args, **kwargs)
-                dist.destroy_process_group()
-            except SystemExit:
-                pass  # how the backend ends a rank that waits for one that is gone
-            except BaseException as error:  # noqa: BLE001 (the caller shall see it)
-                outcome.failures.append(PackedFailure.pack(error).unpack(rank))
-                release(error)
-            finally:
-                _torch.clear_sharding_cache()
+    def __init__(self, num_ranks: int, timeout: float) -> None:
+        self.num_ranks = num_ranks
+        self.timeout = timeout
+        self.alive = True
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[Connection] = []
+        try:
+            for rank in range(num_ranks):
+                self._start_rank(rank)
+            self._gather(START_TIMEOUT, "The ranks did not start")
+        except BaseException:
+            self.stop(0)
+            raise
 
-        threads = [
-            threading.Thread(target=run_rank, args=(rank,), daemon=True, name=f"rank{rank}")
-            for rank in range(num_ranks)
-        ]
-        _join(threads, timeout, release)
-    return outcome.collect(timeout)
+    def call(self, payload: bytes, timeout: float) -> list[Any]:
+        """Run a pickled (fn, args, kwargs) on every rank and return the results in rank order.
 
+        Raises:
+            RankError: a rank raised.
+            RankTimeout: a rank did not finish within `timeout` seconds, or left a collective
+                that the others did not take part in.
+        """
+        try:
+            self._send(partial(_call, list(sys.path), payload))
+            replies = self._gather(timeout, f"The call took more than {timeout:g} s")
+            self._send(_settle)
+            self._gather(SETTLE_TIMEOUT, "The call returned, but a collective of it is still open")
+        except RankError as error:
+            if not (_failed_alike(error) and self._is_in_step()):
+                self.stop(0)
+            raise
+        except BaseException:
+            self.stop(0)
+            raise
+        if any(reply.is_spent for reply in replies):
+            self.stop(GRACE)
+        return [pickle.loads(reply.result) for reply in replies]
 
-@dataclass
-class _Outcome:
-    """What the threads have left behind."""
+    def stop(self, grace: float) -> None:
+        """End the processes: they leave when their pipe closes; who does not in time is killed."""
+        self.alive = False
+        for pipe in self._pipes:
+            pipe.close()
+        deadline = time.monotonic() + grace
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._folder.cleanup()
 
-    num_ranks: int
-    results: dict[int, Any] = field(default_factory=dict)
-    failures: list[RankFailure] = field(default_factory=list)
-    store: HashStore = field(default_factory=HashStore)
+    def _start_rank(self, rank: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        preload = [name for name in PRELOAD if name in sys.modules or name.startswith("torch")]
+        context.set_forkserver_preload(preload)
+        ours, theirs = context.Pipe()
+        self._pipes.append(ours)
+        group_timeout, file = self.timeout + START_TIMEOUT, self._stack_file(rank)
+        # Not daemonic, as a rank may want children of its own (a data loader's workers).
+        process = context.Process(
+            target=serve,
+            args=(rank, self.num_ranks, self._store.port, group_timeout, file, theirs),
+            name=f"rank{rank}",
+        )
+        process.start()
+        self._processes.append(process)
+        theirs.close()
 
-    def collect(self, timeout: float) -> list[Any]:
-        failed = {failure.rank for failure in self.failures}
-        unfinished = set(range(self.num_ranks)) - failed - self.results.keys()
-        if self.failures:
-            raise RankError(self.num_ranks, self.failures, sorted(unfinished))
+    def _send(self, message: Callable[[], Any]) -> None:
+        for pipe in self._pipes:
+            # A rank that died since its last answer shows as end-of-file when we read from it.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                pipe.send(message)
+
+    def _gather(self, timeout: float, reason: str) -> list[Done]:
+        """Wait for one answer of every rank; raise if one failed or is missing."""
+        done: dict[int, Done] = {}
+        failures: list[RankFailure] = []
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        deadline = time.monotonic() + timeout
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in cast(list[Connection], ready):
+                rank = waiting.pop(pipe)
+                reply = self._receive(rank)
+                if isinstance(reply, Done):
+                    done[rank] = reply
+                else:
+                    failures.append(reply)
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        unfinished = list(waiting.values())
+        if failures:
+            stacks = self._dump_stacks(unfinished)
+            raise RankError(self.num_ranks, failures, unfinished, stacks)
         if unfinished:
-            reason = f"The call took more than {timeout:g} s"
-            raise RankTimeout(self.num_ranks, (), sorted(unfinished), reason=reason)
-        return [self.results[rank] for rank in range(self.num_ranks)]
+            stacks = self._dump_stacks(unfinished)
+            raise RankTimeout(self.num_ranks, (), unfinished, stacks, reason)
+        return [done[rank] for rank in range(self.num_ranks)]
+
+    def _receive(self, rank: int) -> Done | RankFailure:
+        try:
+            reply: Done | RankFailure = self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            process = self._processes[rank]
+            process.join(GRACE)
+            message = f"The process ended during the call, exit code {process.exitcode}"
+            file = self._stack_file(rank)  # empty if it was killed
+            crash = file.read_text() if file.exists() else ""
+            return RankFailure(rank, (("builtins", "RuntimeError"),), message, crash)
+        return reply
+
+    def _is_in_step(self) -> bool:
+        try:
+            self._send(_settle)
+            replies = self._gather(SETTLE_TIMEOUT, "")
+        except RankError:
+            return False
+        return not any(reply.is_spent for reply in replies)
+
+    def _dump_stacks(self, ranks: list[int]) -> dict[int, str]:
+        """Ask the ranks' fault handlers where they stand. Works while they hang in C code."""
+        if not ranks or not hasattr(signal, "SIGUSR1"):
+            return {}
+        for rank in ranks:
+            pid = self._processes[rank].pid
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+        files = {rank: self._stack_file(rank) for rank in ranks}
+        deadline = time.monotonic() + STACK_TIMEOUT
+        while time.monotonic() < deadline and any(not _num_bytes(file) for file in files.values()):
+            time.sleep(0.02)
+        time.sleep(0.1)  # who has begun to write has soon written all
+        return {rank: file.read_text() for rank, file in files.items() if _num_bytes(file)}
+
+    def _stack_file(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"stack{rank}.txt"
 
 
-def _join(
-    threads: list[threading.Thread], timeout: float, release: Callable[[BaseException], None]
-) -> None:
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + timeout
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    if any(thread.is_alive() for thread in threads):
-        release(TimeoutError())
-        for thread in threads:
-            thread.join(1.0)
+def _num_bytes(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
-# Run a function on N ranks: as processes, as threads, or as one rank that pretends ----------------
+def _failed_alike(error: RankError) -> bool:
+    kinds = {failure.exception_type for failure in error.failures}
+    return len(error.failures) == error.num_ranks and len(kinds) == 1
 
-__all__ = [
-    "RankError",
-    "RankFailure",
-    "RankTimeout",
-    "fake_ranks",
-    "run_on_ranks",
-    "run_ranks",
-    "run_threads",
-    "stop_ranks",
-]
 
+# The public functions -----------------------------------------------------------------------------
 
 _POOLS: dict[int, RankPool] = {}
 _LOCK = threading.RLock()
@@ -220,9 +516,20 @@ def run_ranks(
     check_int("num_ranks", num_ranks, 1)
     if timeout <= 0:
         raise ValueError(f"Expected a timeout of more than 0 s, got {timeout}")
-    payload = _pickle_call(fn, args, kwargs)
+    try:
+        payload = pickle.dumps((fn, args, kwargs))
+    except Exception as error:
+        raise TypeError(
+            f"Expected a module-level function and arguments that can be pickled, got {fn!r}: "
+            f"{error}"
+        ) from error
     with _LOCK:
-        return _pool(num_ranks, timeout).call(payload, timeout)
+        pool = _POOLS.get(num_ranks)
+        if pool is not None and pool.alive and pool.timeout < timeout:
+            pool.stop(GRACE)
+        if pool is None or not pool.alive:
+            pool = _POOLS[num_ranks] = RankPool(num_ranks, max(timeout, _SHORTEST_POOL_TIMEOUT))
+        return pool.call(payload, timeout)
 
 
 def stop_ranks() -> None:
@@ -233,7 +540,75 @@ def stop_ranks() -> None:
     """
     with _LOCK:
         while _POOLS:
-            _POOLS.popitem()[1].stop()
+            _POOLS.popitem()[1].stop(GRACE)
+
+
+def run_threads(
+    fn: Callable[..., Result], num_ranks: int, *args: Any, timeout: float = 60.0, **kwargs: Any
+) -> list[Result]:
+    """Run `fn(*args, **kwargs)` on `num_ranks` ranks that are threads of this process.
+
+    Each thread has its own default process group, over torch's thread-local test backend.
+    Tensors are shared, not copied, so `fn` may close over anything and return anything.
+    The threads share the global random generator: give each rank a generator of its own
+    where the numbers matter.
+
+    Args:
+        fn: called once per thread.
+        num_ranks: the world size.
+        timeout: seconds after which the call is given up. A thread cannot be killed: one
+            that waits in a collective is woken, one that loops goes on in the background.
+
+    Returns:
+        The results in rank order.
+
+    Raises:
+        RankError: a rank raised; the ranks that then waited for it are listed as unfinished.
+        RankTimeout: a rank did not finish in time and none raised.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> run_threads(lambda: dist.get_rank(), 3)
+        [0, 1, 2]
+    """
+    check_int("num_ranks", num_ranks, 1)
+    store, results, failures = HashStore(), dict[int, Result](), list[RankFailure]()
+    with _torch.threaded_world() as release:
+
+        def run_rank(rank: int) -> None:
+            try:
+                dist.init_process_group("threaded", rank=rank, world_size=num_ranks, store=store)
+                results[rank] = fn(*args, **kwargs)
+                dist.destroy_process_group()
+            except SystemExit:
+                pass  # how the backend ends a rank that waits for one that is gone
+            except BaseException as error:  # noqa: BLE001 (the caller shall see it)
+                failures.append(RankFailure.of(error, rank))
+                release(error)
+            finally:
+                _torch.clear_sharding_cache()
+
+        threads = [
+            threading.Thread(target=run_rank, args=(rank,), daemon=True, name=f"rank{rank}")
+            for rank in range(num_ranks)
+        ]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + timeout
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            release(TimeoutError())
+            for thread in threads:
+                thread.join(1.0)
+    failed = {failure.rank for failure in failures}
+    unfinished = [rank for rank in range(num_ranks) if rank not in failed | results.keys()]
+    if failures:
+        raise RankError(num_ranks, failures, unfinished)
+    if unfinished:
+        reason = f"The call took more than {timeout:g} s"
+        raise RankTimeout(num_ranks, (), unfinished, reason=reason)
+    return [results[rank] for rank in range(num_ranks)]
 
 
 @contextlib.contextmanager
@@ -272,26 +647,6 @@ def fake_ranks(num_ranks: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _pool(num_ranks: int, timeout: float) -> RankPool:
-    pool = _POOLS.get(num_ranks)
-    if pool is not None and pool.alive and pool.timeout >= timeout:
-        return pool
-    if pool is not None and pool.alive:
-        pool.stop()
-    pool = _POOLS[num_ranks] = RankPool(num_ranks, max(timeout, _SHORTEST_POOL_TIMEOUT))
-    return pool
-
-
-def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    try:
-        return pickle.dumps((fn, args, kwargs))
-    except Exception as error:
-        raise TypeError(
-            f"Expected a module-level function and arguments that can be pickled, got {fn!r}: "
-            f"{error}"
-        ) from error
 
 
 atexit.register(stop_ranks)

@@ -20,7 +20,6 @@ from composable_shard.arguments import check_value, checked_number
 from composable_shard.module import FSDPModule
 from composable_shard.policy import MixedPrecisionPolicy
 from composable_shard.testing.oracle import Build, Comparison, MakeOptimizer, Unsharded, new_model
-from composable_shard.testing.processes import RankError
 from composable_shard.testing.programs import (
     Step,
     TreeLoss,
@@ -29,7 +28,7 @@ from composable_shard.testing.programs import (
     check_program,
     shard_tree,
 )
-from composable_shard.testing.ranks import run_ranks
+from composable_shard.testing.ranks import RankError, run_ranks
 
 # One rank's part in following a program with a sharded model and with its oracle ------------------
 

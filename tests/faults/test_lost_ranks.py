@@ -91,7 +91,7 @@ def stalled(act: str, count: int, stall: Callable[[], None]) -> None:
 def test_a_rank_that_is_late_is_named_and_finds_the_others_gone(
     act: str, count: int, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("composable_shard.testing.processes.GRACE", 30.0)  # it waits, too
+    monkeypatch.setattr("composable_shard.testing.ranks.GRACE", 30.0)  # it waits, too
     said = failures(stalled, 2, act, count, sleep_too_long, apart=apart)
     silence = f"no sign of it within the time-out of {TIME_OUT} s"
     if apart:
@@ -105,7 +105,7 @@ def test_a_rank_that_is_late_is_named_and_finds_the_others_gone(
 def test_a_rank_that_stands_still_is_named(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # Neither will it end by itself, nor say where it stands.
     for patience in ("GRACE", "STACK_TIMEOUT"):
-        monkeypatch.setattr(f"composable_shard.testing.processes.{patience}", 0.5)
+        monkeypatch.setattr(f"composable_shard.testing.ranks.{patience}", 0.5)
     said = failures(stalled, 2, REDUCING, 1, stop_this_rank, apart=apart)
     assert list(said) == [0]
     assert said[0].startswith(blames(0, REDUCING, ""))
