@@ -10,8 +10,8 @@ So a failing program shrinks by leaving out words.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache, partial
 from typing import Any, Literal, get_args
 
@@ -22,9 +22,6 @@ from torch.distributed.tensor import Shard
 from composable_shard.api import fully_shard
 
 # Values as Python expressions that a person can paste into a test ---------------------------------
-
-INDENT = "    "
-MAX_WIDTH = 88
 
 
 def call_expression(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -37,9 +34,7 @@ def call_expression(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             lr=0.1,
         )
     """
-    parts = [expression(arg) for arg in args]
-    parts += [f"{key}={expression(value)}" for key, value in kwargs.items()]
-    return f"{name}(\n" + "".join(f"{_indented(part)},\n" for part in parts) + ")"
+    return f"{name}(\n" + "".join(f"    {part},\n" for part in _arguments(args, kwargs)) + ")"
 
 
 def expression(value: Any) -> str:
@@ -52,45 +47,25 @@ def expression(value: Any) -> str:
         '(MixedPrecisionPolicy(param_dtype=torch.bfloat16), sum)'
     """
     if is_dataclass(value) and not isinstance(value, type):
-        shown = [one for one in fields(value) if one.init and not _is_default(value, one)]
-        parts = [f"{one.name}={expression(getattr(value, one.name))}" for one in shown]
-        return _joined(f"{type(value).__name__}(", parts, ")")
+        own = {one.name: getattr(value, one.name) for one in fields(value) if one.init}
+        defaults = {one.name: one.default for one in fields(value)}
+        shown = {name: field for name, field in own.items() if field != defaults[name]}
+        return f"{type(value).__name__}({', '.join(_arguments((), shown))})"
     if isinstance(value, partial):
-        parts = [expression(part) for part in (value.func, *value.args)]
-        parts += [f"{key}={expression(part)}" for key, part in value.keywords.items()]
-        return _joined("partial(", parts, ")")
+        return f"partial({', '.join(_arguments((value.func, *value.args), value.keywords))})"
     if type(value) is tuple:
-        return _joined("(", [expression(part) for part in value], ",)" if len(value) == 1 else ")")
+        parts = ", ".join(map(expression, value))
+        return f"({parts},)" if len(value) == 1 else f"({parts})"
     if type(value) is list:
-        return _joined("[", [expression(part) for part in value], "]")
-    if type(value) is dict:
-        parts = [f"{expression(key)}: {expression(part)}" for key, part in value.items()]
-        return _joined("{", parts, "}")
+        return f"[{', '.join(map(expression, value))}]"
     return getattr(value, "__qualname__", None) or repr(value)
 
 
-def _is_default(value: Any, one: Field[Any]) -> bool:
-    own = getattr(value, one.name)
-    if one.default_factory is not MISSING:
-        return bool(own == one.default_factory())
-    return one.default is not MISSING and bool(own == one.default)
-
-
-def _joined(opening: str, parts: list[str], closing: str) -> str:
-    line = opening + ", ".join(parts) + closing
-    if len(line) <= MAX_WIDTH and "\n" not in line:
-        return line
-    body = "".join(f"{_indented(part)},\n" for part in parts)
-    return f"{opening}\n{body}{closing.lstrip(',')}"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(INDENT + line for line in text.split("\n"))
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    return [*map(expression, args), *(f"{key}={expression(one)}" for key, one in kwargs.items())]
 
 
 # Small models of every shape of tree, described by values that a test can generate and print ------
-
-__all__ = ["ParamSpec", "Tree", "TreeLoss", "TreeSpec", "mix", "shard_tree"]
 
 WIDTH = 6
 BATCH = 3
@@ -145,6 +120,11 @@ class TreeSpec:
         """Build the model; its values come from torch's random state."""
         return Tree(self)
 
+    @property
+    def num_params(self) -> int:
+        """Count the places of parameters in the tree, each place of a tied one."""
+        return len(self.params) + sum(child.num_params for child in self.children)
+
 
 Known = dict[tuple[tuple[int, ...], torch.dtype], nn.Parameter]
 
@@ -170,7 +150,6 @@ class Tree(nn.Module):
         super().__init__()
         known = {} if known is None else known
         self.spec = spec
-        self.num_own = len(spec.params)
         for index, param in enumerate(spec.params):
             key = (param.shape, param.dtype)
             if not param.tied or key not in known:
@@ -193,7 +172,7 @@ class Tree(nn.Module):
         start = len(own)
         for place, child in enumerate(self.inner):
             assert isinstance(child, Tree)
-            end = start + child.num_params
+            end = start + child.spec.num_params
             theirs = None if used is None else used[start:end]
             is_used = theirs is None or any(theirs)
             if is_used or not self.skips_unused:
@@ -201,11 +180,6 @@ class Tree(nn.Module):
                 x = output if is_used or place % 2 == 0 else x
             start = end
         return x
-
-    @property
-    def num_params(self) -> int:
-        """Count the places of parameters in the tree, each place of a tied one."""
-        return self.num_own + sum(child.num_params for child in self.inner)  # type: ignore[misc]
 
 
 def mix(x: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -285,11 +259,6 @@ def _params_with_specs(model: Tree) -> Iterator[tuple[nn.Parameter, ParamSpec]]:
         yield from _params_with_specs(child)
 
 
-def _first_trained(model: Tree) -> int:
-    trained = (place for place, (p, _) in enumerate(_params_with_specs(model)) if p.requires_grad)
-    return next(trained, 0)
-
-
 @dataclass(frozen=True)
 class TreeLoss:
     """The loss of a tree on a random batch, with some of its parameters.
@@ -314,15 +283,14 @@ class TreeLoss:
         assert isinstance(model, Tree)
         used = None
         if self.used:
-            first = _first_trained(model)
+            params = enumerate(_params_with_specs(model))
+            first = next((place for place, (param, _) in params if param.requires_grad), 0)
             own = enumerate(self.used[(step + rank) % len(self.used)])
             used = [is_used or place == first for place, is_used in own]
         return model(torch.randn(BATCH, WIDTH), used).float().square().mean()
 
 
 # What a training loop may do, as words; a list of them is a training program ----------------------
-
-__all__ = ["STEPS", "Step", "check_program"]
 
 Step = Literal[
     "backward",
@@ -357,7 +325,7 @@ STEPS: tuple[Step, ...] = get_args(Step)
 """All steps, the plainest first."""
 
 
-def check_program(program: Iterable[str]) -> tuple[Step, ...]:
+def check_program(program: Sequence[Step]) -> tuple[Step, ...]:
     """Return the program as a tuple.
 
     Raises:
@@ -367,12 +335,9 @@ def check_program(program: Iterable[str]) -> tuple[Step, ...]:
         >>> check_program(["backward", "step"])
         ('backward', 'step')
     """
-    known = {str(step): step for step in STEPS}
-    steps: list[Step] = []
     for place, word in enumerate(program):
-        if word not in known:
+        if word not in STEPS:
             raise ValueError(f"Expected step {place} to be one of {STEPS}, got {word!r}")
-        steps.append(known[word])
-    if not steps:
+    if not program:
         raise ValueError("Expected a program of at least one step, got none")
-    return tuple(steps)
+    return tuple(program)

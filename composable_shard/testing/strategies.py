@@ -8,16 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Literal
 
 import torch
 from hypothesis import strategies as st
 
-from composable_shard.core.layout import MESSAGE_COSTS, ParamLayout
+from composable_shard.core.layout import MESSAGE_COSTS
 from composable_shard.policy import MixedPrecisionPolicy
 from composable_shard.testing.programs import STEPS, ParamSpec, Step, TreeSpec
 
-# Strategies for shapes, dims, layouts, dtypes and numbers of ranks --------------------------------
+__all__ = [
+    "big_shapes",
+    "floating_dtypes",
+    "meshes",
+    "module_trees",
+    "num_ranks",
+    "param_sets",
+    "param_specs",
+    "policies",
+    "reshard_choices",
+    "shapes",
+    "shard_dims",
+    "training_programs",
+    "uses",
+]
+
+# Strategies for shapes, dims, dtypes and numbers of ranks --------------------------------
 
 MAX_SMALL_EXTENT = 5
 
@@ -104,21 +119,6 @@ def shard_dims(shape: Sequence[int]) -> st.SearchStrategy[int]:
     """
     dims = sorted(range(-len(shape), len(shape)), key=lambda dim: (abs(dim), dim < 0))
     return st.sampled_from(dims)
-
-
-@st.composite
-def param_layouts(draw: st.DrawFn, num_shards: int, itemsize: int = 4) -> ParamLayout:
-    """How a parameter may be cut: small and big, on any dim, with empty shards, or empty itself.
-
-    Example:
-        >>> from hypothesis import find
-        >>> layout = find(param_layouts(3), lambda layout: layout.dim == 1 and layout.rows == 4)
-        >>> layout.is_even
-        False
-    """
-    small = shapes(num_shards, max_dims=4, min_extent=0)
-    shape = draw(st.one_of(small, small, big_shapes(num_shards, itemsize)))
-    return ParamLayout(shape, draw(shard_dims(shape)) % len(shape), num_shards)
 
 
 # Strategies for parameters, modules, and how they are sharded -------------------------------------
@@ -307,10 +307,6 @@ def reshard_choices(num_shards: int) -> st.SearchStrategy[bool | int | None]:
 
 # Strategies for what a training loop does, and for which rank uses what ---------------------------
 
-AccumulationStep = Literal["no_sync", "sync", "zero_grad", "step", "reset", "eval"]
-"""What a training loop may do next: a backward without or with reduction, clear, take an optimizer
-step, call ``reset_iter_state``, or run a forward under ``no_grad``."""
-
 
 def uses(num_ranks: int, num_uses: int) -> st.SearchStrategy[tuple[tuple[bool, ...], ...]]:
     """For each rank, which of ``num_uses`` things (parameters, blocks) it uses.
@@ -344,44 +340,3 @@ def training_programs(
     """
     left = [step for step in STEPS if step not in without]
     return st.lists(st.sampled_from(left), min_size=1, max_size=max_steps)
-
-
-def accumulation_programs(
-    max_steps: int = 8, without: Sequence[AccumulationStep] = ()
-) -> st.SearchStrategy[list[AccumulationStep]]:
-    """Sequences of what a training loop does to gradients, in any order.
-
-    Args:
-        max_steps: Length of the longest sequence.
-        without: Steps to leave out.
-
-    Example:
-        >>> from hypothesis import find
-        >>> find(accumulation_programs(), lambda steps: "zero_grad" in steps and len(steps) > 1)
-        ['sync', 'zero_grad']
-    """
-    every: list[AccumulationStep] = ["sync", "no_sync", "zero_grad", "step", "reset", "eval"]
-    left = [step for step in every if step not in without]
-    return st.lists(st.sampled_from(left), min_size=1, max_size=max_steps)
-
-
-# Hypothesis strategies for what sharding has to get right -----------------------------------------
-
-__all__ = [
-    "AccumulationStep",
-    "accumulation_programs",
-    "big_shapes",
-    "floating_dtypes",
-    "meshes",
-    "module_trees",
-    "num_ranks",
-    "param_layouts",
-    "param_sets",
-    "param_specs",
-    "policies",
-    "reshard_choices",
-    "shapes",
-    "shard_dims",
-    "training_programs",
-    "uses",
-]

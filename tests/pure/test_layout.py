@@ -18,7 +18,7 @@ from composable_shard.core.layout import (
     plan_bucket,
 )
 from composable_shard.core.placement import matching_pieces, plan_tensor
-from composable_shard.testing.strategies import param_layouts
+from composable_shard.testing.strategies import big_shapes, shapes, shard_dims
 
 NUM_SHARDS = st.integers(1, 6)
 ITEMSIZES = st.sampled_from([1, 2, 4, 8])
@@ -27,6 +27,14 @@ COSTS = [
     for backend in ("gloo", "nccl", "another", None)
     for is_aligned in (False, True)
 ]
+
+
+@st.composite
+def param_layouts(draw: st.DrawFn, num_shards: int, itemsize: int = 4) -> ParamLayout:
+    """Small and big ones, cut on any dim, with empty shards, or empty themselves."""
+    small = shapes(num_shards, max_dims=4, min_extent=0)
+    shape = draw(st.one_of(small, small, big_shapes(num_shards, itemsize)))
+    return ParamLayout(shape, draw(shard_dims(shape)) % len(shape), num_shards)
 
 
 @st.composite

@@ -154,7 +154,7 @@ def test_an_overflow_is_seen_and_does_not_stay() -> None:
 def cases(draw: st.DrawFn) -> tuple[TreeSpec, list[str], dict[str, Any]]:
     mesh = draw(meshes())
     spec = draw(module_trees(mesh[-1]))
-    loss = TreeLoss(draw(uses(draw(st.integers(1, 3)), spec().num_params)))
+    loss = TreeLoss(draw(uses(draw(st.integers(1, 3)), spec.num_params)))
     program = draw(training_programs(without=["fail_backward"]))
     reshard = draw(reshard_choices(mesh[-1]))
     return spec, program, {"mesh": mesh, "loss": loss, "reshard_after_forward": reshard}

@@ -33,11 +33,6 @@ def reproducible(max_examples: int) -> settings:
     return settings(max_examples=max_examples, deadline=None, derandomize=True)
 
 
-def num_params(spec: TreeSpec) -> int:
-    """Count the parameters of a tree."""
-    return len(spec.params) + sum(num_params(child) for child in spec.children)
-
-
 @dataclass(frozen=True)
 class Case:
     """The arguments of a call."""
@@ -60,8 +55,7 @@ def cases(
     spec = draw(module_trees(mesh[-1], dtypes, frozen=not differs))
     options = {"reshard_after_forward": draw(reshard_choices(mesh[-1]))}
     if differs:
-        num_params = spec().num_params
-        options["loss"] = TreeLoss(draw(uses(draw(st.integers(1, 3)), num_params)))
+        options["loss"] = TreeLoss(draw(uses(draw(st.integers(1, 3)), spec.num_params)))
     # All ranks must go back, and as far as each other where they fail.
     program = draw(training_programs(without=["fail_backward"] if differs else []))
     return Case(spec, program, mesh, options)

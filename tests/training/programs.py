@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy
 from composable_shard.testing import run_ranks
-from composable_shard.testing.strategies import (
-    AccumulationStep,
-    accumulation_programs,
-    num_ranks,
-    uses,
-)
-from training.cases import num_params
+from composable_shard.testing.strategies import num_ranks, uses
 from training.compare import Comparison
 from training.oracle import Unsharded
 from training.trees import ParamSpec, Tree, TreeSpec, build, group_names, inputs_for, shard
@@ -29,7 +23,8 @@ TREE = TreeSpec(
         TreeSpec((ParamSpec((3, 5), dim=1), ParamSpec((4,), trainable=False), ParamSpec((6,)))),
     ),
 )
-NUM_PARAMS = num_params(TREE)
+NUM_PARAMS = TREE.num_params
+STEPS = ("sync", "no_sync", "zero_grad", "step", "reset", "eval")
 Used = tuple[bool, ...]
 
 
@@ -46,7 +41,7 @@ class Program:
         policy: As for ``fully_shard``.
     """
 
-    steps: tuple[AccumulationStep, ...]
+    steps: tuple[str, ...]
     used: tuple[tuple[Used, ...], ...] = ()
     reshard_after_forward: bool | None = None
     reshard_after_backward: bool = True
@@ -65,7 +60,7 @@ PLAIN: Policies = st.just(MixedPrecisionPolicy())
 def programs(draw: st.DrawFn, max_steps: int, policies: Policies = PLAIN) -> tuple[Program, int]:
     """Programs in which all ranks use the same parameters, and how many ranks."""
     ranks = draw(num_ranks())
-    steps = draw(accumulation_programs(max_steps=max_steps))
+    steps = draw(st.lists(st.sampled_from(STEPS), min_size=1, max_size=max_steps))
     used = tuple((of_step,) * ranks for of_step in draw(uses(len(steps), NUM_PARAMS)))
     reshards, flag = draw(st.sampled_from([None, True, False])), st.booleans()
     return Program(tuple(steps), used, reshards, draw(flag), draw(flag), draw(policies)), ranks
@@ -78,7 +73,8 @@ def programs_of_differing_ranks(
     """Programs in which each rank uses parameters of its own choice, and how many ranks."""
     ranks = draw(st.integers(2, 4))
     # Unreduced gradients are a matter of each rank, so neither a step nor a reset is theirs alone.
-    steps = draw(accumulation_programs(max_steps=max_steps, without=("step", "reset")))
+    alike = st.sampled_from([step for step in STEPS if step not in ("step", "reset")])
+    steps = draw(st.lists(alike, min_size=1, max_size=max_steps))
     used = tuple(draw(uses(ranks, NUM_PARAMS)) for _ in steps)
     reshards = draw(st.sampled_from([None, True, False]))
     return Program(tuple(steps), used, reshards, policy=draw(policies)), ranks
