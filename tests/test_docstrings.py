@@ -19,7 +19,7 @@ from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks, strategies
 
 ROOT = Path(composable_shard.__file__).parent
-LONG = {"testing.strategies", "testing.extension_kit.kit"}
+LONG = {"testing.strategies", "testing.extension_kit"}
 WITH_EXAMPLES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for path in sorted(ROOT.rglob("*.py"))

@@ -1,31 +1,42 @@
-"""The hooks of a tensor subclass by themselves: what they are promised, what they must return.
+"""For authors of tensor subclasses: what the all-gather extension protocol promises, as one test.
 
-Each check runs on every rank. The ranks are threads, which show each other what they would send;
-so a hook is called with what ``fully_shard`` would call it with, and nothing is communicated.
+.. code-block:: python
+
+    from composable_shard.testing.extension_kit import check_extension
+
+    def test_my_tensor():
+        check_extension(lambda shape: MyTensor(torch.randn(shape)))
+
+The hooks are checked by themselves, then the tensor in a model that is sharded. Each check runs on
+every rank. The ranks are threads, which show each other what they would send; so a hook is called
+with what ``fully_shard`` would call it with, and nothing is communicated.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+import io
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
-from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
-from composable_shard._torch import leaves, local_tensor
+from composable_shard import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from composable_shard._torch import leaves, local_tensor, waited
 from composable_shard.core.codec import (
     GRAD_POST,
     GRAD_PRE,
     POST,
     PRE,
-    Format,
     bound_hook,
     flatten,
     has_grad_extension,
@@ -36,6 +47,7 @@ from composable_shard.core.layout import ParamLayout
 from composable_shard.errors import ExtensionError
 from composable_shard.module import group_of
 from composable_shard.testing.oracle import apart
+from composable_shard.testing.ranks import RankError, run_threads
 
 # What the checks found, in words ------------------------------------------------------------------
 
@@ -102,46 +114,52 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is checked.
+class Case:
+    """What is checked, on how many ranks.
 
     Attributes:
         make: Makes a tensor of a shape; called after seeding, so that all ranks make the same.
         compute: What a model does with an input and the tensor.
         trains: Whether it can be trained.
         tolerance: How far results may be off, in parts of the largest value.
+        shape: The shape of the tensor.
+        num_ranks: How many ranks check it.
+        show: Shows something to the other ranks, and returns what each of them shows.
     """
 
     make: Callable[[Shape], torch.Tensor]
     compute: Compute
     trains: bool
     tolerance: float
+    shape: Shape
+    num_ranks: int
+    show: Callable[[Any], list[Any]]
 
-    def tensor(self, shape: Shape, seed: int = 0, device: str = "cpu") -> torch.Tensor:
+    def __str__(self) -> str:
+        return f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}, shape {list(self.shape)}"
+
+    def tensor(self, seed: int = 0, device: str = "cpu") -> torch.Tensor:
         """Make the tensor that all ranks make for this seed."""
         with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), torch.device(device):
             torch.manual_seed(seed)
-            return self.make(shape)
+            return self.make(self.shape)
 
-    def model(self, shape: Shape, seed: int = 0, device: str = "cpu") -> nn.Sequential:
+    def model(self, seed: int = 0, device: str = "cpu") -> nn.Sequential:
         """Make a model with one tensor, named ``0.weight``."""
-        tensor = self.tensor(shape, seed, device)
-        return nn.Sequential(OneWeight(tensor, self.compute, self.trains))
+        return nn.Sequential(OneWeight(self.tensor(seed, device), self.compute, self.trains))
 
-    def sharded(
-        self, shape: Shape, seed: int = 0, device: str = "cpu", **settings: object
-    ) -> nn.Sequential:
+    def sharded(self, seed: int = 0, device: str = "cpu", **settings: object) -> nn.Sequential:
         """Make the model and shard it over all ranks."""
-        model = self.model(shape, seed, device)
+        model = self.model(seed, device)
         for module in (model[0], model):
             fully_shard(module, mesh=whole_mesh(), **settings)  # type: ignore[arg-type]
         assert isinstance(model, FSDPModule)
         return model
 
-    def batch(self, shape: Shape, dtype: torch.dtype, step: int = 0) -> torch.Tensor:
-        """Return the batch of all ranks together."""
+    def batch(self, dtype: torch.dtype, step: int = 0) -> torch.Tensor:
+        """Return the batch of all ranks together, in float32 if ``dtype`` is an integer."""
         generator = torch.Generator().manual_seed(step)
-        rows = torch.randn(ROWS * dist.get_world_size(), shape[-1], generator=generator)
+        rows = torch.randn(ROWS * self.num_ranks, self.shape[-1], generator=generator)
         return rows.to(dtype if dtype.is_floating_point else torch.float32)
 
     def expect_alike(
@@ -193,18 +211,15 @@ def plain(output: torch.Tensor) -> list[torch.Tensor]:
 
 # The hooks by themselves: what they are promised, what they must return ---------------------------
 
-Show = Callable[[Any], list[Any]]
-"""Shows something to the other ranks, and returns what each of them shows."""
-
 LOW = torch.bfloat16
 
 
 class Gathers:
     """The gathers of one weight, one after the other, through its hooks."""
 
-    def __init__(self, subject: Subject, shape: Shape, show: Show, dtype: torch.dtype) -> None:
-        self.subject, self.shape, self.show = subject, shape, show
-        self.model = subject.sharded(shape)
+    def __init__(self, case: Case, dtype: torch.dtype) -> None:
+        self.case = case
+        self.model = case.sharded()
         self.dtype = dtype
         self.local = shard_of(self.model)
         self.metadata: Any = None
@@ -232,7 +247,7 @@ class Gathers:
 
     def arrive(self, sent: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Put what all ranks send into the buffers, the same ones at each gather."""
-        ranks = self.show(sent)
+        ranks = self.case.show(sent)
         whole = [torch.cat(parts) for parts in zip(*ranks, strict=True)]
         if not self._buffers:
             self._buffers = [torch.empty_like(tensor) for tensor in whole]
@@ -261,8 +276,8 @@ class Gathers:
     def outputs(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Compute with an unsharded tensor."""
         with torch.no_grad():
-            batch = self.subject.batch(self.shape, self.dtype)
-            return plain(self.subject.compute(batch, tensor))
+            batch = self.case.batch(self.dtype)
+            return plain(self.case.compute(batch, tensor))
 
 
 def dtypes_of(local: torch.Tensor) -> list[torch.dtype]:
@@ -275,9 +290,9 @@ def places(tensor: torch.Tensor) -> list[int]:
     return [leaf.untyped_storage().data_ptr() for leaf in leaves(tensor)]
 
 
-def hooks(subject: Subject, shape: Shape, show: Show) -> None:
+def hooks(case: Case) -> None:
     """Both hooks exist, and the first takes (mesh) or all five arguments."""
-    local = subject.tensor(shape)
+    local = case.tensor()
     found = [name for name in (PRE, POST) if hasattr(local, name)]
     if len(found) == 1 or not (found or needs_extension(local)):
         got = f"{found[0]} alone" if found else "neither"
@@ -291,28 +306,23 @@ def hooks(subject: Subject, shape: Shape, show: Show) -> None:
             )
 
 
-def sent(subject: Subject, shape: Shape, show: Show) -> None:
+def sent(case: Case) -> None:
     """All ranks send tensors of the same number, dtypes and trailing dims, with equal metadata."""
-    gathers = Gathers(subject, shape, show, shard_dtype(subject, shape))
-    formats = show([(tensor.dtype, list(tensor.shape[1:])) for tensor in gathers.send()])
+    gathers = Gathers(case, case.tensor().dtype)
+    formats = case.show([(tensor.dtype, list(tensor.shape[1:])) for tensor in gathers.send()])
     for rank, theirs in enumerate(formats):
         if theirs != formats[0]:
             raise Broken(
                 "Expected tensors of the same number, dtypes and trailing dims from all ranks, got "
                 f"{in_words(formats[0])} on rank 0 and {in_words(theirs)} on rank {rank}"
             )
-    metadata = show(gathers.metadata)
+    metadata = case.show(gathers.metadata)
     for rank, theirs in enumerate(metadata):
         if not alike(theirs, metadata[0]):
             raise Broken(
                 "Expected equal metadata on all ranks, since each rank gets its own back, got "
                 f"{metadata[0]} on rank 0 and {theirs} on rank {rank}; send what differs"
             )
-
-
-def shard_dtype(subject: Subject, shape: Shape) -> torch.dtype:
-    """Return the dtype that a tensor says it has."""
-    return subject.tensor(shape).dtype
 
 
 def in_words(formats: list[tuple[torch.dtype, list[int]]]) -> str:
@@ -341,9 +351,9 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(first, second)
 
 
-def shard(subject: Subject, shape: Shape, show: Show) -> None:
+def shard(case: Case) -> None:
     """The hooks leave the shard as it is."""
-    gathers = Gathers(subject, shape, show, shard_dtype(subject, shape))
+    gathers = Gathers(case, case.tensor().dtype)
     before = [leaf.detach().clone() for leaf in leaves(gathers.local)]
     arrived = gathers.arrive(gathers.send())
     _expect_unchanged(gathers.local, before, PRE)
@@ -360,11 +370,11 @@ def _expect_unchanged(local: torch.Tensor, before: list[torch.Tensor], hook: str
             )
 
 
-def gathered(subject: Subject, shape: Shape, show: Show) -> None:
+def gathered(case: Case) -> None:
     """What comes back has the full shape, the dtype asked for, and the unsharded values."""
-    whole = subject.tensor(shape)
+    whole = case.tensor()
     for dtype in dtypes_of(whole):
-        gathers = Gathers(subject, shape, show, dtype)
+        gathers = Gathers(case, dtype)
         tensor, _ = gathers.first()
         if tensor.shape != whole.shape:
             raise Broken(
@@ -378,16 +388,16 @@ def gathered(subject: Subject, shape: Shape, show: Show) -> None:
         if dtype == whole.dtype:
             expected = gathers.outputs(whole)
             what = "to compute with the gathered tensor what the unsharded one gives"
-            subject.expect_alike(gathers.outputs(tensor), expected, what)
+            case.expect_alike(gathers.outputs(tensor), expected, what)
 
 
-def out(subject: Subject, shape: Shape, show: Show) -> None:
+def out(case: Case) -> None:
     """The second gather fills the tensor that the first one made, in the same storages."""
-    for dtype in dtypes_of(subject.tensor(shape)):
-        gathers = Gathers(subject, shape, show, dtype)
+    for dtype in dtypes_of(case.tensor()):
+        gathers = Gathers(case, dtype)
         tensor, lasting = gathers.first()
         before, old = places(tensor), [part.clone() for part in gathers.outputs(tensor)]
-        gathers.local = shard_of(subject.sharded(shape, seed=1))
+        gathers.local = shard_of(case.sharded(seed=1))
         arrived = gathers.arrive(gathers.send())
         gathers.receive(arrived, tensor)
         copies = tuple(one.clone() for one in arrived)
@@ -408,11 +418,6 @@ def out(subject: Subject, shape: Shape, show: Show) -> None:
                 )
 
 
-def has_hooks(subject: Subject, shape: Shape) -> bool:
-    """Tell whether there are hooks, or the tensor travels by its inner tensors."""
-    return hasattr(subject.tensor(shape), PRE)
-
-
 HOOK_CHECKS = (sent, shard, gathered, out)
 
 # The hooks for gradients by themselves: what they are promised, what they must return -------------
@@ -427,14 +432,12 @@ DTYPES = (torch.float32, torch.bfloat16)
 class Reductions:
     """The reductions of one weight's gradient, one after the other, through its hooks."""
 
-    def __init__(
-        self, subject: Subject, shape: Shape, show: Show, dtype: torch.dtype = torch.float32
-    ) -> None:
-        self._show = show
+    def __init__(self, case: Case, dtype: torch.dtype = torch.float32) -> None:
+        self._case = case
         self._dtype = dtype
-        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self._numel = ParamLayout(shape, 0, self._num_ranks).shard_numel
-        self._model = subject.sharded(shape)
+        self._rank = dist.get_rank()
+        self._numel = ParamLayout(case.shape, 0, case.num_ranks).shard_numel
+        self._model = case.sharded()
         group = group_of(self._model[0])
         assert group is not None
         self._hooks = GradExtension(group.params[0])
@@ -442,7 +445,7 @@ class Reductions:
     def parts(self) -> torch.Tensor:
         """Return the gradient of this rank, [num_shards, shard_numel]; another on each."""
         generator = torch.Generator().manual_seed(self._rank)
-        return torch.randn(self._num_ranks, self._numel, generator=generator).to(self._dtype)
+        return torch.randn(self._case.num_ranks, self._numel, generator=generator).to(self._dtype)
 
     def encode(self) -> list[torch.Tensor]:
         """Return what this rank sends."""
@@ -467,20 +470,20 @@ class Reductions:
 
     def reduce(self) -> torch.Tensor:
         """Return this rank's part of the sum."""
-        return self.decode(self._show(self.encode()))
+        return self.decode(self._case.show(self.encode()))
 
     def exact(self) -> torch.Tensor:
         """Return what that sum is."""
-        parts: list[torch.Tensor] = self._show(self.parts())
+        parts: list[torch.Tensor] = self._case.show(self.parts())
         return torch.stack([one[self._rank] for one in parts]).sum(0, dtype=torch.float32)
 
 
-def gradient_sent(subject: Subject, shape: Shape, show: Show) -> None:
+def gradient_sent(case: Case) -> None:
     """What is sent for a gradient has a row for each rank, alike on all ranks and each time."""
     for dtype in DTYPES:
-        reductions = Reductions(subject, shape, show, dtype)
+        reductions = Reductions(case, dtype)
         for _ in range(2):
-            formats = show(formats_of(reductions.encode()))
+            formats = case.show(formats_of(reductions.encode()))
             for rank, theirs in enumerate(formats):
                 if theirs != formats[0]:
                     raise Broken(
@@ -490,23 +493,23 @@ def gradient_sent(subject: Subject, shape: Shape, show: Show) -> None:
                     )
 
 
-def gradient_summed(subject: Subject, shape: Shape, show: Show) -> None:
+def gradient_summed(case: Case) -> None:
     """The sum of what ranks send is, in the mean over steps, that of their gradients."""
     for dtype in DTYPES:
-        reductions = Reductions(subject, shape, show, dtype)
+        reductions = Reductions(case, dtype)
         exact = reductions.exact()
         mean = torch.stack([reductions.reduce() for _ in range(NUM_STEPS)]).mean(0)
         if exact.numel():
             what = f"the mean of {NUM_STEPS} reductions to be the sum over ranks"
-            subject.expect_alike([mean], [exact], what)
+            case.expect_alike([mean], [exact], what)
 
 
-def no_gradient(subject: Subject, shape: Shape, show: Show) -> None:
+def no_gradient(case: Case) -> None:
     """Zero bytes, which a rank without a gradient sends, stand for a gradient of zeros."""
-    zeros = [torch.zeros_like(each) for each in Reductions(subject, shape, show).encode()]
-    sent = show(zeros)
+    zeros = [torch.zeros_like(each) for each in Reductions(case).encode()]
+    sent = case.show(zeros)
     try:
-        total = Reductions(subject, shape, show).decode(sent)
+        total = Reductions(case).decode(sent)
     except Exception as error:
         raise Broken(
             f"Expected {GRAD_POST} to work on a rank that never had a gradient, whose metadata is "
@@ -519,14 +522,289 @@ def no_gradient(subject: Subject, shape: Shape, show: Show) -> None:
         )
 
 
-def formats_in_words(formats: Sequence[Format]) -> str:
+def formats_in_words(formats: Sequence[object]) -> str:
     """Name dtypes and shapes."""
     return f"[{', '.join(map(str, formats))}]"
 
 
-def has_gradient_hooks(subject: Subject, shape: Shape) -> bool:
-    """Tell whether the tensor decides what its gradient is on the wire."""
-    return has_grad_extension(subject.tensor(shape))
-
-
 GRADIENT_CHECKS = (gradient_sent, gradient_summed, no_gradient)
+
+# The tensor in a model that ``fully_shard`` shards: trained, saved, copied, offloaded -------------
+
+TOLERANCE_OF_LOW = 0.05
+STEPS = 3
+
+
+def training(case: Case) -> None:
+    """Training sharded gives what training unsharded on the same batches gives."""
+    for reshards in (True, False):
+        _train(case, case.sharded(reshard_after_forward=reshards))
+
+
+def fewer_ranks(case: Case) -> None:
+    """Gathering again from fewer ranks (an int for reshard_after_forward) trains alike."""
+    fewer, rest = divmod(case.num_ranks, 2)
+    if fewer > 1 and not rest:
+        _train(case, case.sharded(reshard_after_forward=fewer))
+
+
+def offload(case: Case) -> None:
+    """Training with parameters offloaded to the CPU gives the same."""
+    policy = CPUOffloadPolicy(pin_memory=False)
+    _train(case, case.sharded(offload_policy=policy))
+
+
+def _train(case: Case, model: nn.Sequential) -> None:
+    """Compare outputs with those of an unsharded model, which sees the batches of all ranks."""
+    reference = case.model()
+    optimizers = [
+        torch.optim.SGD(one.parameters(), lr=0.1, foreach=False) if case.trains else None
+        for one in (model, reference)
+    ]
+    for step in range(STEPS):
+        batch = case.batch(reference.get_parameter("0.weight").dtype, step)
+        (own,) = mine(batch)
+        outputs = [model(own), reference(batch)]
+        what = f"outputs as of the unsharded model in step {step}"
+        case.expect_alike(plain(outputs[0]), mine(outputs[1]), what)
+        for output, optimizer in zip(outputs, optimizers, strict=True):
+            if optimizer is not None:
+                output.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def mixed_precision(case: Case) -> None:
+    """A policy with param_dtype bfloat16 computes in it."""
+    model = case.sharded(mp_policy=MixedPrecisionPolicy(param_dtype=LOW))
+    batch = case.batch(torch.float32)
+    with torch.no_grad():
+        for _ in range(2):
+            found, expected = model(*mine(batch)), case.model()(batch.to(case.tensor().dtype))
+    if found.dtype != LOW:
+        raise Broken(f"Expected outputs of {LOW}, got {found.dtype}")
+    loose = replace(case, tolerance=max(case.tolerance, TOLERANCE_OF_LOW))
+    loose.expect_alike(plain(found), mine(expected), "outputs as in full precision")
+
+
+def meta_device(case: Case) -> None:
+    """It can be made on the meta device, sharded, allocated and then filled."""
+    tensor = case.tensor(device="meta")
+    if not tensor.is_meta:
+        raise Broken(
+            f"Expected a tensor on the meta device from make_tensor, got one on {tensor.device}"
+        )
+    model = case.sharded(device="meta")
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        shard_of(model).copy_(shard_of(case.sharded()))
+    _expect_forward(case, model, "after initialisation from the meta device")
+
+
+def tensor_parallel(case: Case) -> None:
+    """Within a DTensor of two ranks (tensor parallelism) it is gathered, and filled again."""
+    if case.num_ranks % 2:
+        return
+    ranks = case.num_ranks // 2, 2
+    mesh = init_device_mesh("cpu", ranks, mesh_dim_names=("data", "model"))
+    layer, batch = case.model()[0], case.batch(case.tensor().dtype)
+    weight = layer.get_parameter("weight").detach()
+    alike = DTensor.from_local(weight, mesh["model"], [Replicate()], run_check=False)
+    layer.weight = nn.Parameter(alike, requires_grad=case.trains)
+    module = fully_shard(layer, mesh=mesh["data"])
+    with torch.no_grad():
+        expected = plain(case.compute(batch, case.tensor()))
+        for _ in range(2):
+            module.unshard()  # type: ignore[operator]
+            found = plain(case.compute(batch, local_tensor(layer.get_parameter("weight"))))
+            case.expect_alike(found, expected, "the same outputs within a DTensor")
+            module.reshard()  # type: ignore[operator]
+
+
+def sharded_state_dict(case: Case) -> None:
+    """A sharded state dict survives saving and loading, into a model of other values."""
+    _expect_loaded(case, case.sharded().state_dict(), "after loading a sharded state dict")
+
+
+def full_state_dict(case: Case) -> None:
+    """A full state dict can be taken, saved, and loaded into a sharded model of other values."""
+    options = StateDictOptions(full_state_dict=True)
+    full: dict[str, Any] = get_model_state_dict(case.sharded(), options=options)
+    for leaf in leaves(full["0.weight"]):
+        waited(leaf)
+    _expect_loaded(case, full, "after loading a full state dict")
+
+
+def _expect_loaded(case: Case, states: dict[str, Any], when: str) -> None:
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    model = case.sharded(seed=1)
+    _forward(case, model)
+    model.load_state_dict(torch.load(file, weights_only=False))
+    _expect_forward(case, model, when)
+
+
+def deepcopy(case: Case) -> None:
+    """A deep copy of a sharded model is a model of its own."""
+    model = case.sharded()
+    _forward(case, model)
+    copied = copy.deepcopy(model)
+    model.load_state_dict(case.sharded(seed=1).state_dict())
+    _expect_forward(case, copied, "from a deep copy")
+
+
+def _forward(case: Case, model: nn.Sequential) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return plain(model(*mine(case.batch(case.tensor().dtype))))
+
+
+def _expect_forward(case: Case, model: nn.Sequential, when: str) -> None:
+    with torch.no_grad():
+        expected = mine(case.model()(case.batch(case.tensor().dtype)))
+    for _ in range(2):
+        found = _forward(case, model)
+        case.expect_alike(found, expected, f"the same outputs {when}")
+
+
+MODEL_CHECKS = (
+    training,
+    fewer_ranks,
+    offload,
+    mixed_precision,
+    tensor_parallel,
+    meta_device,
+    sharded_state_dict,
+    full_state_dict,
+    deepcopy,
+)
+
+# Running the checks, on ranks that are threads ----------------------------------------------------
+
+TIMEOUT = 60.0
+
+Check = Callable[[Case], None]
+
+
+def check_extension(
+    make_tensor: Callable[[Shape], torch.Tensor],
+    *,
+    compute: Compute = torch.nn.functional.linear,
+    shapes: Sequence[Shape] = ((8, 4), (5, 4)),
+    world_sizes: Sequence[int] = (1, 2, 3, 4),
+    trains: bool = True,
+    tolerance: float = 1e-5,
+    skip: Collection[str] = (),
+    strict: bool = True,
+) -> Report:
+    """Check that a tensor subclass keeps what the extension protocol promises.
+
+    The hooks are called as ``fully_shard`` would call them, on one to four ranks (threads of this
+    process) with rows that divide evenly and rows that do not; then a model with one weight is
+    sharded, trained, saved, loaded, copied and offloaded. A hook that is wrong is reported alone.
+    Hooks for gradients are checked where there are some.
+
+    Args:
+        make_tensor: Makes a tensor of a shape. The random generator is seeded before each call, and
+            ranks rely on getting the same tensor.
+        compute: What a model does with an input ``[rows, shape[-1]]`` and the tensor.
+        shapes: Shapes to try; sharded over the first dim.
+        world_sizes: Numbers of ranks to try.
+        trains: Whether the tensor can be trained; outputs are then compared over three steps of
+            SGD, else without.
+        tolerance: How far results may be off from those of the unsharded tensor, in parts of the
+            largest value; a tensor that quantizes shard by shard needs more.
+        skip: Names of checks that the tensor does not promise.
+        strict: Whether to raise if anything fails.
+
+    Returns:
+        What was found; ``str()`` of it says it in words.
+
+    Raises:
+        AssertionError: With the report as its text, if anything fails and ``strict``.
+        ValueError: If ``skip`` names no check.
+
+    Example:
+        >>> from torch.testing._internal.two_tensor import TwoTensor
+        >>> def make(shape):
+        ...     return TwoTensor(torch.randn(shape), torch.randn(shape))
+        >>> report = check_extension(make, world_sizes=[2], skip=["full state dict"])
+        >>> report.findings[0]
+        Finding(check='hooks', ok=True, sentence='none: it travels inner tensor by inner tensor')
+        >>> report.ok
+        True
+    """
+    checks: tuple[Check, ...] = (hooks, *HOOK_CHECKS, *GRADIENT_CHECKS, *MODEL_CHECKS)
+    names = [_name(check) for check in checks]
+    unknown = sorted(set(skip) - set(names))
+    if unknown:
+        raise ValueError(f"Expected skip to name checks out of {names}, got {unknown}")
+    cases = [
+        Case(make_tensor, compute, trains, tolerance, tuple(shape), num_ranks, _board(num_ranks))
+        for num_ranks in world_sizes
+        for shape in shapes
+    ]
+    report = Report(type(cases[0].tensor()).__name__, tuple(_findings(cases, skip)))
+    if strict and not report.ok:
+        raise AssertionError(str(report))
+    return report
+
+
+def _findings(cases: Sequence[Case], skip: Collection[str]) -> Iterator[Finding]:
+    """Run the checks; after a hook that is wrong, those that build on it are left out."""
+    tensor = cases[0].tensor()
+    found = _run(hooks, cases[:1])
+    if found.ok and not hasattr(tensor, PRE):
+        found = found._replace(sentence="none: it travels inner tensor by inner tensor")
+    yield found
+    checks = HOOK_CHECKS if hasattr(tensor, PRE) else ()
+    if has_grad_extension(tensor):
+        checks = (*checks, *GRADIENT_CHECKS)
+    for check in checks:
+        if not found.ok:
+            return
+        found = _run(check, cases, skip)
+        yield found
+    if found.ok:
+        yield from (_run(check, cases, skip) for check in MODEL_CHECKS)
+
+
+def _name(check: Check) -> str:
+    return check.__name__.replace("_", " ")
+
+
+def _run(check: Check, cases: Sequence[Case], skip: Collection[str] = ()) -> Finding:
+    """Run one check in all cases; the first that fails is told."""
+    name = _name(check)
+    if name in skip:
+        return Finding(name, True, "skipped")
+    for case in cases:
+        try:
+            run_threads(check, case.num_ranks, case, timeout=TIMEOUT)
+        except RankError as error:
+            return Finding(name, False, f"{_in_words(error)} ({case})")
+    return Finding(name, True, (check.__doc__ or "").strip())
+
+
+def _in_words(error: RankError) -> str:
+    if not error.failures:
+        return "Expected an end, got ranks that wait for each other"
+    first = error.failures[0]
+    if first.exception_type is Broken:
+        return first.message
+    kind = first.exception_type.__name__
+    return f"Expected no error, got {kind} on rank {first.rank}: {first.message}"
+
+
+def _board(num_ranks: int) -> Callable[[Any], list[Any]]:
+    """Return a function by which ranks that are threads show each other objects."""
+    shown: list[Any] = [None] * num_ranks
+
+    def show(value: Any) -> list[Any]:
+        shown[dist.get_rank()] = value
+        dist.barrier()
+        seen = list(shown)
+        dist.barrier()
+        return seen
+
+    return show
