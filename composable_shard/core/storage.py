@@ -833,7 +833,7 @@ class _AllGather:
                 bucket.gather_outputs, self._inputs, buffers
             )
         if lane is not None:
-            works = [lane.arrival(), *works]
+            works = [lane.arrival(), *works, lane.departure()]
         stream = launching_stream(bucket.mesh.device) if self._has_streams else None
         self._pending = Pending(works, self._channel.gathering, stream)
 
