@@ -10,11 +10,11 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy
-from composable_shard.testing import run_ranks
+from composable_shard.testing import ParamSpec, Tree, TreeSpec, run_ranks
 from composable_shard.testing.strategies import num_ranks, uses
 from training.compare import Comparison
 from training.oracle import Unsharded
-from training.trees import ParamSpec, Tree, TreeSpec, build, group_names, inputs_for, shard
+from training.trees import build, group_names, inputs_for, shard
 
 TREE = TreeSpec(
     (ParamSpec((3,)),),

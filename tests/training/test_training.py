@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from composable_shard import ShardError, fully_shard
-from composable_shard.testing import run_ranks
+from composable_shard.testing import ParamSpec, TreeSpec, run_ranks
 from training.compare import Comparison, step_both
 from training.oracle import OPTIMIZERS, Unsharded
-from training.trees import ParamSpec, TreeSpec, build, inputs_for, shard
+from training.trees import build, inputs_for, shard
 
 ROWS = ParamSpec((3,)), ParamSpec((1, 5)), ParamSpec((2, 3)), ParamSpec((7, 2))
 BIG = ParamSpec((301, 701)), ParamSpec((512, 512)), ParamSpec((5,))

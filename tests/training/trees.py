@@ -6,28 +6,7 @@ from typing import Any
 
 import torch
 
-from composable_shard.testing.programs import (
-    BATCH,
-    WIDTH,
-    ParamSpec,
-    Tree,
-    TreeSpec,
-    mix,
-    shard_tree,
-)
-
-__all__ = [
-    "BATCH",
-    "WIDTH",
-    "ParamSpec",
-    "Tree",
-    "TreeSpec",
-    "build",
-    "group_names",
-    "inputs_for",
-    "mix",
-    "shard",
-]
+from composable_shard.testing.programs import BATCH, WIDTH, Tree, TreeSpec, shard_tree
 
 
 def build(spec: TreeSpec) -> Tree:
