@@ -28,18 +28,15 @@ if TYPE_CHECKING:
     from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from composable_shard.train.clip import clip_grad_norm_
     from composable_shard.train.grad_scaler import ShardedGradScaler
-    from composable_shard.train.init import init_sharded
+    from composable_shard.train.init import init_sharded, sync_module_states
     from composable_shard.train.moving.move import move
-    from composable_shard.train.parking.parked import parked
-    from composable_shard.train.sitting_out import sit_out
-    from composable_shard.train.synchronize import sync_module_states
-    from composable_shard.train.uneven import uneven
+    from composable_shard.train.parking import parked
+    from composable_shard.train.uneven import sit_out, uneven
     from composable_shard.train.unsharded import unsharded
     from composable_shard.train.weighing import weigh
     from composable_shard.train.weights.load import load_sharded
     from composable_shard.train.weights.save import save_full
-    from composable_shard.train.weights.shards import changed_since, local_shards
-    from composable_shard.train.weights.stream import iter_full
+    from composable_shard.train.weights.stream import changed_since, iter_full, local_shards
     from composable_shard.train.wrap import apply_fully_shard
 
 __all__ = [
@@ -85,7 +82,6 @@ __all__ = [
 
 _MODULES = {
     "api": ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx"),
-    "train.sitting_out": ("sit_out",),
     "core.transport.collectives": ("AllGather", "ReduceScatter"),
     "errors": (
         "CommunicationError",
@@ -103,17 +99,15 @@ _MODULES = {
     "policy": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
     "train.clip": ("clip_grad_norm_",),
     "train.grad_scaler": ("ShardedGradScaler",),
-    "train.init": ("init_sharded",),
+    "train.init": ("init_sharded", "sync_module_states"),
     "train.moving.move": ("move",),
-    "train.parking.parked": ("parked",),
-    "train.synchronize": ("sync_module_states",),
-    "train.uneven": ("uneven",),
+    "train.parking": ("parked",),
+    "train.uneven": ("sit_out", "uneven"),
     "train.unsharded": ("unsharded",),
     "train.weighing": ("weigh",),
     "train.weights.load": ("load_sharded",),
     "train.weights.save": ("save_full",),
-    "train.weights.shards": ("changed_since", "local_shards"),
-    "train.weights.stream": ("iter_full",),
+    "train.weights.stream": ("changed_since", "iter_full", "local_shards"),
     "train.wrap": ("apply_fully_shard",),
 }
 """Where each public name is defined; for type checkers, the imports above say the same."""

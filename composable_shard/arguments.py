@@ -10,6 +10,7 @@ from typing import Any, SupportsFloat, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 _Item = TypeVar("_Item")
 
@@ -164,3 +165,14 @@ def check_process_group(value: object) -> None:
         "a ProcessGroup that this rank is in",
         "pass its mesh.get_group()" if isinstance(value, dist.DeviceMesh) else "",
     )
+
+
+def listed_optimizers(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers that were passed; raise ``TypeError`` if something else was."""
+    if isinstance(optimizer, Optimizer):
+        return [optimizer]
+    what = "a torch.optim.Optimizer or several"
+    given = checked_list("optimizer", optimizer, what)
+    for one in given:
+        check_type("optimizer", one, isinstance(one, Optimizer), what)
+    return given

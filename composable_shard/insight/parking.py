@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composable_shard.insight.report import Table, nbytes_text
-from composable_shard.train.parking.parked import parkable
+from composable_shard.train.parking import parkable
 
 
 @dataclass(frozen=True)

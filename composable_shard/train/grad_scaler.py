@@ -21,7 +21,7 @@ from composable_shard.arguments import (
     checked_number,
 )
 from composable_shard.core.nested import map_tensors
-from composable_shard.train.gradients import alike, check_scalable, pending
+from composable_shard.train.clip import alike, check_scalable, pending
 
 
 class ShardedGradScaler(_torch.GradScalerBase):

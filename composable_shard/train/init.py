@@ -1,4 +1,4 @@
-"""Initial values of a sharded model: those that the unsharded model gets of the same seed.
+"""Initial values: those that the unsharded model gets of the same seed, or those of one rank.
 
 Every rank runs the same initialization with the same random numbers, module by module, and keeps
 its own rows of each full tensor. Filling shards by themselves would go wrong: where ranks have the
@@ -8,6 +8,7 @@ same seed, each would get the same rows.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -19,9 +20,24 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from composable_shard import _torch
-from composable_shard.arguments import check_function, check_int
+from composable_shard.arguments import (
+    check_flags,
+    check_function,
+    check_int,
+    check_module,
+    check_value,
+)
+from composable_shard.core.hooks import groups_in
 from composable_shard.errors import MaterializationError, ShardError
-from composable_shard.train.full import boxes_of, count_write, full_copy
+from composable_shard.mesh import start_process_group
+from composable_shard.train.full import (
+    boxes_of,
+    count_write,
+    full_copy,
+    repeated_dims,
+    sharded_axes,
+    unrepeated,
+)
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.entries import Entry, contents_of, listed, materialize
 
@@ -187,3 +203,153 @@ class _Wholes(TorchFunctionMode):
                 full.copy_(full_copy(tensor, entry.names[0]))
             self._full[key] = full.requires_grad_(tensor.requires_grad)
         return self._full[key]
+
+
+# All ranks start from the values of one -----------------------------------------------------------
+
+DEFAULT_BUCKET_NBYTES = 32 * 2**20
+
+
+@torch.no_grad()
+def sync_module_states(
+    module: nn.Module,
+    *,
+    src_rank: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+    keep_shards: bool = False,
+    bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
+) -> None:
+    """Overwrite the parameters and buffers of a module by those of one rank, in place.
+
+    Call it before ``fully_shard``, which keeps each rank's own rows of its own values. A module
+    that some ranks built on the meta device is made real there first, by ``to_empty``.
+
+    What is sharded already cannot be had from one rank: the rows it gave away are gone. That is
+    refused, unless ``keep_shards`` says that shards are right as they are; then buffers, plain
+    parameters, and shards of which there are replicas are synchronized.
+
+    Args:
+        module: The module, the same on all ranks but for its values.
+        src_rank: The global rank whose values win; among replicas of a shard, the first does.
+        process_group: The ranks to synchronize; all of them if absent. As in ``fully_shard``, the
+            default process group is then started from the environment if there is none.
+        keep_shards: Whether sharded parameters keep their rows.
+        bucket_nbytes: How many bytes of smaller tensors are sent together; a larger one is sent by
+            itself.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``src_rank`` is not in the group, ``bucket_nbytes`` is not positive, or
+            ``keep_shards`` is no bool.
+        MaterializationError: If something is on the meta device on all ranks.
+        RankMismatchError: On all ranks, if names, shapes, dtypes or arguments differ between them.
+        ShardError: On all ranks, if a parameter is sharded and ``keep_shards`` is not set, if an
+            argument is wrong or something is on the meta device on some of them, or the module is
+            parked or on other ranks.
+
+    Collective: broadcasts of all bytes, in buckets; before, two all-gathers of a small object.
+    Memory: one bucket, or the largest tensor that cannot be sent in place, as one that is not
+        contiguous.
+    Source: ``sync_module_states`` of ``FullyShardedDataParallel`` (FSDP1).
+
+    Example:
+        >>> from composable_shard import fully_shard
+        >>> from composable_shard.testing import run_threads
+        >>> def start():
+        ...     layer = nn.Linear(2, 2, bias=False)
+        ...     nn.init.constant_(layer.weight, dist.get_rank() + 1)
+        ...     sync_module_states(layer)
+        ...     return fully_shard(layer).weight.to_local().tolist()
+        >>> run_threads(start, 2)
+        [[[1.0, 1.0]], [[1.0, 1.0]]]
+    """
+    if process_group is None and "RANK" in os.environ:  # else this process may be alone
+        start_process_group()
+    members = Ranks(process_group, f"synchronizing {type(module).__name__}")
+    ranks = members.numbers
+    with members.checking():
+        check_module("module", module)
+        check_int("src_rank", src_rank, 0)
+        check_value("src_rank", src_rank, src_rank in ranks, f"to be one of the ranks {ranks}")
+        check_flags(keep_shards=keep_shards)
+        check_int("bucket_nbytes", bucket_nbytes, 1)
+        groups = groups_in(module.modules())
+        for owner in groups:
+            owner.check_awake("for sync_module_states()")
+        for owner in groups:
+            owner.reshard()
+        states = [*module.named_parameters(), *module.named_buffers()]
+        _check_states(module, states, keep_shards)
+    said = f"src_rank {src_rank}, keep_shards {keep_shards}, bucket_nbytes {bucket_nbytes}"
+    members.agree([said], "arguments of sync_module_states()", "")
+    members.agree([_fact(name, tensor) for name, tensor in states], "parameters and buffers", "")
+    if members.group is not None and len(ranks) > 1:
+        plain = [tensor for _, tensor in states if not isinstance(tensor, DTensor)]
+        _broadcast(plain, members.group, ranks.index(src_rank), bucket_nbytes)
+    for sharded in [tensor for _, tensor in states if isinstance(tensor, DTensor)]:
+        for axis, placement in enumerate(sharded.placements):
+            if placement.is_replicate() and sharded.device_mesh.size(axis) > 1:
+                group = sharded.device_mesh.get_group(axis)
+                _broadcast([_torch.local_tensor(sharded)], group, 0, bucket_nbytes)
+
+
+def _check_states(
+    module: nn.Module, states: Sequence[tuple[str, torch.Tensor]], keep_shards: bool
+) -> None:
+    """Raise if the states of this rank cannot be synchronized."""
+    for name, tensor in states:
+        is_sharded = isinstance(tensor, DTensor) and sharded_axes(
+            tensor.device_mesh, tensor.placements
+        )
+        if is_sharded and not keep_shards:
+            raise ShardError(
+                f"Expected {type(module).__name__} before it is sharded, got '{name}' sharded; "
+                "call sync_module_states before fully_shard, or set keep_shards=True to "
+                "synchronize only what is not sharded"
+            )
+        if any(leaf.is_meta for leaf in _leaves(tensor)):
+            raise MaterializationError(
+                f"Expected materialized parameters and buffers on all ranks, got '{name}' on the "
+                "meta device; call module.to_empty(device=...) first"
+            )
+
+
+def _fact(name: str, tensor: torch.Tensor) -> str:
+    kind = f", {tensor.placements}" if isinstance(tensor, DTensor) else ""
+    repeated = [dim for leaf in _leaves(tensor) for dim in repeated_dims(leaf)]
+    repeats = f", repeated along {repeated}" if repeated else ""
+    return f"'{name}' of shape {list(tensor.shape)}, {tensor.dtype}{kind}{repeats}"
+
+
+def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return _torch.leaves(_torch.local_part(tensor).detach())
+
+
+def _broadcast(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int, bucket_nbytes: int
+) -> None:
+    """Send tensors in buckets; of an expanded one, what it repeats."""
+    leaves = [leaf for tensor in tensors for leaf in _leaves(tensor) if leaf.numel()]
+    bucket, nbytes = list[torch.Tensor](), 0
+    for expanded in sorted(leaves, key=lambda leaf: -leaf.itemsize):  # each is aligned in a bucket
+        leaf = unrepeated(expanded, repeated_dims(expanded))
+        is_full = nbytes + leaf.nbytes > bucket_nbytes
+        if bucket and (is_full or bucket[0].device != leaf.device):
+            _send(bucket, group, source)
+            bucket, nbytes = [], 0
+        bucket.append(leaf)
+        nbytes += leaf.nbytes
+    if bucket:
+        _send(bucket, group, source)
+
+
+def _send(bucket: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int) -> None:
+    """Send the bytes of tensors together; those of a contiguous one alone go in place."""
+    device = _torch.device_for(group, bucket[0].device)
+    flat = [leaf.resolve_conj().resolve_neg().contiguous().view(-1) for leaf in bucket]
+    numbers = [leaf.view(torch.uint8).to(device) for leaf in flat]
+    sent = numbers[0] if len(numbers) == 1 else torch.cat(numbers)
+    dist.broadcast(sent, group=group, group_src=source)
+    for leaf, own in zip(bucket, sent.split([len(own) for own in numbers]), strict=True):
+        if own.data_ptr() != leaf.data_ptr():
+            leaf.copy_(own.view(leaf.dtype).view(leaf.shape))

@@ -1,19 +1,232 @@
-"""Loops over batches of which ranks have different numbers."""
+"""Ranks with less to do: sitting out a module, and loops over different numbers of batches.
+
+A rank that sits out makes the calls of its last forward with a zero as their
+input and output. Nothing is computed, and the tape, the markers and the output hooks are those of
+any call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import starmap
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from composable_shard import _torch
 from composable_shard.arguments import check_module, check_type
-from composable_shard.core.hooks import groups_in
+from composable_shard.core.group import ParamGroup, group_of
+from composable_shard.core.hooks import groups_in, run_as_forward
+from composable_shard.core.tape import CallRecord, Interval
 from composable_shard.core.transport.process_groups import SmallAllReduce
+from composable_shard.core.tree import Tree
 from composable_shard.errors import CommunicationError, ShardError
 from composable_shard.mesh import ShardMesh, largest_of
+
+
+def sit_out(module: nn.Module) -> torch.Tensor:
+    """Take part in a call of a module without computing anything.
+
+    Ranks gather and reduce together. Where one of them has nothing for a module that others run,
+    images for a vision tower for example, it calls this in the place of the module, with gradients
+    or without as they do. It sends what it has of the parameters, and in backward zeros for their
+    gradients. A group for which all ranks sit out gets gradients of ``None``.
+
+    It goes through the calls of sharded modules inside as the last forward of this rank did, or
+    another one that was sat out. Before the first one, it takes those inside to run once each, in
+    the order in which they are registered, and without activation checkpoints; a module that does
+    otherwise is first run once by all ranks, which may be under ``torch.no_grad()`` if it has no
+    checkpoints.
+
+    Args:
+        module: A sharded module, or one with sharded ones inside.
+
+    Returns:
+        A zero. Where gradients are enabled and there is anything to train, it has a backward that
+        takes part in that of the other ranks: add it to the loss, or, where there is no other loss,
+        run its backward.
+
+    Raises:
+        TypeError: If ``module`` is no module.
+        ShardError: If no module inside or around it is sharded, or if it is not sharded itself and
+            the last forward has called something inside it several times.
+
+    Collective: what a forward of the module does.
+    Memory: what a forward of the module takes for its parameters; no activations.
+
+    Example:
+        >>> from composable_shard import fully_shard
+        >>> from composable_shard.testing import fake_ranks
+        >>> with fake_ranks(2):
+        ...     model = fully_shard(nn.Linear(4, 4))
+        ...     zero = sit_out(model)
+        ...     zero.backward()
+        >>> zero
+        tensor(0., grad_fn=<CloneBackward0>)
+    """
+    calls = _calls_like(module)
+    zero = torch.zeros((), device=calls[0].record.group.mesh.device if calls else None)
+    if torch.is_grad_enabled() and any(call.may_train() for call in calls):
+        zero.requires_grad_()
+    intervals: dict[Interval, Interval] = {}
+    for call in calls:
+        zero = call.take_part(zero, intervals)
+    return zero
+
+
+class _NestedCall:
+    """A call to take part in, with the calls inside it."""
+
+    def __init__(self, record: CallRecord[ParamGroup], inner: Sequence[_NestedCall]) -> None:
+        self.record, self.inner = record, inner
+
+    def may_train(self) -> bool:
+        """Return whether an output may get a gradient."""
+        trains = any(param.sharded.requires_grad for param in self.record.group.params)
+        return self.record.needs_grad or trains or any(call.may_train() for call in self.inner)
+
+    def take_part(self, zero: torch.Tensor, intervals: dict[Interval, Interval]) -> torch.Tensor:
+        """Make the call with ``zero`` as its input and output; return what comes out.
+
+        Args:
+            zero: The output of the call before.
+            intervals: For the interval of each checkpoint in the recorded forward, that of now.
+        """
+        record, module = self.record, self.record.module
+        assert isinstance(module, nn.Module)
+        is_reentrant = _is_of_checkpoint(record.interval) and not record.has_grad
+        with torch.set_grad_enabled(torch.is_grad_enabled() and (record.has_grad or is_reentrant)):
+            given = zero if record.has_grad else zero.detach()
+            output: torch.Tensor
+            output = run_as_forward(
+                module, partial(self._take_part_inside, intervals), (given,), {}
+            )
+        if output.requires_grad or not zero.requires_grad:
+            return output
+        zero = zero.clone()
+        if is_reentrant and zero.grad_fn is not None:  # a checkpoint that begins a backward
+            zero.grad_fn.register_prehook(self._call.on_output_gradient)
+        return zero
+
+    def _take_part_inside(
+        self, intervals: dict[Interval, Interval], zero: torch.Tensor
+    ) -> torch.Tensor:
+        group, interval = self.record.group, self.record.interval
+        if not group.is_opened:
+            self._call = group.tree.call_stack[-1]
+            visit = self._call.visit
+            if visit is not None and interval is not None and _is_of_checkpoint(interval):
+                visit.interval.is_checkpoint = True
+                visit.interval = intervals.setdefault(interval, visit.interval)
+        for inner in self.inner:
+            zero = inner.take_part(zero, intervals)
+        return zero.clone() if self.may_train() else zero.detach()
+
+
+_torch.count_as_module_call(_NestedCall.take_part)
+
+
+def _is_of_checkpoint(interval: Interval | None) -> bool:
+    return interval is not None and interval.is_checkpoint
+
+
+# Which calls to take part in ----------------------------------------------------------------------
+
+
+def _calls_like(module: nn.Module) -> Sequence[_NestedCall]:
+    """Return the calls of groups that one of ``module`` makes, as far as is known.
+
+    Raises:
+        TypeError: See sit_out.
+        ShardError: See sit_out.
+    """
+    check_module("module", module)
+    within = list(module.modules())
+    groups = groups_in(within)
+    if not groups:
+        raise ShardError(
+            f"Expected a module to sit out with sharded modules, got none in "
+            f"{type(module).__name__}; apply fully_shard to it, or call it on all ranks"
+        )
+    group = group_of(module)
+    if group is not None:
+        calls = _last_calls(group.tree, {module}) or _unknown_calls(module)
+        running = _outermost(_nested(group.tree.tape.calls), {module})
+        num_before = len(running) if group.tree.call_stack else 0
+        return [calls[min(num_before, len(calls) - 1)]]
+    expected, last = _unknown_calls(module), list[_NestedCall]()
+    for tree in dict.fromkeys(one.tree for one in groups):
+        unknown = [call for call in expected if call.record.group.tree is tree]
+        last += _last_calls(tree, {*within}) or unknown
+    called = [call.record.module for call in last]
+    if len(set(called)) < len(called):
+        raise ShardError(
+            f"Expected a module to sit out that is sharded itself, got {type(module).__name__} "
+            "whose last forward has called a sharded module inside several times; call sit_out() "
+            "for each of these calls"
+        )
+    return last
+
+
+def _last_calls(tree: Tree, modules: Collection[Hashable]) -> list[_NestedCall]:
+    """Return the outermost calls of ``modules`` in the last forward that is like this one."""
+    stack, tape, has_grad = tree.call_stack, tree.tape, torch.is_grad_enabled()
+    around = stack[0].module if stack else None
+    for is_alike in (has_grad, not has_grad):
+        known = {m: calls for (m, has), calls in tape.last_calls.items() if has is is_alike}
+        ways = [
+            [calls for outermost, calls in known.items() if outermost is around],
+            [calls for outermost, calls in known.items() if outermost in modules],
+            *([calls] for calls in reversed(known.values())),
+        ]
+        for way in ways:
+            found = [one for calls in way for one in _outermost(_nested(calls), modules)]
+            if found:
+                if not is_alike:
+                    _enable_grad(found)
+                return found
+    return _outermost(_nested(tape.calls), modules) if stack else []
+
+
+def _enable_grad(calls: Sequence[_NestedCall]) -> None:
+    """Let calls that were recorded without gradients have them."""
+    for call in calls:
+        call.record = call.record._replace(has_grad=True)
+        _enable_grad(call.inner)
+
+
+def _nested(records: Sequence[tuple[Any, ...]]) -> list[_NestedCall]:
+    """Return the calls that lie in no other one, with those inside."""
+    by_depth: dict[int, list[_NestedCall]] = {}
+    for record in starmap(CallRecord[ParamGroup], records):
+        inner = by_depth.pop(record.depth + 1, [])
+        by_depth.setdefault(record.depth, []).append(_NestedCall(record, inner))
+    return [call for depth in sorted(by_depth) for call in by_depth[depth]]
+
+
+def _outermost(calls: Sequence[_NestedCall], modules: Collection[Hashable]) -> list[_NestedCall]:
+    """Return the calls of some modules that do not lie inside another one of them."""
+    found: list[_NestedCall] = []
+    for call in calls:
+        is_within = call.record.module in modules
+        found += [call] if is_within else _outermost(call.inner, modules)
+    return found
+
+
+def _unknown_calls(module: nn.Module) -> list[_NestedCall]:
+    """Return the calls to expect of a module that this rank has never run."""
+    inner = [call for child in module.children() for call in _unknown_calls(child)]
+    group = group_of(module)
+    if group is None:
+        return inner
+    record = CallRecord(0, group, module, None, has_grad=True, needs_grad=False)
+    return [_NestedCall(record, inner)]
+
+
+# Loops over batches of which ranks have different numbers -----------------------------------------
 
 _AGREEING = "agreeing on whether any rank has a batch"
 _HAS_NONE, _HAS_ONE, _FAILED = range(3)  # and on which rank, added to the last

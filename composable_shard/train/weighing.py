@@ -20,7 +20,7 @@ from composable_shard.core.reduction import has_hooks
 from composable_shard.core.transport.process_groups import SmallAllReduce
 from composable_shard.errors import ShardError
 from composable_shard.mesh import largest_of
-from composable_shard.train.gradients import alike
+from composable_shard.train.clip import alike
 
 _open: WeakSet[ParamGroup] = WeakSet()
 """The groups whose gradients a scope will divide."""

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard import move
 from composable_shard.optim.flat import flat
 from composable_shard.optim.layouts import Owned, Sharded, with_layout
-from composable_shard.train.parking import parked
+from composable_shard.train import parking
 
 MiB = 2**20
 
@@ -187,4 +187,4 @@ def _unnamed(state: dict[str, Any], suffix: str) -> dict[str, Any]:
 
 def as_device() -> Any:
     """Take all memory for that of a device."""
-    return mock.patch.object(parked, "_is_on_device", lambda _: True)
+    return mock.patch.object(parking, "_is_on_device", lambda _: True)

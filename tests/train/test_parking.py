@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,13 +15,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from training.cases import reproducible
 
 from composable_shard import (
     CPUOffloadPolicy,
@@ -39,8 +35,7 @@ from composable_shard import (
     sync_module_states,
     unsharded,
 )
-from composable_shard.train.parking import parked as parking
-from composable_shard.train.parking.device_storages import DeviceStorages, Span, merged
+from composable_shard.train.parking import DeviceStorages
 from train.moved import OPTIMIZERS, as_device, assert_same_bits, on_mesh, stock, values
 
 BIG = 64 * 1024  # bytes
@@ -280,34 +275,6 @@ def test_one_rank_without_memory_on_its_host_or_later_on_its_device() -> None:
     )
     with pytest.raises(ShardError, match="got it parked"):
         model(batch(0))
-
-
-# PURE ---------------------------------------------------------------------------------------------
-
-spans = st.lists(
-    st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda x: Span(x[0], x[0] + x[1])),
-    max_size=8,
-)
-
-
-def addresses(found: list[Span]) -> set[int]:
-    return {address for span in found for address in range(span.start, span.end)}
-
-
-@reproducible(200)
-@given(spans)
-def test_merging(some: list[Span]) -> None:
-    found = merged(some)
-    assert addresses(found) == addresses(some)
-    assert all(one.end < other.start for one, other in pairwise(found))
-
-
-@reproducible(200)
-@given(spans, spans, spans)
-def test_counting_what_is_free(first: list[Span], second: list[Span], freed: list[Span]) -> None:
-    found = parking._count_freed({"a": list(first), "b": second}, freed)
-    a, b, free = addresses(first), addresses(second), addresses(freed)
-    assert found == {"a": len(a & free), "b": len((b - a) & free), "left": len((a | b) - free)}
 
 
 # What has no shards in memory is not read: parked, or moved to other ranks ------------------------

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from composable_shard import _torch
-from composable_shard.arguments import check_int, check_module, check_type
+from composable_shard.arguments import check_int, check_module, check_type, listed_optimizers
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.reduction import is_partial
@@ -28,7 +28,6 @@ from composable_shard.optim.exchange import part_of
 from composable_shard.optim.layouts import Fits
 from composable_shard.train.moving.cargo import Item, Possession, Tensors, Told, codec_for
 from composable_shard.train.moving.places import Ground, Meshes, Piece, Target, pieces_of, rounds_of
-from composable_shard.train.optimizers import listed
 from composable_shard.train.ranks import Ranks
 
 DEFAULT_BUCKET_NBYTES = 64 * 2**20
@@ -362,7 +361,7 @@ def move(
         for one in mesh.values() if isinstance(mesh, Mapping) else (mesh,):
             check_type("mesh", one, isinstance(one, DeviceMesh), "a DeviceMesh")
         check_int("bucket_nbytes", bucket_nbytes, 1)
-        optimizers, groups = listed(optimizer), groups_in(model.modules())
+        optimizers, groups = listed_optimizers(optimizer), groups_in(model.modules())
     for group in groups:
         if not group.tree.is_computing:
             group.reshard()

@@ -1,11 +1,17 @@
-"""Parking a model: its memory on a device is free for a while, and comes back with the values."""
+"""Parking a model: its memory on a device is free for a while, and comes back with the values.
+
+A storage that owns its memory is emptied, and filled again later, so that all tensors in it, also
+views that others hold, are what they were. Local shards have storages of their own in the memory of
+their bucket; those get new ones. Where somebody else has a view of such a shard, which nobody could
+give another memory, the whole buffer stays on the device.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -13,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composable_shard import _torch
-from composable_shard.arguments import check_module
+from composable_shard.arguments import check_module, listed_optimizers
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.storage import sharded_form
@@ -23,8 +29,6 @@ from composable_shard.errors import ShardError
 from composable_shard.module import FSDPModule
 from composable_shard.optim.flat import flat_states
 from composable_shard.optim.layouts import LayoutOptimizer
-from composable_shard.train.optimizers import listed
-from composable_shard.train.parking.device_storages import DeviceStorages, Span, merged
 from composable_shard.train.ranks import Ranks
 
 # What lies where: the memory of a model and of its optimizers -------------------------------------
@@ -71,10 +75,10 @@ def _tensors_of(
                 buckets.append(param.place.buffer)
             unsharded = getattr(param, "unsharded", None)  # made by the first gather
             grads.append(None if unsharded is None else unsharded.grad)
-    stock = [one for optimizer in optimizers for one in _stock(optimizer)]
+    stock = [inner for one in optimizers for inner in (one, *_stock_inside(one))]
     stepped = [p for one in stock for group in one.param_groups for p in group["params"]]
     grads += [param.grad for param in (*params, *stepped)]
-    states = [tensor for one in stock for tensor in _nested(one.state)]
+    states = _torch.tensors_of(*(value for one in stock for value in one.state.values()))
     states += [tensor for one in stock for tensor in flat_states(one)]
     return {
         "parameters": [*buckets, *_plain((*params, *stepped))],
@@ -84,22 +88,9 @@ def _tensors_of(
     }
 
 
-def _stock(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that one is made of, and itself."""
-    inner = optimizer.stock_optimizers() if isinstance(optimizer, LayoutOptimizer) else []
-    return [optimizer, *inner]
-
-
-def _nested(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in dicts and sequences of states."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _nested(inner)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _nested(inner)
+def _stock_inside(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that one is made of."""
+    return optimizer.stock_optimizers() if isinstance(optimizer, LayoutOptimizer) else []
 
 
 def _plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -108,38 +99,134 @@ def _plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if leaf.layout is torch.strided and not leaf.is_meta]
 
 
-def _spans(tensors: Iterable[torch.Tensor]) -> list[Span]:
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return [Span(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
-
-
-def _spans_of(tensors: Tensors) -> dict[str, list[Span]]:
-    return {kind: _spans(several) for kind, several in tensors.items()}
-
-
-def _total(spans: Iterable[Span]) -> int:
-    return sum(span.nbytes for span in merged(spans))
-
-
-def _count_freed(spans: dict[str, list[Span]], freed: Sequence[Span]) -> dict[str, int]:
-    """Count what was freed of each kind, and what was left; each address once."""
-    found, seen, known = dict[str, int](), list[Span](), 0
-    for kind, own in spans.items():
-        seen += own
-        now = _total(seen) + _total(freed) - _total([*seen, *freed])  # of all kinds so far
-        found[kind], known = now - known, now
-    return {**found, "left": _total(seen) - known}
-
-
-# Where it goes ------------------------------------------------------------------------------------
-
-
-def _on_device(tensors: Tensors) -> list[torch.Tensor]:
-    return [tensor for kind in tensors.values() for tensor in kind if _is_on_device(tensor)]
-
-
 def _is_on_device(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu"
+
+
+# Where it goes: storages of a device, to be emptied -----------------------------------------------
+
+
+class _Shown:
+    """The tensors that are known to lie in one storage, the first of them of some kind."""
+
+    def __init__(self, kind: str, first: torch.Tensor) -> None:
+        self.kind, self.first = kind, first
+        self.tensors: dict[int, torch.Tensor] = {}
+        storage = first.untyped_storage()  # which is not kept, or it would count as another's
+        self.start, self.nbytes = storage.data_ptr(), storage.nbytes()
+        self.is_owner = storage.resizable()
+
+    def lies_in(self, owner: _Shown) -> bool:
+        """Whether its memory is a part of another one's."""
+        is_within = owner.start <= self.start <= owner.start + owner.nbytes - self.nbytes
+        return is_within and self.first.device == owner.first.device
+
+    def are_all(self) -> bool:
+        """Whether nobody else has a tensor there."""
+        alone = torch.zeros(1, device=self.first.device)
+        return _torch.num_uses(self.first) - _torch.num_uses(alone) == len(self.tensors) - 1
+
+
+class DeviceStorages:
+    """The memory of a model and of its optimizers.
+
+    Args:
+        tensors: What is in it.
+
+    Attributes:
+        counted: How much of each kind can be freed, and how much is left, in bytes.
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        known: dict[int, _Shown] = {}
+        for kind, several in tensors.items():
+            for tensor in several:
+                shown = known.setdefault(_torch.storage_number(tensor), _Shown(kind, tensor))
+                shown.tensors[id(tensor)] = tensor
+        parts = [shown for shown in known.values() if shown.nbytes and not shown.is_owner]
+        alone = {(part.start, part.nbytes): part for part in parts}
+        self._owners: list[tuple[_Shown, list[_Shown]]] = []
+        self.counted = dict.fromkeys((*tensors, "left"), 0)
+        for owner in [shown for shown in known.values() if shown.nbytes and shown.is_owner]:
+            inside = [part for part in parts if part.lies_in(owner)]
+            alone = {key: part for key, part in alone.items() if part not in inside}
+            is_freed = _is_on_device(owner.first) and all(part.are_all() for part in inside)
+            self._owners += [(owner, inside)] if is_freed else []
+            self.counted[owner.kind if is_freed else "left"] += owner.nbytes
+        self.counted["left"] += sum(part.nbytes for part in alone.values())
+        self._copies: list[_Freed] = []
+        self._left: list[_Freed] = []
+
+    def copy(self) -> None:
+        """Copy the values to memory of the host; nothing else changes."""
+        self._copies = [_Freed(owner, inside) for owner, inside in self._owners]
+        for device in {owner.first.device for owner, _ in self._owners}:
+            if _torch.has_streams(device):
+                torch.accelerator.synchronize(device)
+
+    def let_go(self) -> None:
+        """Free the memory of the device."""
+        self._left, self._copies = self._copies, []
+        for freed in self._left:
+            freed.let_go()
+
+    def come_back(self) -> None:
+        """Have the values on the device again.
+
+        Raises:
+            torch.OutOfMemoryError: If there is no room; what is missing can be had later.
+        """
+        while self._left:
+            self._left[-1].come_back()
+            self._left.pop()
+
+
+class _Freed:
+    """One storage, with its values on the host, and the tensors that lie in it."""
+
+    def __init__(self, owner: _Shown, inside: list[_Shown]) -> None:
+        device = owner.first.device
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=device).set_(
+            owner.first.untyped_storage()
+        )
+        is_pinned = _torch.has_streams(device)
+        self._host = _torch.empty_like(self._bytes, device="cpu", pin_memory=is_pinned)
+        self._host.copy_(self._bytes, non_blocking=is_pinned)
+        self._places = [
+            (t, slice(start, start + part.nbytes), t.storage_offset(), t.shape, t.stride())
+            for part in inside
+            for start in [part.start - owner.start]
+            for t in part.tensors.values()
+        ]
+
+    def let_go(self) -> None:
+        """Free the memory; local shards are of NaN meanwhile, without memory of their own."""
+        for tensor, _, _, shape, _ in self._places:
+            value = torch.nan if tensor.is_floating_point() else 0
+            one = torch.full((1,), value, dtype=tensor.dtype, device=tensor.device)
+            _set(tensor, one.untyped_storage(), 0, shape, (0,) * len(shape))
+        _torch.free(self._bytes)
+
+    def come_back(self) -> None:
+        """Have the memory, and the values in it; tensors that shared a storage share one again."""
+        _torch.allocate(self._bytes)
+        self._bytes.copy_(self._host)
+        storages: dict[int, torch.UntypedStorage] = {}
+        for tensor, place, offset, shape, stride in self._places:
+            storage = storages.setdefault(place.start, self._bytes.untyped_storage()[place])
+            _set(tensor, storage, int(offset), shape, stride)
+
+
+def _set(
+    tensor: torch.Tensor,
+    storage: torch.UntypedStorage,
+    offset: int,
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> None:
+    """Give a tensor other memory; its version stays."""
+    with torch.inference_mode(False), torch.no_grad(), _torch.preserved_versions([tensor]):
+        tensor.set_(storage, offset, shape, stride)
 
 
 def parkable(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[str, Parked]]:
@@ -154,82 +241,16 @@ def parkable(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[st
 
     Collective: none.
     """
+    by_device: dict[str, Tensors] = {}
     tensors = _tensors_of(model, groups_in(model.modules()), optimizers)
-    kinds: dict[str, Tensors] = {}
     for kind, several in tensors.items():
         for tensor in filter(_is_on_device, several):
-            own = kinds.setdefault(str(tensor.device), {one: [] for one in tensors})
+            own = by_device.setdefault(str(tensor.device), {one: [] for one in tensors})
             own[kind].append(tensor)
-    return [
-        (device, Parked(**_count_freed(_spans_of(own), DeviceStorages(_on_device(own)).spans)))
-        for device, own in kinds.items()
-    ]
-
-
-class _Memory:
-    """The memory of a model and of its optimizers: all of it there, or all of it away.
-
-    Args:
-        tensors: What is in it; kept, so that nobody else gets the memory.
-        ranks: Those that park together.
-    """
-
-    def __init__(self, tensors: Tensors, ranks: Ranks) -> None:
-        self._tensors, self._ranks = tensors, ranks
-        # a tensor may be given other memory meanwhile, as `module.to` does
-        self._storages = [one.untyped_storage() for kind in tensors.values() for one in kind]
-        self._device: DeviceStorages | None = None
-
-    def leave(self) -> dict[str, int]:
-        """Move all out, on all ranks or on none; return how many bytes of each kind are free.
-
-        Raises:
-            ShardError: On all ranks, if one has failed.
-        """
-        spans = _spans_of(self._tensors)
-        with self._ranks.noting_failure():
-            device = DeviceStorages(_on_device(self._tensors))
-            device.copy()
-        self._ranks.agree([], "parked model", "all ranks to park the model")
-        self._device = device
-        return _count_freed(spans, device.let_go())
-
-    def come_back(self) -> None:
-        """Have everything in memory again. Collective: none."""
-        if self._device is not None:
-            self._device.come_back()
-
-    def come_back_everywhere(self) -> None:
-        """Have everything in memory again, on all ranks.
-
-        Raises:
-            ShardError: On all ranks, if one has failed.
-        """
-        with self._ranks.noting_failure():
-            self.come_back()
-        self._ranks.agree(
-            [],
-            "parked model",
-            "all ranks to have the parked model in memory again",
-            remedy="; it stays parked, so start all ranks again, from a checkpoint",
-        )
+    return [(name, Parked(**DeviceStorages(own).counted)) for name, own in by_device.items()]
 
 
 # A parked model is not used -----------------------------------------------------------------------
-
-
-def _check_can_park(groups: Iterable[ParamGroup]) -> None:
-    for group in groups:
-        check_at_rest(group, "parked")
-        group.check_awake("to be parked")
-
-
-def _put_away(groups: Sequence[ParamGroup]) -> None:
-    """Free what is gathered, or left of it. Collective: none."""
-    for group in groups:
-        group.reshard()
-        group.register_params()
-    host.settle()
 
 
 def _free_kept_storage(groups: Sequence[ParamGroup], until: contextlib.ExitStack) -> None:
@@ -312,25 +333,41 @@ def parked(
     ranks = Ranks(process_group, f"parking {type(model).__name__}")
     with ranks.checking():
         check_module("model", model)
-        optimizers, groups = listed(optimizer), groups_in(model.modules())
-        _check_can_park(groups)
-        if not _on_device(_tensors_of(model, groups, optimizers)):
+        optimizers, groups = listed_optimizers(optimizer), groups_in(model.modules())
+        for group in groups:
+            check_at_rest(group, "parked")
+            group.check_awake("to be parked")
+        if not any(map(_is_on_device, chain(*_tensors_of(model, groups, optimizers).values()))):
             raise ShardError(
                 f"Expected {type(model).__name__} on a device to be parked, got all of it in "
                 "memory of the host, which parked() does not free; save a checkpoint, delete the "
                 "model and its optimizers, and load them from it afterwards"
             )
-        _put_away(groups)
+        for group in groups:  # free what is gathered, or left of it
+            group.reshard()
+            group.register_params()
+        host.settle()
         tensors = _tensors_of(model, groups, optimizers)
-    memory, until = _Memory(tensors, ranks), contextlib.ExitStack()
+    until, storages = contextlib.ExitStack(), DeviceStorages({})
     try:
         _free_kept_storage(groups, until)
-        freed = Parked(**memory.leave())
+        with ranks.noting_failure():
+            storages = DeviceStorages(tensors)
+            storages.copy()
+        ranks.agree([], "parked model", "all ranks to park the model")
+        storages.let_go()
         _refuse_use(groups, optimizers, until)
-        yield freed
+        yield Parked(**storages.counted)
     except BaseException:
-        memory.come_back()
+        storages.come_back()
         until.close()
         raise
-    memory.come_back_everywhere()
+    with ranks.noting_failure():
+        storages.come_back()
+    ranks.agree(
+        [],
+        "parked model",
+        "all ranks to have the parked model in memory again",
+        remedy="; it stays parked, so start all ranks again, from a checkpoint",
+    )
     until.close()
