@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from itertools import starmap
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.arguments import check_flags, check_module
@@ -27,11 +28,8 @@ from composable_shard.core.ties import owner_of_sharded
 from composable_shard.errors import MaterializationError, ShardError
 from composable_shard.module import group_of
 from composable_shard.train.full import (
-    count_write,
     digest,
     distributed,
-    full_copy,
-    same_bits,
 )
 from composable_shard.train.ranks import Together
 from composable_shard.train.weights.gathering import full_copies
@@ -48,21 +46,17 @@ class _Slot(NamedTuple):
 
 
 class _Edit(NamedTuple):
-    """What is to be written back for one parameter; known before any of it is written.
+    """What is to be written for one parameter; known before any of it is written.
 
     Attributes:
-        shape: Its shape.
-        is_new: Whether it holds something else than it did.
-        grad_dtype: That of its gradient; ``None`` if there is none.
-        grad_is_subclass: Whether that is a tensor subclass.
-        grad_is_new: Whether that holds something else than it did.
+        value: Its new value; ``None`` if it is the same.
+        grad: Its new gradient; ``None`` if there is none, or it is the same.
+        keeps_grad: Whether the gradient is the same, and reduced.
     """
 
-    shape: tuple[int, ...]
-    is_new: bool
-    grad_dtype: torch.dtype | None
-    grad_is_subclass: bool
-    grad_is_new: bool
+    value: torch.Tensor | None
+    grad: torch.Tensor | None
+    keeps_grad: bool
 
 
 class FullParams:
@@ -85,46 +79,53 @@ class FullParams:
         with_grads: bool,
         writeback: bool,
     ) -> None:
-        self._rank0_only, self._to_cpu, self._with_grads = rank0_only, to_cpu, with_grads
-        self._writeback = writeback
+        self._slots, self._rank0_only, self._to_cpu = slots, rank0_only, to_cpu
+        self._with_grads, self._writeback = with_grads, writeback
+        self._copies: dict[nn.Parameter, tuple[nn.Parameter, Attributes]] = {}
         self._digests: dict[nn.Parameter, tuple[list[int], list[int] | None]] = {}
-        self._attributes: list[Attributes] = []
-        self._slots = slots
-        self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
-        self._edited: list[nn.Parameter | None] = []
         self._edits: list[_Edit | None] = []
 
     def register_full(self) -> None:
-        """Register full copies. Collective: see :meth:`_kept`."""
+        """Register full copies.
+
+        Collective: a gather for each bucket of them, and a reduction of what is pending.
+        """
         for param, slots in self._slots.items():
             if _torch.local_tensor(param).is_meta:
                 raise MaterializationError(
                     f"Expected materialized parameters, got {slots[0]} on meta; call "
                     "init_sharded(model, seed=...)"
                 )
+        present = [p for p in self._slots if self._with_grads and p.grad is not None]
+        tensors = cast(list[DTensor], [*self._slots, *(param.grad for param in present)])
+        names = [str(self._slots[param][0]) for param in (*self._slots, *present)]
+        device = torch.device("cpu") if self._to_cpu else None
         with torch.inference_mode(False), torch.no_grad():
-            present = {p: p.grad for p in self._slots if self._with_grads and p.grad is not None}
-            names = [str(self._slots[param][0]) for param in (*self._slots, *present)]
-            fulls = iter(self._kept([*self._slots, *present.values()], names))
-            of_params = [next(fulls) for _ in self._slots]
-            of_grads = [next(fulls) if param in present else None for param in self._slots]
-            kept = zip(self._slots.items(), of_params, of_grads, strict=True)
-            for (param, slots), full, grad in kept:
-                if full is None:
-                    continue
-                owner = owner_of_sharded(param)
-                if owner is None:
-                    copy = nn.Parameter(full, requires_grad=param.requires_grad)
-                else:
-                    copy = owner.leaf_around(full)
-                self._attributes.append(Attributes(param, copy))
-                if grad is not None:
-                    assign_grad(copy, grad)
-                if self._writeback:
-                    self._digests[param] = digest(full), None if grad is None else digest(grad)
-                self._copies.append((copy, param))
-                for slot in slots:
-                    slot.module._parameters[slot.attribute] = copy
+            fulls = full_copies(tensors, names, first_only=self._rank0_only, device=device)
+            grads = dict(zip(present, fulls[len(self._slots) :], strict=True))
+            for (param, slots), full in zip(self._slots.items(), fulls, strict=False):
+                if full is not None:
+                    self._register(param, slots, full, grads.get(param))
+
+    def _register(
+        self,
+        param: nn.Parameter,
+        slots: Sequence[_Slot],
+        full: torch.Tensor,
+        grad: torch.Tensor | None,
+    ) -> None:
+        owner = owner_of_sharded(param)
+        if owner is None:
+            copy = nn.Parameter(full, requires_grad=param.requires_grad)
+        else:
+            copy = owner.leaf_around(full)
+        self._copies[param] = copy, Attributes(param, copy)
+        if grad is not None:
+            assign_grad(copy, grad)
+        if self._writeback:
+            self._digests[param] = digest(full), None if grad is None else digest(grad)
+        for slot in slots:
+            slot.module._parameters[slot.attribute] = copy
 
     @contextlib.contextmanager
     def edited(self) -> Iterator[None]:
@@ -142,21 +143,35 @@ class FullParams:
         together = Together(meshes, "the writeback of unsharded()")
         with together.noting_failure():
             yield
-            places = [slots[0] for slots in self._slots.values()]
-            self._edited = [place.module._parameters.get(place.attribute) for place in places]
-            self._edits = list(map(self._described, self._slots, self._edited))
+            self._edits = list(map(self._edit_of, self._slots))
         together.go_on()
+
+    @torch.no_grad()
+    def _edit_of(self, param: nn.Parameter) -> _Edit | None:
+        """Return what is to be written for a parameter; ``None`` if it was taken away."""
+        place = self._slots[param][0]
+        value = place.module._parameters.get(place.attribute)
+        if value is None or param not in self._digests:
+            return None
+        known, known_grad = self._digests[param]
+        full, grad = value.detach().to(param.dtype), value.grad
+        is_same = digest(full) == known
+        keeps_grad = not self._with_grads
+        if grad is not None and isinstance(param.grad, DTensor):
+            is_reduced = param.grad.placements == cast(DTensor, param).placements
+            keeps_grad |= is_reduced and digest(grad) == known_grad
+        return _Edit(None if is_same else full, None if keeps_grad else grad, keeps_grad)
 
     def register_sharded(self) -> None:
         """Register the sharded parameters again. Collective: none."""
-        for attributes in self._attributes:
+        for _, attributes in self._copies.values():
             attributes.take()
         for param, slots in self._slots.items():
             for slot in slots:
                 slot.module._parameters[slot.attribute] = param
-        for copy, param in self._copies:  # optimizers must not train them from now on
+        for param, (copy, _) in self._copies.items():
             owner = owner_of_sharded(param)
-            if owner is not None:
+            if owner is not None:  # optimizers must not train the copy from now on
                 remember_stand_in(copy, owner)
         self._copies.clear()
 
@@ -164,153 +179,65 @@ class FullParams:
     def write_back(self) -> None:
         """Copy what was edited into the shards; a parameter that was taken away stays.
 
-        Collective: none; with ``rank0_only`` a broadcast of an object over each mesh, and of each
-            parameter and gradient.
+        Collective: none; with ``rank0_only`` a broadcast of an object for each parameter.
         """
-        self._agree_on_edits()
-        for param, value, edit in zip(self._slots, self._edited, self._edits, strict=True):
-            if edit is None:
-                continue
-            _overwrite(param, self._full(param, value, param.dtype), is_new=edit.is_new)
-            if not self._with_grads:
-                continue
-            if edit.grad_dtype is None:
-                param.grad = None
-                continue
-            grad = None if value is None else value.grad
-            full = self._full(param, grad, edit.grad_dtype, edit.grad_is_subclass)
-            _write_grad(param, full, is_new=edit.grad_is_new)
-
-    def _agree_on_edits(self) -> None:
-        """Take over the edits of the first rank with ``rank0_only``; check the shapes."""
-        edits = self._edits
+        edits = zip(self._slots, self._edits, strict=True)
         if self._rank0_only:
-            for mesh in dict.fromkeys(map(_mesh_of, self._slots)):
-                said = _object_of_first(edits, mesh)
-                for index, param in enumerate(self._slots):
-                    if _mesh_of(param) == mesh:
-                        edits[index] = said[index]
-        for (param, slots), edit in zip(self._slots.items(), edits, strict=True):
-            if edit is not None and edit.shape != tuple(param.shape):
+            edits = zip(self._slots, list(starmap(_of_first, edits)), strict=True)
+        made = [(param, edit) for param, edit in edits if edit is not None]
+        for param, edit in made:
+            if edit.value is not None and edit.value.shape != param.shape:
                 raise ValueError(
-                    f"Expected {slots[0]} to have shape {list(param.shape)} at the end of "
-                    f"unsharded(), got {list(edit.shape)}; edit values only"
+                    f"Expected {self._slots[param][0]} to have shape {list(param.shape)} at the "
+                    f"end of unsharded(), got {list(edit.value.shape)}; edit values only"
                 )
-
-    @torch.no_grad()
-    def _described(self, param: nn.Parameter, value: nn.Parameter | None) -> _Edit | None:
-        if value is None:
-            return None
-        shape, known = tuple(value.shape), self._digests.get(param)
-        if known is None:  # the first rank says what it is
-            return _Edit(shape, False, None, False, False)
-        is_new = digest(value.detach().to(param.dtype)) != known[0]
-        grad = value.grad if self._with_grads else None
-        if grad is None:
-            return _Edit(shape, is_new, None, False, False)
-        is_subclass = _torch.is_wrapper_subclass(grad)
-        return _Edit(shape, is_new, grad.dtype, is_subclass, digest(grad) != known[1])
-
-    # Which rank has the full values ---------------------------------------------------------
-
-    def _kept(
-        self, tensors: Sequence[torch.Tensor], names: Sequence[str]
-    ) -> list[torch.Tensor | None]:
-        """Return the full values of parameters and gradients, where this rank is to have them.
-
-        Collective: a gather for each bucket of them, and a reduction of what is pending.
-        """
-        device = torch.device("cpu") if self._to_cpu else None
-        sharded = cast(Sequence[DTensor], tensors)
-        return full_copies(sharded, names, first_only=self._rank0_only, device=device)
-
-    def _full(
-        self,
-        param: nn.Parameter,
-        value: torch.Tensor | None,
-        dtype: torch.dtype,
-        is_subclass: bool | None = None,
-    ) -> torch.Tensor:
-        """Return a full tensor to cut the shard from. Collective: see :meth:`write_back`."""
-        mesh = _mesh_of(param)
-        if not self._rank0_only:
-            assert value is not None
-            return value.detach().to(mesh.device_type, dtype)
-        if is_subclass is None:
-            is_subclass = _torch.is_wrapper_subclass(_torch.local_tensor(param))
-        if is_subclass:  # only a gather knows what it is made of
-            full = full_copy(param, str(self._slots[param][0])).to(dtype)
-        else:
-            full = _torch.empty(*param.shape, dtype=dtype, device=mesh.device_type)
-        if _is_first(mesh):
-            assert value is not None
-            full.copy_(value.detach())
-        for leaf in _torch.leaves(full):
-            _broadcast_from_first(leaf, mesh)
-        return full
+        for param, edit in made:
+            if edit.value is not None:  # all ranks write, or their versions would differ
+                _torch.local_tensor(param).copy_(_shard_of(param, edit.value))
+            if not edit.keeps_grad:
+                _write_grad(param, edit.grad)
 
 
 # One tensor -----------------------------------------------------------------------------------
-
-
-def _shard_of(like: DTensor, full: torch.Tensor) -> torch.Tensor:
-    """Cut this rank's part out of a full tensor; may be a view. Collective: none."""
-    mesh = like.device_mesh
-    whole = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(placements=like.placements).to_local()
-
-
-def _overwrite(target: torch.Tensor, full: torch.Tensor, *, is_new: bool) -> None:
-    """Write a DTensor in place, where it is not the same.
-
-    Its version tells whether the full tensor is new, as all ranks know, and not whether the rows of
-    this rank are: see ``count_write``.
-    """
-    local, shard = _torch.local_tensor(target), _shard_of(cast(DTensor, target), full)
-    if is_new:
-        count_write(local)
-    if not same_bits(local, shard.to(local.device)):
-        counted = [one for one in (local, *_torch.leaves(local)) if not one.is_inference()]
-        with _torch.preserved_versions(counted):
-            local.copy_(shard)
-
-
-def _write_grad(param: nn.Parameter, full: torch.Tensor, *, is_new: bool) -> None:
-    """Make a full gradient the reduced gradient of a sharded parameter."""
-    sharded, present = cast(DTensor, param), param.grad
-    if (
-        isinstance(present, DTensor)
-        and present.placements == sharded.placements
-        and present.dtype == full.dtype
-    ):
-        _overwrite(present, full, is_new=is_new)
-        return
-    local = _shard_of(sharded, full).clone().to(_torch.local_tensor(param).device)
-    assign_grad(param, distributed(local, sharded, sharded.placements))
-
-
-# The first rank of a mesh ---------------------------------------------------------------------
 
 
 def _mesh_of(param: nn.Parameter) -> DeviceMesh:
     return cast(DTensor, param).device_mesh
 
 
-def _is_first(mesh: DeviceMesh) -> bool:
-    coordinate = mesh.get_coordinate()
-    return coordinate is not None and not any(coordinate)
-
-
-def _broadcast_from_first(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+def _of_first(param: nn.Parameter, edit: _Edit | None) -> _Edit | None:
+    """Return the edit of the first rank of the mesh of a parameter."""
+    if edit is not None:  # pickled, and where others have no device of that number
+        value, grad = (None if one is None else one.cpu() for one in edit[:2])
+        edit = _Edit(value, grad, edit.keeps_grad)
+    mesh, box = _mesh_of(param), [edit]
     for axis in range(mesh.ndim):  # after axis k, all ranks that begin like the first have it
-        dist.broadcast(tensor, group=mesh.get_group(axis), group_src=0)
-
-
-def _object_of_first(value: Any, mesh: DeviceMesh) -> Any:
-    box = [value]
-    for axis in range(mesh.ndim):
         dist.broadcast_object_list(box, group=mesh.get_group(axis), group_src=0)
     return box[0]
+
+
+def _shard_of(param: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+    """Cut this rank's part out of a full tensor; may be a view. Collective: none."""
+    mesh = _mesh_of(param)
+    return _torch.cut(full.to(mesh.device_type), mesh, cast(DTensor, param).placements)
+
+
+def _write_grad(param: nn.Parameter, full: torch.Tensor | None) -> None:
+    """Make a full gradient the reduced gradient of a sharded parameter."""
+    sharded, present = cast(DTensor, param), param.grad
+    if full is None:
+        param.grad = None
+        return
+    shard = _shard_of(param, full)
+    if (
+        isinstance(present, DTensor)
+        and present.placements == sharded.placements
+        and present.dtype == full.dtype
+    ):
+        _torch.local_tensor(present).copy_(shard)
+        return
+    local = shard.clone().to(_torch.local_tensor(param).device)
+    assign_grad(param, distributed(local, sharded, sharded.placements))
 
 
 # Full parameters for a while: to look at, to edit, to save ----------------------------------------
@@ -332,7 +259,7 @@ def unsharded(
     ``param.data``, by loading a state dict or by registering another parameter of the same shape)
     reach the shards at the end, and what is the same is not written. If the context is left by an
     exception, nothing is written back. Optimizer steps within change the shards, which the
-    writeback then overwrites. ``state_dict()`` within gives full tensors.
+    writeback of an edited parameter then overwrites. ``state_dict()`` within gives full tensors.
 
     A parameter that is tied is full in all of its places, also where other groups run the module.
 
@@ -366,7 +293,7 @@ def unsharded(
 
     Collective: one all-gather of each bucket of 64 MiB of parameters, and of gradients with
         ``with_grads``; a gather to the first rank with ``rank0_only``. None for the writeback, but
-        with ``rank0_only`` 8 bytes along each axis and one broadcast of each.
+        with ``rank0_only`` 8 bytes along each axis and a broadcast of an object for each parameter.
     Memory: all full parameters (and gradients) at a time, on the first rank alone with
         ``rank0_only``; besides, a bucket of them on the device of compute.
     Source: ``FullyShardedDataParallel.summon_full_params`` (FSDP1).
