@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable_shard._torch.streams import has_streams
+
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
 
 _ALL_GATHER = (
@@ -92,6 +94,30 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
         if name not in ("custom", "undefined"):
             return str(name).lower()
     return str(dist.get_backend(group)).lower()
+
+
+_pretended: str | None = None
+
+
+@contextlib.contextmanager
+def pretended_backend(name: str | None) -> Iterator[None]:
+    """Let ranks that are not there plan their messages as this backend and its devices need."""
+    global _pretended
+    before, _pretended = _pretended, name
+    try:
+        yield
+    finally:
+        _pretended = before
+
+
+def aligns(device: torch.device) -> bool:
+    """Tell whether packed shards are aligned, as the loads of devices want them."""
+    return has_streams(device) or _pretended not in (None, "gloo")
+
+
+def message_backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name the backend for which messages are planned, which may be pretended."""
+    return _pretended or backend_name(group, device)
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:

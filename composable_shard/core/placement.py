@@ -70,7 +70,7 @@ class TensorLayout:
         if self.dim is None:
             return tensor
         layout = self.param
-        if _torch.is_subclass(tensor):
+        if _torch.is_subclass_of_user(tensor):
             # torch's fully_shard calls chunk, so subclasses implement it; few know narrow.
             shards = tensor.chunk(layout.num_shards, self.dim)
             self._check(shards)

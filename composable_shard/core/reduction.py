@@ -23,19 +23,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.layout import (
-    PACKED_ALIGNMENT_NBYTES,
-    aligned,
-    is_packed,
-    message_numels,
-)
+from composable_shard.core.layout import PACKED_ALIGNMENT_NBYTES, aligned, is_packed, message_numels
 from composable_shard.core.placement import GradStage
-from composable_shard.core.storage import (
-    LIFTED,
-    ShardedParam,
-    Storage,
-    grad_dtype_asked,
-)
+from composable_shard.core.storage import LIFTED, ShardedParam, Storage, grad_dtype_asked
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.host import copies_beside_compute, download
@@ -132,14 +122,8 @@ class Reduction:
             params[0].offload, self._mesh.device
         )
         self.is_late = self.is_offloaded or self._has_streams
-        direct = {  # reduce-scattered without packing
-            param
-            for bucket in buckets
-            for param in bucket.params
-            if bucket.message_cost is not None
-            and param.layout.param.is_even
-            and not is_packed(param.layout.param, dtype.itemsize, bucket.message_cost)
-        }
+        large = with_own_message(buckets, dtype)
+        direct = {param for param in large if param.layout.param.is_even}  # sent without a copy
         self.params = sorted(params, key=lambda param: param not in direct)
         self.members = self.params
         self._num_direct = sum(param in direct for param in params)
@@ -179,9 +163,7 @@ class Reduction:
         layouts = [param.layout.param for param in self.members]
         self.num_flags = len(layouts)
         self._final_dtypes = [final_grad_dtype(param, self._dtype) for param in self.members]
-        narrowest = min(dtype.itemsize for dtype in (self._dtype, *self._final_dtypes))
-        # Devices read and write fastest where shards begin at multiples of some bytes.
-        self._step = max(1, PACKED_ALIGNMENT_NBYTES // narrowest) if self._has_streams else 1
+        self._step = packing_step((self._dtype, *self._final_dtypes), device)
         self._message_numels = message_numels(layouts, self._num_direct, self._step)
         self._packed_shape = (num_shards, self._message_numels[-1])
         self._numel = sum(self._message_numels)
@@ -631,6 +613,26 @@ def note_unreduced(param: ShardedParam, stage: GradStage | None) -> None:
     """Note what an unreduced gradient is added to: the stage of the present one."""
     if stage != "unreplicated":
         param.adds_to_synced = stage == "sharded"
+
+
+def with_own_message(buckets: Iterable[Storage], dtype: torch.dtype) -> set[ShardedParam]:
+    """Return the parameters whose gradients are too large to pack, in the dtype of a reduction."""
+    return {
+        param
+        for bucket in buckets
+        for param in bucket.params
+        if bucket.message_cost is not None
+        and not is_packed(param.layout.param, dtype.itemsize, bucket.message_cost)
+    }
+
+
+def packing_step(dtypes: Iterable[torch.dtype], device: torch.device) -> int:
+    """Return of how many elements packed shards are a multiple, in the dtypes that they have.
+
+    Devices read and write fastest where shards begin at multiples of some bytes.
+    """
+    narrowest = min(dtype.itemsize for dtype in dtypes)
+    return max(1, PACKED_ALIGNMENT_NBYTES // narrowest) if _torch.aligns(device) else 1
 
 
 def sent_dtype(buckets: Sequence[Storage], reduced: torch.dtype, channel: Channel) -> torch.dtype:

@@ -621,9 +621,9 @@ class Bucket:
         self.dtype = shards[0].dtype
         self.compute_dtype = first.policy.compute_dtype(self.dtype)
         group = self.mesh.shard_group
-        backend = None if group is None else _torch.backend_name(group, self.mesh.device)
+        backend = None if group is None else _torch.message_backend(group, self.mesh.device)
         self.message_cost: MessageCost | None = message_cost(
-            backend, is_aligned=_torch.has_streams(self.mesh.device)
+            backend, is_aligned=_torch.aligns(self.mesh.device)
         )
         self.layout = plan_bucket(
             tuple(param.layout.param for param in params),

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from composable_shard.core.group import ParamGroup
 from composable_shard.core.layout import ParamLayout
-from composable_shard.insight.group_plan import GroupPlan, ParamPlan
-from composable_shard.insight.report import names_text, nbytes_text
+from composable_shard.insight.group_steps import GroupStep, ParamGather, short
+from composable_shard.insight.report import counted, names_text, nbytes_text
 
 # Which modules of a model are repeated: those that are best sharded one by one --------------------
 
@@ -75,25 +74,23 @@ class Advice:
     remedy: str
 
 
-def advice_on_groups(
-    model: nn.Module, groups: Sequence[tuple[ParamGroup, GroupPlan]]
-) -> tuple[Advice, ...]:
+def advice_on_groups(model: nn.Module, steps: Sequence[GroupStep]) -> tuple[Advice, ...]:
     """Return what is to say about the groups of a model, the weightiest first."""
     return (
-        *_giant_root(groups),
-        *_small_groups(groups),
-        *_uneven_parameters(groups),
-        *_empty_ranks(groups),
-        *_narrow_sums(groups),
-        *_unsharded_parameters(model, groups),
-        *_large_buffers(model, groups),
+        *_giant_root(steps),
+        *_small_groups(steps),
+        *_uneven_parameters(steps),
+        *_empty_ranks(steps),
+        *_narrow_sums(steps),
+        *_unsharded_parameters(model, steps),
+        *_large_buffers(model, steps),
     )
 
 
-def _giant_root(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advice]:
-    whole = sum(plan.unsharded_nbytes or 0 for _, plan in groups)
-    for group, plan in groups:
-        nbytes = plan.unsharded_nbytes or 0
+def _giant_root(steps: Sequence[GroupStep]) -> Iterator[Advice]:
+    whole = sum(step.unsharded_nbytes or 0 for step in steps)
+    for step in steps:
+        nbytes, group = step.unsharded_nbytes or 0, step.group
         if group is not group.tree.root or nbytes <= GIANT_SHARE * whole:
             continue
         blocks = [block for top in group.modules for block in repeated_blocks(top)]
@@ -102,7 +99,7 @@ def _giant_root(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advi
         kind, count = Counter(type(block).__name__ for block in blocks).most_common(1)[0]
         yield Advice(
             "giant root",
-            (plan.name,),
+            (step.name,),
             f"the root group gathers {nbytes_text(nbytes)} at once, {nbytes / whole:.0%} of the "
             "parameters, and nothing overlaps with that",
             f"apply fully_shard to each {kind} ({count} of them) before the root, or "
@@ -110,113 +107,106 @@ def _giant_root(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advi
         )
 
 
-def _small_groups(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advice]:
+def _small_groups(steps: Sequence[GroupStep]) -> Iterator[Advice]:
     small = [
-        plan
-        for group, plan in groups
-        if group is not group.tree.root
-        and plan.params
-        and all(param.travels == "packed" for param in plan.params)
+        step
+        for step in steps
+        if step.group is not step.group.tree.root
+        and step.params
+        and all(param.travels == "packed" for param in step.params)
     ]
     if small:
-        largest = max(plan.unsharded_nbytes or 0 for plan in small)
+        largest = max(step.unsharded_nbytes or 0 for step in small)
         yield Advice(
             "small group",
-            tuple(plan.name for plan in small),
-            f"{_count(len(small), 'group')} of at most {nbytes_text(largest)} each: a gather of so "
-            "few bytes is all latency",
+            tuple(step.name for step in small),
+            f"{counted(len(small), 'group')} of at most {nbytes_text(largest)} each: a gather of "
+            "so few bytes is all latency",
             "shard the module around instead, or several in one list: fully_shard([a, b])",
         )
 
 
-def _rows(layout: ParamLayout) -> int:
-    return layout.shape[layout.dim]
+def _plain(step: GroupStep) -> list[tuple[ParamGather, ParamLayout]]:
+    """Return the parameters that are no tensor subclasses, and how each is cut."""
+    return [(p, p.param.layout.param) for p in step.params if p.travels != "as a subclass"]
 
 
-def _padding_nbytes(param: ParamPlan) -> int:
-    assert param.layout is not None and param.gathered_nbytes is not None
-    return param.gathered_nbytes - param.layout.numel * param.itemsize
+def _padding_nbytes(param: ParamGather) -> int:
+    assert param.gathered_nbytes is not None
+    whole = param.param.layout.param.numel * param.param.compute_dtype.itemsize
+    return param.gathered_nbytes - whole
 
 
-def _uneven_parameters(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advice]:
-    for _, plan in groups:
-        for param in plan.params:
-            layout = param.layout
-            if layout is None or param.travels == "packed" or layout.is_even:
-                continue
-            if _rows(layout) < layout.num_shards:
+def _uneven_parameters(steps: Sequence[GroupStep]) -> Iterator[Advice]:
+    for step in steps:
+        for param, layout in _plain(step):
+            if param.travels == "packed" or layout.is_even or layout.num_rows < layout.num_shards:
                 continue
             rows = layout.rows_per_shard * layout.num_shards
             yield Advice(
                 "uneven rows",
-                (param.name,),
-                f"{_rows(layout)} rows over {layout.num_shards} ranks are padded by "
+                step.names_of([param.param]),
+                f"{layout.num_rows} rows over {layout.num_shards} ranks are padded by "
                 f"{nbytes_text(_padding_nbytes(param))}, and the whole gradient is copied to pad "
                 "it",
                 f"make it {rows} rows, or shard another dim by shard_placement_fn",
             )
 
 
-def _empty_ranks(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advice]:
-    for _, plan in groups:
+def _empty_ranks(steps: Sequence[GroupStep]) -> Iterator[Advice]:
+    for step in steps:
         found = [
             (param, layout)
-            for param in plan.params
-            if (layout := param.layout) is not None
-            and layout.numel
-            and (layout.num_shards - 1) * layout.rows_per_shard >= _rows(layout)
+            for param, layout in _plain(step)
+            if layout.numel and layout.num_nonempty < layout.num_shards
         ]
         if not found:
             continue
-        fewest = min(_rows(layout) for _, layout in found)
+        fewest = min(layout.num_rows for _, layout in found)
         nbytes = sum(_padding_nbytes(param) for param, _ in found)
-        longer = [
-            param.name for param, one in found if max(one.shape) >= one.num_shards > _rows(one)
-        ]
+        longer = [p.param for p, cut in found if max(cut.shape) >= cut.num_shards > cut.num_rows]
         remedy = "nothing, if they are small: they share one message"
         if longer:
-            remedy = f"shard a longer dim of {names_text(tuple(longer))} by shard_placement_fn"
+            names = names_text(step.names_of(longer))
+            remedy = f"shard a longer dim of {names} by shard_placement_fn"
         yield Advice(
             "empty ranks",
-            tuple(param.name for param, _ in found),
-            f"{_count(len(found), 'parameter')} of {plan.name or 'the root'} with as few as "
-            f"{_count(fewest, 'row')} for {found[0][1].num_shards} ranks: some ranks hold none, "
+            step.names_of(param.param for param, _ in found),
+            f"{counted(len(found), 'parameter')} of {step.name} with as few as "
+            f"{counted(fewest, 'row')} for {found[0][1].num_shards} ranks: some ranks hold none, "
             f"and gathering pads by {nbytes_text(nbytes)}",
             remedy,
         )
 
 
-def _narrow_sums(groups: Sequence[tuple[ParamGroup, GroupPlan]]) -> Iterator[Advice]:
+def _narrow_sums(steps: Sequence[GroupStep]) -> Iterator[Advice]:
     narrow = {
-        (plan.name, one.dtype, mesh.num_shards * mesh.num_replicas)
-        for _, plan in groups
-        for mesh in plan.meshes
-        for one in mesh.reductions
-        if one.dtype.itemsize < torch.float32.itemsize and mesh.num_shards * mesh.num_replicas > 2
+        (step.name, short(one.dtype), one.mesh.num_ranks)
+        for step in steps
+        for one in step.reductions
+        if one.dtype.itemsize < torch.float32.itemsize and one.mesh.num_ranks > 2
     }
     if narrow:
-        dtypes = sorted({str(dtype).removeprefix("torch.") for _, dtype, _ in narrow})
-        most = max(count for _, _, count in narrow)
+        names, dtypes, counts = zip(*sorted(narrow), strict=True)
         yield Advice(
             "narrow sums",
-            tuple(sorted(name for name, _, _ in narrow)),
-            f"gradients of {most} ranks are summed in {', '.join(dtypes)}, rounded as they go",
+            names,
+            f"gradients of {max(counts)} ranks are summed in {', '.join(sorted(set(dtypes)))}, "
+            "rounded as they go",
             "MixedPrecisionPolicy(reduce_dtype=torch.float32), for twice the bytes of reductions",
         )
 
 
-def _unsharded_parameters(
-    model: nn.Module, groups: Sequence[tuple[ParamGroup, GroupPlan]]
-) -> Iterator[Advice]:
-    ours = {id(param.sharded) for group, _ in groups for param in group.params}
-    ours |= {id(getattr(p, "unsharded", None)) for group, _ in groups for p in group.params}
+def _unsharded_parameters(model: nn.Module, steps: Sequence[GroupStep]) -> Iterator[Advice]:
+    params = [param for step in steps for param in step.group.params]
+    ours = {id(form) for p in params for form in (p.sharded, getattr(p, "unsharded", None))}
     others = {n: p for n, p in model.named_parameters() if id(p) not in ours}
     for trained in (True, False):
         some = {n: p for n, p in others.items() if p.requires_grad is trained}
         if not some:
             continue
         nbytes = sum(param.numel() * param.itemsize for param in some.values())
-        problem = f"{_count(len(some), 'parameter')} of {nbytes_text(nbytes)} whole on every rank"
+        problem = f"{counted(len(some), 'parameter')} of {nbytes_text(nbytes)} whole on every rank"
         if trained:
             problem += ", whose gradients no rank hears from the others"
         yield Advice(
@@ -228,20 +218,14 @@ def _unsharded_parameters(
         )
 
 
-def _large_buffers(
-    model: nn.Module, groups: Sequence[tuple[ParamGroup, GroupPlan]]
-) -> Iterator[Advice]:
+def _large_buffers(model: nn.Module, steps: Sequence[GroupStep]) -> Iterator[Advice]:
     buffers = dict(model.named_buffers())
     nbytes = sum(buffer.numel() * buffer.itemsize for buffer in buffers.values())
-    shards = sum(plan.sharded_nbytes for _, plan in groups)
+    shards = sum(step.sharded_nbytes for step in steps)
     if nbytes > max(BUFFERS_NBYTES, BUFFERS_SHARE * shards):
         yield Advice(
             "unsharded buffers",
             tuple(buffers),
-            f"{_count(len(buffers), 'buffer')} of {nbytes_text(nbytes)} whole on every rank",
+            f"{counted(len(buffers), 'buffer')} of {nbytes_text(nbytes)} whole on every rank",
             "compute them when they are needed, share one among modules, or narrow their dtype",
         )
-
-
-def _count(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_shard.arguments import check_function, check_type, checked_device
+from composable_shard.arguments import (
+    check_function,
+    check_type,
+    checked_device,
+    checked_number,
+)
+from composable_shard.errors import ShardError
 from composable_shard.insight.advice import is_repeated_block
-from composable_shard.insight.group_traffic import StepTraffic, step_traffic, total_traffic
-from composable_shard.insight.live_bytes import OptimizerFactory
-from composable_shard.insight.optimizer_steps import OptimizerExplanation, explain_layouts
+from composable_shard.insight.group_steps import GroupStep, StepTraffic, sharded_nbytes
+from composable_shard.insight.optimizer_steps import (
+    OptimizerExplanation,
+    explain_layouts,
+    plan_layouts,
+)
 from composable_shard.insight.rehearsal import (
-    Loss,
-    Question,
-    Ranks,
+    Moment,
+    OptimizerBytes,
+    OptimizerFactory,
     Rehearsal,
-    Shard,
-    check_no_process_group,
-    checked_ranks,
-    default_loss,
-    rehearse,
-    rehearsing_arguments,
+    optimizer_bytes,
+    rehearsed,
 )
 from composable_shard.insight.report import (
     Report,
@@ -35,17 +41,53 @@ from composable_shard.insight.report import (
     nbytes_text,
     seconds_text,
 )
-from composable_shard.insight.step_costs import (
-    MemoryCurve,
-    MemorySplit,
-    Speeds,
-    StepTime,
-    time_of,
-)
 from composable_shard.optim.layouts import Fits, Layout
 from composable_shard.train.wrap import Policy, apply_fully_shard
 
 # The result of ``estimate``: plain values, and how they are shown ---------------------------------
+
+
+@dataclass(frozen=True)
+class MemorySplit:
+    """Bytes on the device of compute, of one rank at one moment.
+
+    Attributes:
+        shards: Its shards of the parameters.
+        gradients: Gradients: as autograd leaves them, on their way, and reduced.
+        optimizer: The state of the optimizer, and what its step needs besides.
+        gathered: Unsharded parameters, and what gathers need besides.
+        activations: What compute made and still needs.
+        unsharded: Parameters and buffers that are not sharded, and the batch.
+    """
+
+    shards: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    gathered: int = 0
+    activations: int = 0
+    unsharded: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, without the optimizer, whose speed is that of memory.
+
+    Attributes:
+        compute: If nothing had to be sent.
+        communication: If nothing had to be computed.
+        exposed: Communication that compute waits for.
+        step: Compute and exposed communication.
+    """
+
+    compute: float
+    communication: float
+    exposed: float
+    step: float
 
 
 @dataclass(frozen=True)
@@ -129,14 +171,31 @@ class Estimate(Report):
 # What a model will need on a number of devices, told without any of them --------------------------
 
 
+def default_loss(output: Any, batch: Any) -> torch.Tensor:
+    """Take the ``loss`` of an output that has one, else the sum of a tensor.
+
+    Raises:
+        TypeError: If it is neither.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    if not isinstance(output, torch.Tensor):
+        raise TypeError(
+            "Expected forward to return a tensor, or an output with a loss, got "
+            f"{type(output).__name__}; pass loss=, a function of the output and the batch"
+        )
+    return output.sum()
+
+
 def estimate(
     build_model: Callable[[], nn.Module],
     mesh_shape: int | tuple[int, ...],
     policy: Policy | None = None,
     batch: Any = None,
     *,
-    shard: Shard | None = None,
-    loss: Loss = default_loss,
+    shard: Callable[[nn.Module, DeviceMesh], object] | None = None,
+    loss: Callable[[Any, Any], torch.Tensor] = default_loss,
     optimizer: OptimizerFactory | Mapping[Fits, Layout] | None = torch.optim.AdamW,
     device: str = "cuda",
     flops: float | None = None,
@@ -147,10 +206,9 @@ def estimate(
 ) -> Estimate:
     """Tell what a training step will need on each of 1 to 100,000 ranks, without any of them.
 
-    The model is built, sharded and run with tensors that have no memory, on the smallest mesh on
-    which a step takes the same course. What lives and what is computed there is watched. What is
-    gathered, reduced and sent depends on the number of ranks, and is laid out for it by the
-    arithmetic that the real step uses; so the time this takes does not grow with the ranks.
+    The model is built, sharded and run with tensors that have no memory, as the first of so many
+    ranks. What lives, what is computed and what is sent there is watched. So the time this takes
+    hardly grows with the ranks.
 
     Args:
         build_model: Makes the model, of which nothing is allocated.
@@ -160,8 +218,7 @@ def estimate(
         batch: What one rank's forward takes: a tensor, a tuple of arguments, a dict of keyword
             arguments, or a function that makes one. Only shapes and dtypes count, so tensors on the
             meta device will do.
-        shard: Applies ``fully_shard`` to the model by itself instead, on the mesh that it is given,
-            of 1 or 2 ranks on each axis.
+        shard: Applies ``fully_shard`` to the model by itself instead, on the mesh that it is given.
         loss: Makes a scalar of output and batch; if absent, the ``loss`` of the output if it has
             one, else the sum of its elements.
         optimizer: Makes the optimizer of some parameters; ``None`` leaves it out. Or the layouts
@@ -181,8 +238,7 @@ def estimate(
     Raises:
         TypeError: If an argument has the wrong type, ``build_model`` returns no module, or ``loss``
             is missing.
-        ValueError: If an argument is out of range, or the model is sharded in ways that cannot be
-            laid out for other ranks: meshes of single parameters, tensor parallelism, subclasses.
+        ValueError: If an argument is out of range, or a parameter is a tensor subclass.
         ShardError: If this process has a process group.
 
     Collective: none.
@@ -202,10 +258,14 @@ def estimate(
     check_type("loss", loss, callable(loss), "a function of output and batch")
     makes = optimizer is None or callable(optimizer) or isinstance(optimizer, Mapping)
     check_type("optimizer", optimizer, makes, "a function of parameters, a mapping or None")
-    kind = checked_device("device", device).type
-    ranks = checked_ranks(mesh_shape, kwargs.get("reshard_after_forward"))
+    device_type = checked_device("device", device).type
+    shape = _checked_shape(mesh_shape)
     speeds = Speeds.of(flops, bandwidth, replica_bandwidth, latency)
-    check_no_process_group()
+    if dist.is_initialized():
+        raise ShardError(
+            "Expected estimate in a process without a process group, got one of backend "
+            f"'{dist.get_backend()}'; call it before init_process_group, or in a process of its own"
+        )
     if batch is None:
         raise TypeError("Expected batch to be what one rank's forward takes, got None")
     if shard is not None and (policy is not None or kwargs):
@@ -213,55 +273,164 @@ def estimate(
         raise ValueError(
             f"Expected either shard or policy and arguments of fully_shard, got shard and {given}"
         )
-    question = Question(
-        build_model,
-        shard or _by_policy(policy, rehearsing_arguments(ranks, kwargs)),
-        batch,
-        loss,
-        optimizer,
-        kind,
-    )
-    rehearsal = rehearse(question, ranks)
-    result = _weigh(rehearsal, ranks)
-    if speeds is None:
-        return result
-    return replace(result, time=time_of(rehearsal.moments, rehearsal.groups, speeds))
 
-
-def _by_policy(policy: Policy | None, kwargs: dict[str, Any]) -> Shard:
-    def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    def shard_by_policy(model: nn.Module, mesh: DeviceMesh) -> None:
         chosen = is_repeated_block(model) if policy is None else policy
         apply_fully_shard(model, chosen, mesh=mesh, **kwargs)
 
-    return shard
+    shards = shard or shard_by_policy
+    with rehearsed(build_model, shards, batch, loss, shape, device_type) as rehearsal:
+        return _weigh(rehearsal, shape, optimizer, speeds, is_accelerator=device_type != "cpu")
 
 
-def _weigh(rehearsal: Rehearsal, ranks: Ranks) -> Estimate:
+def _checked_shape(mesh_shape: object) -> tuple[int, ...]:
+    shape: Any = (mesh_shape,) if isinstance(mesh_shape, int) else mesh_shape
+    is_shape = isinstance(shape, (tuple, list)) and len(shape) in (1, 2)
+    if not is_shape or not all(isinstance(n, int) and n is not True and n > 0 for n in shape):
+        raise ValueError(
+            f"Expected mesh_shape to be a number of ranks or (replicas, shards), got {mesh_shape!r}"
+        )
+    return tuple(shape)
+
+
+def _weigh(
+    rehearsal: Rehearsal,
+    shape: tuple[int, ...],
+    optimizer: OptimizerFactory | Mapping[Fits, Layout] | None,
+    speeds: Speeds | None,
+    *,
+    is_accelerator: bool,
+) -> Estimate:
     buckets = [bucket for group in rehearsal.groups for bucket in group.buckets]
-    optimizer, away = rehearsal.optimizer, rehearsal.offloaded_optimizer
+    params = [param for bucket in buckets for param in bucket.params]
+    away = [param for param in params if is_accelerator and param.offload is not None]
+    offloaded_shards = sum(sharded_nbytes(one) for one in buckets if one.params[0] in away)
+    layouts, offloaded = None, OptimizerBytes()
+    if isinstance(optimizer, Mapping):
+        if away:
+            raise ValueError(
+                "Expected parameters on the device for an estimate of layouts, got "
+                f"'{away[0].name}', which is offloaded; leave out the offload_policy, or pass what "
+                "makes an optimizer of parameters"
+            )
+        layouts, kept = plan_layouts(rehearsal.model, optimizer, at_once=is_accelerator)
+    elif optimizer is not None:
+        here = [param.local for param in params if param in rehearsal.used and param not in away]
+        kept = optimizer_bytes(optimizer, here, at_once=is_accelerator)
+        there = [param.local for param in away if param in rehearsal.used]
+        offloaded = optimizer_bytes(optimizer, there, at_once=False)
+    else:
+        kept = OptimizerBytes()
     between = MemorySplit(
-        shards=sum(bucket.sharded_nbytes for bucket in buckets if not bucket.is_away),
-        optimizer=optimizer.state,
-        unsharded=rehearsal.unsharded,
+        shards=sum(map(sharded_nbytes, buckets)) - offloaded_shards,
+        optimizer=kept.state,
+        unsharded=sum(tensor.numel() * tensor.itemsize for tensor in rehearsal.lasting),
     )
-    curve = MemoryCurve(rehearsal.groups, between, rehearsal.moments)
-    peak, (event, place) = curve.peak, curve.peak_at
-    name = rehearsal.groups[place].name or "the root" if place >= 0 else ""
-    peak_at = f"{event} of {name}" if name else "end of backward"
-    stepping = replace(curve.end, optimizer=optimizer.state + optimizer.besides)
+    fullest = max(rehearsal.moments, key=lambda moment: sum(moment.peak))
+    peak, peak_at = replace(between, **fullest.peak._asdict()), "end of backward"
+    if fullest.group >= 0:
+        peak_at = f"{fullest.event} of {rehearsal.groups[fullest.group].name or 'the root'}"
+    stepping = replace(between, **rehearsal.at_end._asdict())
+    stepping = replace(stepping, optimizer=kept.state + kept.besides)
     if stepping.total > peak.total:
         peak, peak_at = stepping, "optimizer step"
-    offloaded = sum(bucket.sharded_nbytes for bucket in buckets if bucket.is_away)
+    steps = [GroupStep(group, group.name, {}) for group in rehearsal.groups]
+    traffics = [step.traffic() for step in steps]
+    on_cpu = offloaded_shards + offloaded.state + offloaded.besides + rehearsal.offloaded_grads
     return Estimate(
-        mesh_shape=(ranks.num_replicas, ranks.num_shards),
-        num_parameters=rehearsal.num_parameters,
-        num_groups=sum(bool(mesh.gathers) for g in rehearsal.groups for mesh in g.meshes),
+        mesh_shape=shape if len(shape) == 2 else (1, shape[0]),
+        num_parameters=sum(param.numel() for param in rehearsal.model.parameters()),
+        num_groups=sum(len({bucket.mesh for bucket in g.buckets}) for g in rehearsal.groups),
         peak=peak,
         peak_at=peak_at,
         between_steps=between,
-        on_cpu=offloaded + away.state + away.besides + curve.elsewhere,
-        traffic=total_traffic(map(step_traffic, rehearsal.groups)),
+        on_cpu=on_cpu,
+        traffic=sum(traffics, StepTraffic()),
         flops=sum(moment.flops for moment in rehearsal.moments),
-        time=None,
-        optimizer=None if rehearsal.layouts is None else explain_layouts(rehearsal.layouts),
+        time=None if speeds is None else speeds.time_of(rehearsal.moments, traffics),
+        optimizer=None if layouts is None else explain_layouts(layouts),
     )
+
+
+# How long a step takes, if compute and communication each run at one speed beside each other ------
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What the user says of the devices.
+
+    Attributes:
+        flops: Floating-point operations that a device does in a second.
+        bandwidth: Bytes that a rank sends in a second to those that share its parameters.
+        replica_bandwidth: The same to those that hold the same shards.
+        latency: Seconds that a launch takes besides.
+    """
+
+    flops: float
+    bandwidth: float
+    replica_bandwidth: float
+    latency: float
+
+    @classmethod
+    def of(
+        cls,
+        flops: float | None,
+        bandwidth: float | None,
+        replica_bandwidth: float | None,
+        latency: float,
+    ) -> Speeds | None:
+        """Return the speeds, ``None`` if none are given.
+
+        Raises:
+            TypeError: If one is no number.
+            ValueError: If only some are given, or one is not positive.
+        """
+        if flops is None and bandwidth is None:
+            return None
+        if flops is None or bandwidth is None:
+            raise ValueError(
+                "Expected both flops and bandwidth, or neither, got "
+                f"flops={flops!r} and bandwidth={bandwidth!r}"
+            )
+        other = bandwidth if replica_bandwidth is None else replica_bandwidth
+        said = {
+            "flops": flops,
+            "bandwidth": bandwidth,
+            "replica_bandwidth": other,
+            "latency": latency,
+        }
+        numbers = {name: checked_number(name, value) for name, value in said.items()}
+        is_fast = all(number > 0 for name, number in numbers.items() if name != "latency")
+        if not (is_fast and numbers["latency"] >= 0):  # a speed that is NaN is none
+            raise ValueError(
+                "Expected positive speeds and a latency of at least 0, got "
+                + ", ".join(f"{name}={value!r}" for name, value in said.items())
+            )
+        return cls(**numbers)
+
+    def time_of(self, moments: Sequence[Moment], traffics: Sequence[StepTraffic]) -> StepTime:
+        """Replay a recorded step: one lane computes, one communicates, each in order.
+
+        Args:
+            moments: The step.
+            traffics: What each group sends.
+        """
+        compute = clock = lane = communication = 0.0
+        done: dict[tuple[int, str], float] = {}
+        is_backward = False
+        for group, event, flops in ((one.group, one.event, one.flops) for one in moments):
+            compute, clock = compute + flops / self.flops, clock + flops / self.flops
+            is_backward = is_backward or event == "pre_backward"
+            if event in ("all_gather", "reduce_scatter", "all_reduce"):
+                traffic, rate = traffics[group], self.bandwidth
+                sent = traffic.backward_gathers if is_backward else traffic.forward_gathers
+                if event == "reduce_scatter":
+                    sent = traffic.reductions
+                elif event == "all_reduce":
+                    sent, rate = traffic.all_reduces, self.replica_bandwidth
+                seconds = sent.launches * self.latency + (sent.nbytes or 0) / rate
+                communication += seconds
+                lane = done[group, event] = max(lane, clock) + seconds
+            elif event.startswith("wait_for_"):
+                clock = max(clock, done.pop((group, event.removeprefix("wait_for_")), 0.0))
+        return StepTime(compute, communication, clock - compute, clock)

@@ -8,33 +8,28 @@ from math import prod
 from torch import nn
 from torch.optim import Optimizer
 
-from composable_shard import _torch
 from composable_shard.arguments import check_int, check_module, check_type
+from composable_shard.core.codec import has_extension
+from composable_shard.core.features.extension import ExtensionBucket
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
-from composable_shard.core.storage import ShardedParam
+from composable_shard.core.storage import Bucket
+from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.collectives import CustomAllGather, CustomReduceScatter
 from composable_shard.insight.advice import Advice, advice_on_groups
-from composable_shard.insight.group_plan import (
-    GroupPlan,
-    MeshPlan,
-    Names,
-    ParamPlan,
-    SubclassPlan,
-    full_name,
-    read_group,
-)
-from composable_shard.insight.group_traffic import (
+from composable_shard.insight.group_steps import (
     Copy,
+    GroupStep,
+    Names,
+    ParamGather,
     StepTraffic,
     Traffic,
+    is_trained,
+    sent_by_subclass,
     short,
-    step_copies,
-    step_traffic,
     total,
 )
 from composable_shard.insight.optimizer_steps import OptimizerExplanation, explain_optimizer
-from composable_shard.insight.parking import ParkingExplanation, explain_parking, parking_table
 from composable_shard.insight.report import (
-    UNKNOWN,
     Report,
     Section,
     Sentences,
@@ -44,6 +39,7 @@ from composable_shard.insight.report import (
     nbytes_text,
 )
 from composable_shard.module import group_of
+from composable_shard.train.parking import Parked, parkable
 from composable_shard.train.weights.stream import Asked, PassCosts, costs_of
 
 # The result of ``explain``: plain values, and how they are shown ----------------------------------
@@ -135,6 +131,19 @@ class GroupExplanation:
 
 
 @dataclass(frozen=True)
+class ParkingExplanation(Parked):
+    """What ``parked`` would free of the memory of one device, in bytes on this rank.
+
+    It is what is there now: gradients and states of optimizers come with the first step.
+
+    Attributes:
+        device: Such as ``"cuda:0"``. Memory of the host is not parked.
+    """
+
+    device: str = ""
+
+
+@dataclass(frozen=True)
 class Explanation(Report):
     """What sharding does to a model.
 
@@ -167,7 +176,7 @@ class Explanation(Report):
         if self.optimizer is not None:
             shown += self.optimizer.sections()
             if any(one.nbytes for one in self.parking):
-                shown.append(parking_table(self.parking))
+                shown.append(self._parking())
         if self.weights_out is not None:
             shown.append(Sentences("Weights out", _told_of_pass(self.weights_out)))
         if self.advice:
@@ -175,15 +184,7 @@ class Explanation(Report):
         return shown
 
     def _overview(self, alike: list[list[GroupExplanation]]) -> Table:
-        columns = (
-            "group",
-            "modules",
-            "placements",
-            "parameters",
-            "elements",
-            "sharded",
-            "gathered",
-        )
+        columns = ("group", "modules", "placements", "parameters", "elements")
         rows = [
             (
                 _title(groups),
@@ -197,7 +198,7 @@ class Explanation(Report):
             for groups in alike
         ]
         title = "Groups: bytes of one of each, on this rank"
-        return Table(title, columns, tuple(rows), num_words=3)
+        return Table(title, (*columns, "sharded", "gathered"), tuple(rows), num_words=3)
 
     def _communication(self, alike: list[list[GroupExplanation]]) -> Table:
         rows = []
@@ -207,11 +208,20 @@ class Explanation(Report):
             sent, copied = nbytes_text(traffic.total.nbytes), nbytes_text(groups[0].copied_nbytes)
             rows.append((_title(groups), *cells, sent, copied))
         copied = nbytes_text(sum(group.copied_nbytes for group in self.groups))
-        parts = self.groups[0].traffic.parts
+        parts = StepTraffic().parts
         blanks = [""] * len(parts)
         rows.append(("all of them", *blanks, nbytes_text(self.traffic.nbytes), copied))
         title = "One step: launches x messages in each, bytes that this rank sends and copies"
         return Table(title, ("group", *parts, "sent", "copied"), tuple(rows))
+
+    def _parking(self) -> Table:
+        kinds = ("parameters", "gradients", "states", "buffers", "nbytes", "left")
+        rows = tuple(
+            (one.device, *(nbytes_text(getattr(one, kind)) for kind in kinds))
+            for one in self.parking
+        )
+        title = "Parking: bytes of this rank that parked() would free now"
+        return Table(title, ("of", *kinds[:4], "freed", "left"), rows)
 
 
 def _runs(groups: tuple[GroupExplanation, ...]) -> list[list[GroupExplanation]]:
@@ -239,7 +249,7 @@ def _placements(group: GroupExplanation) -> tuple[str, ...]:
 def _traffic_text(traffic: Traffic) -> str:
     if not traffic.launches:
         return "-"
-    amount = UNKNOWN if traffic.nbytes is None else nbytes_text(traffic.nbytes)
+    amount = nbytes_text(traffic.nbytes)
     if traffic.launches == 1:
         return f"1 x {traffic.messages}, {amount}"
     return f"{traffic.launches}, {traffic.messages} in all, {amount}"
@@ -335,12 +345,13 @@ def explain(
     for group in groups:
         if group.absence == ON_OTHER_RANKS:
             group.check_awake("to be explained")
-    read = [(group, read_group(group, _name_of(group, names), names)) for group in groups]
+    steps = [GroupStep(group, _name_of(group, names), names) for group in groups]
+    parking = parkable(model, [] if optimizer is None else [optimizer])
     return Explanation(
-        tuple(_explain_group(group, plan, names) for group, plan in read),
-        advice_on_groups(model, read),
+        tuple(map(_explain_group, steps)),
+        advice_on_groups(model, steps),
         None if optimizer is None else explain_optimizer(optimizer),
-        explain_parking(model, optimizer),
+        tuple(ParkingExplanation(**vars(memory), device=device) for device, memory in parking),
         None if bucket_bytes is None else costs_of(model, Asked(), bucket_bytes),
     )
 
@@ -350,36 +361,33 @@ def _name_of(group: ParamGroup, names: Names) -> str:
     return ", ".join(inside) or ROOT
 
 
-def _explain_group(group: ParamGroup, plan: GroupPlan, names: Names) -> GroupExplanation:
-    params = {param.name: param for param in plan.params}
+def _explain_group(step: GroupStep) -> GroupExplanation:
     return GroupExplanation(
-        name=plan.name,
-        modules=tuple(type(module).__name__.removeprefix("FSDP") for module in group.modules),
-        parameters=tuple(
-            _explain_param(param, params[full_name(param, names)]) for param in group.params
-        ),
-        sharded_nbytes=plan.sharded_nbytes,
-        gathered_nbytes=plan.unsharded_nbytes,
-        traffic=step_traffic(plan),
-        copies=step_copies(plan),
-        reasons=_reasons(plan),
+        name=step.name,
+        modules=tuple(type(module).__name__.removeprefix("FSDP") for module in step.group.modules),
+        parameters=tuple(_explain_param(step, param) for param in step.params),
+        sharded_nbytes=step.sharded_nbytes,
+        gathered_nbytes=step.unsharded_nbytes,
+        traffic=step.traffic(),
+        copies=step.copies(),
+        reasons=_reasons(step),
     )
 
 
-def _explain_param(param: ShardedParam, plan: ParamPlan) -> ParameterExplanation:
-    with _torch.without_overrides():
-        is_trained = param.sharded.requires_grad
+def _explain_param(step: GroupStep, gather: ParamGather) -> ParameterExplanation:
+    param = gather.param
+    [name] = step.names_of([param])
     return ParameterExplanation(
-        name=plan.name,
+        name=name,
         shape=tuple(param.shape),
         dtype=short(param.local.dtype),
         placements=tuple(_placement_text(p) for p in param.placement.sharded),
         num_shards=param.mesh.num_shards,
         num_replicas=param.mesh.num_replicas,
-        is_trained=is_trained,
-        sharded_nbytes=plan.sharded_nbytes,
-        gathered_nbytes=plan.gathered_nbytes,
-        travels=plan.travels,
+        is_trained=is_trained(param),
+        sharded_nbytes=gather.sharded_nbytes,
+        gathered_nbytes=gather.gathered_nbytes,
+        travels=gather.travels,
     )
 
 
@@ -388,46 +396,51 @@ def _placement_text(placement: object) -> str:
     return "Replicate" if dim is None else f"Shard({dim})"
 
 
-def _reasons(plan: GroupPlan) -> tuple[str, ...]:
-    if not any(mesh.gathers for mesh in plan.meshes):
+def _reasons(step: GroupStep) -> tuple[str, ...]:
+    if not step.group.params:
         return ("it has no parameters of its own, so it sends nothing",)
-    told = [plan.residence.why]
-    for mesh in plan.meshes:
-        told += _reasons_of_mesh(mesh)
-    if not plan.is_reduced:
+    told = [step.residence.why]
+    for channel in step.channels:
+        told += _reasons_of_mesh(step, channel)
+    if not step.group.settings.reduce_grads:
         told.append("gradient sync is off: gradients stay unsharded on this rank until it is on")
     return tuple(told)
 
 
-def _reasons_of_mesh(mesh: MeshPlan) -> list[str]:
-    told = []
+def _reasons_of_mesh(step: GroupStep, channel: Channel) -> list[str]:
+    told, mesh = [], channel.mesh
     if mesh.num_shards == 1:
         told.append("one rank holds each parameter whole, so nothing is gathered")
-    buckets = mesh.buckets
-    if len(buckets) > 1:
-        kinds = ", ".join(f"{short(b.stored_dtype)} as {short(b.dtype)}" for b in buckets)
-        told.append(f"parameters of different dtypes lie in {len(buckets)} buffers: {kinds}")
-    if len(mesh.reductions) > 1:
-        dtypes = ", ".join(short(one.dtype) for one in mesh.reductions)
+    buckets = [bucket for bucket in step.group.buckets if bucket.mesh == mesh]
+    plain = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
+    if len(plain) > 1:
+        kinds = ", ".join(f"{short(b.dtype)} as {short(b.compute_dtype)}" for b in plain)
+        told.append(f"parameters of different dtypes lie in {len(plain)} buffers: {kinds}")
+    reductions = [one for one in step.reductions if one.mesh == mesh]
+    if len(reductions) > 1:
+        dtypes = ", ".join(short(one.dtype) for one in reductions)
         told.append(f"gradients are reduced in {dtypes}, each in a launch of its own")
-    for unit in mesh.subclasses:
-        told.append(_subclass_text(unit))
-    if mesh.num_replicas > 1 and not mesh.all_reduces:
+    for bucket in buckets:
+        if isinstance(bucket, ExtensionBucket):
+            told.append(_subclass_text(step, bucket))
+    all_reduces = step.group.settings.all_reduce_grads
+    if mesh.num_replicas > 1 and not all_reduces:
         told.append("the all-reduce over the replicas is off: gradients wait for it")
-    if mesh.num_replicas > 1 and mesh.all_reduces and mesh.reductions:
+    if mesh.num_replicas > 1 and all_reduces and reductions:
         told.append(
             f"{mesh.num_replicas} replicas hold the same shards, so the reduced gradients of this "
             "rank are reduced over them as well"
         )
-    if mesh.custom_gather or mesh.custom_reduce:
+    is_custom = isinstance(channel.all_gather, CustomAllGather)
+    if is_custom or isinstance(channel.reduce_scatter, CustomReduceScatter):
         told.append("custom communication copies what it sends, and what arrives, into one tensor")
     return told
 
 
-def _subclass_text(unit: SubclassPlan) -> str:
-    who = f"{unit.name} is a tensor subclass"
-    if not unit.has_hooks:
+def _subclass_text(step: GroupStep, bucket: ExtensionBucket) -> str:
+    who = f"{step.names_of([bucket.param])[0]} is a tensor subclass"
+    if not has_extension(bucket.param.local):
         return f"{who} that travels inner tensor by inner tensor"
-    if unit.sent is None:
+    if sent_by_subclass(bucket) is None:
         return f"{who} whose hook says at the first gather what it sends"
     return f"{who} whose hook says what it sends"

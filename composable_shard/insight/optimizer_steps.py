@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from composable_shard.insight.group_traffic import Traffic, total
+from composable_shard.insight.group_steps import Traffic, total
+from composable_shard.insight.rehearsal import OptimizerBytes, optimizer_bytes
 from composable_shard.insight.report import (
     Report,
     Section,
@@ -16,9 +18,21 @@ from composable_shard.insight.report import (
     count_text,
     nbytes_text,
 )
+from composable_shard.optim.blocks import route_of
 from composable_shard.optim.flat import FlatSteps
-from composable_shard.optim.layouts import LayoutOptimizer
-from composable_shard.optim.plan import BucketPlan, GroupSteps, LayoutSteps
+from composable_shard.optim.layouts import (
+    BUCKET_NBYTES,
+    Fits,
+    Layout,
+    LayoutOptimizer,
+    Owners,
+    Sharded,
+    check,
+    plan_group,
+    sort_by_layout,
+)
+from composable_shard.optim.plan import GroupSteps, LayoutSteps
+from composable_shard.optim.stepping import plan_bucket
 
 
 @dataclass(frozen=True)
@@ -101,48 +115,85 @@ def explain_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerExplanation:
     """Tell what a step of an optimizer works on, sends and occupies. Collective: none."""
     if isinstance(optimizer, LayoutOptimizer):
         return explain_layouts(optimizer.plan())
-    is_flat = isinstance(optimizer, FlatSteps)
-    trained = [
-        [param for param in group["params"] if param.requires_grad]
-        for group in optimizer.param_groups
-    ]
+    layout = "flat" if isinstance(optimizer, FlatSteps) else "stock"
+    trained = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
     nums = optimizer.num_tensors() if isinstance(optimizer, FlatSteps) else list(map(len, trained))
-    return OptimizerExplanation(
-        type(optimizer).__name__,
-        tuple(
-            OptimizerGroupExplanation(
-                "flat" if is_flat else "stock",
-                len(params),
-                sum(param.numel() for param in params),
-                num_tensors,
-                Traffic(),
-            )
-            for params, num_tensors in zip(trained, nums, strict=True)
-        ),
+    groups = (
+        OptimizerGroupExplanation(
+            layout, len(params), sum(map(torch.numel, params)), num, Traffic()
+        )
+        for params, num in zip(trained, nums, strict=True)
     )
+    return OptimizerExplanation(type(optimizer).__name__, tuple(groups))
 
 
 def explain_layouts(steps: LayoutSteps) -> OptimizerExplanation:
     """Tell it of an optimizer of whole matrices."""
-    return OptimizerExplanation(
-        "with_layout",
-        tuple(map(_explain_group, steps.groups)),
-        steps.most_held,
-        steps.imbalance,
-    )
+    groups = tuple(map(_explain_group, steps.groups))
+    return OptimizerExplanation("with_layout", groups, steps.most_held, steps.imbalance)
 
 
 def _explain_group(group: GroupSteps) -> OptimizerGroupExplanation:
-    return OptimizerGroupExplanation(
-        group.layout,
-        group.num_params,
-        group.numel,
-        group.num_tensors,
-        traffic_of(group.buckets),
-    )
+    sent = [one for bucket in group.buckets for one in bucket.sent]
+    traffic = total(Traffic(1, len(one.to), one.nbytes) for one in sent)
+    facts = group.layout, group.num_params, group.numel, group.num_tensors
+    return OptimizerGroupExplanation(*facts, traffic)
 
 
-def traffic_of(buckets: Sequence[BucketPlan]) -> Traffic:
-    """Return what buckets send in one step."""
-    sent = [one for bucket in buckets for one in bucket.sent]
-    return total(Traffic(1, len(one.to), one.nbytes) for one in sent)
+# Optimizers of whole matrices, on the rank that has most to do -----------------------------------
+
+
+def plan_layouts(
+    model: nn.Module, layouts: Mapping[Fits, Layout], *, at_once: bool
+) -> tuple[LayoutSteps, OptimizerBytes]:
+    """Return what a step does on the rank that has most to do, and what its optimizers need.
+
+    Args:
+        model: A sharded model.
+        layouts: As for ``with_layout``.
+        at_once: See :func:`optimizer_bytes`.
+
+    Raises:
+        ValueError: If a parameter does not fit its layout.
+    """
+    rules = sort_by_layout(model, layouts)
+    for layout, params in rules:
+        check(layout, params)
+    owners = Owners[tuple[int, ...]]()
+    buckets = []
+    for layout, params in rules:
+        lying = [(() if p.mesh is None else tuple(p.mesh.shape), p.spread()) for p in params]
+        cut = []
+        if not isinstance(layout, Sharded):
+            cut = owners.buckets(layout, params, lying, BUCKET_NBYTES)
+        buckets.append([blocks for _, blocks in cut])
+    load = owners.loads[0] if owners.loads else (0,)
+    rank = load.index(max(load))
+    groups, stepped = [], list[tuple[Layout, list[torch.Tensor]]]()
+    for (layout, params), some in zip(rules, buckets, strict=True):
+        if isinstance(layout, Sharded):
+            trained = [param for param in params if param.is_trained]
+            numel = sum(param.tensor.numel() for param in trained)
+            groups.append(GroupSteps("Sharded", len(trained), numel, len(trained)))
+            stepped.append((layout, [param.local() for param in trained]))
+            continue
+        plans = []
+        for blocks in some:
+            routes = [route_of(block, rank % len(block.spread.boxes)) for block in blocks]
+            plans.append(plan_bucket(params, routes, params[0].local().device))
+            own = [one.route.block for one in plans[-1].parcels if one.route.is_owner]
+            dtypes = [params[block.param].tensor.dtype for block in own]
+            pairs = zip(own, dtypes, strict=True)
+            stepped.append((layout, [torch.empty(b.shape, dtype=dtype) for b, dtype in pairs]))
+        groups.append(plan_group(layout, params, plans))
+    needed = [_bytes_of(layout, tensors, at_once=at_once) for layout, tensors in stepped]
+    steps = LayoutSteps(tuple(groups), owners.loads)
+    besides = max((one.besides for one in needed), default=0)
+    return steps, OptimizerBytes(sum(one.state for one in needed), steps.most_held + besides)
+
+
+def _bytes_of(layout: Layout, like: Sequence[torch.Tensor], *, at_once: bool) -> OptimizerBytes:
+    def make(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return layout.optimizer([{"params": list(params)}])
+
+    return optimizer_bytes(make, like, at_once=at_once)

@@ -1,11 +1,15 @@
-"""One step of a sharded model, run without memory on a few ranks that are not there."""
+"""One step of a sharded model, run without memory as the first of ranks that are not there."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,222 +17,322 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_shard import _torch
+from composable_shard import _torch, core
+from composable_shard.core import hooks, nested, optimizers, reduction, storage, substituted
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.storage import ShardedParam
+from composable_shard.core.storage import Bucket, ShardedParam
 from composable_shard.core.transport.collectives import (
     AllGatherLaunch,
     ReduceScatterLaunch,
     Tensors,
 )
 from composable_shard.core.transport.pending import Waitable
-from composable_shard.errors import ShardError
 from composable_shard.insight.events import listening
-from composable_shard.insight.group_plan import Elsewhere, GroupPlan, is_plain, read_group
-from composable_shard.insight.layout_plan import plan_layouts
-from composable_shard.insight.live_bytes import (
-    Live,
-    LiveBytes,
-    OptimizerBytes,
-    OptimizerFactory,
-    optimizer_bytes,
-    shards_of,
-)
 from composable_shard.module import group_of
-from composable_shard.optim.layouts import Fits, Layout
-from composable_shard.optim.plan import LayoutSteps
 
-# What is asked of ``estimate``, checked before anything is built ----------------------------------
+# Which bytes live at each moment of a step that runs without memory -------------------------------
 
-NEIGHBOURS = 2
-"""From how many ranks the rehearsing ones gather, for any number of neighbours."""
+# Frames of the core stand behind what the library allocates, but for those that cast what modules
+# take and give, which is part of compute.
+_CORE = f"{core.__name__}."
+_COMPUTES = {module.__name__ for module in (hooks, nested, optimizers, substituted)}
 
-Shard = Callable[[nn.Module, DeviceMesh], object]
-Loss = Callable[[Any, Any], torch.Tensor]
+
+class Live(NamedTuple):
+    """Bytes that live at one moment.
+
+    Attributes:
+        gathered: Unsharded parameters, and what gathers need besides.
+        gradients: Gradients: as autograd leaves them, on their way, and reduced.
+        activations: What compute made and still needs.
+    """
+
+    gathered: int = 0
+    gradients: int = 0
+    activations: int = 0
+
+
+class LiveBytes(_torch.DispatchMode):
+    """Follows the storages that operations make.
+
+    Attributes:
+        peak: The moment with the most bytes since the last :meth:`restart`.
+        flops: Floating-point operations since then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = Live()
+        self.flops = 0
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._gathered: set[int] = set()  # these are resized
+        self._counted: dict[int, tuple[str, int]] = {}
+        self._totals: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if _torch.is_on_distributed_tensors(types):
+            return NotImplemented
+        if _torch.reads_a_value(func) and _maker() != "activations":
+            return 0  # whether another rank has a gradient that this one lacks: nobody is there
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.flops += _torch.flops_of(func, args, kwargs, result)
+        new = [tensor for tensor in _torch.tensors_of(result) if not self._knows(tensor)]
+        if new:
+            self.count(new, _maker())
+        return result
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count these as what was there before."""
+        for tensor in tensors:
+            if not self._knows(tensor):
+                self._remember(tensor.untyped_storage())
+
+    def count(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Count storages as one of the kinds of :class:`Live` from now on."""
+        for tensor in tensors:
+            memory = tensor.untyped_storage()
+            if not self._knows(tensor):
+                self._remember(memory)
+            if kind == "gathered":
+                self._gathered.add(id(memory))
+            elif id(memory) not in self._counted:
+                self._counted[id(memory)] = kind, memory.nbytes()
+                self._totals[kind] += memory.nbytes()
+        self.look()
+
+    def look(self) -> None:
+        """Note how much lives now."""
+        self.peak = max(self.peak, self.now, key=sum)
+
+    def forget(self) -> None:
+        """Count what lives now as what was there before, but for what is gathered."""
+        self._counted.clear()
+        self._totals.clear()
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin to look for a peak, and to count, from here."""
+        self.peak, self.flops = self.now, 0
+
+    @property
+    def now(self) -> Live:
+        """What lives."""
+        resized = (self._known[key]() for key in self._gathered)
+        gathered = sum(memory.nbytes() for memory in resized if memory is not None)
+        return Live(gathered, self._totals["gradients"], self._totals["activations"])
+
+    def call_gradient(self, grad: torch.Tensor) -> None:
+        """Count a tensor as the gradient of an unsharded parameter from now on."""
+        if self.drop(grad, "activations"):
+            self.count([grad], "gradients")
+
+    def drop(self, tensor: torch.Tensor, kind: str) -> bool:
+        """Count a tensor no more, if it is counted as one of this kind; return whether it was."""
+        key = id(tensor.untyped_storage())
+        is_counted = self._counted.get(key, ("", 0))[0] == kind
+        if is_counted:
+            self._totals[kind] -= self._counted.pop(key)[1]
+        return is_counted
+
+    def die(self, key: int) -> None:
+        """Forget a storage that is no more."""
+        del self._known[key]
+        self._gathered.discard(key)
+        kind, nbytes = self._counted.pop(key, ("", 0))
+        self._totals[kind] -= nbytes
+
+    def _knows(self, tensor: torch.Tensor) -> bool:
+        return id(tensor.untyped_storage()) in self._known
+
+    def _remember(self, memory: torch.UntypedStorage) -> None:
+        key, mine = id(memory), weakref.ref(self)
+
+        def die(_: object) -> None:
+            live = mine()
+            if live is not None:
+                live.die(key)
+
+        self._known[key] = weakref.ref(memory, die)
+
+
+def _maker() -> str:
+    """Tell whether a gather, a reduction or compute runs, as :class:`Live` calls what they make."""
+    frame: FrameType | None = sys._getframe(2)
+    made = "activations"
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name in (storage.__name__, reduction.__name__):
+            return "gathered" if name == storage.__name__ else "gradients"
+        if name.startswith(_CORE) and name not in _COMPUTES:
+            made = "gradients"
+        frame = frame.f_back
+    return made
+
+
+# What an optimizer keeps for the shards of one rank, and what its step needs besides --------------
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """A mesh of ``num_replicas`` times ``num_shards`` ranks.
+class OptimizerBytes:
+    """Bytes of one rank.
 
     Attributes:
-        num_replicas: Ranks that hold the same shards.
-        num_shards: Ranks that share each parameter.
-        is_hybrid: Whether the mesh has an axis for the replicas.
-        num_neighbours: What ``reshard_after_forward`` is, if it is a number of ranks between.
+        state: What it keeps from step to step.
+        besides: What a step needs besides at its peak.
     """
 
-    num_replicas: int
-    num_shards: int
-    is_hybrid: bool
-    num_neighbours: int | None
-
-    @property
-    def rehearsing(self) -> tuple[int, int]:
-        """Replicas and shards of the smallest mesh on which a step takes the same course."""
-        shards = min(self.num_shards, 2) if self.num_neighbours is None else 2 * NEIGHBOURS
-        return min(self.num_replicas, 2), shards
+    state: int = 0
+    besides: int = 0
 
 
-@dataclass(frozen=True)
-class Question:
-    """How to build, shard and train the model.
+def optimizer_bytes(
+    factory: OptimizerFactory, like: Sequence[torch.Tensor], *, at_once: bool
+) -> OptimizerBytes:
+    """Let an optimizer step on shards without memory.
+
+    Args:
+        factory: Makes the optimizer.
+        like: Tensors of the shapes and dtypes that one rank holds.
+        at_once: Whether it takes all parameters at once, as torch's own do on an accelerator, if
+            the user has not chosen.
+
+    Raises:
+        ValueError: If the optimizer asks for values.
+    """
+    if not like:
+        return OptimizerBytes()
+    shards = [nn.Parameter(torch.empty_like(tensor)) for tensor in like]
+    optimizer = factory(shards)
+    for group in optimizer.param_groups:
+        if at_once and group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+    live = LiveBytes()
+    for shard in shards:
+        shard.grad = torch.empty_like(shard)
+        live.ignore([shard, shard.grad])
+    try:
+        with live:
+            optimizer.step()
+            state = live.now.activations
+            live.restart()
+            optimizer.step()
+    except _torch.ReadsValues as error:
+        raise ValueError(
+            f"Expected an optimizer whose step reads no values, got {type(optimizer).__name__}; "
+            "pass another one with as much state, or optimizer=None to leave it out"
+        ) from error
+    return OptimizerBytes(state, live.peak.activations - state)
+
+
+# Building, sharding and running a model without memory --------------------------------------------
+
+
+class Moment(NamedTuple):
+    """An event of a group, and what happened since the one before.
 
     Attributes:
-        build_model: Makes it.
-        shard: Applies ``fully_shard`` to it.
-        batch: What one rank's forward takes, or a function that makes it.
-        loss: Makes a scalar of the output and the batch.
-        optimizer: Makes the optimizer, or says how each parameter is stepped.
-        device_type: For which devices.
+        event: Which; empty at the end of the step.
+        group: The place of the group; -1 at the end.
+        peak: The most that lived since.
+        flops: Floating-point operations since.
     """
 
-    build_model: Callable[[], nn.Module]
-    shard: Shard
-    batch: Any
-    loss: Loss
-    optimizer: OptimizerFactory | Mapping[Fits, Layout] | None
-    device_type: str
-
-    @property
-    def is_accelerator(self) -> bool:
-        """Whether it is for an accelerator rather than the CPU."""
-        return self.device_type != "cpu"
-
-    @property
-    def backend(self) -> str | None:
-        """The backend that such devices have by themselves."""
-        return dist.Backend.default_device_backend_map.get(self.device_type)
-
-
-def checked_ranks(mesh_shape: object, reshard_after_forward: Any) -> Ranks:
-    """Return the mesh that is asked for.
-
-    Raises:
-        ValueError: If it is no number of ranks, nor ``(replicas, shards)``, or cannot be divided.
-    """
-    shape: Any = (mesh_shape,) if isinstance(mesh_shape, int) else mesh_shape
-    is_shape = isinstance(shape, (tuple, list)) and len(shape) in (1, 2)
-    if not is_shape or not all(map(_is_count, shape)):
-        raise ValueError(
-            f"Expected mesh_shape to be a number of ranks or (replicas, shards), got {mesh_shape!r}"
-        )
-    num_shards = shape[-1]
-    neighbours = reshard_after_forward if _is_count(reshard_after_forward) else None
-    if neighbours is not None and num_shards % neighbours:
-        raise ValueError(
-            "Expected reshard_after_forward to divide the number of shards, got "
-            f"{neighbours} for {num_shards} shards"
-        )
-    if neighbours in (1, num_shards):
-        neighbours = None
-    is_hybrid = len(shape) == 2
-    return Ranks(shape[0] if is_hybrid else 1, num_shards, is_hybrid, neighbours)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def rehearsing_arguments(ranks: Ranks, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of ``fully_shard`` that mean on few ranks what they mean on many."""
-    reshard = kwargs.get("reshard_after_forward")
-    if not _is_count(reshard):
-        return dict(kwargs)
-    if ranks.num_neighbours is not None:
-        meant: bool | int = NEIGHBOURS
-    else:
-        meant = reshard == ranks.num_shards and ranks.num_shards > 1
-    return {**kwargs, "reshard_after_forward": meant}
-
-
-def check_no_process_group() -> None:
-    """Raise ``ShardError`` if this process has a process group, which must not be disturbed."""
-    if dist.is_initialized():
-        raise ShardError(
-            "Expected estimate in a process without a process group, got one of backend "
-            f"'{dist.get_backend()}'; call it before init_process_group, or in a process of its own"
-        )
-
-
-def default_loss(output: Any, batch: Any) -> torch.Tensor:
-    """Take the ``loss`` of an output that has one, else the sum of a tensor.
-
-    Raises:
-        TypeError: If it is neither.
-    """
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor):
-        return loss
-    if not isinstance(output, torch.Tensor):
-        raise TypeError(
-            "Expected forward to return a tensor, or an output with a loss, got "
-            f"{type(output).__name__}; pass loss=, a function of the output and the batch"
-        )
-    return output.sum()
-
-
-# Building, sharding and running a model without memory, on few ranks that are not there -----------
+    event: str
+    group: int
+    peak: Live
+    flops: int
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What was found out.
+    """A model on the first of some ranks, none of which is there, and one step of it.
 
     Attributes:
-        moments: A step.
-        groups: The plans of all groups, for the number of ranks that was asked for.
-        num_parameters: Elements of all parameters.
-        unsharded: Bytes of what is not sharded: parameters, buffers, the batch.
-        optimizer: What the optimizer needs for the shards on the device.
-        offloaded_optimizer: The same for those on the CPU.
-        layouts: What a step of whole matrices does, if there is one.
+        model: The sharded model.
+        groups: Its groups.
+        moments: The step.
+        lasting: Tensors that are not sharded: parameters, buffers, the batch.
+        used: The parameters that got a gradient.
+        at_end: What lives when all gradients are reduced.
+        offloaded_grads: Bytes of reduced gradients that are kept on the CPU.
     """
 
-    moments: tuple[Moment, ...]
-    groups: tuple[GroupPlan, ...]
-    num_parameters: int
-    unsharded: int
-    optimizer: OptimizerBytes
-    offloaded_optimizer: OptimizerBytes
-    layouts: LayoutSteps | None
+    model: nn.Module
+    groups: Sequence[ParamGroup]
+    moments: Sequence[Moment]
+    lasting: Sequence[torch.Tensor]
+    used: set[ShardedParam]
+    at_end: Live
+    offloaded_grads: int
 
 
-def rehearse(question: Question, ranks: Ranks) -> Rehearsal:
-    """Run a step without memory; see :func:`composable_shard.estimate` for what it raises."""
+@contextlib.contextmanager
+def rehearsed(
+    build_model: Callable[[], nn.Module],
+    shard: Callable[[nn.Module, DeviceMesh], object],
+    batch: Any,
+    loss: Callable[[Any, Any], torch.Tensor],
+    mesh_shape: tuple[int, ...],
+    device_type: str,
+) -> Iterator[Rehearsal]:
+    """Run a step without memory; the model can be asked for more within the context.
+
+    See :func:`composable_shard.estimate` for the arguments, and for what it raises.
+    """
     from composable_shard.testing.ranks import fake_ranks
 
-    replicas, shards = ranks.rehearsing
-    with fake_ranks(replicas * shards):
-        mesh = _mesh(ranks.is_hybrid, replicas, shards)
+    names = ("replicate", "shard")[-len(mesh_shape) :]
+    backend = dist.Backend.default_device_backend_map.get(device_type, "nccl")
+    with (
+        fake_ranks(torch.Size(mesh_shape).numel()),
+        _torch.pretended_backend(backend),
+        _torch.poisoned_memory(False),  # which keeps memory for a while
+        _values_are_not_asked_for(),
+    ):
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
         fake = _torch.fake_tensors()
         with fake:
-            model = question.build_model()
+            model = build_model()
             if not isinstance(model, nn.Module):
                 raise TypeError(
                     f"Expected build_model to return an nn.Module, got {type(model).__name__}"
                 )
             _take_off_meta(model)
-            question.shard(model, mesh)
+            shard(model, mesh)
         groups = _groups_of(model)
-        for context in dict.fromkeys(group.tree for group in groups):
-            context.agree()  # it compares numbers, which fake tensors do not have
-        silence(groups, widens=not question.is_accelerator)
+        for tree in dict.fromkeys(group.tree for group in groups):
+            tree.agree()  # it compares numbers, which fake tensors do not have
+        for channel in (channel for group in groups for channel in group.channels.values()):
+            channel.all_gather = SilentAllGather()
+            channel.reduce_scatter = SilentReduceScatter(widens=device_type == "cpu")
         with fake:
-            try:
-                return _run(question, ranks, model, groups)
-            except _torch.ReadsValues as error:
-                error.add_note(
-                    "estimate runs the model on tensors without values, and something in it, or in "
-                    "the loss, asks one for its value"
-                )
-                raise
+            given = batch() if callable(batch) else _torch.without_memory(batch)
+
+            def run() -> None:
+                loss(_call(model, given), given).backward()
+
+            yield _run(model, groups, given, run, is_accelerator=device_type != "cpu")
 
 
-def _mesh(is_hybrid: bool, replicas: int, shards: int) -> DeviceMesh:
-    if not is_hybrid:
-        return init_device_mesh("cpu", (shards,), mesh_dim_names=("shard",))
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+@contextlib.contextmanager
+def _values_are_not_asked_for() -> Iterator[None]:
+    try:
+        yield
+    except _torch.ReadsValues as error:
+        error.add_note(
+            "estimate runs the model on tensors without values, and something in it, or in "
+            "the loss, asks one for its value"
+        )
+        raise
 
 
 def _take_off_meta(model: nn.Module) -> None:
@@ -253,68 +357,12 @@ def _groups_of(model: nn.Module) -> list[ParamGroup]:
         raise ValueError(
             f"Expected shard to apply fully_shard to {type(model).__name__}, got no sharded module"
         )
-    for group in groups:
-        if not is_plain(group):
-            raise ValueError(
-                "Expected plain parameters, which can be laid out for any number of ranks, got a "
-                "tensor subclass; estimate the model before its parameters are converted"
-            )
-        for param in group.params:
-            if not _is_known(param, group):
-                raise ValueError(
-                    "Expected parameters over the shards of the mesh, or over all of it, got "
-                    f"'{param.name}' over others; estimate knows one axis of shards and one of "
-                    "replicas"
-                )
+    if not all(isinstance(bucket, Bucket) for group in groups for bucket in group.buckets):
+        raise ValueError(
+            "Expected plain parameters, which can be laid out for any number of ranks, got a "
+            "tensor subclass; estimate the model before its parameters are converted"
+        )
     return groups
-
-
-def _is_known(param: ShardedParam, group: ParamGroup) -> bool:
-    axes = param.mesh.mesh.mesh_dim_names
-    return param.mesh == group.mesh and param.placement.model is None and axes != ("replicate",)
-
-
-def _run(
-    question: Question, ranks: Ranks, model: nn.Module, groups: Sequence[ParamGroup]
-) -> Rehearsal:
-    names = {module: name for name, module in model.named_modules()}
-    batch = question.batch() if callable(question.batch) else _torch.without_memory(question.batch)
-    sharded = [param.sharded for group in groups for param in group.params]
-    ours = {id(tensor) for tensor in sharded}
-    others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in ours]
-    lasting = [*others, *_torch.tensors_of(batch)]
-    locals_ = [param.local for group in groups for param in group.params]
-
-    def run() -> None:
-        question.loss(_call(model, batch), batch).backward()
-        model.zero_grad()
-
-    moments, used = record_step(groups, [*lasting, *locals_], run)
-    elsewhere = Elsewhere(
-        ranks.num_shards,
-        ranks.num_replicas,
-        ranks.num_neighbours or 1,
-        question.is_accelerator,
-        question.backend,
-    )
-    layouts, nothing = None, OptimizerBytes(0, 0)
-    if isinstance(question.optimizer, Mapping):
-        _refuse_offload(question, groups)
-        lengths = {"shard": ranks.num_shards, "replicate": ranks.num_replicas}
-        at_once = question.is_accelerator
-        layouts, resident = plan_layouts(model, question.optimizer, lengths, at_once=at_once)
-        offloaded = nothing
-    else:
-        resident, offloaded = _optimizers(question, ranks, used)
-    return Rehearsal(
-        moments,
-        tuple(read_group(group, group.name, names, elsewhere) for group in groups),
-        sum(param.numel() for param in model.parameters()),
-        sum(tensor.numel() * tensor.itemsize for tensor in lasting),
-        resident,
-        offloaded,
-        layouts,
-    )
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -323,50 +371,6 @@ def _call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, (tuple, list)):
         return model(*batch)
     return model(batch)
-
-
-def _refuse_offload(question: Question, groups: Sequence[ParamGroup]) -> None:
-    for param in (param for group in groups for param in group.params):
-        if param.offload is not None and question.is_accelerator:
-            raise ValueError(
-                "Expected parameters on the device for an estimate of layouts, got "
-                f"'{param.name}', which is offloaded; leave out the offload_policy, or pass what "
-                "makes an optimizer of parameters"
-            )
-
-
-def _optimizers(
-    question: Question, ranks: Ranks, params: Iterable[ShardedParam]
-) -> tuple[OptimizerBytes, OptimizerBytes]:
-    found = []
-    for is_away in (False, True):
-        some = [p for p in params if (p.offload is not None and question.is_accelerator) is is_away]
-        shards = shards_of(some, ranks.num_shards)
-        if question.optimizer is None or isinstance(question.optimizer, Mapping) or not shards:
-            found.append(OptimizerBytes(0, 0))
-            continue
-        at_once = question.is_accelerator and not is_away
-        found.append(optimizer_bytes(question.optimizer, shards, at_once=at_once))
-    return found[0], found[1]
-
-
-# One step of a sharded model, run without memory on a few ranks that are not there ----------------
-
-
-class Moment(NamedTuple):
-    """An event of a group, and what happened since the one before.
-
-    Attributes:
-        event: Which; empty at the end of the step.
-        group: The place of the group; -1 at the end.
-        peak: The most that lived since.
-        flops: Floating-point operations since.
-    """
-
-    event: str
-    group: int
-    peak: Live
-    flops: int
 
 
 class SilentAllGather(AllGatherLaunch):
@@ -394,81 +398,58 @@ class SilentReduceScatter(ReduceScatterLaunch):
         return []
 
 
-def silence(groups: Sequence[ParamGroup], *, widens: bool) -> None:
-    """Let groups communicate with nobody."""
-    for group in groups:
-        for channel in group.channels.values():
-            channel.all_gather = SilentAllGather()
-            channel.reduce_scatter = SilentReduceScatter(widens=widens)
+def _run(
+    model: nn.Module,
+    groups: Sequence[ParamGroup],
+    batch: Any,
+    run: Callable[[], None],
+    *,
+    is_accelerator: bool,
+) -> Rehearsal:
+    """Run a step twice and record the second one, which knows the order."""
+    params = [param for group in groups for param in group.params]
+    buckets = [bucket for group in groups for bucket in group.buckets if isinstance(bucket, Bucket)]
+    ours = {id(param.sharded) for param in params}
+    others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in ours]
+    lasting = [*others, *_torch.tensors_of(batch)]
+    live, used = LiveBytes(), set[ShardedParam]()
+    live.ignore([*lasting, *(param.local for param in params)])
+    for bucket in buckets:
+        live.ignore([bucket.sharded])
+        if not bucket.shares_storage:
+            flats = [bucket.staging.flat] if bucket.staging else []
+            live.count([bucket.unsharded, *flats], "gathered")
+    moments: list[Moment] = []
+    offloaded: dict[ShardedParam, int] = {}
 
-
-def record_step(
-    groups: Sequence[ParamGroup], lasting: Sequence[torch.Tensor], run: Callable[[], None]
-) -> tuple[tuple[Moment, ...], set[ShardedParam]]:
-    """Run a step twice and return what happens in the second one, which knows the order.
-
-    Args:
-        groups: All groups.
-        lasting: Tensors that live before and after.
-        run: Does forward and backward, and clears the gradients.
-
-    Returns:
-        Its moments, and the parameters that got a gradient.
-    """
-    live = LiveBytes()
-    live.ignore(lasting)
-    with live:
-        run()
-        live.forget()
-        with _Recorder(groups, live) as recorder:
-            run()
-    return (*recorder.moments, Moment("", -1, live.peak, live.flops)), recorder.used
-
-
-class _Recorder(contextlib.AbstractContextManager[Any]):
-    """Notes the events of groups, with what happened between them."""
-
-    def __init__(self, groups: Sequence[ParamGroup], live: LiveBytes) -> None:
-        self.moments: list[Moment] = []
-        self.used: set[ShardedParam] = set()
-        self._groups = list(groups)
-        self._live = live
-        self._grads: dict[int, list[torch.Tensor]] = {}
-        self._hooks = contextlib.ExitStack()
-
-    def __enter__(self) -> _Recorder:
-        for context in dict.fromkeys(group.tree for group in self._groups):
-            places = {g.name: i for i, g in enumerate(self._groups) if g.tree is context}
-            self._hooks.enter_context(listening(context, partial(self._hear, places)))
-        for tensor in self._unsharded(range(len(self._groups))):
-            if tensor.requires_grad:
-                handle = tensor.register_hook(self._live.call_gradient)
-                self._hooks.callback(handle.remove)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hooks.close()
-
-    def _unsharded(self, places: Sequence[int]) -> Iterator[torch.Tensor]:
-        for place in places:
-            for param in self._groups[place].params:
-                if param.unsharded is not None:
-                    yield param.unsharded
-
-    def _hear(self, places: Mapping[str, int], event: str, name: str) -> None:
+    def hear(places: Mapping[str, int], event: str, name: str) -> None:
+        live.look()
         place = places[name]
-        if event == "post_backward":
-            grads = [t.grad for t in self._unsharded([place]) if t.grad is not None]
-            for grad in grads:
-                self._live.call_gradient(grad)
-            self.used.update(
-                param
-                for param in self._groups[place].params
-                if param.unsharded is not None and param.unsharded.grad is not None
-            )
-            self._grads[place] = grads
-        elif event == "reduce_scatter":
-            self._live.hand_over(self._grads.pop(place, []))
-        live = self._live
-        self.moments.append(Moment(event, place, live.peak, live.flops))
+        for param in groups[place].params:
+            if event == "post_backward" and param.unsharded.grad is not None:
+                live.call_gradient(param.unsharded.grad)
+                used.add(param)
+            grad = param.sharded.grad
+            if is_accelerator and param.offload is not None and grad is not None:
+                local = _torch.local_tensor(grad)
+                live.drop(local, "gradients")
+                offloaded[param] = local.nbytes
+        moments.append(Moment(event, place, live.peak, live.flops))
         live.restart()
+
+    with live, contextlib.ExitStack() as stack:
+        run()
+        model.zero_grad()
+        live.forget()
+        for tree in dict.fromkeys(group.tree for group in groups):
+            places = {group.name: i for i, group in enumerate(groups) if group.tree is tree}
+            stack.enter_context(listening(tree, partial(hear, places)))
+        for param in params:
+            if param.unsharded.requires_grad:
+                hook = param.unsharded.register_hook(live.call_gradient)
+                stack.callback(hook.remove)
+        run()
+        moments.append(Moment("", -1, live.peak, live.flops))
+        at_end = live.now
+        model.zero_grad()
+    return Rehearsal(model, groups, moments, lasting, used, at_end, sum(offloaded.values()))

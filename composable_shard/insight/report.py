@@ -68,9 +68,17 @@ def names_text(names: tuple[str, ...], most: int = 3) -> str:
     return f"{listed} and {len(names) - most} more" if len(names) > most else listed
 
 
+def counted(number: int, noun: str) -> str:
+    """Write a number with its noun.
+
+    >>> counted(1, "rank"), counted(2, "rank")
+    ('1 rank', '2 ranks')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _three_digits(amount: float) -> str:
-    text = f"{amount:.0f}" if amount >= 100 else f"{amount:.3g}"
-    return text
+    return f"{amount:.0f}" if amount >= 100 else f"{amount:.3g}"
 
 
 # What a report is made of: tables of cells, and lists of sentences --------------------------------

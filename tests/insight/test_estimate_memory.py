@@ -88,7 +88,7 @@ def measure(
 
 @pytest.mark.brief(3)
 @pytest.mark.parametrize("case", CASES)
-def test_the_peak_is_within_a_tenth(case: str) -> None:
+def test_the_peak_is_what_is_measured(case: str) -> None:
     build, kwargs, shape = CASES[case]
     ranks = run_ranks(measure, NUM_RANKS, build, kwargs, shape)
     tokens = torch.empty(BATCH, CONTEXT, dtype=torch.int64, device="meta")
@@ -96,5 +96,5 @@ def test_the_peak_is_within_a_tenth(case: str) -> None:
         build, shape, None, tokens, loss=loss_of, optimizer=OPTIMIZER, device="cpu", **kwargs
     )
     between, peak = (max(bytes_) for bytes_ in zip(*ranks, strict=True))
-    assert result.between_steps.total == pytest.approx(between, rel=0.01)
-    assert result.peak.total == pytest.approx(peak, rel=0.1)
+    assert result.between_steps.total == pytest.approx(between, rel=0.001)
+    assert result.peak.total == pytest.approx(peak, rel=0.001)

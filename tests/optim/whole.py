@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard import fully_shard
-from composable_shard.insight.group_traffic import Traffic
+from composable_shard.insight.group_steps import Traffic
 from composable_shard.optim import Owned, Rows, Sharded, with_layout
 from composable_shard.optim.blocks import blocks_of
 from composable_shard.optim.exchange import part_of

@@ -395,6 +395,7 @@ def _patches(device: SimulatedDevice) -> Iterator[contextlib.AbstractContextMana
     """Yield what lets the CPU count as a device, and its work be noted."""
     instead: dict[str, Any] = {
         "has_streams": lambda _: True,
+        "aligns": lambda _: True,
         "current_stream": lambda _: device.current,
         "make_stream": Stream,
         "on_stream": lambda stream: stream,

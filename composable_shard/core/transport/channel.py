@@ -248,7 +248,7 @@ class Channel:
         Gloo rounds each sum of two ranks, so it is given what is wide enough to be rounded once.
         """
         group = self.mesh.replica_group
-        is_gloo = group is not None and _torch.backend_name(group, self.mesh.device) == "gloo"
+        is_gloo = group is not None and _torch.message_backend(group, self.mesh.device) == "gloo"
         return is_gloo and sum_dtype(dtype) != dtype
 
     def all_reduce(self, tensor: torch.Tensor, *, average: bool) -> list[Waitable]:

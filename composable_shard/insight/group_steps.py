@@ -1,0 +1,542 @@
+"""What one group sends, copies and keeps in a step, read off its buckets: nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from composable_shard import _torch
+from composable_shard.core.codec import Format, flatten, has_extension
+from composable_shard.core.features.extension import ExtensionBucket
+from composable_shard.core.features.grad_extension import num_tensors
+from composable_shard.core.group import ParamGroup
+from composable_shard.core.layout import message_numels
+from composable_shard.core.program import reduced_together
+from composable_shard.core.reduction import (
+    LocalReduction,
+    final_grad_dtype,
+    packing_step,
+    sent_dtype,
+    with_own_message,
+)
+from composable_shard.core.storage import Bucket, ShardedParam, Storage
+from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.collectives import (
+    CustomAllGather,
+    CustomReduceScatter,
+    sum_dtype,
+)
+
+Names = Mapping[nn.Module, str]
+"""Names of modules within the model that is looked at."""
+
+
+def full_name(param: ShardedParam, names: Names) -> str:
+    """Return the name of a parameter in the model; that of the first place if it is tied."""
+    slot = param.slots[0]
+    prefix = names.get(slot.module, "")
+    return f"{prefix}.{slot.name}" if prefix else slot.name
+
+
+def is_trained(param: ShardedParam) -> bool:
+    """Tell whether a parameter has gradients."""
+    with _torch.without_overrides():
+        return param.sharded.requires_grad
+
+
+def short(dtype: object) -> str:
+    """Return the name of a dtype without its package."""
+    return str(dtype).removeprefix("torch.")
+
+
+# How long the unsharded parameters of a group stay, and why ---------------------------------------
+
+
+class Residence(NamedTuple):
+    """How long the unsharded parameters stay.
+
+    Attributes:
+        in_backward: How they come back for backward: ``"kept"``, ``"gathered"``, ``"regathered"``
+            from neighbours, or ``"unread"``.
+        why: The reason, a sentence.
+    """
+
+    in_backward: str
+    why: str
+
+
+def residence_of(group: ParamGroup) -> Residence:
+    """Return how the parameters of a group come back for backward.
+
+    The last step decides. Before the first one, groups count as run in the order in which they are
+    registered.
+    """
+    settings = group.settings
+    reshard = settings.reshard_after_forward
+    if not group.params:
+        return Residence("unread", "backward reads no parameters of this group: it has none")
+    if not settings.unshard_in_backward:
+        return Residence("unread", "set_unshard_in_backward(False): backward gathers nothing")
+    if not _has_backward(group):
+        return Residence(
+            "unread", "backward does not come here: nothing before or in it is trained"
+        )
+    if reshard is None and group is group.tree.root:
+        why = "it is the root, whose parameters backward needs first, so they are kept"
+        return Residence("kept", why)
+    if reshard is False:
+        return Residence("kept", "reshard_after_forward=False keeps the parameters until backward")
+    if _ends_forward_and_begins_backward(group):
+        why = "it ends forward and opens backward, so from the second step on it is kept between"
+        return Residence("kept", why)
+    if reshard is None or reshard is True:
+        why = "the parameters are freed after forward and gathered again for backward"
+        if settings.keeps_storage:
+            why = "the parameters are gathered again for backward, into memory that is kept"
+        return Residence("gathered", why)
+    why = (
+        f"after forward each of {reshard} neighbours keeps a part of all parameters, from which "
+        "backward gathers them again"
+    )
+    return Residence("regathered", why)
+
+
+def _ends_forward_and_begins_backward(group: ParamGroup) -> bool:
+    tree = group.tree
+    if tree.plan.groups:
+        return bool(tree.tape.has_turned_at(tree.root, group))
+    *before, last = [member for member in tree.groups if member.params]
+    encloses = (set(group.modules) & set(member.all_modules()) for member in before)
+    return group is last and not any(encloses)
+
+
+def _has_backward(group: ParamGroup) -> bool:
+    """Tell whether backward comes here; before the first step, whether one trains up to here."""
+    tree = group.tree
+    if tree.plan.groups:
+        return group in tree.plan.groups
+    places = {module: place for place, module in enumerate(tree.root.all_modules())}
+    end = max(places[module] for module in group.all_modules())
+    params = (param for member in tree.groups for param in member.params)
+    return any(is_trained(param) for param in params if places[param.slots[0].module] <= end)
+
+
+# Messages and bytes of one step -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What this rank sends; it receives as much.
+
+    Attributes:
+        launches: Calls of a collective.
+        messages: Tensors in all of them, each of which goes to, or over, every other rank.
+        nbytes: Bytes that this rank sends, padding included; those of an all-reduce as in a ring.
+            ``None`` where a tensor subclass has not said yet what it sends.
+    """
+
+    launches: int = 0
+    messages: int = 0
+    nbytes: int | None = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        known = self.nbytes is not None and other.nbytes is not None
+        return Traffic(
+            self.launches + other.launches,
+            self.messages + other.messages,
+            (self.nbytes or 0) + (other.nbytes or 0) if known else None,
+        )
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """What is sent in one step.
+
+    Attributes:
+        forward_gathers: Gathers for forward.
+        backward_gathers: Gathers for backward.
+        reductions: Gradients over the shards.
+        all_reduces: Gradients over the replicas.
+    """
+
+    forward_gathers: Traffic = Traffic()
+    backward_gathers: Traffic = Traffic()
+    reductions: Traffic = Traffic()
+    all_reduces: Traffic = Traffic()
+
+    def __add__(self, other: StepTraffic) -> StepTraffic:
+        return StepTraffic(*map(Traffic.__add__, self.parts.values(), other.parts.values()))
+
+    @property
+    def parts(self) -> dict[str, Traffic]:
+        """Each of them under the heading that tables give it."""
+        return {
+            field.name.replace("all_", "all-").replace("_", " "): getattr(self, field.name)
+            for field in fields(self)
+        }
+
+    @property
+    def total(self) -> Traffic:
+        """All of them."""
+        return total(self.parts.values())
+
+
+def total(parts: Iterable[Traffic]) -> Traffic:
+    """Add up."""
+    return sum(parts, Traffic())
+
+
+def _launched(sent: Sequence[int] | None, num_ranks: int) -> Traffic:
+    """Return the traffic of a launch of messages of so many bytes to each other rank."""
+    if sent is None:
+        return Traffic(1, 1, None)
+    return Traffic(1, len(sent), (num_ranks - 1) * sum(sent)) if sent else Traffic()
+
+
+# What is packed, copied and cast in one step, and why ---------------------------------------------
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Something that is written besides what a collective itself receives.
+
+    Attributes:
+        kind: ``"cast"``, ``"packed"``, ``"permuted"``, ``"padded"``, ``"moved"`` to another device,
+            or ``"kept"``.
+        parameters: Whose.
+        nbytes: Bytes that are written each time.
+        times: How often in a step.
+        why: The reason, a sentence.
+    """
+
+    kind: str
+    parameters: tuple[str, ...]
+    nbytes: int
+    times: int
+    why: str
+
+
+# The gather of one bucket -------------------------------------------------------------------------
+
+
+def unsharded_nbytes(bucket: Storage) -> int | None:
+    """Return the bytes of a gathered bucket; ``None`` before a subclass has said what it sends."""
+    if isinstance(bucket, ExtensionBucket):
+        sent = sent_by_subclass(bucket)
+        return None if sent is None else bucket.mesh.num_shards * sum(sent)
+    assert isinstance(bucket, Bucket)
+    return 0 if bucket.shares_storage else bucket.layout.unsharded_numel * bucket.unsharded.itemsize
+
+
+def sharded_nbytes(bucket: Storage) -> int:
+    """Return the bytes of this rank's shards, padding included."""
+    leaves = [bucket.sharded] if isinstance(bucket, Bucket) else _torch.leaves(bucket.locals[0])
+    return sum(leaf.numel() * leaf.itemsize for leaf in leaves)
+
+
+def sent_by_subclass(bucket: ExtensionBucket) -> tuple[int, ...] | None:
+    """Return the bytes of each message of a subclass, as the ranks agreed, or will without hooks.
+
+    Its own hook is not called: it may communicate, and may count its calls.
+    """
+    if bucket.mesh.num_shards == 1:
+        return ()
+    if bucket.formats is not None:
+        return tuple(map(_padded_nbytes, zip(*bucket.formats, strict=True)))
+    if has_extension(bucket.param.local):
+        return None
+    inner, _ = flatten([bucket.param.local])
+    return tuple(bucket.param.layout.param.shard_numel * tensor.itemsize for tensor in inner)
+
+
+def _padded_nbytes(formats: Sequence[Format]) -> int:
+    """Return the bytes that each rank sends of a tensor, of which some have fewer rows."""
+    rows = max(theirs.shape[0] for theirs in formats)
+    return rows * prod(formats[0].shape[1:]) * formats[0].dtype.itemsize
+
+
+class ParamGather(NamedTuple):
+    """How one parameter is gathered.
+
+    Attributes:
+        param: The parameter.
+        sharded_nbytes: Bytes of the shard of one rank, padding included.
+        gathered_nbytes: Bytes of the gathered parameter, padding included; ``None`` before a
+            subclass has said what it sends.
+        travels: ``"in place"``, ``"packed"``, ``"permuted"``, ``"as a subclass"`` or
+            ``"not at all"``.
+    """
+
+    param: ShardedParam
+    sharded_nbytes: int
+    gathered_nbytes: int | None
+    travels: str
+
+
+def gathers_of(bucket: Storage) -> Iterator[ParamGather]:
+    """Yield how each parameter of a bucket is gathered."""
+    if isinstance(bucket, ExtensionBucket):
+        nbytes = sharded_nbytes(bucket), unsharded_nbytes(bucket)
+        yield ParamGather(bucket.param, *nbytes, "as a subclass")
+        return
+    assert isinstance(bucket, Bucket)
+    for index, param in enumerate(bucket.params):
+        layout = param.layout.param
+        travels = "packed" if layout.gathers_in_place else "permuted"
+        if layout.num_shards == 1 or index < bucket.layout.num_direct:
+            travels = "in place" if layout.num_shards > 1 else "not at all"
+        sharded = layout.shard_numel * bucket.dtype.itemsize
+        gathered = layout.num_shards * layout.shard_numel * bucket.compute_dtype.itemsize
+        yield ParamGather(param, sharded, gathered, travels)
+
+
+# One group ----------------------------------------------------------------------------------------
+
+
+class GroupStep:
+    """One step of a group, each of whose modules is called once.
+
+    Attributes:
+        group: The group.
+        name: What to call it.
+        names: How modules are called.
+        residence: How long the unsharded parameters stay.
+        channels: The collectives that carry parameters; of a group without any, all.
+        reductions: Its reductions, each in its own launch.
+    """
+
+    def __init__(self, group: ParamGroup, name: str, names: Names) -> None:
+        self.group, self.name, self.names = group, name, names
+        self.residence = residence_of(group)
+        self._num_neighbours = int(group.settings.reshard_after_forward or 1)
+        used = {bucket.mesh for bucket in group.buckets}
+        self.channels = [c for mesh, c in group.channels.items() if mesh in used or not used]
+        trained = [p for p in group.params if is_trained(p) or p.name in group.unsynced_names]
+        self.reductions = [
+            GradStep(self, kind is LocalReduction, buckets, params, dtype)
+            for kind, buckets, params, dtype in reduced_together(group, trained)
+        ]
+
+    @property
+    def params(self) -> list[ParamGather]:
+        """How each parameter travels."""
+        return [param for bucket in self.group.buckets for param in gathers_of(bucket)]
+
+    @property
+    def sharded_nbytes(self) -> int:
+        """Bytes of the shards of one rank, padding included."""
+        return sum(map(sharded_nbytes, self.group.buckets))
+
+    @property
+    def unsharded_nbytes(self) -> int | None:
+        """Bytes of the gathered parameters; ``None`` before a subclass has said what it sends."""
+        found = [unsharded_nbytes(bucket) for bucket in self.group.buckets]
+        known = [nbytes for nbytes in found if nbytes is not None]
+        return sum(known) if len(known) == len(found) else None
+
+    def names_of(self, params: Iterable[ShardedParam]) -> tuple[str, ...]:
+        """Return the names of parameters in the model."""
+        return tuple(full_name(param, self.names) for param in params)
+
+    def traffic(self) -> StepTraffic:
+        """Return what the group sends."""
+        settings = self.group.settings
+        gathers = total(map(self._gather_traffic, self.group.buckets))
+        backward = Traffic()
+        if self.residence.in_backward == "gathered":
+            backward = gathers
+        elif self.residence.in_backward == "regathered":
+            backward = total(map(self._regather_traffic, self.group.buckets))
+        if not settings.reduce_grads:
+            return StepTraffic(gathers, backward)
+        reduced = total(one.reduce_traffic() for one in self.reductions)
+        all_reduced = total(one.all_reduce_traffic() for one in self.reductions)
+        return StepTraffic(gathers, backward, reduced, all_reduced)
+
+    def _gather_traffic(self, bucket: Storage) -> Traffic:
+        """Return what the all-gather of one use sends: a launch for each bucket."""
+        if bucket.mesh.num_shards == 1:
+            return Traffic()
+        if isinstance(bucket, ExtensionBucket):
+            sent = sent_by_subclass(bucket)
+        else:
+            assert isinstance(bucket, Bucket)
+            spans, itemsize = bucket.layout.message_spans, bucket.compute_dtype.itemsize
+            sent = tuple(numel * itemsize for _, numel in spans)
+        if sent and isinstance(self.group.channels[bucket.mesh].all_gather, CustomAllGather):
+            sent = (sum(sent),)
+        return _launched(sent, bucket.mesh.num_shards)
+
+    def _regather_traffic(self, bucket: Storage) -> Traffic:
+        """Return what a gather from neighbours sends, each of whom keeps an equal part."""
+        if bucket.mesh.num_shards == 1:
+            return Traffic()
+        part = None if isinstance(bucket, ExtensionBucket) else (self._kept_nbytes(bucket),)
+        return _launched(part, self._num_neighbours)
+
+    def _kept_nbytes(self, bucket: Storage) -> int:
+        return (unsharded_nbytes(bucket) or 0) // self._num_neighbours
+
+    def copies(self) -> tuple[Copy, ...]:
+        """Return what the group packs, copies and casts."""
+        found: list[Copy] = []
+        for bucket in self.group.buckets:
+            if isinstance(bucket, Bucket):
+                found += self._copies_of_gather(bucket)
+        if self.group.settings.reduce_grads:
+            for one in self.reductions:
+                found += one.copies()
+        return tuple(copy for copy in found if copy.nbytes)
+
+    def _copies_of_gather(self, bucket: Bucket) -> Iterator[Copy]:
+        times = 2 if self.residence.in_backward == "gathered" else 1
+        layout, itemsize = bucket.layout, bucket.compute_dtype.itemsize
+        stored, dtype = short(bucket.dtype), short(bucket.compute_dtype)
+        in_order = sorted(zip(layout.order, bucket.params, strict=True), key=lambda pair: pair[0])
+        names = self.names_of(param for _, param in in_order)
+        if is_away(bucket.params[0]):
+            why = "shards on the CPU are copied to the device of compute before each gather"
+            yield Copy("moved", names, sharded_nbytes(bucket), times, why)
+        is_cast = stored != dtype
+        if is_cast and bucket.mesh.num_shards == 1:
+            why = f"stored as {stored}, computed with as {dtype}"
+            yield Copy("cast", names, layout.unsharded_numel * itemsize, times, why)
+        elif is_cast:
+            why = (
+                f"shards stored as {stored} are cast to {dtype} in one kernel before each gather, "
+                "so that fewer bytes travel"
+            )
+            yield Copy("cast", names, layout.shard_numel * itemsize, times, why)
+        reasons = {
+            "permuted": "sharded on an inner dim, so shards laid end to end are not the parameter",
+            "packed": "too small to be worth a message of their own: they share one and are copied "
+            "out of it",
+        }
+        for kind, why in reasons.items():
+            some = [one.param for one in gathers_of(bucket) if one.travels == kind]
+            layouts = [param.layout.param for param in some]
+            numels = (
+                one.num_nonempty * one.shard_numel if kind == "packed" else one.numel
+                for one in layouts
+            )
+            yield Copy(kind, self.names_of(some), sum(numels) * itemsize, times, why)
+        if self.residence.in_backward == "regathered":
+            count = self._num_neighbours
+            why = f"each of {count} neighbours keeps a part of all parameters from forward to "
+            yield Copy("kept", names, self._kept_nbytes(bucket), 1, f"{why}backward")
+
+
+def is_away(param: ShardedParam) -> bool:
+    """Tell whether its shard is kept on the CPU, and compute is not there."""
+    return _torch.has_streams(param.mesh.device) and param.offload is not None
+
+
+class GradStep:
+    """Gradients of one group that are reduced together.
+
+    Attributes:
+        mesh: Over which ranks.
+        dtype: In which they are reduced.
+        is_alone: Whether they are the result, without a reduction.
+    """
+
+    def __init__(
+        self,
+        step: GroupStep,
+        is_alone: bool,
+        buckets: Sequence[Storage],
+        params: Sequence[ShardedParam],
+        dtype: torch.dtype,
+    ) -> None:
+        mesh = self.mesh = buckets[0].mesh
+        self._step, self.is_alone, self.dtype = step, is_alone, dtype
+        self._channel: Channel = step.group.channels[mesh]
+        self._num_shards = mesh.num_shards
+        self._large = with_own_message(buckets, dtype)
+        members = [param for param in params for _ in range(num_tensors(param))]
+        self._direct = [p for p in members if p in self._large and p.layout.param.is_even]
+        self._packed = [param for param in members if param not in set(self._direct)]
+        self._members = [*self._direct, *self._packed]  # in the order of the messages
+        self._finals = [final_grad_dtype(param, dtype) for param in self._members]
+        self._numels = message_numels(
+            [param.layout.param for param in self._members],
+            len(self._direct),
+            packing_step((dtype, *self._finals), mesh.device),
+        )
+        self._grad_dtype = buckets[0].compute_dtype
+        self._sent_dtype = sent_dtype(buckets, dtype, self._channel)
+        self._is_all_reduced = mesh.num_replicas > 1 and step.group.settings.all_reduce_grads
+        is_widened = self._channel.divides_over_replicas(dtype)
+        self._replica_dtype = sum_dtype(dtype) if is_widened else dtype
+
+    def reduce_traffic(self) -> Traffic:
+        """Return what the reduction over the shards sends."""
+        if self._num_shards == 1:
+            return Traffic()
+        sent = [numel * self.dtype.itemsize for numel in self._numels]
+        is_custom = isinstance(self._channel.reduce_scatter, CustomReduceScatter)
+        return _launched([sum(sent)] if is_custom else sent, self._num_shards)
+
+    def all_reduce_traffic(self) -> Traffic:
+        """Return what the reduction over the replicas sends, around a ring, twice."""
+        if not self._is_all_reduced:
+            return Traffic()
+        nbytes, num = sum(self._numels) * self._replica_dtype.itemsize, self.mesh.num_replicas
+        return Traffic(1, 1, 2 * (num - 1) * nbytes // num)
+
+    def copies(self) -> Iterator[Copy]:
+        """Yield what is copied to send the gradients, and what becomes of the result."""
+        if self.is_alone:
+            return
+        dtype, itemsize, names = short(self.dtype), self.dtype.itemsize, self._step.names_of
+        if self._direct and self._sent_dtype != self._grad_dtype:
+            numel = sum(param.layout.param.numel for param in self._direct)
+            why = f"gradients are cast to {dtype}, in which they are summed"
+            yield Copy("cast", names(self._direct), numel * itemsize, 1, why)
+        permuted = [param for param in self._members if param.layout.param.outer > 1]
+        nbytes = sum(p.layout.param.numel for p in permuted) * self._grad_dtype.itemsize
+        why = "gradients of parameters sharded on an inner dim are laid out shard by shard"
+        yield Copy("permuted", names(permuted), nbytes, 1, why)
+        padded = [param for param in self._packed if param in self._large]
+        numel = self._num_shards * sum(param.layout.param.shard_numel for param in padded)
+        why = "rows do not divide evenly by the ranks, so the gradient is padded to send it"
+        yield Copy("padded", names(padded), numel * itemsize, 1, why)
+        small = names(param for param in self._packed if param not in self._large)
+        why = "one flag for each gradient tells the ranks whether anybody has it"
+        if small:
+            why = f"gradients too small to be worth a message share one, and {why}"
+        numel = self._num_shards * self._numels[-1] - numel
+        yield Copy("packed", small, numel * itemsize, 1, why)
+        nbytes = sum(self._numels) * itemsize
+        if self._num_shards == 1:
+            why = "nobody shares these parameters: gradients are laid into the buffer to all-reduce"
+            yield Copy("moved", names(self._members), nbytes, 1, why)
+        if self._is_all_reduced and self._replica_dtype != self.dtype:
+            nbytes += sum(self._numels) * self._replica_dtype.itemsize
+            wide = f"cast to {short(self._replica_dtype)} to be summed over the replicas"
+            why = f"sums of {dtype} are {wide}, and rounded once"
+            yield Copy("cast", names(self._members), nbytes, 1, why)
+        yield from self._copies_of_result()
+
+    def _copies_of_result(self) -> Iterator[Copy]:
+        finals, away = set(self._finals), is_away(self._members[0])
+        if finals == {self.dtype} and not away:
+            return
+        if len(finals) == 1:
+            nbytes = sum(self._numels) * self._finals[0].itemsize
+        else:
+            nbytes = sum(
+                param.layout.param.shard_numel * final.itemsize
+                for param, final in zip(self._members, self._finals, strict=True)
+                if away or final != self.dtype
+            )
+        place = " and copied to the CPU, where the optimizer is" if away else ""
+        turned = ", ".join(sorted(map(short, finals)))
+        why = f"reduced gradients of {short(self.dtype)} are turned into {turned}{place}"
+        names = self._step.names_of(self._members)
+        yield Copy("moved" if away else "cast", names, nbytes, 1, why)
