@@ -9,7 +9,7 @@ DTensor states are views.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from operator import attrgetter, is_, sub
@@ -23,18 +23,12 @@ from torch.optim import Optimizer
 from composable_shard import _torch
 from composable_shard.arguments import check_flags, check_type
 from composable_shard.core.ties import owner_of_sharded
-from composable_shard.optim.numbers import Numbers
-from composable_shard.optim.plan import GroupSteps
 from composable_shard.optim.stepping import (
-    Factory,
-    Param,
-    States,
     counts_of,
     load_states,
     loss_of,
     only_makes_states,
-    put_together,
-    taken_apart,
+    set_grad,
 )
 
 # Which optimizers treat each element by itself: known, or said, never guessed --------------------
@@ -186,18 +180,17 @@ class _Member:
         param: What the optimizer has.
         group: The index of its parameter group.
         local: This rank's part of it; the parameter itself if it is plain.
-        buffer: In what it lies with others, [numel], or by itself if it is stepped alone; ``None``
-            if it is stepped as it is.
+        buffer: In what it lies with others, [numel], or by itself; ``None`` if it is stepped as it
+            is.
         start: Where it begins there, in elements.
         following: Where the next parameter begins, if one does.
         multiple: Of how many bytes it must be for another to follow in one tensor.
         index: Its place among all of the optimizer.
         first: That of the first one in its buffer, by which ranks name the buffer alike.
-        cohort: The same number for parameters that have taken all of their steps together; 0
-            before the first.
+        kind: Equal for parameters that are stepped alike: the dtype of the gradient, and what
+            states have but for elements.
         states: By name, where its states lie: in a flat buffer, if they have an element for each of
             the parameter's, or among numbers; what is no tensor is there itself.
-        is_alone: Whether it has been stepped as it is, and its states not been taken over since.
     """
 
     param: torch.Tensor
@@ -209,9 +202,8 @@ class _Member:
     multiple: int = 1
     index: int = 0
     first: int = 0
-    cohort: int = 0
+    kind: Any = None
     states: dict[str, Any] = field(default_factory=dict)
-    is_alone: bool = False
 
     @property
     def end(self) -> int:
@@ -222,7 +214,7 @@ class _Member:
         return (
             other.buffer is self.buffer
             and other.start in (self.start, self.following)
-            and (other.group, other.cohort) == (self.group, self.cohort)
+            and (other.group, other.kind) == (self.group, self.kind)
             and self.local.nbytes % self.multiple == 0
             and (other.start - self.start) * self.local.itemsize % self.multiple == 0
         )
@@ -282,6 +274,50 @@ def _is_partial(param: DTensor) -> bool:
     return any(placement.is_partial() for placement in param.placements)
 
 
+class Numbers:
+    """A state that is one number for a parameter, such as the count of its steps.
+
+    Users may change that of one parameter in place. So each has a tensor of its own, whose version
+    counter tells of it; one call writes all of them after a step.
+
+    Args:
+        like: Has the dtype and the device.
+        firsts: See :meth:`arrange`.
+
+    Attributes:
+        stepped: What steps change, in the place of the first member of each run, [num_members].
+        seen: What users see, [num_members].
+        own: The parts of it that they have, by member.
+    """
+
+    def __init__(self, like: torch.Tensor, firsts: Sequence[int]) -> None:
+        with torch.inference_mode(False):
+            self.seen = torch.zeros(len(firsts), dtype=like.dtype, device=like.device)
+        self.own: dict[int, torch.Tensor] = {}
+        self.arrange(firsts)
+
+    def arrange(self, firsts: Sequence[int]) -> None:
+        """Let members be stepped with others.
+
+        Args:
+            firsts: For each member the first one of its run; itself if it is not stepped.
+        """
+        with torch.inference_mode(False):  # else no step without it could change them
+            self.stepped = self.seen.clone()
+        self._firsts = torch.tensor(firsts, device=self.seen.device)
+
+    def show(self) -> None:
+        """Let members have what has been stepped."""
+        torch.index_select(self.stepped, 0, self._firsts, out=self.seen)
+
+    def of(self, member: int) -> torch.Tensor:
+        """Return the number of a member as users have it."""
+        if member not in self.own:
+            with torch.inference_mode(False), torch.no_grad():  # else it has no version counter
+                self.own[member] = _torch.with_own_storage(self.seen[member])
+        return self.own[member]
+
+
 class _Run:
     """Members side by side in one buffer that are stepped as one tensor.
 
@@ -294,15 +330,15 @@ class _Run:
         with_elements: The members that have any on this rank.
     """
 
-    def __init__(self, members: list[_Member], *, is_flat: bool) -> None:
+    def __init__(self, members: list[_Member]) -> None:
         first = members[0]
         self.members = members
-        self.is_flat = is_flat
+        self.is_flat = first.buffer is not None
         self.state: dict[str, Any] | None = None
         self.kept: dict[str, Any] = {}
         self.start, self.end = first.start, members[-1].end
         self.with_elements: list[_Member] = []
-        if not is_flat or first.buffer is None:
+        if first.buffer is None:
             self.tensor = first.param
             return
         self.tensor = first.buffer[self.start : self.end].detach()
@@ -330,7 +366,7 @@ class _Run:
             whole = self._copied(grads)
         for gap in self._gaps:
             whole[gap].zero_()
-        self.tensor.grad = whole
+        set_grad(self.tensor, whole)
 
     def _one_tensor(self, first: torch.Tensor) -> torch.Tensor | None:
         try:
@@ -339,7 +375,8 @@ class _Run:
             return None
 
     def _copied(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        whole = torch.empty_like(self.tensor)
+        dtype = grads[0].dtype if grads else None
+        whole = torch.empty_like(self.tensor, dtype=dtype)
         places = [
             whole[member.start - self.start : member.end - self.start].view(grad.shape)
             for member, grad in zip(self.with_elements, grads, strict=True)
@@ -381,9 +418,9 @@ class _Steps:
         self._buffers: dict[tuple[int, str, torch.dtype], torch.Tensor] = {}
         self._numbers: dict[tuple[str, torch.dtype, torch.device], Numbers] = {}
         self._firsts = list(range(len(self._members)))
-        self._num_cohorts = 0
         self._runs: list[_Run] = []
         self._order: list[int] = []
+        self._unreduced: list[int] = []
         self._stepped: list[tuple[int, list[torch.Tensor]]] = []
         self._run_states: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         self._seen: list[Any] = []
@@ -439,8 +476,7 @@ class _Steps:
     def num_tensors(self) -> list[int]:
         """Return how many runs each parameter group has if all gradients lie as parameters do."""
         stepped = [member for member in self._members if member.param.requires_grad]
-        as_they_are = {id(member) for member in stepped if member.buffer is None}
-        runs = Counter(members[0].group for members in _neighbours(stepped, as_they_are))
+        runs = Counter(members[0].group for members in self._joined(stepped, None))
         return [runs[index] for index in range(len(self._groups))]
 
     @torch.no_grad()
@@ -452,6 +488,8 @@ class _Steps:
             if len(seen) != len(self._seen) or not all(map(is_, seen, self._seen)):
                 self._arrange(grads)
                 self._seen = seen
+            for index in self._unreduced:
+                grads[index] = _reduced(grads[index], self._params[index])
             self._take(grads)
         try:
             self._step(self._inner())
@@ -493,26 +531,11 @@ class _Steps:
     # Runs -----------------------------------------------------------------------------------
 
     def _arrange(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Join what is stepped now, and has been until now, into runs.
-
-        Bias corrections and such count the steps of a parameter; so parameters that have not taken
-        all steps together are stepped apart.
-        """
-        stepped = [
-            member for member, grad in zip(self._members, grads, strict=True) if grad is not None
-        ]
-        as_it_is = self._as_they_are(grads)
-        if any(member.is_alone and id(member) not in as_it_is for member in stepped):
-            self._adopt()
-            as_it_is = self._as_they_are(grads)
-        self._part_from_others(stepped)
-        for member in stepped:
-            if id(member) in as_it_is and not member.is_alone:
-                self._leave_alone(member)
-        self._runs = [
-            _Run(members, is_flat=id(members[0]) not in as_it_is)
-            for members in _neighbours(stepped, as_it_is)
-        ]
+        """Join what is stepped now into runs."""
+        stepped = [m for m, grad in zip(self._members, grads, strict=True) if grad is not None]
+        flat_ones = [member for member in stepped if member.buffer is not None]
+        self._unreduced = [m.index for m in flat_ones if _is_elsewhere(grads[m.index], m.param)]
+        self._runs = list(map(_Run, self._joined(stepped, grads)))
         self._firsts = list(range(len(self._members)))
         for run in self._runs:
             for member in run.members:
@@ -533,32 +556,35 @@ class _Steps:
         self._stepped = [*enumerate(plain), *((i, some) for i, some in enumerate(dtensors) if some)]
         self._remember()
 
-    def _as_they_are(self, grads: Sequence[torch.Tensor | None]) -> set[int]:
-        """Return the ids of members that are not stepped as parts of buffers."""
-        return {
-            id(member)
-            for member, grad in zip(self._members, grads, strict=True)
-            if grad is not None and not _goes_flat(member, grad)
-        }
+    def _joined(
+        self, members: Sequence[_Member], grads: Sequence[torch.Tensor | None] | None
+    ) -> list[list[_Member]]:
+        """Join members that lie one behind the other in a buffer, and are stepped alike.
 
-    def _part_from_others(self, stepped: Sequence[_Member]) -> None:
-        """Give members cohorts of their own if others of theirs are not stepped."""
-        sizes = Counter(member.cohort for member in self._members)
-        now = Counter(member.cohort for member in stepped)
-        new = {c: self._new_cohort() for c, num in now.items() if c == 0 or num < sizes[c]}
-        for member in stepped:
-            member.cohort = new.get(member.cohort, member.cohort)
+        Bias corrections and such count the steps of a parameter; so parameters whose numbers differ
+        are stepped apart. What is stepped as it is may communicate, and comes in the optimizer's
+        order, as on all ranks.
 
-    def _new_cohort(self) -> int:
-        self._num_cohorts += 1
-        return self._num_cohorts
-
-    def _leave_alone(self, member: _Member) -> None:
-        """Let a member that is stepped as it is have numbers that steps may change in place."""
-        for name, place in member.states.items():
-            if isinstance(place, Numbers):
-                self._state[member.param][name] = place.of(member.index).clone()
-        member.is_alone, member.states = True, {}
+        Args:
+            members: The members.
+            grads: The gradients of all members; ``None`` if all are alike.
+        """
+        joined = [[member] for member in members if member.buffer is None]
+        others = [member for member in members if member.buffer is not None]
+        values = {id(numbers): numbers.seen.tolist() for numbers in self._numbers.values()}
+        for member in others:
+            grad = None if grads is None else grads[member.index]
+            places = sorted(member.states.items())
+            kinds = [(name, _likeness(place, values, member.index)) for name, place in places]
+            member.kind = None if grad is None else grad.dtype, kinds
+        last: _Member | None = None
+        for member in sorted(others, key=lambda m: (m.group, m.first, m.start, m.end)):
+            if last is not None and last.goes_on_with(member):
+                joined[-1].append(member)
+            else:
+                joined.append([member])
+            last = member
+        return joined
 
     def _state_of(self, run: _Run) -> dict[str, Any] | None:
         """Return the states that a run begins with."""
@@ -577,24 +603,15 @@ class _Steps:
     # States ---------------------------------------------------------------------------------
 
     def _adopt(self) -> None:
-        """Take over the states that the optimizer has: of its steps so far, or what users gave it.
-
-        Members whose states are alike but for their elements are a cohort.
-        """
+        """Take over the states that the optimizer has: of its steps so far, or of users."""
         self._buffers, self._numbers = {}, {}
-        cohorts: dict[Any, int] = {}
         for member in self._members:
-            member.states, member.cohort, member.is_alone = {}, 0, False
             state = self._state.get(member.param)
             if member.buffer is None or not state:
                 continue
             if not all(map(member.can_share, state.values())):
                 member.buffer = None
                 continue
-            key = tuple((name, _likeness(state[name])) for name in sorted(state))
-            if key not in cohorts:
-                cohorts[key] = self._new_cohort()
-            member.cohort = cohorts[key]
             for name, value in state.items():
                 member.states[name] = self._adopted(member, name, value)
                 state[name] = member.shown(member.states[name])
@@ -696,35 +713,22 @@ def _kinds(grads: Sequence[torch.Tensor | None]) -> list[Any]:
         return [_torch.spec_of(grad) if isinstance(grad, DTensor) else type(grad) for grad in grads]
 
 
-def _goes_flat(member: _Member, grad: torch.Tensor) -> bool:
-    """Tell whether a gradient is one of a member that is stepped as a part of a buffer."""
-    if member.buffer is None or not isinstance(grad, DTensor):
-        return False
-    local, param = _torch.local_part(grad), member.param
+def _is_elsewhere(grad: torch.Tensor | None, param: torch.Tensor) -> bool:
+    """Tell whether a gradient lies on the ranks in another way than its parameter."""
     assert isinstance(param, DTensor)
-    return (
-        type(local) is torch.Tensor
-        and grad.placements == param.placements
-        and (local.dtype, local.shape) == (member.local.dtype, member.local.shape)
-    )
+    if not isinstance(grad, DTensor) or _torch.is_subclass(_torch.local_tensor(grad)):
+        raise TypeError(
+            "Expected the gradient of a sharded parameter to be a DTensor of plain tensors, got "
+            f"{type(grad).__name__}"
+        )
+    return grad.placements != param.placements
 
 
-def _neighbours(members: Sequence[_Member], alone: set[int]) -> Iterator[list[_Member]]:
-    """Join members that lie one behind the other in a buffer, and are stepped alike.
-
-    What is stepped as it is may communicate, and comes in the optimizer's order, as on all ranks.
-    """
-    yield from ([member] for member in members if id(member) in alone)
-    joined: list[_Member] = []
-    others = (member for member in members if id(member) not in alone)
-    for member in sorted(others, key=lambda m: (m.group, m.first, m.start, m.end)):
-        last = joined[-1] if joined else None
-        if last is not None and not last.goes_on_with(member):
-            yield joined
-            joined = []
-        joined.append(member)
-    if joined:
-        yield joined
+def _reduced(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as its parameter lies. Collective: the reduction of an unsynced one."""
+    assert isinstance(grad, DTensor) and isinstance(param, DTensor)
+    reduced = grad.redistribute(placements=param.placements)
+    return _torch.local_like(param, _torch.waited(_torch.local_tensor(reduced)))
 
 
 def _has_the_same(state: dict[str, Any] | None, kept: dict[str, Any]) -> bool:
@@ -733,68 +737,16 @@ def _has_the_same(state: dict[str, Any] | None, kept: dict[str, Any]) -> bool:
     return all(map(is_, state.values(), kept.values()))
 
 
-def _likeness(value: Any) -> Any:
-    """Return what must be equal in states of parameters that are stepped as one tensor."""
-    if isinstance(value, DTensor):
-        return value.dtype
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.device, value.item()
-    return type(value), value if isinstance(value, Hashable) else id(value)
+def _likeness(place: Any, values: dict[int, list[Any]], member: int) -> Any:
+    """Return what is equal for states of parameters that may be stepped as one tensor.
 
-
-# The local shards of a layout ---------------------------------------------------------------------
-
-
-class FlatShards:
-    """The parameters of a layout that are stepped element by element.
-
-    Attributes:
-        params: The parameters.
-        optimizer: Steps them, by flat buffers.
+    Args:
+        place: Where the state lies.
+        values: Those of all numbers.
+        member: Which number it is.
     """
-
-    def __init__(self, params: Sequence[Param], factory: Factory) -> None:
-        self.params, self._factory = params, factory
-        stock = factory([{"params": [param.tensor for param in params]}])
-        self.optimizer = flat(stock, elementwise=True)
-
-    def plan(self) -> GroupSteps:
-        """Return what a step does with them."""
-        trained = [param.tensor for param in self.params if param.tensor.requires_grad]
-        assert isinstance(self.optimizer, FlatSteps)
-        num_tensors = sum(self.optimizer.num_tensors())
-        numel = sum(tensor.numel() for tensor in trained)
-        return GroupSteps("Sharded", len(trained), numel, num_tensors)
-
-    def step(self) -> None:
-        """Step what has a gradient.
-
-        Collective: see :meth:`Param.local_grad`.
-        """
-        grads = [param.tensor.grad for param in self.params]
-        try:
-            for param in self.params:
-                param.tensor.grad = param.sharded_grad()
-            self.optimizer.step()
-        finally:
-            for param, grad in zip(self.params, grads, strict=True):
-                param.tensor.grad = grad
-
-    def save(self) -> list[States]:
-        """Return the states of each parameter, sharded like it."""
-        saved = self.optimizer.state_dict()["state"]
-        return [taken_apart(saved.get(place, {})) for place in range(len(self.params))]
-
-    def load(self, loaded: Sequence[States]) -> None:
-        """Take states as :meth:`save` returns them."""
-        saved = self.optimizer.state_dict()
-        saved["state"] = {}
-        for place, (param, states) in enumerate(zip(self.params, loaded, strict=True)):
-            shown = {
-                name: param.as_sharded(param.local_of(v)) if param.is_like(name, v) else v
-                for name, v in states.items()
-            }
-            if states:
-                like = param.local().new_zeros(1)
-                saved["state"][place] = put_together(shown, self._factory, like)
-        self.optimizer.load_state_dict(saved)
+    if isinstance(place, Numbers):
+        return id(place), values[id(place)][member]
+    if isinstance(place, torch.Tensor):
+        return id(place)
+    return type(place), place if isinstance(place, Hashable) else id(place)

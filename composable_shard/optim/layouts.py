@@ -36,7 +36,7 @@ from composable_shard.optim.blocks import (
     whole,
 )
 from composable_shard.optim.exchange import Ranks
-from composable_shard.optim.flat import ELEMENTWISE, FlatShards, FlatSteps
+from composable_shard.optim.flat import ELEMENTWISE, FlatSteps, flat
 from composable_shard.optim.plan import BucketPlan, GroupSteps, LayoutSteps, schedule
 from composable_shard.optim.stepping import (
     Counts,
@@ -285,6 +285,46 @@ def _values(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
+# The local shards of a layout ---------------------------------------------------------------------
+
+
+class FlatShards:
+    """The parameters of a layout that are stepped element by element.
+
+    Attributes:
+        params: The parameters.
+        optimizer: Steps them, by flat buffers.
+    """
+
+    def __init__(self, params: Sequence[Param], factory: Factory) -> None:
+        self.params = params
+        stock = factory([{"params": [param.tensor for param in params]}])
+        self.optimizer = flat(stock, elementwise=True)
+
+    def plan(self) -> GroupSteps:
+        """Return what a step does with them."""
+        trained = [param.tensor for param in self.params if param.is_trained]
+        assert isinstance(self.optimizer, FlatSteps)
+        num_tensors = sum(self.optimizer.num_tensors())
+        return GroupSteps("Sharded", len(trained), sum(map(torch.numel, trained)), num_tensors)
+
+    def save(self) -> list[States]:
+        """Return the states of each parameter, sharded like it."""
+        saved = self.optimizer.state_dict()["state"]
+        return [saved.get(place, {}) for place in range(len(self.params))]
+
+    def load(self, loaded: Sequence[States]) -> None:
+        """Take states as :meth:`save` returns them."""
+        saved = {**self.optimizer.state_dict(), "state": {}}
+        for place, (param, states) in enumerate(zip(self.params, loaded, strict=True)):
+            if states:
+                saved["state"][place] = {
+                    name: param.as_sharded(param.local_of(v)) if param.is_like(name, v) else v
+                    for name, v in states.items()
+                }
+        self.optimizer.load_state_dict(saved)
+
+
 # The optimizer ------------------------------------------------------------------------------------
 
 
@@ -365,7 +405,7 @@ class LayoutOptimizer(Optimizer):
         for action, index in islice(actions, 1):
             getattr(self._buckets[index][1], action)()
         for shards in self._shards.values():
-            shards.step()
+            shards.optimizer.step()
         for action, index in actions:
             getattr(self._buckets[index][1], action)()
         self._take_values()

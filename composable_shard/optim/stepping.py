@@ -259,7 +259,7 @@ class OwnedBucket:
         for (index, value), grad in zip(values, grads, strict=True):
             if value.whole is not None and grad.whole is not None:
                 self._owned[index].data = value.whole
-                _set_grad(self._owned[index], grad.whole)
+                set_grad(self._owned[index], grad.whole)
         self._exchange, self._grads = None, []
 
     def compute(self) -> None:
@@ -424,8 +424,9 @@ def _strides(param: torch.Tensor, route: Route) -> tuple[int, ...]:
     return torch.empty_like(_matrix(part_of(meta, route.block.box))).stride()
 
 
-def _set_grad(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
-    if grad is not None and grad.dtype != tensor.dtype:
+def set_grad(tensor: torch.Tensor, grad: torch.Tensor) -> None:
+    """Let a tensor have a gradient, which may be of another dtype."""
+    if grad.dtype != tensor.dtype:
         tensor.grad_dtype = None
     tensor.grad = grad
 
