@@ -18,7 +18,7 @@ from composable_shard.insight.report import (
     count_text,
     nbytes_text,
 )
-from composable_shard.optim.blocks import route_of
+from composable_shard.optim.blocks import GroupSteps, LayoutSteps, route_of
 from composable_shard.optim.flat import FlatSteps
 from composable_shard.optim.layouts import (
     BUCKET_NBYTES,
@@ -31,7 +31,6 @@ from composable_shard.optim.layouts import (
     plan_group,
     sort_by_layout,
 )
-from composable_shard.optim.plan import GroupSteps, LayoutSteps
 from composable_shard.optim.stepping import plan_bucket
 
 

@@ -29,15 +29,18 @@ from composable_shard.mesh import places_of
 from composable_shard.optim.blocks import (
     Block,
     Box,
+    BucketPlan,
+    GroupSteps,
+    LayoutSteps,
     Spread,
     blocks_of,
     choose_owners,
     cut_buckets,
+    schedule,
     whole,
 )
 from composable_shard.optim.exchange import Ranks
 from composable_shard.optim.flat import ELEMENTWISE, FlatSteps, flat
-from composable_shard.optim.plan import BucketPlan, GroupSteps, LayoutSteps, schedule
 from composable_shard.optim.stepping import (
     Counts,
     Factory,

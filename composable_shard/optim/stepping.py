@@ -18,7 +18,17 @@ from torch.optim import Optimizer
 from composable_shard import _torch
 from composable_shard.core.codec import codec_of
 from composable_shard.errors import ShardError
-from composable_shard.optim.blocks import Block, Box, Route, Spread, route_of, spread_over, whole
+from composable_shard.optim.blocks import (
+    Block,
+    Box,
+    BucketPlan,
+    Parcel,
+    Route,
+    Spread,
+    route_of,
+    spread_over,
+    whole,
+)
 from composable_shard.optim.exchange import (
     Exchange,
     Move,
@@ -29,7 +39,6 @@ from composable_shard.optim.exchange import (
     launch_to_shards,
     part_of,
 )
-from composable_shard.optim.plan import BucketPlan, Parcel
 
 Factory = Callable[[list[dict[str, Any]]], Optimizer]
 States = dict[str, Any]
