@@ -104,7 +104,7 @@ class Tape(Generic[Group]):
         self.last_calls: dict[tuple[Hashable, bool], list[tuple[Any, ...]]] = {}
         self.num_forwards = 0
         self._clock = 0
-        self._any_reduce = False  # the latest forward has left a group that needs a reduction
+        self._any_grad = False  # the latest forward has left a group with gradients
         self._orders: dict[Group, list[Group]] = {}  # by the outermost group
         self._predicted_order: list[Group] = []
         self._current_order: list[Group] = []
@@ -116,7 +116,7 @@ class Tape(Generic[Group]):
     def begin_forward(self, outermost: Group) -> None:
         """Begin a forward; the previous one with the same ``outermost`` predicts its order."""
         self.num_forwards += 1
-        self._any_reduce = False
+        self._any_grad = False
         self._current_order, self.calls, self.upcoming = [], [], None
         self._predicted_order = self._orders.get(outermost, [])
         if self.visits:
@@ -169,13 +169,13 @@ class Tape(Generic[Group]):
             visit: The visit that :meth:`enter` returned.
             needs_reduce: Whether the group has gradients to reduce.
             needs_grad: Whether an output may get a gradient. Inputs may be detached on some ranks
-                only, so after a group that needs a reduction, later groups count on all ranks.
+                only, so after a group with either, later groups count on all ranks.
         """
         self._clock += 1
         interval = visit.interval
         interval.left = self._clock
-        visit.may_read = needs_reduce or needs_grad or self._any_reduce or interval.is_checkpoint
-        self._any_reduce = self._any_reduce or needs_reduce
+        self._any_grad = self._any_grad or needs_reduce or needs_grad
+        visit.may_read = self._any_grad or interval.is_checkpoint
 
     def end_forward(self, outermost: Group) -> None:
         """End a forward; its order predicts the next one."""

@@ -60,7 +60,7 @@ CASES = [
     ("parts by themselves", ["aA", "bB"], "+b -b +a -a"),
     ("a part that the second forward leaves out", ["raAbBR", "raAR"], "+r +a +b -b -a -r"),
     ("frozen behind what trains, though not on this rank", ["aAxX!bB"], "+b -b +x -x +a -a"),
-    ("frozen, with a gradient to its inputs", ["xXaA"], "+a -a +x -x"),
+    ("frozen, behind an input with a gradient", ["xXyY!aA"], "+a -a +y -y +x -x"),
     ("a checkpoint", ["r[aAbB]cCR"], "+r +c -c +a +b -b -a -r"),
     ("checkpoints one after the other", ["[aAbB][cCdD]"], "+c +d -d -c +a +b -b -a"),
     ("checkpoints within each other", ["[aA[bB]cC]dD"], "+d -d +a +b +c -c -b -a"),
