@@ -138,7 +138,8 @@ class BucketFactory(NamedTuple):
     Attributes:
         build: Copies the shards of some parameters into buckets.
         fits: Whether the buckets are still of the kinds that :attr:`build` would make.
-        prepare: Called before a program is compiled, by all ranks at their first use of a group.
+        prepare: Makes the unsharded parameters, before a program is compiled. All ranks call it at
+            their first use of a group.
     """
 
     build: Callable[[Sequence[ShardedParam], Sequence[torch.Tensor]], list[Storage]]

@@ -20,6 +20,7 @@ from composable_shard.core.group import BucketFactory, ParamGroup
 from composable_shard.core.not_sharded import is_taken
 from composable_shard.core.storage import Bucket, ShardedParam, Slot, Storage
 from composable_shard.core.ties import Managed, owner_of_sharded, remember
+from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.host import Offload, check_names, offload_of
 from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh, ShardPlacementFn, own_mesh_of, placement_of, shard_dim
@@ -158,7 +159,7 @@ def init_group(
                     param.hold(local)
                 else:  # around the place in the bucket: a DTensor keeps the storage offset
                     param.create_sharded(local, originals[param])
-    factory = BucketFactory(build_buckets, are_of_kind, gather_unknown)
+    factory = BucketFactory(build_buckets, are_of_kind, create_unsharded)
     group.__init__(modules, buckets, factory, mesh, policy.without_override())  # type: ignore[misc]
     group.params = list(params)  # in the order of the modules, and not of the buckets
 
@@ -183,6 +184,17 @@ def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]
         else:
             buckets.append(Bucket(*some))
     return buckets
+
+
+def create_unsharded(buckets: Sequence[Storage], channels: dict[ShardMesh, Channel]) -> None:
+    """Make the unsharded parameters of buckets, before their first gather.
+
+    Collective: for tensor subclasses alone; see :func:`gather_unknown`.
+    """
+    for bucket in buckets:
+        if isinstance(bucket, Bucket) and not hasattr(bucket, "unsharded"):
+            bucket.create_unsharded()
+    gather_unknown(buckets, channels)
 
 
 def are_of_kind(buckets: Sequence[Storage]) -> bool:

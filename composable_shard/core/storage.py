@@ -313,7 +313,7 @@ class ShardedParam:
         """Forget the unsharded parameter; the next gather makes another."""
         self.__dict__.pop("unsharded", None)
         self.__dict__.pop("unsharded_local", None)
-        self.parts, self.shares_storage, self.attributes = [], False, None
+        self.parts, self.attributes = [], None
 
     def create_unsharded(self, tensor: torch.Tensor, *, is_encoded: bool = False) -> None:
         """Make the leaf of autograd around this rank's ``tensor``.
@@ -322,7 +322,7 @@ class ShardedParam:
             tensor: The tensor.
             is_encoded: Whether its class has hooks that choose the class of the leaf.
         """
-        self.is_counted, self.shares_storage, self.attributes = False, False, None
+        self.is_counted, self.attributes = False, None
         model = self.placement.model
         if model is not None:
             tensor = _torch.from_local(tensor, _torch.spec_with_dtype(model, tensor.dtype))
@@ -598,8 +598,9 @@ class Bucket:
     Attributes:
         sharded: This rank's shards [shard_numel].
         locals: The shard of each parameter, a view of ``sharded``.
-        unsharded: All parameters [unsharded_numel]; it has no memory between uses. With one shard
-            and no cast it is ``sharded`` itself, and nothing is ever copied.
+        unsharded: All parameters [unsharded_numel], from the first gather on; it has no memory
+            between uses. With one shard and no cast it is ``sharded`` itself, and nothing is ever
+            copied.
         whole: The part of ``unsharded`` to copy ``sharded`` to, if there is only one shard.
         is_uploaded: Whether shards are copied from pinned memory of the host, beside compute.
         has_arrays: Whether arrays of NumPy share the memory of ``unsharded``, which then stays.
@@ -642,8 +643,9 @@ class Bucket:
             and self.device == self.mesh.device
             and not self.is_uploaded
         )
+        for param in params:
+            param.shares_storage = self.shares_storage
         self._make_sharded([shards[index] for index in self.layout.order])
-        self._make_unsharded()
 
     def gather_ops(
         self,
@@ -701,8 +703,11 @@ class Bucket:
         if self.device.type != "meta":
             _torch.copy_all_(self.locals, list(shards))
 
-    def _make_unsharded(self) -> None:
-        """Make the unsharded and the staging buffer, and all views of them; then free both."""
+    def create_unsharded(self) -> None:
+        """Make the unsharded and the staging buffer, and all views of them; then free both.
+
+        The first gather is about to need the memory: before, there may be room for shards alone.
+        """
         layout, mesh = self.layout, self.mesh
         if self.shares_storage:
             self.unsharded, offsets = self.sharded, layout.shard_offsets
@@ -716,7 +721,6 @@ class Bucket:
             start = int(view.storage_offset())
             view = _torch.fresh_storage_view(self.unsharded, start, view)
             param.create_unsharded(view)
-            param.shares_storage = self.shares_storage
         if self.shares_storage:
             return
         if mesh.num_shards == 1:

@@ -230,7 +230,8 @@ def unsharded_nbytes(bucket: Storage) -> int | None:
         sent = sent_by_subclass(bucket)
         return None if sent is None else bucket.mesh.num_shards * sum(sent)
     assert isinstance(bucket, Bucket)
-    return 0 if bucket.shares_storage else bucket.layout.unsharded_numel * bucket.unsharded.itemsize
+    numel = 0 if bucket.shares_storage else bucket.layout.unsharded_numel
+    return numel * bucket.compute_dtype.itemsize
 
 
 def sharded_nbytes(bucket: Storage) -> int:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from near import Apart
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard import MixedPrecisionPolicy, _torch, fully_shard
 from composable_shard._torch import memory
-from composable_shard.testing import run_ranks
+from composable_shard.testing import fake_ranks, run_ranks
 
 WIDTHS = 1024, 1024, 1024, 1024, 768, 1024, 1024  # most are 4 MiB, some 3
 
@@ -79,6 +81,25 @@ def test_gathers_of_one_size_land_where_the_last_but_one_was() -> None:
         assert len(landed) == 11  # the last layer waits for backward
         assert landed[2] == landed[0] and len(set(landed[:3])) == 2  # two are there at a time
         assert off < 1e-4
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most bytes that an operation allocates."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not op.is_view and not result.is_meta:
+            self.nbytes = max(self.nbytes, result.nbytes)
+        return result
+
+
+def test_sharding_allocates_the_shards_alone() -> None:
+    layer = nn.Linear(1024, 1024, bias=False)
+    with fake_ranks(4), Largest() as largest:
+        fully_shard(layer)
+    assert largest.nbytes == layer.weight.nbytes // 4  # type: ignore[operator]
 
 
 def gradients_left() -> list[int]:

@@ -63,6 +63,7 @@ class ExtensionBucket:
     def __init__(self, param: ShardedParam, shard: torch.Tensor) -> None:
         self.param, self.params, self.locals = param, [param], [shard]
         self.mesh, self.compute_dtype = param.mesh, param.policy.compute_dtype(shard.dtype)
+        param.shares_storage = False
         self.is_known, self.formats = False, None
         self._dim = param.layout.dim or 0
         shape = torch.Size(param.layout.shape)
