@@ -47,7 +47,7 @@ from composable_shard.core.transport.pending import Waitable
 from composable_shard.core.tree import Tree
 from composable_shard.errors import ShardError
 from composable_shard.mesh import check_reshard
-from composable_shard.train.clip import clip_grad_norm
+from composable_shard.train.clip import clip_grad_norm_
 
 __all__ = [
     "FSDPModule",
@@ -400,7 +400,7 @@ class FSDPModule(TorchFSDPModule):
             max_norm: The norm to scale down to.
             norm_type: Order of the norm; ``float("inf")`` for the largest absolute value.
             error_if_nonfinite: Whether to raise if the norm is infinite or NaN.
-            foreach: ``False`` to treat gradients one by one.
+            foreach: As in torch; it changes nothing.
 
         Returns:
             The norm before, a scalar tensor that is bitwise the same on all ranks.
@@ -417,13 +417,8 @@ class FSDPModule(TorchFSDPModule):
             >>> model.clip_grad_norm_(1.0).ndim
             0
         """
-        return clip_grad_norm(
-            cast(nn.Module, self).parameters(),
-            max_norm,
-            norm_type,
-            error_if_nonfinite=error_if_nonfinite,
-            foreach=foreach,
-        )
+        params = cast(nn.Module, self).parameters()
+        return clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
 
     # nn.Module ------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from itertools import islice
 from typing import Literal, cast
 
@@ -21,9 +22,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from composable_shard import _torch
 from composable_shard.arguments import (
+    check_flags,
     check_type,
     check_value,
-    checked_bool,
     checked_list,
     checked_number,
 )
@@ -32,6 +33,7 @@ from composable_shard.core.storage import sharded_form
 from composable_shard.core.ties import owner_of_sharded
 from composable_shard.core.transport.failures import announce, watched
 from composable_shard.errors import ShardError
+from composable_shard.train.full import sharded_axes
 
 # What clipping and unscaling ask of a gradient ----------------------------------------------------
 
@@ -75,73 +77,14 @@ _DOING = "taking the norm of gradients"
 _NUM_NAMED = 3  # parameters whose gradients are not finite
 
 
-@torch.no_grad()
-def clip_grad_norm(
-    params: Iterable[torch.Tensor],
-    max_norm: float,
-    norm_type: float | Literal["inf"],
-    *,
-    error_if_nonfinite: bool,
-    foreach: bool | None,
-) -> torch.Tensor:
-    """Scale the gradients of ``params`` down to ``max_norm``; return the norm they had.
-
-    See :func:`clip_grad_norm_`.
-    """
-    limit = checked_number("max_norm", max_norm)
-    check_value("max_norm", max_norm, limit >= 0, "of at least 0")
-    order = math.inf if norm_type == "inf" else checked_number("norm_type", norm_type)
-    checked_bool("error_if_nonfinite", error_if_nonfinite)
-    if foreach is not None:
-        checked_bool("foreach", foreach)
-    owners = [param for param in map(sharded_form, params) if param.grad is not None]
-    grads = [cast(torch.Tensor, param.grad) for param in owners]
-    if not grads:
-        return torch.tensor(0.0)
-    check_scalable(grads, "clipping")
-    for param, grad in zip(owners, grads, strict=True):
-        _check_local_shape(param, grad)
-    one_by_one = foreach is False
-    norms = _Norms(order, _norm_dtype(grads), _communication_device(grads), one_by_one)
-    norms.add([grad for grad in grads if not pending(grad)])
-    for param, grad in zip(owners, grads, strict=True):
-        if pending(grad):
-            norms.add([_reduced(param, cast(DTensor, grad))])
-    total = norms.total()
-    if error_if_nonfinite and not total.isfinite():
-        names = _first_not_finite(owners, norms)
-        among = f", because of the gradients of {', '.join(names)}" if names else ""
-        raise ShardError(
-            f"Expected gradients of a finite norm of order {order}, got {total.item()}{among}; "
-            "set error_if_nonfinite=False to scale them by it all the same"
-        )
-    scale_grads(grads, torch.clamp(limit / (total + 1e-6), max=1.0), one_by_one)
-    return total.to(grads[0].device, _result_dtype(grads))
-
-
-def scale_grads(
-    grads: Sequence[torch.Tensor], coefficient: torch.Tensor, one_by_one: bool = False
-) -> None:
-    """Multiply gradients in place by a scalar tensor, without waiting for the device."""
-    for (device, _, kind), locals_ in alike(list(map(_torch.local_part, grads))).items():
-        own = coefficient.to(device)
-        if kind is torch.Tensor and not one_by_one:
-            _torch.multiply_all_(locals_, own)
-        else:
-            for local in locals_:
-                local.mul_(own)
-
-
 class _Norms:
     """Norms of parts of one long vector, sorted by the mesh axes they are still to be taken over.
 
     With ``p = 0`` torch counts the gradients that are not all zero, so norms are kept apart then.
     """
 
-    def __init__(
-        self, p: float, dtype: torch.dtype, device: torch.device, one_by_one: bool
-    ) -> None:
-        self._p, self._dtype, self._device, self._one_by_one = p, dtype, device, one_by_one
+    def __init__(self, p: float, dtype: torch.dtype, device: torch.device) -> None:
+        self._p, self._dtype, self._device = p, dtype, device
         self._groups: dict[_Ranks, tuple[dist.ProcessGroup, torch.device]] = {}
         self._parts: dict[frozenset[_Ranks], torch.Tensor] = {}  # each [1], or [grads] if p is 0
 
@@ -150,7 +93,8 @@ class _Norms:
         added: dict[frozenset[_Ranks], list[torch.Tensor]] = {}
         known: dict[tuple[int, tuple[int, ...]], frozenset[_Ranks]] = {}
         for grad, norm in zip(grads, self._local_norms(grads), strict=True):
-            mesh, axes = _sharded_axes(grad)
+            mesh = grad.device_mesh if isinstance(grad, DTensor) else None
+            axes = () if mesh is None else sharded_axes(mesh, cast(DTensor, grad).placements)
             key = (id(mesh), axes)
             if key not in known:
                 known[key] = frozenset() if mesh is None else self._register(mesh, axes)
@@ -178,17 +122,20 @@ class _Norms:
 
     def alone(self, param: torch.Tensor) -> torch.Tensor:
         """Return the norm of the gradient of one parameter. Collective: see :meth:`total`."""
-        norms = _Norms(self._p, self._dtype, self._device, one_by_one=True)
+        norms = _Norms(self._p, self._dtype, self._device)
         grad = cast(torch.Tensor, param.grad)
-        norms.add([_reduced(param, cast(DTensor, grad)) if pending(grad) else grad])
+        norms.add([_reduced(param) if pending(grad) else grad])
         return norms.total()
 
     def _register(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> frozenset[_Ranks]:
         """Name axes by their ranks: those of two meshes may be the same."""
+        if mesh.get_coordinate() is None:
+            raise ValueError(
+                "Expected this rank to be on the mesh of every gradient, got rank "
+                f"{dist.get_rank()} and {mesh}; leave its parameter out on this rank"
+            )
         found = set()
         for axis in axes:
-            if mesh.size(axis) == 1:
-                continue
             group = mesh.get_group(axis)
             ranks = tuple(dist.get_process_group_ranks(group))
             self._groups.setdefault(ranks, (group, torch.device(mesh.device_type)))
@@ -219,7 +166,7 @@ class _Norms:
         dtype = parts[0].dtype
         # Half precision overflows where the norm of a big model lies.
         wide = self._dtype if dtype.is_floating_point and dtype.itemsize < 4 else None
-        if type(parts[0]) is torch.Tensor and not self._one_by_one:
+        if type(parts[0]) is torch.Tensor:
             norms = _torch.norms_of_all(parts, self._p, wide)
         else:
             norms = [torch.linalg.vector_norm(part, self._p, dtype=wide) for part in parts]
@@ -266,36 +213,17 @@ def _first_not_finite(params: Sequence[torch.Tensor], norms: _Norms) -> list[str
     return list(islice(found, _NUM_NAMED))
 
 
-def _reduced(param: torch.Tensor, grad: DTensor) -> DTensor:
+def _reduced(param: torch.Tensor) -> DTensor:
     """Return what a gradient stands for whose reduction is pending.
 
     Collective: a reduce-scatter or all-reduce of it; all ranks must have it.
     """
+    grad = cast(DTensor, param.grad)
     placements = [Replicate() if p.is_partial() else p for p in grad.placements]
     own = param.placements[0] if isinstance(param, DTensor) else None
     if len(placements) == 1 and type(own) is Shard:
         placements = [own]
     return grad.redistribute(placements=placements)
-
-
-def _sharded_axes(grad: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
-    """Return the mesh of a gradient and the axes over which each rank has another part."""
-    if not isinstance(grad, DTensor):
-        return None, ()
-    mesh, placements = grad.device_mesh, grad.placements
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            "Expected this rank to be on the mesh of every gradient, got rank "
-            f"{dist.get_rank()} and {mesh}; leave its parameter out on this rank"
-        )
-    return mesh, tuple(axis for axis, placement in enumerate(placements) if _shards(placement))
-
-
-def _shards(placement: Placement) -> bool:
-    return not placement.is_replicate()  # strided shards are no instances of Shard
-
-
-# Devices and dtypes ---------------------------------------------------------------------------
 
 
 def _communication_device(grads: Sequence[torch.Tensor]) -> torch.device:
@@ -306,21 +234,10 @@ def _communication_device(grads: Sequence[torch.Tensor]) -> torch.device:
     return grads[0].device
 
 
-def _norm_dtype(grads: Sequence[torch.Tensor]) -> torch.dtype:
-    return torch.promote_types(_result_dtype(grads), torch.float32)
-
-
-def _result_dtype(grads: Sequence[torch.Tensor]) -> torch.dtype:
-    """Return the dtype that torch gives the norm."""
-    dtype = grads[0].dtype.to_real()
-    for grad in grads:
-        dtype = torch.promote_types(dtype, grad.dtype.to_real())
-    return dtype
-
-
 # Clipping gradients by their norm -----------------------------------------------------------------
 
 
+@torch.no_grad()
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
@@ -343,8 +260,8 @@ def clip_grad_norm_(
             value. 0 counts the gradients that are not all zero, as in torch.
         error_if_nonfinite: Whether to raise if the norm is infinite or NaN, before anything is
             scaled; reads the norm on the host.
-        foreach: ``False`` to treat gradients one by one; otherwise those of one device and dtype
-            are treated together.
+        foreach: As in torch. Gradients of one device and dtype are always treated together, so it
+            changes nothing.
 
     Returns:
         The norm before, a scalar tensor of the dtype of the gradients, bitwise the same on all
@@ -387,6 +304,37 @@ def clip_grad_norm_(
     )
     for param in params:
         check_type("parameters", param, isinstance(param, torch.Tensor), "tensors", remedy)
-    return clip_grad_norm(
-        params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach
-    )
+    limit = checked_number("max_norm", max_norm)
+    check_value("max_norm", max_norm, limit >= 0, "of at least 0")
+    order = math.inf if norm_type == "inf" else checked_number("norm_type", norm_type)
+    check_flags(error_if_nonfinite=error_if_nonfinite, foreach=foreach is not None and foreach)
+    owners = [param for param in map(sharded_form, params) if param.grad is not None]
+    if not owners:
+        return torch.tensor(0.0)
+    grads = [cast(torch.Tensor, param.grad) for param in owners]
+    check_scalable(grads, "clipping")
+    for param, grad in zip(owners, grads, strict=True):
+        _check_local_shape(param, grad)
+    dtype = reduce(torch.promote_types, (grad.dtype.to_real() for grad in grads))
+    norms = _Norms(order, torch.promote_types(dtype, torch.float32), _communication_device(grads))
+    norms.add([grad for grad in grads if not pending(grad)])
+    for param in owners:
+        if pending(cast(torch.Tensor, param.grad)):
+            norms.add([_reduced(param)])
+    total = norms.total()
+    if error_if_nonfinite and not total.isfinite():
+        names = _first_not_finite(owners, norms)
+        among = f", because of the gradients of {', '.join(names)}" if names else ""
+        raise ShardError(
+            f"Expected gradients of a finite norm of order {order}, got {total.item()}{among}; "
+            "set error_if_nonfinite=False to scale them by it all the same"
+        )
+    coefficient = torch.clamp(limit / (total + 1e-6), max=1.0)
+    for (device, _, kind), locals_ in alike(list(map(_torch.local_part, grads))).items():
+        own = coefficient.to(device)
+        if kind is torch.Tensor:
+            _torch.multiply_all_(locals_, own)
+        else:
+            for local in locals_:
+                local.mul_(own)
+    return total.to(grads[0].device, dtype)

@@ -25,7 +25,8 @@ from composable_shard.core.hooks import groups_in, owner_of
 from composable_shard.core.reduction import assign_grad
 from composable_shard.core.storage import remember_stand_in
 from composable_shard.core.ties import owner_of_sharded
-from composable_shard.errors import MaterializationError, ShardError
+from composable_shard.core.tree import check_at_rest
+from composable_shard.errors import MaterializationError
 from composable_shard.module import group_of
 from composable_shard.train.full import (
     digest,
@@ -321,7 +322,9 @@ def unsharded(
     )
     modules = list(_opened_modules(module, recurse))
     own = {group: None for m in modules if (group := owner_of(m)) is not None}
-    _check_can_open(own)
+    for group in own:
+        check_at_rest(group, "unsharded")
+        group.check_awake("for unsharded()")
     groups = [group for group in groups_in(modules) if not group.is_opened]
     for group in groups:
         group.reshard()
@@ -406,19 +409,3 @@ def _slots_in(
             others = (_Slot(holder, attribute) for holder, attribute, _ in one.slots)
             places += [place for place in others if place not in places]
     return slots
-
-
-def _check_can_open(groups: Collection[ParamGroup]) -> None:
-    for group in groups:
-        if group.tree.is_computing:
-            moment = "backward" if _torch.current_backward() != -1 else "forward"
-            raise ShardError(
-                f"Expected unsharded() outside of forward and backward, got it in a {moment} of "
-                f"{group.label}; use it between iterations"
-            )
-        group.check_awake("for unsharded()")
-        if group.is_opened:
-            raise ShardError(
-                f"Expected one unsharded() of {group.label} at a time, got one within another; "
-                "the parameters are full already"
-            )

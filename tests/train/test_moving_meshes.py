@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
-from two_tensors import two_tensor_hooks
 
 from composable_shard import (
     DataParallelMeshDims,
@@ -33,13 +31,12 @@ from composable_shard import (
     iter_full,
     move,
 )
-from composable_shard._torch import from_local, leaves, poisoned_memory, set_local_tensor, spec_of
+from composable_shard._torch import leaves, poisoned_memory, set_local_tensor
 from composable_shard.testing import RankError, run_ranks, stop_ranks
 from train.moved import (
     MiB,
     assert_same_bits,
     follow_a_route,
-    is_in,
     memory,
     on_mesh,
     return_unused,
@@ -257,102 +254,6 @@ def test_every_mesh_moves_as_from_a_checkpoint(name: str, tmp_path: Path) -> Non
     follow_a_route(model, optimizer, places, member, build, run, tmp_path, suffix)
 
 
-# Tensor subclasses --------------------------------------------------------------------------------
-
-
-def of_pairs(where: DeviceMesh, device: str) -> nn.Module:
-    """Shard a model whose weights are pairs: one uneven, one cut by columns; a bias beside."""
-    model = nn.Sequential(nn.Linear(6, 7, bias=False), nn.Tanh(), nn.Linear(7, 6))
-    for name, layer in (("0", model[0]), ("2", model[2])):
-        torch.manual_seed(int(name))
-        pair = [torch.randn(layer.weight.shape).to(device) for _ in range(2)]
-        layer.weight = nn.Parameter(TwoTensor(*pair))
-    frozen = torch.linspace(-1, 1, 6).to(device)
-    model[2].bias = nn.Parameter(frozen, requires_grad=False)
-    cut = {6: Shard(0), 7: Shard(1)}
-    kwargs = {
-        "mesh": where,
-        "shard_placement_fn": lambda p: cut[p.shape[-1]] if p.ndim == 2 else None,
-    }
-    fully_shard(model[0], **kwargs)
-    return fully_shard(model, **kwargs)
-
-
-def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, DTensor]]:
-    """Yield what is sharded, with states; each inner tensor of a pair by itself."""
-    for name, param in model.named_parameters():
-        for kind, one in [("", param), *sorted(optimizer.state.get(param, {}).items())]:
-            if isinstance(one, DTensor):
-                assert one.device_mesh == param.device_mesh and one.placements == param.placements
-                for number, leaf in enumerate(leaves(one.to_local())):
-                    yield f"{name} {kind} {number}", from_local(leaf.detach(), spec_of(one))
-
-
-@on_ranks(4)
-def test_subclasses_move_as_through_a_file_of_what_they_are_made_of(tmp_path: Path) -> None:
-    meshes = [on_mesh(*ranks) for ranks in [(0, 1, 2), ((0, 1), (2, 3)), (1, 2)]]
-    with two_tensor_hooks():
-        alone = [on_mesh(rank) for rank in range(4)][dist.get_rank()]
-        has_it = is_in(meshes[0])
-        model = of_pairs(meshes[0], "cpu") if has_it else of_pairs(alone, "meta")
-        optimizer = in_momentum(model)
-        if has_it:
-            train_pairs(model, optimizer, 0, 1)
-        for number, (before, after) in enumerate(pairwise(meshes)):
-            file = tmp_path / f"{number}.pt"
-            if is_in(before):
-                full = {key: part.full_tensor() for key, part in parts_of(model, optimizer)}
-                if dist.get_rank() == before.mesh.flatten()[0]:
-                    torch.save(full, file)
-            move(model, optimizer, after, bucket_nbytes=100)
-            dist.barrier()
-            if not is_in(after):
-                continue
-            loaded = of_pairs(after, "cpu")
-            optim = in_momentum(loaded)
-            train_pairs(loaded, optim, 99)  # for states to load into
-            full = torch.load(file)
-            with torch.no_grad():
-                for key, part in parts_of(loaded, optim):
-                    cut = distribute_tensor(full[key], after, part.placements, src_data_rank=None)
-                    part.to_local().copy_(cut.to_local())
-            assert_same_parts(model, optimizer, loaded, optim)
-            kinds = [type(p.to_local()) for p in model.parameters()]
-            assert kinds == [TwoTensor, TwoTensor, torch.Tensor]
-            steps = (10 * number + 2, 10 * number + 3)
-            assert train_pairs(model, optimizer, *steps) == train_pairs(loaded, optim, *steps)
-            assert_same_parts(model, optimizer, loaded, optim)
-
-
-def in_momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-
-
-def train_pairs(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *steps: int
-) -> list[list[float]]:
-    found = []
-    for step in steps:
-        optimizer.zero_grad()
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        found.append([leaf.item() for leaf in leaves(loss.detach())])
-    return found
-
-
-def assert_same_parts(
-    model: nn.Module, optimizer: torch.optim.Optimizer, other: nn.Module, optim: Any
-) -> None:
-    mine, theirs = dict(parts_of(model, optimizer)), dict(parts_of(other, optim))
-    assert len(mine) == 9  # two leaves of two pairs, each with its momentum, and a bias
-    assert mine.keys() == theirs.keys()
-    for key, part in mine.items():
-        assert torch.equal(part.to_local(), theirs[key].to_local()), key
-        assert part.to_local().stride() == theirs[key].to_local().stride(), key
-
-
 # Meshes in any order ------------------------------------------------------------------------------
 
 
@@ -419,22 +320,6 @@ def memory_of_a_move() -> None:
 # What is refused ----------------------------------------------------------------------------------
 
 
-class Halves(TwoTensor):
-    """A class that is made of inner tensors of another shape."""
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        self.half = self.a[:, :1]
-        return ["half"], None
-
-
-class Forgetful(TwoTensor):
-    """A class that is made again as another one."""
-
-    @staticmethod
-    def __tensor_unflatten__(inner: Any, context: Any, shape: Any, stride: Any) -> TwoTensor:
-        return TwoTensor(inner["a"], inner["b"])
-
-
 class Closed(torch.Tensor):
     """A class with hooks that does not say of what it is made."""
 
@@ -496,15 +381,10 @@ def split_to(where: Callable[[], DeviceMesh]) -> None:
 
 BEGIN = "Expected all ranks to move the model, got on rank "
 REFUSED: dict[str, Callable[[], None]] = {
-    f"{BEGIN}0: ShardError: Expected the inner tensors of parameter 'weight', a Halves, to have "
-    f"its shape [2, 3], got [[2, 1]]; "
-    "such a model is moved by a checkpoint": partial(of_class, Halves),
-    f"{BEGIN}0: ShardError: Expected Forgetful of parameter 'weight' to be made of inner tensors "
-    f"of shape [4, 3], got TwoTensor of shape [4, 3]; "
-    "such a model is moved by a checkpoint": partial(of_class, Forgetful),
-    f"{BEGIN}0: ShardError: Expected parameter 'weight' to be a plain tensor or made of such "
-    f"(__tensor_flatten__), got Closed; "
-    "such a model is moved by a checkpoint": partial(of_class, Closed),
+    f"{BEGIN}0: ShardError: Expected parameter 'weight' to be a plain tensor, got Closed; such a "
+    "model is moved by a checkpoint": partial(of_class, Closed),
+    f"{BEGIN}0: ShardError: Expected parameter 'weight' to be a plain tensor, got TwoTensor; such "
+    "a model is moved by a checkpoint": partial(of_class, TwoTensor),
     f"{BEGIN}0: ShardError: Expected parameter 'up' of ranks [0, 1] to come from one mesh, got "
     "meshes of ranks [[0], [1]], which may have other values": (
         lambda: move(with_experts(columns((0, 1)), "cpu"), (), on_mesh(0, 1))

@@ -383,20 +383,20 @@ SHARDED = (
 
 
 OUTSIDE = (
-    "ShardError: Expected unsharded() outside of forward and backward, got it in a {} of {}; use "
-    "it between iterations"
+    "ShardError: Expected unsharded() outside of forward and backward, got it in one of {}; use it "
+    "between iterations"
 )
 SHAPE = (
     "ValueError: Expected 'weight' of Linear to have shape [6, 4] at the end of unsharded(), got "
     "[4, 6]; edit values only"
 )
 REFUSED: list[tuple[Callable[[Net], None], str]] = [
-    (in_forward, OUTSIDE.format("forward", "group 'blocks.0'")),
-    (in_backward, OUTSIDE.format("backward", "the root group")),
+    (in_forward, OUTSIDE.format("group 'blocks.0'")),
+    (in_backward, OUTSIDE.format("the root group")),
     (
         within("", lambda model: open_it(model.inp)),
-        "ShardError: Expected one unsharded() of the root group at a time, got one within another; "
-        "the parameters are full already",
+        "ShardError: Expected unsharded() outside of unsharded(), got it inside of one of the root "
+        "group; leave that first",
     ),
     (
         within("", lambda model: model(own_input())),

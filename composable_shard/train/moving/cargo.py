@@ -13,9 +13,7 @@ from torch.optim import Optimizer
 
 from composable_shard import _torch
 from composable_shard.core.codec import (
-    Codec,
     carry_hooks,
-    codec_of,
     has_extension,
     has_grad_extension,
     needs_extension,
@@ -31,53 +29,17 @@ from composable_shard.optim.layouts import LayoutOptimizer
 from composable_shard.train.moving.places import Cut, Ground, Target, cut_of, whole_on_meta
 from composable_shard.train.weights.entries import exchange, register_instead
 
-# What tensors are made of: tensor subclasses move as the plain tensors in them --------------------
-
-
-def codec_for(what: str, tensor: torch.Tensor) -> Codec | None:
-    """Return how the class of a tensor takes it apart and makes it again; ``None`` if it is plain.
-
-    Raises:
-        ShardError: If it is not plain, or made of plain tensors of its shape.
-    """
-    codec = codec_of(tensor)
-    leaves = [tensor] if codec is None else codec.parts(tensor)
-    for leaf in leaves:
-        brings_hooks = has_extension(leaf) or has_grad_extension(leaf)
-        if _torch.is_subclass(leaf) or (brings_hooks and type(leaf) is not torch.Tensor):
-            raise ShardError(
-                f"Expected {what} to be a plain tensor or made of such (__tensor_flatten__), "
-                f"got {type(leaf).__name__}; such a model is moved by a checkpoint"
-            )
-    if any(leaf.shape != tensor.shape for leaf in leaves):
-        raise ShardError(
-            f"Expected the inner tensors of {what}, a {type(tensor).__name__}, to have its "
-            f"shape {list(tensor.shape)}, got {[list(leaf.shape) for leaf in leaves]}; such a "
-            "model is moved by a checkpoint"
-        )
-    return codec
-
-
-def _made_of(codec: Codec | None, what: str, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Make a tensor of plain ones, as ``_torch.leaves`` names them.
-
-    Raises:
-        ShardError: If the class makes something else of them.
-    """
-    like = leaves[0]
-    if codec is None:
-        return like
-    made = codec.rebuild(dict(zip(codec.names, leaves, strict=True)))
-    if type(made) is not codec.kind or made.shape != like.shape:
-        raise ShardError(
-            f"Expected {codec.kind.__name__} of {what} to be made of inner tensors of shape "
-            f"{list(like.shape)}, got {type(made).__name__} of shape {list(made.shape)}; such a "
-            "model is moved by a checkpoint"
-        )
-    return made
-
-
 # What the ranks tell each other -------------------------------------------------------------------
+
+
+def check_plain(what: str, tensor: torch.Tensor) -> None:
+    """Raise ``ShardError`` unless a tensor is plain: only its class could make another anew."""
+    brings_hooks = has_extension(tensor) or has_grad_extension(tensor)
+    if _torch.is_subclass(tensor) or (brings_hooks and type(tensor) is not torch.Tensor):
+        raise ShardError(
+            f"Expected {what} to be a plain tensor, got {type(tensor).__name__}; such a model is "
+            "moved by a checkpoint"
+        )
 
 
 Key = tuple[str | int, ...]
@@ -91,7 +53,6 @@ class Item(NamedTuple):
         shape: Its global shape.
         stride: Its global strides.
         dtype: Its dtype.
-        dtypes: Those of the plain tensors that it is made of.
         param: The parameter that it is cut like; ``None`` for what every rank has as a whole.
         cut: How it is cut, if it is.
     """
@@ -99,7 +60,6 @@ class Item(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    dtypes: tuple[torch.dtype, ...]
     param: int | None = None
     cut: Cut = Cut()
 
@@ -109,7 +69,6 @@ class Told(NamedTuple):
 
     Attributes:
         items: What moves.
-        codecs: How the items are made that are tensor subclasses.
         values: Numbers among the states of optimizers, which are told and not sent, and whether
             they lie on the device.
         states: All states of optimizers, as they follow each other there.
@@ -117,7 +76,6 @@ class Told(NamedTuple):
     """
 
     items: dict[Key, Item]
-    codecs: dict[Key, Codec | None]
     values: dict[Key, tuple[Any, bool]]
     states: list[Key]
     settings: list[list[dict[str, Any]]]
@@ -127,8 +85,8 @@ class Told(NamedTuple):
         return sorted(f"{key}: {item}" for key, item in self.items.items())
 
 
-Tensors = dict[Key, list[torch.Tensor]]
-"""The plain tensors that those of this rank are made of: of local shards, or whole ones."""
+Tensors = dict[Key, torch.Tensor]
+"""Those of this rank: local shards, or whole ones."""
 
 
 # This rank's part of a model ----------------------------------------------------------------------
@@ -183,14 +141,12 @@ class Possession:
 
         Collective: of optimizers whose states lie with owners, see ``LayoutOptimizer.state_dict``.
         """
-        told, tensors = Told({}, {}, {}, [], []), Tensors()
+        told, tensors = Told({}, {}, [], []), Tensors()
 
         def add(key: Key, value: Any, param: int | None = None) -> None:
             if isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.ndim):
-                local = _torch.local_part(value)
-                told.codecs[key] = codec_for(self._what(key), local)
                 told.items[key] = self._described(key, value, param)
-                tensors[key] = [leaf.detach() for leaf in _torch.leaves(local)]
+                tensors[key] = _torch.local_part(value).detach()
             elif isinstance(value, torch.Tensor):
                 told.values[key] = value.cpu(), value.device.type != "cpu"
             else:
@@ -227,8 +183,8 @@ class Possession:
 
     def _described(self, key: Key, tensor: torch.Tensor, param: int | None) -> Item:
         local = _torch.local_part(tensor)
-        dtypes = tuple(leaf.dtype for leaf in _torch.leaves(local))
-        item = Item(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, dtypes)
+        check_plain(self._what(key), local)
+        item = Item(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
         if param is None or not isinstance(tensor, DTensor):
             return item
         placement = self.params[param].placement
@@ -281,24 +237,21 @@ class Possession:
         found = Tensors()
         for key, item in told.items.items():
             if key[0] == "parameter":
-                leaves = _torch.leaves(self._locals[int(key[1])])
-                found[key] = [leaf.detach() for leaf in leaves]
+                found[key] = self._locals[int(key[1])].detach()
             elif key[0] == "plain" and is_new:
                 values = plain[str(key[1])].detach()
                 if values.is_meta:
                     values = _torch.empty_like(values, device=self._device)
-                found[key] = [leaf.view(item.shape) for leaf in _torch.leaves(values)]
+                found[key] = values.view(item.shape)
             elif key[0] != "plain" and (item.param is not None or is_new):
-                like, sizes = _torch.leaves(self._like(key))[0], item.shape
+                like, sizes = self._like(key), item.shape
                 if item.param is not None:
                     sizes = _sizes(item, target.placements[item.param])
                 if like.shape != sizes:
                     like = like.new_zeros(()).expand(sizes)
                 device = self._device if like.is_meta else like.device
-                found[key] = [
-                    _torch.without_values(torch.empty_like(like, dtype=dtype, device=device))
-                    for dtype in item.dtypes
-                ]
+                made = torch.empty_like(like, dtype=item.dtype, device=device, requires_grad=False)
+                found[key] = _torch.without_values(made)
         return found
 
     @property
@@ -329,15 +282,10 @@ class Possession:
         param.forget_unsharded()
         numel = param.layout.param.local_numel(mesh.shard_rank)
         like = param.layout.local(torch.empty(numel, device="meta"), mesh.shard_rank)
-        codec = told.codecs["parameter", index]
-        if codec is None and not needs_extension(local):
+        if not needs_extension(local):
             return torch.zeros((), dtype=item.dtype, device=param.device).expand(like.shape)
-        leaves = [
-            _torch.without_values(torch.empty_like(like, dtype=dtype, device=param.device))
-            for dtype in item.dtypes
-        ]
-        made = _made_of(codec, f"parameter '{param.name}'", leaves)
-        carry_hooks(local, made)
+        made = torch.empty_like(like, dtype=item.dtype, device=param.device)
+        carry_hooks(local, _torch.without_values(made))
         return made
 
     def _like(self, key: Key) -> torch.Tensor:
@@ -369,7 +317,7 @@ class Possession:
         is_new = self.is_empty
         for param, local in zip(self.params, self._locals, strict=True):
             spec = _torch.spec_with_dtype(param.sharded_spec, local.dtype)
-            if any(leaf.is_meta for leaf in _torch.leaves(_torch.local_tensor(param.sharded))):
+            if _torch.local_tensor(param.sharded).is_meta:
                 # It gets memory, and stays the object that it is.
                 made = _torch.from_local(local, spec)
                 exchange(param.sharded, _torch.parameter_of(made, param.sharded.requires_grad))
@@ -388,10 +336,9 @@ class Possession:
                 if param.sharded.grad is not shard:
                     assign_grad(param.sharded, shard)
             elif key[0] == "plain" and is_new:
-                values = _made_of(told.codecs[key], self._what(key), tensors[key])
                 tensor = self._plain()[str(key[1])]
                 if tensor.is_meta:
-                    register_instead(self.model, tensor, values.view(tensor.shape))
+                    register_instead(self.model, tensor, tensors[key].view(tensor.shape))
         for place, optimizer in enumerate(self._optimizers):
             self._settle_states(place, optimizer, told, tensors)
 
@@ -424,8 +371,7 @@ class Possession:
 
     def _shown(self, key: Key, told: Told, tensors: Tensors, before: Any) -> torch.Tensor:
         """Return a gradient or a state as users see it: the object of before, if there was one."""
-        item = told.items[key]
-        local = _made_of(told.codecs[key], self._what(key), tensors[key])
+        item, local = told.items[key], tensors[key]
         if item.param is None:
             return local
         placement = self.params[item.param].placement

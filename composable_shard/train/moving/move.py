@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from composable_shard.optim import exchange
 from composable_shard.optim.blocks import Box, whole
 from composable_shard.optim.exchange import part_of
 from composable_shard.optim.layouts import Fits
-from composable_shard.train.moving.cargo import Item, Possession, Tensors, Told, codec_for
+from composable_shard.train.moving.cargo import Item, Possession, Tensors, Told, check_plain
 from composable_shard.train.moving.places import Ground, Meshes, Piece, Target, pieces_of, rounds_of
 from composable_shard.train.ranks import Ranks
 
@@ -48,7 +47,7 @@ def _check_group(group: ParamGroup) -> None:
         )
     for param in group.params:
         if not param.local.is_meta:
-            codec_for(f"parameter '{param.name}'", param.local)
+            check_plain(f"parameter '{param.name}'", param.local)
         if param.name in group.unsynced_names or is_partial(param.sharded.grad):
             raise ShardError(
                 f"Expected a reduced gradient of '{param.name}', got one that was accumulated "
@@ -228,13 +227,10 @@ class _Move:
         pieces, itemsizes = list[Piece](), list[int]()
         out, into = list[_Part](), list[_Part]()
         for key, item in told.items.items():
-            ways = self._pieces(item)
-            held, wanted = self._box(item, "before"), self._box(item, "after")
-            for place, dtype in enumerate(item.dtypes):
-                out.append((before[key][place] if key in before else None, held))
-                into.append((after[key][place] if key in after else None, wanted))
-                pieces += [replace(piece, tensor=len(itemsizes)) for piece in ways]
-                itemsizes.append(dtype.itemsize)
+            out.append((before.get(key), self._box(item, "before")))
+            into.append((after.get(key), self._box(item, "after")))
+            pieces += self._pieces(len(itemsizes), item)
+            itemsizes.append(item.dtype.itemsize)
         rank = dist.get_rank()
         for piece in pieces:
             if piece.source == piece.target == rank:
@@ -251,17 +247,17 @@ class _Move:
             return whole(item.shape) if grounds else None
         return grounds[item.param].holding(item.shape, item.cut)[rank][0]
 
-    def _pieces(self, item: Item) -> list[Piece]:
+    def _pieces(self, number: int, item: Item) -> list[Piece]:
         """Return what moves of an item; who has a copy of what is not cut keeps it."""
         found = list[Piece]()
         if item.param is not None:
             for ground in self._ways[item.param]:
-                found += pieces_of(0, *(one.holding(item.shape, item.cut) for one in ground))
+                found += pieces_of(number, *(one.holding(item.shape, item.cut) for one in ground))
             return found
         for place, rank in enumerate(self._joining):
             near = [one for one in self._having if one in self._places[rank].peers]
             sources = near or self._having
-            found.append(Piece(0, sources[place % len(sources)], rank, whole(item.shape)))
+            found.append(Piece(number, sources[place % len(sources)], rank, whole(item.shape)))
         return found
 
     def _exchange(
@@ -333,10 +329,9 @@ def move(
         RankMismatchError: On all ranks, if models, optimizers or meshes differ between them.
         ShardError: On all ranks, if an argument is wrong on some of them, or one cannot move;
             everything is as it was then. In a forward or backward, within :func:`unsharded` and
-            :func:`parked`; for gradients that are not reduced; for tensor subclasses that are not
-            made of plain tensors of their shape; for parameters that different ranks have on
-            different meshes and that are to become one; for a mesh without a parameter, or with
-            other tensor-parallel ranks.
+            :func:`parked`; for gradients that are not reduced; for tensor subclasses; for
+            parameters that different ranks have on different meshes and that are to become one; for
+            a mesh without a parameter, or with other tensor-parallel ranks.
 
     Collective: an all-to-all for each bucket, and a few all-gathers of small objects; with
         :func:`with_layout`, those of its ``state_dict`` and ``load_state_dict``.

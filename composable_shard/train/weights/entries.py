@@ -14,7 +14,7 @@ from composable_shard import _torch
 from composable_shard.arguments import check_module
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.storage import sharded_form
-from composable_shard.errors import ShardError
+from composable_shard.core.tree import check_at_rest
 from composable_shard.train.ranks import Ranks
 
 # What a model keeps in a checkpoint: each tensor once, with all the names it has ------------------
@@ -92,7 +92,12 @@ def contents_of(module: nn.Module, doing: str) -> Contents:
     Collective: none.
     """
     check_module("model", module)
-    _show_shards(module, doing)
+    groups = groups_in(module.modules())
+    for group in groups:
+        check_at_rest(group, doing)
+        group.check_awake(f"for {doing}()")
+    for group in groups:
+        group.reshard()
     return listed_in(module)
 
 
@@ -109,25 +114,6 @@ def listed_in(module: nn.Module) -> Contents:
         elif tensor.is_meta:
             left_on_meta.append(name)
     return Contents([Entry(tuple(names[key]), tensors[key]) for key in tensors], left_on_meta)
-
-
-def _show_shards(module: nn.Module, doing: str) -> None:
-    """Register the shards of all groups that have parameters in the module."""
-    groups = groups_in(module.modules())
-    for group in groups:
-        if group.tree.is_computing:
-            raise ShardError(
-                f"Expected {doing}() outside of forward and backward, got it within one of "
-                f"{group.label}; call it between iterations"
-            )
-        if group.is_opened:
-            raise ShardError(
-                f"Expected {doing}() outside of unsharded(), got it within one of {group.label}; "
-                "call it before or after"
-            )
-        group.check_awake(f"for {doing}()")
-    for group in groups:
-        group.reshard()
 
 
 def _registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
