@@ -28,7 +28,6 @@ from composable_shard.core.shard import (
 from composable_shard.core.state_dict import install_state_dict_hooks
 from composable_shard.core.storage import ShardedParam
 from composable_shard.core.ties import Claims, Managed, claim_ties
-from composable_shard.core.transport.host import check_offload
 from composable_shard.core.tree import join_tree
 from composable_shard.mesh import (
     DataParallelMeshDims,
@@ -38,7 +37,7 @@ from composable_shard.mesh import (
     resolve_mesh,
 )
 from composable_shard.module import check_class, groups_of, make_sharded
-from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy
+from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy, check_offload
 
 _Sharded = TypeVar("_Sharded", nn.Module, list[nn.Module])
 

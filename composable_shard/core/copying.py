@@ -180,7 +180,7 @@ class _SavedGroup(NamedTuple):
     name: str
     settings: dict[str, Any]
     prefetch: dict[str, list[str]]
-    channels: dict[ShardMesh, tuple[Any, Any, bool]]
+    channels: dict[ShardMesh, tuple[dict[str, Any], bool]]
     hooks: list[tuple[StateDictHook, Params]]
     is_last_backward: bool
 

@@ -28,9 +28,10 @@ from composable_shard.core.placement import GradStage
 from composable_shard.core.storage import LIFTED, ShardedParam, Storage, grad_dtype_asked
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
-from composable_shard.core.transport.host import copies_beside_compute, download
+from composable_shard.core.transport.host import download
 from composable_shard.core.transport.pending import Pending, launching_stream, run_beside
 from composable_shard.errors import ShardError
+from composable_shard.policy import copies_beside_compute
 
 _grad = attrgetter("grad")
 _dtype = attrgetter("dtype")
@@ -386,7 +387,7 @@ class Reduction:
             added.append(grad.to(self.reduced.device))
             shards[index].add_(added[-1])
             flags[index].fill_(1)
-        works = self._channel.all_reduce(self.reduced, average=True)
+        works = self._channel.all_reduce(self.reduced)
         stream = launching_stream(self._mesh.device)
         self._pending = Pending(works, self._channel.reducing, stream, added)
 

@@ -21,10 +21,9 @@ from composable_shard.core.not_sharded import is_taken
 from composable_shard.core.storage import Bucket, ShardedParam, Slot, Storage
 from composable_shard.core.ties import Managed, owner_of_sharded, remember
 from composable_shard.core.transport.channel import Channel
-from composable_shard.core.transport.host import Offload, check_names, offload_of
 from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh, ShardPlacementFn, own_mesh_of, placement_of, shard_dim
-from composable_shard.policy import MixedPrecisionPolicy
+from composable_shard.policy import MixedPrecisionPolicy, Offload, check_names, offload_of
 
 
 def find_managed(

@@ -38,17 +38,16 @@ from composable_shard.core.placement import (
 from composable_shard.core.plugins import Op
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import may_read_padding
-from composable_shard.core.transport.host import (
-    Lane,
-    copies_beside_compute,
-    pins,
-    upload,
-    upload_lane,
-)
+from composable_shard.core.transport.host import Lane, upload, upload_lane
 from composable_shard.core.transport.pending import Pending, Waitable, launching_stream
 from composable_shard.errors import MaterializationError, ShardError, StaleParameterError
 from composable_shard.mesh import ShardMesh
-from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy
+from composable_shard.policy import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    copies_beside_compute,
+    pins,
+)
 
 # One parameter ------------------------------------------------------------------------------------
 

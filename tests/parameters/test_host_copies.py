@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
+from composable_shard.policy import copies_beside_compute
 from composable_shard.testing import run_ranks
 
 UNPINNED = CPUOffloadPolicy(pin_memory=False)
@@ -122,7 +123,7 @@ def late_lanes() -> Iterator[None]:
         stack.enter_context(mock.patch.object(Channel, "_gather_from", launch_late))
         stack.enter_context(mock.patch.dict(host.uploads, clear=True))
         stack.enter_context(mock.patch.dict(host.downloads, clear=True))
-        asked: Any = host.copies_beside_compute  # by whoever has imported it
+        asked: Any = copies_beside_compute  # by whoever has imported it
         stack.callback(setattr, asked, "__code__", asked.__code__)
         asked.__code__ = (lambda policy, device: bool(policy)).__code__
         LateLane.num_copies, LateLane.faults = 0, []
@@ -338,11 +339,13 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.events.append(f"{self.name} waits for {other.name}")
 
-    def record_event(self) -> str:
+    def record_event(self) -> Any:
         self.events.append(f"{self.name} records")
-        return f"event of {self.name}"
+        event = mock.MagicMock(**{"__str__.return_value": f"event of {self.name}"})
+        event.wait = lambda: Stream.current.wait_event(event)
+        return event
 
-    def wait_event(self, event: str) -> None:
+    def wait_event(self, event: Any) -> None:
         self.events.append(f"{self.name} waits for {event}")
 
     def synchronize(self) -> None:

@@ -14,7 +14,7 @@ from on_ranks import on_ranks
 from torch import nn
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from composable_shard.core.transport import host
+from composable_shard.policy import _warn_not_pinned
 from composable_shard.testing import (
     ParamSpec,
     TreeSpec,
@@ -88,7 +88,7 @@ def test_without_an_accelerator_pinning_is_skipped_with_one_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    host._warn_not_pinned.cache_clear()
+    _warn_not_pinned.cache_clear()
     with fake_ranks(2), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

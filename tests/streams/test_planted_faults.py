@@ -90,8 +90,8 @@ def pass_through_at_once(self: Pending, stream: Stream) -> None:
     """Go on on a stream that does not wait for the reduce-scatter."""
 
 
-def all_reduce_without_works(self: Channel, tensor: Any, *, average: bool) -> list[Any]:
-    real_all_reduce(self, tensor, average=average)
+def all_reduce_without_works(self: Channel, tensor: Any) -> list[Any]:
+    real_all_reduce(self, tensor)
     return []
 
 
@@ -322,10 +322,10 @@ def failing_at(number: int) -> Any:
     """Let the launch of an all-reduce fail."""
     real, numbers = Channel.all_reduce, iter(range(number, -1, -1))
 
-    def all_reduce(self: Channel, tensor: torch.Tensor, *, average: bool) -> Any:
+    def all_reduce(self: Channel, tensor: torch.Tensor) -> Any:
         if not next(numbers, None):
             raise _PlannedError
-        return real(self, tensor, average=average)
+        return real(self, tensor)
 
     return mock.patch.object(Channel, "all_reduce", all_reduce)
 

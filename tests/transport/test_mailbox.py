@@ -23,11 +23,7 @@ from composable_shard.core.transport import beside, mailbox, point_to_point
 from composable_shard.core.transport.exchange import Exchange
 from composable_shard.core.transport.mailbox import Mailbox, mailbox_of
 from composable_shard.core.transport.pending import Pending
-from composable_shard.core.transport.point_to_point import (
-    DirectAllGather,
-    DirectGather,
-    DirectReduceScatter,
-)
+from composable_shard.core.transport.point_to_point import DirectAllGather, DirectReduceScatter
 from composable_shard.errors import ShardError
 from composable_shard.testing import run_ranks
 
@@ -287,7 +283,7 @@ def gathered_to_one(num: int, in_step: bool) -> tuple[list[bool], int]:
     mine = box(group)
     for step in range(num):
         output, own = torch.empty(count * 3), torch.full((3,), float(step + rank))
-        works = DirectGather().launch([output] if rank == 0 else [], [own], group, TAG, 0)
+        works = DirectAllGather().launch([output] if rank == 0 else [], [own], group, TAG, 0)
         Pending(works).wait()
         if in_step:
             dist.barrier()

@@ -19,14 +19,13 @@ from composable_shard.core.transport.collectives import (
     CustomAllGather,
     CustomReduceScatter,
     EachAllGather,
-    EachGather,
-    GatherLaunch,
     Memory,
     ReduceScatter,
     ReduceScatterIn,
     ReduceScatterLaunch,
     Tensors,
     Then,
+    gather_each,
     may_read_padding,
     sum_dtype,
 )
@@ -41,7 +40,6 @@ from composable_shard.core.transport.failures import (
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.core.transport.point_to_point import (
     DirectAllGather,
-    DirectGather,
     DirectReduceScatter,
 )
 from composable_shard.core.transport.process_groups import subgroup, subgroups_of
@@ -65,7 +63,7 @@ class Channel:
         self.mesh = mesh
         self.all_gather: AllGatherLaunch
         self.reduce_scatter: ReduceScatterLaunch
-        self._gather: GatherLaunch
+        self._gather_to: Callable[..., list[Waitable]]
         self._use_fastest()
         self._reduce_group = mesh.shard_group
         self.tags = 0, 1
@@ -88,9 +86,9 @@ class Channel:
         backend = None if group is None else _torch.backend_name(group, device)
         if backend == "gloo" and not _torch.has_streams(device):
             self.all_gather, self.reduce_scatter = DirectAllGather(), DirectReduceScatter()
-            self._gather = DirectGather()
+            self._gather_to = DirectAllGather().launch
         else:
-            self._gather = EachGather()
+            self._gather_to = gather_each
             self.all_gather = EachAllGather() if backend == "gloo" else CoalescedAllGather()
             self.reduce_scatter = CoalescedReduceScatter(reads_padding=may_read_padding(device))
 
@@ -124,26 +122,24 @@ class Channel:
         if group is not None:
             self._reduce_group = subgroup(group, group.size()) if enable else group
 
-    def saved(self) -> tuple[AllGatherLaunch | None, ReduceScatterLaunch | None, bool]:
+    def saved(self) -> tuple[dict[str, Any], bool]:
         """Return what of the choices is pickled: memory of a backend is not."""
-        is_separate = self._reduce_group is not self.mesh.shard_group
-        custom = (self.all_gather, self.reduce_scatter) if self._is_custom else (None, None)
-        return (*custom, is_separate)
+        names = ("all_gather", "reduce_scatter", "_is_custom") if self._is_custom else ()
+        custom = {name: getattr(self, name) for name in names}
+        return custom, self._reduce_group is not self.mesh.shard_group
 
-    def restore(
-        self,
-        all_gather: AllGatherLaunch | None,
-        reduce_scatter: ReduceScatterLaunch | None,
-        is_separate: bool,
-    ) -> None:
+    def restore(self, custom: dict[str, Any], is_separate: bool) -> None:
         """Make the choices that :meth:`saved` returned. Collective: see separate_reductions."""
-        if all_gather is not None and reduce_scatter is not None:
-            self.all_gather, self.reduce_scatter = all_gather, reduce_scatter
-            self._is_custom = True
-        if is_separate:
-            self.separate_reductions(True)
+        self.__dict__.update(custom)
+        self.separate_reductions(is_separate)
 
     # Collectives ----------------------------------------------------------------------------
+
+    @property
+    def _shard_group(self) -> dist.ProcessGroup:
+        group = self.mesh.shard_group
+        assert group is not None
+        return group
 
     def gives_memory(self) -> bool:
         """Tell whether :meth:`gather` has better memory for its outputs than what is allocated.
@@ -163,8 +159,7 @@ class Channel:
             inputs: What to send.
             buffers: What outputs are parts of that is to be given memory.
         """
-        group = self.mesh.shard_group
-        assert group is not None
+        group = self._shard_group
         if not buffers:
             return self._gather_from(group, outputs, inputs)
         launch, tag = self.all_gather.launch_into, self.tags[0]
@@ -180,9 +175,8 @@ class Channel:
             outputs: What to write; of that rank alone.
             inputs: What to send.
         """
-        group = self.mesh.shard_group
-        assert group is not None
-        launch = partial(self._gather.launch, outputs, inputs, group, self.tags[0], to)
+        group = self._shard_group
+        launch = partial(self._gather_to, outputs, inputs, group, self.tags[0], to)
         return self._launch(launch, group, self.gathering)
 
     def prepare_regather(self, num_ranks: int) -> None:
@@ -195,8 +189,7 @@ class Channel:
 
     def regather(self, outputs: Tensors, inputs: Tensors, num_ranks: int) -> list[Waitable]:
         """Gather every input from ``num_ranks`` neighbours."""
-        assert self.mesh.shard_group is not None
-        return self._gather_from(subgroup(self.mesh.shard_group, num_ranks), outputs, inputs)
+        return self._gather_from(subgroup(self._shard_group, num_ranks), outputs, inputs)
 
     def _gather_from(
         self, group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors
@@ -251,22 +244,19 @@ class Channel:
         is_gloo = group is not None and _torch.message_backend(group, self.mesh.device) == "gloo"
         return is_gloo and sum_dtype(dtype) != dtype
 
-    def all_reduce(self, tensor: torch.Tensor, *, average: bool) -> list[Waitable]:
-        """Reduce a tensor over the ranks that hold the same shards, in place."""
-        divides = self.divides_over_replicas(tensor.dtype)
-        op = dist.ReduceOp.AVG if average and not divides else dist.ReduceOp.SUM
-        summed = tensor.to(sum_dtype(tensor.dtype)) if divides else tensor
+    def all_reduce(self, tensor: torch.Tensor) -> list[Waitable]:
+        """Average a tensor over the ranks that hold the same shards, in place."""
         group = self.mesh.replica_group
         assert group is not None
+        divides = self.divides_over_replicas(tensor.dtype)
+        summed = tensor.to(sum_dtype(tensor.dtype)) if divides else tensor
+        op = dist.ReduceOp.SUM if divides else dist.ReduceOp.AVG
 
         def launch() -> list[Waitable]:
             work = dist.all_reduce(summed, op, group=group, async_op=True)
-            if work is None:
-                return []
-            divisor = self.mesh.num_replicas if average else 1
-            return [
-                Then(work, summed, lambda: tensor.copy_(summed.div_(divisor))) if divides else work
-            ]
+            if work is None or not divides:
+                return [] if work is None else [work]
+            return [Then(work, summed, lambda: tensor.copy_(summed.div_(group.size())))]
 
         return self._launch(launch, group, self.reducing)
 

@@ -72,23 +72,6 @@ class AllGatherLaunch(Protocol):
         return self.launch(outputs, inputs, group, tag)
 
 
-class GatherLaunch(Protocol):
-    """Gathers many tensors at once on one rank."""
-
-    def launch(
-        self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, tag: int, to: int
-    ) -> list[Waitable]:
-        """Launch the gather of each input [n] into its output [N * n] on one rank.
-
-        Args:
-            outputs: What to write; of that rank alone.
-            inputs: What to send.
-            group: The ranks.
-            tag: See all-gather.
-            to: Which of them.
-        """
-
-
 class ReduceScatterLaunch(Protocol):
     """Reduces many tensors at once.
 
@@ -110,6 +93,7 @@ class ReduceScatterLaunch(Protocol):
 
     def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
         """Tell whether ``op`` may be ``ReduceOp.AVG``."""
+        return _torch.average_is_supported(_torch.backend_name(group, device))
 
     def launch(
         self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, op: Any, tag: int
@@ -166,18 +150,16 @@ class CoalescedAllGather(AllGatherLaunch):
         return [_torch.all_gather_flat(outputs, inputs, group)]
 
 
-class EachGather(GatherLaunch):
-    """One c10d launch for each tensor."""
-
-    def launch(
-        self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, tag: int, to: int
-    ) -> list[Waitable]:
-        works: list[Waitable] = []
-        for index, own in enumerate(inputs):
-            rows = list(outputs[index].view(group.size(), -1)) if outputs else None
-            work = dist.gather(own, rows, group=group, group_dst=to, async_op=True)
-            works += [] if work is None else [work]
-        return works
+def gather_each(
+    outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, _: int, to: int
+) -> list[Waitable]:
+    """Launch the gather of each input [n] into its output [N * n] on rank ``to`` of ``group``."""
+    works: list[Waitable] = []
+    for index, own in enumerate(inputs):
+        rows = list(outputs[index].view(group.size(), -1)) if outputs else None
+        work = dist.gather(own, rows, group=group, group_dst=to, async_op=True)
+        works += [] if work is None else [work]
+    return works
 
 
 class CoalescedReduceScatter(ReduceScatterLaunch):
@@ -185,9 +167,6 @@ class CoalescedReduceScatter(ReduceScatterLaunch):
 
     def __init__(self, *, reads_padding: bool = False) -> None:
         self.reads_padding = reads_padding
-
-    def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        return _torch.average_is_supported(_torch.backend_name(group, device))
 
     def launch(
         self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, op: Any, tag: int
@@ -307,26 +286,7 @@ class CustomAllGather(AllGatherLaunch):
     def launch(
         self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, tag: int
     ) -> list[Waitable]:
-        works: list[Waitable] = []
-        for indices in _by_dtype(inputs):
-            members = [inputs[index].view(-1) for index in indices]
-            numels = [member.numel() for member in members]
-            dtype, device = members[0].dtype, members[0].device
-            sent = self.comm.allocate((sum(numels),), dtype=dtype, device=device)
-            arrived = self.comm.allocate((group.size() * sum(numels),), dtype=dtype, device=device)
-            torch.cat(members, out=sent)
-            work = self.comm(arrived, sent, group, async_op=True)
-            places = [outputs[index].view(group.size(), -1) for index in indices]
-
-            def copy_out(
-                arrived: Any = arrived, numels: Any = numels, places: Any = places
-            ) -> None:
-                parts = arrived.view(group.size(), -1).split(numels, dim=1)
-                for place, part in zip(places, parts, strict=True):
-                    place.copy_(part)
-
-            works.append(Then(work, sent, copy_out))
-        return works
+        return _launch_custom(self.comm, (outputs, group.size()), (inputs, 1), group)
 
 
 class CustomReduceScatter(ReduceScatterLaunch):
@@ -338,31 +298,49 @@ class CustomReduceScatter(ReduceScatterLaunch):
     def __init__(self, comm: ReduceScatter) -> None:
         self.comm = comm
 
-    def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        return _torch.average_is_supported(_torch.backend_name(group, device))
-
     def launch(
         self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, op: Any, tag: int
     ) -> list[Waitable]:
-        works: list[Waitable] = []
-        for indices in _by_dtype(inputs):
-            members = [inputs[index].view(group.size(), -1) for index in indices]
-            numels = [member.shape[1] for member in members]
-            dtype, device = members[0].dtype, members[0].device
-            sent = self.comm.allocate((group.size() * sum(numels),), dtype=dtype, device=device)
-            arrived = self.comm.allocate((sum(numels),), dtype=dtype, device=device)
-            torch.cat(members, dim=1, out=sent.view(group.size(), -1))
-            work = self.comm(arrived, sent, group, op, async_op=True)
-            places = [outputs[index] for index in indices]
+        return _launch_custom(self.comm, (outputs, 1), (inputs, group.size()), group, op)
 
-            def copy_out(
-                arrived: Any = arrived, numels: Any = numels, places: Any = places
-            ) -> None:
-                for place, part in zip(places, arrived.split(numels), strict=True):
-                    place.view(-1).copy_(part)
 
-            works.append(Then(work, sent, copy_out))
-        return works
+def _launch_custom(
+    comm: Any,
+    outputs: tuple[Tensors, int],
+    inputs: tuple[Tensors, int],
+    group: dist.ProcessGroup,
+    *op: Any,
+) -> list[Waitable]:
+    """Launch a custom collective for the tensors of each dtype.
+
+    Args:
+        comm: The all-gather or reduce-scatter.
+        outputs: What to write, and of how many rows each is: one from or for each rank.
+        inputs: What to send, likewise.
+        group: The ranks.
+        op: Of a reduction.
+    """
+    (places, num_arriving), (sources, num_sent) = outputs, inputs
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, source in enumerate(sources):
+        by_dtype.setdefault(source.dtype, []).append(index)
+    works: list[Waitable] = []
+    for dtype, indices in by_dtype.items():
+        rows = [sources[index].view(num_sent, -1) for index in indices]
+        numels = [source.shape[1] for source in rows]
+        allocate = partial(comm.allocate, dtype=dtype, device=rows[0].device)
+        sent, arrived = (allocate((num * sum(numels),)) for num in (num_sent, num_arriving))
+        torch.cat(rows, dim=1, out=sent.view(num_sent, -1))
+        work = comm(arrived, sent, group, *op, async_op=True)
+        parts = arrived.view(num_arriving, -1).split(numels, dim=1)
+        into = [places[index].view(num_arriving, -1) for index in indices]
+        works.append(Then(work, sent, partial(_copy_each, into, parts)))
+    return works
+
+
+def _copy_each(into: Tensors, parts: Sequence[torch.Tensor]) -> None:
+    for place, part in zip(into, parts, strict=True):
+        place.copy_(part)
 
 
 @dataclass(frozen=True)
@@ -395,7 +373,7 @@ class _In(_Allocates):
 
 
 class AllGatherIn(_In, AllGather):
-    """The all-gather of c10d over memory of a backend's choice."""
+    """The all-gather of c10d over memory of a backend's choice; never waits."""
 
     def __call__(
         self,
@@ -405,13 +383,11 @@ class AllGatherIn(_In, AllGather):
         async_op: bool = False,
     ) -> Waitable | None:
         self._register(output_tensor, input_tensor, group=group)
-        return _waited_unless(
-            async_op, _torch.all_gather_single(output_tensor, input_tensor, group)
-        )
+        return _torch.all_gather_single(output_tensor, input_tensor, group)
 
 
 class ReduceScatterIn(_In, ReduceScatter):
-    """The reduce-scatter of c10d over memory of a backend's choice."""
+    """The reduce-scatter of c10d over memory of a backend's choice; never waits."""
 
     def __call__(
         self,
@@ -422,9 +398,7 @@ class ReduceScatterIn(_In, ReduceScatter):
         async_op: bool = False,
     ) -> Waitable | None:
         self._register(output_tensor, input_tensor, group=group)
-        return _waited_unless(
-            async_op, _torch.reduce_scatter_flat([output_tensor], [input_tensor], group, op)
-        )
+        return _torch.reduce_scatter_flat([output_tensor], [input_tensor], group, op)
 
 
 def backend_memory(mesh: ShardMesh, label: str) -> Memory:
@@ -456,17 +430,3 @@ def symmetric_memory(mesh: ShardMesh, label: str) -> Memory:
             f"Expected {label} on NCCL, whose symmetric memory collectives can use, got {name}"
         )
     return Memory(*_torch.symmetric_memory_of_nccl())
-
-
-def _waited_unless(async_op: bool, work: Waitable) -> Waitable | None:
-    if async_op:
-        return work
-    work.wait()
-    return None
-
-
-def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    indices: dict[torch.dtype, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        indices.setdefault(tensor.dtype, []).append(index)
-    return list(indices.values())

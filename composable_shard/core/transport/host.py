@@ -1,4 +1,4 @@
-"""Shards on the CPU, and copies between pinned memory of the host and a device, beside compute.
+"""Copies between pinned memory of the host and a device, beside compute.
 
 Each direction of a device has a lane. A copy begins after what compute has launched before it;
 compute goes on meanwhile, and continues after the copy only where it needs what was copied.
@@ -7,81 +7,14 @@ compute goes on meanwhile, and continues after the copy only where it needs what
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
 from composable_shard import _torch
 from composable_shard.core.transport.pending import Waitable
-from composable_shard.policy import CPUOffloadPolicy, OffloadPolicy
-
-# Shards on the CPU: which are, and whether their memory is pinned ---------------------------------
-
-Offload = OffloadPolicy | Mapping[str, OffloadPolicy] | None
-
-
-def offload_of(name: str, policy: Offload) -> CPUOffloadPolicy | None:
-    """Return how the parameter ``name`` is kept on the CPU, ``None`` if it is not."""
-    if isinstance(policy, Mapping):
-        policy = policy.get(name)
-    return policy if isinstance(policy, CPUOffloadPolicy) else None
-
-
-def check_offload(policy: object) -> None:
-    """Raise ``TypeError`` unless ``policy`` is one, or maps names of parameters to some."""
-    members = policy.items() if isinstance(policy, Mapping) else [("", policy)]
-    for name, member in members:
-        if member is None or isinstance(member, OffloadPolicy):
-            continue
-        place = f" for '{name}'" if name else ""
-        raise TypeError(
-            f"Expected offload_policy to be a composable_shard.OffloadPolicy{place}, got "
-            f"{type(member).__module__}.{type(member).__name__}"
-        )
-
-
-def check_names(policy: Offload, names: set[str]) -> None:
-    """Raise ``ValueError`` if a mapping of policies names a parameter that is not there."""
-    unknown = sorted(set(policy) - names) if isinstance(policy, Mapping) else []
-    if unknown:
-        raise ValueError(
-            f"Expected offload_policy to name parameters of the module, got {unknown}; "
-            f"there are {sorted(names)}"
-        )
-
-
-def pins(policy: CPUOffloadPolicy) -> bool:
-    """Tell whether memory is pinned for ``policy``; warns once where it cannot be."""
-    if not policy.pin_memory:
-        return False
-    if _torch.pins_memory():
-        return True
-    _warn_not_pinned()
-    return False
-
-
-def copies_beside_compute(policy: CPUOffloadPolicy | None, device: torch.device) -> bool:
-    """Tell whether what ``policy`` keeps on the CPU is copied beside what ``device`` computes.
-
-    That takes memory that is pinned; other copies are waited for.
-    """
-    return _torch.has_streams(device) and policy is not None and pins(policy)
-
-
-@cache
-def _warn_not_pinned() -> None:
-    warnings.warn(
-        "CPUOffloadPolicy(pin_memory=True) pins no memory: there is no accelerator to copy to; "
-        "pass pin_memory=False to say so",
-        stacklevel=2,
-    )
-
-
-# Copies between pinned memory of the host and a device, beside compute ----------------------------
 
 _NUM_KEPT = 2  # copies whose tensors a lane keeps
 
@@ -131,7 +64,7 @@ class Lane:
 
     def arrival(self) -> Waitable:
         """Return what makes the compute stream continue after all that was launched so far."""
-        return _Arrival(self._stream.record_event(), self._device)
+        return self._stream.record_event()
 
     def departure(self) -> Waitable:
         """Return what makes the lane continue after the compute stream that waits.
@@ -148,17 +81,6 @@ class Lane:
             self._stream.synchronize()
             self._kept.clear()
             self.is_busy = False
-
-
-@dataclass
-class _Arrival:
-    """The moment when what a lane had launched is done."""
-
-    event: torch.Event
-    device: torch.device
-
-    def wait(self) -> None:
-        _torch.current_stream(self.device).wait_event(self.event)
 
 
 @dataclass

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from composable_shard import _torch
 from composable_shard.core.transport.collectives import (
     AllGatherLaunch,
-    GatherLaunch,
     ReduceScatterLaunch,
     Tensors,
     sum_dtype,
@@ -35,36 +34,49 @@ _SUM, _AVERAGE = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
 class DirectAllGather(AllGatherLaunch):
-    """Every rank gets the shard of every other, straight into place."""
+    """Every rank, or one, gets the shard of every other, straight into place."""
 
     def launch(
-        self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, tag: int
+        self,
+        outputs: Tensors,
+        inputs: Tensors,
+        group: dist.ProcessGroup,
+        tag: int,
+        to: int | None = None,
     ) -> list[Waitable]:
+        """Launch the all-gather, or the gather on rank ``to``: the others have no outputs then."""
         near, far = _peers_of(group)
-        shards = _sendable(inputs)
+        rank, shards = group.rank(), _sendable(inputs)
         sizes = [own.nbytes for own in shards]
-        own_places = _places(outputs, sizes, group.rank())
+        receives = to is None or to == rank
+        own_places = [_places(outputs, sizes, rank)] if receives else []
         works: list[Waitable] = []
         if far:
             messages = _Messages(group, tag)
-            messages.receive_shards(outputs, far)
-            for peer in far:
+            if receives:
+                messages.receive_shards(outputs, far)
+            for peer in far if to is None else {*far} & {to}:
                 for own in shards:
                     messages.send(own, peer)
             works.append(messages)
-        if near:
+        if not near or to == rank:
+            _copy_shards(shards, *own_places)
+        if not near:
+            return works
+        # All that share memory take part, so that they count alike.
+        published = [] if to in far else shards
 
-            def fill(addresses: list[int]) -> None:
-                _copy_shards(shards, addresses, own_places)
+        def fill(addresses: list[int]) -> None:
+            _copy_shards(published, addresses, *own_places)
 
-            exchange = Exchange(group, tag, near, Form.of(shards), fill)
-            reading = _Reading(exchange, near, outputs, sizes)
-            works.append(reading)
-            if exchange.is_there():  # the sooner it is read, the less memory is shared
-                reading.wait()
-        else:
-            _copy_shards(shards, own_places)
-        return works
+        exchange = Exchange(group, tag, near, Form.of(published), None if to == rank else fill)
+        if not receives:
+            exchange.finish()  # what the others publish is not for this one
+            return works
+        reading = _Reading(exchange, near, outputs, sizes)
+        if exchange.is_there():  # the sooner it is read, the less memory is shared
+            reading.wait()
+        return [*works, reading]
 
     def gives_memory(self, group: dist.ProcessGroup) -> bool:
         _, far = _peers_of(group)
@@ -83,37 +95,6 @@ class DirectAllGather(AllGatherLaunch):
         if gather.is_there():  # the sooner others are told, the sooner they go on
             gather.wait()
         return [gather]
-
-
-class DirectGather(GatherLaunch):
-    """One rank gets the shard of every other, straight into place; the others get nothing."""
-
-    def launch(
-        self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, tag: int, to: int
-    ) -> list[Waitable]:
-        rank, shards = group.rank(), _sendable(inputs)
-        near, far = _peers_of(group)
-        sizes = [own.nbytes for own in shards]
-        messages = _Messages(group, tag)
-        if rank == to:
-            _copy_shards(shards, _places(outputs, sizes, rank))
-            messages.receive_shards(outputs, far)
-        if to in far:
-            for own in shards:
-                messages.send(own, to)
-        works: list[Waitable] = [messages]
-        if near:  # all of them take part, so that they count alike
-            published = [] if to in far else shards
-
-            def fill(addresses: list[int]) -> None:
-                _copy_shards(published, addresses)
-
-            exchange = Exchange(group, tag, near, Form.of(published), None if rank == to else fill)
-            if rank == to:
-                works.append(_Reading(exchange, near, outputs, sizes))
-            else:
-                exchange.finish()  # what the others publish is not for this one
-        return works
 
 
 def _places(outputs: Tensors, nbytes: Sequence[int], rank: int) -> list[int]:
