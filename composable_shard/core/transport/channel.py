@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,8 @@ class Channel:
         self.reduce_scatter: ReduceScatterLaunch
         self._gather_to: Callable[..., list[Waitable]]
         self._use_fastest()
-        self._reduce_group = mesh.shard_group
+        # None where no axis shards, and nothing is called that needs it.
+        self._shard_group = self._reduce_group = cast(dist.ProcessGroup, mesh.shard_group)
         self.tags = 0, 1
         self._is_custom = False
         self.set_label("a group")
@@ -134,12 +135,6 @@ class Channel:
         self.separate_reductions(is_separate)
 
     # Collectives ----------------------------------------------------------------------------
-
-    @property
-    def _shard_group(self) -> dist.ProcessGroup:
-        group = self.mesh.shard_group
-        assert group is not None
-        return group
 
     def gives_memory(self) -> bool:
         """Tell whether :meth:`gather` has better memory for its outputs than what is allocated.
@@ -212,7 +207,6 @@ class Channel:
                 ``divides``; ``None`` to leave it as it is.
         """
         group = self._reduce_group
-        assert group is not None
         op: Any = dist.ReduceOp.SUM if divisor is None else dist.ReduceOp.AVG
         if divisor is not None and self.reduce_scatter.divides:
             op = divisor
@@ -227,7 +221,6 @@ class Channel:
             source: What to send, like it.
         """
         group = self._reduce_group
-        assert group is not None
 
         def launch() -> list[Waitable]:
             work = dist.all_to_all_single(output, source, group=group, async_op=True)
