@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
+from composable_shard import _torch
 from composable_shard.policy import MixedPrecisionPolicy
 
 # The oracle: what every rank would be without sharding, all of them in one process ----------------
@@ -253,7 +254,9 @@ class Comparison:
         return [
             text
             for name, param in sharded.items()
-            for text in self._differs(name, _local(param), _part_of(param, wanted[name]), name)
+            for text in self._differs(
+                name, _torch.local_part(param), _part_of(param, wanted[name]), name
+            )
         ]
 
     def buffers(self, sharded: nn.Module) -> list[str]:
@@ -277,7 +280,7 @@ class Comparison:
             if wanted is None:
                 wanted = self.oracle.reduced.get(name)
                 wanted = None if wanted is None else _part_of(param, wanted)
-            got = None if param.grad is None else _local(param.grad)
+            got = None if param.grad is None else _torch.local_part(param.grad)
             if got is None or wanted is None:
                 if got is not wanted:
                     found.append(f"{what}: expected {_kind(wanted)}, got {_kind(got)}")
@@ -338,18 +341,11 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(sizes.max()) if sizes.numel() else 0.0
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _part_of(param: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
     """Return what this rank should have of `whole`, where `param` lies. Collective: none."""
     if not isinstance(param, DTensor):
         return whole.detach()
-    part = distribute_tensor(
-        whole.detach(), param.device_mesh, param.placements, src_data_rank=None
-    )
-    return part.to_local()
+    return _torch.cut(whole.detach(), param.device_mesh, param.placements)
 
 
 def _kind(value: torch.Tensor | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -140,12 +141,11 @@ class Rehearsal:
             return self.plan.loss(model, self.num_steps, rank)
 
     def _evaluate(self) -> None:
-        models = (self.model, *self.oracle.models)
-        for model in models:
+        for model, _ in self._everyone():
             model.eval()
         with torch.no_grad():
             self._losses()
-        for model in models:
+        for model, _ in self._everyone():
             model.train()
 
     # Between --------------------------------------------------------------------------------
@@ -188,49 +188,39 @@ class Rehearsal:
 
     def _fail_forward(self) -> None:
         self._kept = []
-        self._with_each(lambda model, rank: self._failing_forward(model, rank))
+        for model, rank in self._everyone():
+            counter = itertools.count()
+
+            def fail(*_: object, counter: Iterator[int] = counter) -> None:
+                if next(counter) >= self.num_steps % 4:
+                    raise _Planned
+
+            with contextlib.ExitStack() as hooks, contextlib.suppress(_Planned):
+                for part in model.modules():
+                    hooks.callback(part.register_forward_pre_hook(fail).remove)
+                hooks.callback(model.register_forward_hook(_raise_planned).remove)
+                self._loss(model, rank)
 
     def _fail_backward(self) -> None:
+        """Fail on the way back through the first module that was called, or at once."""
         self._kept = []
-        self._with_each(lambda model, rank: self._failing_backward(model, rank))
+        for model, rank in self._everyone():
+            parts = list(model.modules())
+            with contextlib.ExitStack() as hooks, contextlib.suppress(_Planned):
+                part = parts[self.num_steps % len(parts)]
+                hooks.callback(part.register_forward_hook(_fail_behind).remove)
+                loss = self._loss(model, rank)
+                if loss.requires_grad:
+                    if self.num_steps % 2:
+                        loss.register_hook(_raise_planned)
+                    loss.backward()
         self.optimizer.zero_grad()
         self.oracle.drop()
         self.oracle.clear()
 
-    def _with_each(self, do: Callable[[nn.Module, int], None]) -> None:
-        do(self.model, self.rank)
-        for rank, model in enumerate(self.oracle.models):
-            do(model, rank)
-
-    def _failing_forward(self, model: nn.Module, rank: int) -> None:
-        calls_left = self.num_steps % 4
-
-        def fail(*_: object) -> None:
-            nonlocal calls_left
-            calls_left -= 1
-            if calls_left < 0:
-                raise _Planned
-
-        handles = [part.register_forward_pre_hook(fail) for part in model.modules()]
-        handles.append(model.register_forward_hook(lambda *_: _raise_planned()))
-        with _removed(handles), contextlib.suppress(_Planned):
-            self._loss(model, rank)
-
-    def _failing_backward(self, model: nn.Module, rank: int) -> None:
-        """Fail on the way back through the first module that was called, or at once."""
-
-        def watch(module: nn.Module, args: object, output: object) -> None:
-            if isinstance(output, torch.Tensor) and output.requires_grad:
-                output.register_hook(lambda _: _raise_planned())
-
-        parts = list(model.modules())
-        handles = [parts[self.num_steps % len(parts)].register_forward_hook(watch)]
-        with _removed(handles), contextlib.suppress(_Planned):
-            loss = self._loss(model, rank)
-            if loss.requires_grad:
-                if self.num_steps % 2:
-                    loss.register_hook(lambda _: _raise_planned())
-                loss.backward()
+    def _everyone(self) -> list[tuple[nn.Module, int]]:
+        """Return the sharded model and those of the oracle, each with the rank of its batches."""
+        return [(self.model, self.rank), *((m, rank) for rank, m in enumerate(self.oracle.models))]
 
     # The sharded model ----------------------------------------------------------------------
 
@@ -287,22 +277,16 @@ def _written_and_read(states: Result) -> Result:
     return torch.load(file, weights_only=False)
 
 
-def _raise_planned() -> None:
+def _raise_planned(*_: object) -> None:
     raise _Planned
 
 
-@contextlib.contextmanager
-def _removed(handles: list[Any]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _fail_behind(module: nn.Module, args: object, output: object) -> None:
+    if isinstance(output, torch.Tensor) and output.requires_grad:
+        output.register_hook(_raise_planned)
 
 
 # Asserting that a model trains sharded as it trains whole -----------------------------------------
-
-__all__ = ["assert_trains_like_unsharded", "shard_children"]
 
 MAX_DIFFERENCES = 6
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -456,51 +440,38 @@ class _StepFailure(RuntimeError):
 
 def _follow(plan: Plan, steps: tuple[Step, ...]) -> list[_Difference]:
     """Follow a program on this rank; a rank goes on where it differs, as the others do."""
+    rank = dist.get_rank()
     with plan.within() as said:
-        found = _differences(plan, steps)
-    return [*found, *(_Difference(len(steps) - 1, dist.get_rank(), text) for text in said or ())]
-
-
-def _differences(plan: Plan, steps: tuple[Step, ...]) -> list[_Difference]:
-    rehearsal = Rehearsal(plan)
-    rank = rehearsal.rank
-    found = [_Difference(-1, rank, text) for text in rehearsal.differences_at_start()]
-    for place, step in enumerate(steps):
-        try:
-            found += [_Difference(place, rank, text) for text in rehearsal.do(step)]
-        except Exception as error:
-            what = f"{_place(place, steps)}: raised {type(error).__name__}: {error}"
-            raise _StepFailure(what) from error
-    return found[: 10 * MAX_DIFFERENCES]
+        rehearsal = Rehearsal(plan)
+        found = [_Difference(-1, rank, text) for text in rehearsal.differences_at_start()]
+        for place, step in enumerate(steps):
+            try:
+                found += [_Difference(place, rank, text) for text in rehearsal.do(step)]
+            except Exception as error:
+                what = f"{_place(place, steps)}: raised {type(error).__name__}: {error}"
+                raise _StepFailure(what) from error
+        found = found[: 10 * MAX_DIFFERENCES]
+    return [*found, *(_Difference(len(steps) - 1, rank, text) for text in said or ())]
 
 
 def _rehearse(plan: Plan, steps: tuple[Step, ...], num_ranks: int, timeout: float) -> str | None:
     """Let ranks follow the program; tell what went wrong first."""
+    head = "Expected to train like the unsharded model, got"
     try:
-        found = [
-            one
-            for own in run_ranks(_follow, num_ranks, plan, steps, timeout=timeout)
-            for one in own
-        ]
+        of_ranks = run_ranks(_follow, num_ranks, plan, steps, timeout=timeout)
     except RankError as error:
-        return _told(error)
+        own = [one for one in error.failures if one.type_name == _StepFailure.__name__]
+        lines = [f"rank {one.rank}: {one.message}" for one in own]
+        return "\n".join([f"{head} an error:", *lines, "", str(error)])
+    found = [one for own in of_ranks for one in own]
     if not found:
         return None
     first = min(one.step for one in found)
-    same = [one for one in found if one.step == first]
-    lines = [f"rank {one.rank}: {one.text}" for one in same[:MAX_DIFFERENCES]]
+    same = [f"rank {one.rank}: {one.text}" for one in found if one.step == first]
     if len(same) > MAX_DIFFERENCES:
-        lines.append(f"and {len(same) - MAX_DIFFERENCES} more differences")
+        same[MAX_DIFFERENCES:] = [f"and {len(same) - MAX_DIFFERENCES} more differences"]
     where = _place(first, steps) if first >= 0 else "before the first step"
-    head = f"Expected to train like the unsharded model, got a difference at {where}:"
-    return "\n".join([head, *lines])
-
-
-def _told(error: RankError) -> str:
-    lines = ["Expected to train like the unsharded model, got an error:"]
-    own = [failure for failure in error.failures if failure.type_name == _StepFailure.__name__]
-    lines += [f"rank {failure.rank}: {failure.message}" for failure in own]
-    return "\n".join([*lines, "", str(error)])
+    return "\n".join([f"{head} a difference at {where}:", *same])
 
 
 def _place(place: int, steps: tuple[Step, ...]) -> str:
