@@ -31,7 +31,6 @@ from composable_shard.compat.fsdp1.policies import (
     AutoWrapPolicy,
     Choices,
     ExemptPrecision,
-    ProcessGroups,
     choose,
     inside_out,
     is_hybrid,
@@ -94,12 +93,7 @@ class Scope:
 
     def params(self) -> list[nn.Parameter]:
         """Return the parameters, each once."""
-        found = dict.fromkeys(p for module in self.modules for p in module.parameters(False))
-        return [param for param in found if param not in self.ignored_params]
-
-    def buffers(self) -> list[torch.Tensor]:
-        """Return the buffers, each once."""
-        return list(dict.fromkeys(b for module in self.modules for b in module.buffers(False)))
+        return [tensor for tensor in self.held() if isinstance(tensor, nn.Parameter)]
 
 
 def scope_of(
@@ -357,10 +351,9 @@ def stays_on_cpu(scope: Scope, choices: Choices, device: torch.device) -> bool:
     Raises:
         ValueError: If they are to be synchronized all the same.
     """
-    states = [*scope.params(), *scope.buffers()]
     if device == _CPU or choices.device_id is not None:
         return False
-    if choices.sync_module_states and any(state.device == _CPU for state in states):
+    if choices.sync_module_states and any(state.device == _CPU for state in scope.held()):
         raise ValueError(
             f"Expected parameters and buffers on {device} to synchronize them, got some on the "
             "CPU; pass device_id, or move the module before"
@@ -379,7 +372,7 @@ def stays_on_cpu(scope: Scope, choices: Choices, device: torch.device) -> bool:
 def synchronize(scope: Scope, mesh: DeviceMesh) -> None:
     """Give all ranks the values of the first. Collective: broadcasts, see sync_module_states."""
     root, states = scope.modules[0], nn.Module()
-    own = {id(state) for state in (*scope.params(), *scope.buffers())}
+    own = set(map(id, scope.held()))
     states._parameters.update((n, p) for n, p in root.named_parameters() if id(p) in own)
     states._buffers.update((n, b) for n, b in root.named_buffers() if id(b) in own)
     for axis in reversed(range(mesh.ndim)):  # within the first row, then from it to the others
@@ -422,16 +415,15 @@ def resolve_layout(choices: Choices, device_type: str, wraps_below: bool) -> Lay
     Collective: for a pair of process groups an all-gather of a small object; making process groups
         for a hybrid strategy without any.
     """
-    process_group, device_mesh = choices.process_group, choices.device_mesh
-    if process_group is not None and device_mesh is not None:
+    if choices.process_group is not None and choices.device_mesh is not None:
         raise ValueError("Expected process_group or device_mesh, got both; pass one of them")
     strategy = choices.sharding_strategy or ShardingStrategy.FULL_SHARD
-    if device_mesh is None and process_group is None:
+    if choices.process_group is None and choices.device_mesh is None:
         start_process_group()
     if is_hybrid(strategy):
-        mesh = _hybrid_mesh(strategy, process_group, device_mesh, device_type, wraps_below)
+        mesh = _hybrid_mesh(choices, device_type, wraps_below)
     else:
-        mesh = _flat_mesh(strategy, process_group, device_mesh, device_type)
+        mesh = _flat_mesh(choices, strategy, device_type)
     if mesh.size() == 1:
         if strategy is not ShardingStrategy.NO_SHARD:
             warnings.warn(
@@ -449,12 +441,8 @@ def resolve_layout(choices: Choices, device_type: str, wraps_below: bool) -> Lay
     return Layout(strategy, mesh, DataParallelMeshDims(replicate=mesh.mesh_dim_names[0]))
 
 
-def _flat_mesh(
-    strategy: ShardingStrategy,
-    process_group: ProcessGroups,
-    device_mesh: DeviceMesh | None,
-    device_type: str,
-) -> DeviceMesh:
+def _flat_mesh(choices: Choices, strategy: ShardingStrategy, device_type: str) -> DeviceMesh:
+    device_mesh = choices.device_mesh
     if device_mesh is not None:
         if device_mesh.ndim != 1:
             raise ValueError(
@@ -462,7 +450,7 @@ def _flat_mesh(
                 f"{device_mesh}; pass one axis of it, or a hybrid strategy"
             )
         return device_mesh
-    group = dist.group.WORLD if process_group is None else process_group
+    group = choices.process_group or dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
             f"Expected process_group to be one ProcessGroup for {strategy}, got "
@@ -471,13 +459,9 @@ def _flat_mesh(
     return DeviceMesh.from_group(group, device_type)
 
 
-def _hybrid_mesh(
-    strategy: ShardingStrategy,
-    process_group: ProcessGroups,
-    device_mesh: DeviceMesh | None,
-    device_type: str,
-    wraps_below: bool,
-) -> DeviceMesh:
+def _hybrid_mesh(choices: Choices, device_type: str, wraps_below: bool) -> DeviceMesh:
+    strategy, device_mesh = choices.sharding_strategy, choices.device_mesh
+    process_group = choices.process_group
     if device_mesh is not None:
         if device_mesh.ndim != 2:
             raise ValueError(

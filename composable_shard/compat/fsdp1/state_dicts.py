@@ -132,11 +132,6 @@ def rename_keys(states: MutableMapping[str, Any], old: str, new: str) -> None:
         states[new + key.removeprefix(old)] = states.pop(key)
 
 
-def names_of(module: nn.Module) -> dict[int, str]:
-    """Return the name of each parameter by its identity."""
-    return {id(param): name for name, param in module.named_parameters()}
-
-
 # Hooks by which the state dicts of wrappers hold what was asked for -------------------------------
 
 _INNER = "_fsdp_wrapped_module."
@@ -375,7 +370,8 @@ def optim_state_dict(
     for (own, key), value in zip(places, found, strict=True):
         own[key] = value
     for own in states["param_groups"]:
-        named["param_groups"].append({**own, "params": [_name_of(i, names) for i in own["params"]]})
+        keys = [key if isinstance(key, str) else names[key] for key in own["params"]]
+        named["param_groups"].append({**own, "params": keys})
     if is_rank0_only(config) and not is_first_rank(model):
         return {}
     return named
@@ -442,7 +438,7 @@ def optim_state_dict_to_load(
 
 def _names(model: nn.Module, optim: torch.optim.Optimizer) -> list[str]:
     """Return the names of an optimizer's parameters, in its order."""
-    by_identity = names_of(model)
+    by_identity = {id(param): name for name, param in model.named_parameters()}
     names = []
     for own in optim.param_groups:
         for param in own["params"]:
@@ -453,11 +449,6 @@ def _names(model: nn.Module, optim: torch.optim.Optimizer) -> list[str]:
                 )
             names.append(by_identity[id(param)])
     return names
-
-
-def _name_of(key: int | str, names: list[str]) -> str:
-    """Return the name of a parameter by its place or, in an optimizer of names, by its name."""
-    return key if isinstance(key, str) else names[key]
 
 
 def _saved_group(states: dict[str, Any], name: str | None) -> dict[str, Any]:
