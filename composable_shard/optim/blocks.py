@@ -211,62 +211,62 @@ class Block:
 
 @dataclass(frozen=True)
 class Route:
-    """What this rank does with one block on its way to the owner and back.
+    """The ways of one block to its owner and back, as one rank sees them.
 
     Attributes:
         block: The block.
-        is_owner: Whether this rank is the owner.
+        rank: The rank.
         held: Where in the block this rank's part lies; ``None`` if it holds nothing.
         held_locally: Where in its local shard.
-        is_source: Whether the owner is given this rank's part, not that of another replica.
-        sources: Of the owner: which other ranks give it which part of the block.
-        holders: Of the owner: which other ranks hold which part of the block.
-        is_gathered: Whether any rank sends something to the owner.
-        is_returned: Whether the owner sends something to any rank.
+        sources: Which other ranks give the owner which part of the block.
+        holders: Which other ranks than the owner hold which part of the block.
     """
 
     block: Block
-    is_owner: bool
+    rank: int
     held: Box | None
     held_locally: Box | None
-    is_source: bool
     sources: tuple[tuple[int, Box], ...]
     holders: tuple[tuple[int, Box], ...]
-    is_gathered: bool
-    is_returned: bool
 
     @property
-    def sends_to_owner(self) -> bool:
-        """Whether this rank has a part to send to the owner."""
-        return self.held is not None and self.is_source and not self.is_owner
+    def is_owner(self) -> bool:
+        """Whether this rank is the owner."""
+        return self.rank == self.block.owner
 
     @property
     def is_whole(self) -> bool:
         """Whether this rank holds all of the block."""
         return self.held is not None and self.held.numel == self.block.box.numel
 
+    def parts(self, *, to_owner: bool) -> tuple[tuple[int, Box], ...]:
+        """Return what travels on one of the ways: the rank at the other end, and which part."""
+        return self.sources if to_owner else self.holders
+
+    def own_parts(self, *, to_owner: bool) -> list[tuple[int, Box]]:
+        """Return what this rank sends or receives on one of the ways, and who is at the other end.
+
+        The owner receives on the way to it, and sends on the way back.
+        """
+        parts = self.parts(to_owner=to_owner)
+        if self.is_owner:
+            return list(parts)
+        return [(self.block.owner, part) for rank, part in parts if rank == self.rank]
+
 
 def route_of(block: Block, rank: int) -> Route:
-    """Return what ``rank`` does with a block."""
-    own, spread, owner = block.spread.boxes[rank], block.spread, block.owner
+    """Return the ways of a block as ``rank`` sees them."""
+    spread, owner = block.spread, block.owner
     parts = spread.parts(block.box)
-    held, locally = None, None
-    if rank in parts:
-        held, locally = parts[rank].within(block.box), parts[rank].within(own)
-    others = [(peer, part.within(block.box)) for peer, part in parts.items() if peer != owner]
-    replica = spread.replicas[owner]
-    given = [(peer, part) for peer, part in others if spread.replicas[peer] == replica]
-    is_owner = rank == owner
+    own, sources = parts.get(rank), spread.sources(owner)
+    holders = [(peer, part.within(block.box)) for peer, part in parts.items() if peer != owner]
     return Route(
-        block=block,
-        is_owner=is_owner,
-        held=held,
-        held_locally=locally,
-        is_source=spread.replicas[rank] == replica,
-        sources=tuple(given) if is_owner else (),
-        holders=tuple(others) if is_owner else (),
-        is_gathered=bool(given),
-        is_returned=bool(others),
+        block,
+        rank,
+        None if own is None else own.within(block.box),
+        None if own is None else own.within(spread.boxes[rank]),
+        tuple((peer, part) for peer, part in holders if peer in sources),
+        tuple(holders),
     )
 
 
@@ -394,27 +394,25 @@ class BucketPlan:
     @property
     def to_owners(self) -> Sent:
         """Values and gradients on their way to the owners."""
-        to: Counter[int] = Counter()
-        received = 0
-        for parcel in self.parcels:
-            route, itemsize = parcel.route, parcel.value_itemsize + parcel.grad_itemsize
-            if route.sends_to_owner and route.held is not None:
-                to[route.block.owner] += route.held.numel * itemsize
-            received += sum(part.numel for _, part in route.sources) * itemsize
-        return Sent(any(one.route.is_gathered for one in self.parcels), to, received)
+        return self._sent(to_owner=True)
 
     @property
     def to_shards(self) -> Sent:
         """Updated values on their way back."""
+        return self._sent(to_owner=False)
+
+    def _sent(self, *, to_owner: bool) -> Sent:
         to: Counter[int] = Counter()
         received = 0
         for parcel in self.parcels:
-            route = parcel.route
-            for peer, part in route.holders:
-                to[peer] += part.numel * parcel.value_itemsize
-            if route.held is not None and not route.is_owner:
-                received += route.held.numel * parcel.value_itemsize
-        return Sent(any(one.route.is_returned for one in self.parcels), to, received)
+            itemsize = parcel.value_itemsize + (parcel.grad_itemsize if to_owner else 0)
+            for peer, part in parcel.route.own_parts(to_owner=to_owner):
+                if parcel.route.is_owner == to_owner:
+                    received += part.numel * itemsize
+                else:
+                    to[peer] += part.numel * itemsize
+        is_launched = any(parcel.route.parts(to_owner=to_owner) for parcel in self.parcels)
+        return Sent(is_launched, to, received)
 
     @property
     def sent(self) -> list[Sent]:

@@ -101,70 +101,60 @@ class Exchange:
         self._received = self._received.new_empty(0)
 
 
-def launch_to_owners(ranks: Ranks, moves: Sequence[Move]) -> Exchange | None:
-    """Begin to make blocks whole at their owners.
+def launch(ranks: Ranks, moves: Sequence[Move], *, to_owner: bool) -> Exchange | None:
+    """Begin to make blocks whole at their owners, or to give every rank its part of them back.
+
+    After the way back has begun the owners need the blocks no longer.
 
     Collective: one all-to-all over the ranks, if anything is to be sent by any of them.
     """
-    out, nbytes = _for_each_rank(ranks), [0] * ranks.count
+    out: list[list[torch.Tensor]] = [[] for _ in ranks.places]
+    nbytes = [0] * ranks.count
     for move in moves:
-        route = move.route
-        if route.sends_to_owner and route.held_locally is not None:
-            out[route.block.owner].append(part_of(move.local, route.held_locally))
-        for peer, part in route.sources:
-            nbytes[peer] += part.numel * move.local.itemsize
-    is_needed = any(move.route.is_gathered for move in moves)
-    return Exchange(ranks, out, nbytes) if is_needed else None
-
-
-def arrive_at_owners(ranks: Ranks, exchange: Exchange | None, moves: Sequence[Move]) -> None:
-    """Write blocks that have been waited for, and what their owners hold of them themselves."""
-    into = _for_each_rank(ranks)
-    for move in moves:
-        route = move.route
-        if move.whole is not None and route.held is not None and route.is_source:
-            assert route.held_locally is not None
-            own = part_of(move.local, route.held_locally)
-            _copy_unless_same(_part_of_block(move, route.held), own)
-        for peer, part in route.sources:
-            into[peer].append(_part_of_block(move, part))
-    if exchange is not None:
-        exchange.write(into)
-
-
-def launch_to_shards(ranks: Ranks, moves: Sequence[Move]) -> Exchange | None:
-    """Begin to give every rank its part of blocks from their owners, who need them no longer.
-
-    Collective: one all-to-all over the ranks, if anything is to be sent by any of them.
-    """
-    out, nbytes = _for_each_rank(ranks), [0] * ranks.count
-    for move in moves:
-        route = move.route
-        if route.held is not None and route.held_locally is not None:
-            own = part_of(move.local, route.held_locally)
-            if route.is_owner:
-                _copy_unless_same(own, _part_of_block(move, route.held))
+        if not to_owner:
+            _keep_own(move, to_owner=False)
+        for peer, box in move.route.own_parts(to_owner=to_owner):
+            if move.route.is_owner == to_owner:
+                nbytes[peer] += box.numel * move.local.itemsize
             else:
-                nbytes[route.block.owner] += own.nbytes
-        for peer, part in route.holders:
-            out[peer].append(_part_of_block(move, part))
-    is_needed = any(move.route.is_returned for move in moves)
+                out[peer].append(_part(move, box))
+    is_needed = any(move.route.parts(to_owner=to_owner) for move in moves)
     return Exchange(ranks, out, nbytes) if is_needed else None
 
 
-def arrive_at_shards(ranks: Ranks, exchange: Exchange | None, moves: Sequence[Move]) -> None:
-    """Write the parts that have come from other owners to the local shards."""
-    into = _for_each_rank(ranks)
+def arrive(
+    ranks: Ranks, exchange: Exchange | None, moves: Sequence[Move], *, to_owner: bool
+) -> None:
+    """Write what has come to where it belongs: to whole blocks, or to the local shards."""
+    into: list[list[torch.Tensor]] = [[] for _ in ranks.places]
     for move in moves:
-        route = move.route
-        if route.held_locally is not None and not route.is_owner:
-            into[route.block.owner].append(part_of(move.local, route.held_locally))
+        if to_owner:
+            _keep_own(move, to_owner=True)
+        if move.route.is_owner == to_owner:
+            for peer, box in move.route.own_parts(to_owner=to_owner):
+                into[peer].append(_part(move, box))
     if exchange is not None:
         exchange.write(into)
 
 
-def _for_each_rank(ranks: Ranks) -> list[list[torch.Tensor]]:
-    return [[] for _ in range(ranks.count)]
+def _keep_own(move: Move, *, to_owner: bool) -> None:
+    """Copy the owner's own part between its block and its shard, unless they share memory."""
+    route = move.route
+    if not route.is_owner or route.held is None or route.held_locally is None:
+        return
+    ends = part_of(move.local, route.held_locally), _part(move, route.held)
+    if ends[0].data_ptr() != ends[1].data_ptr():
+        ends[to_owner].copy_(ends[not to_owner])
+
+
+def _part(move: Move, box: Box) -> torch.Tensor:
+    """View a part of a block: the owner in the whole block, another rank in its shard."""
+    if not move.route.is_owner:
+        assert move.route.held_locally is not None
+        return part_of(move.local, move.route.held_locally)
+    assert move.whole is not None
+    stack = len(box.sizes) - move.whole.ndim
+    return part_of(move.whole[(None,) * stack], box)
 
 
 def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -172,17 +162,6 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     for dim, (start, size) in enumerate(zip(box.starts, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, start, size)
     return tensor
-
-
-def _part_of_block(move: Move, box: Box) -> torch.Tensor:
-    assert move.whole is not None
-    stack = len(box.sizes) - move.whole.ndim
-    return part_of(move.whole[(None,) * stack], box)
-
-
-def _copy_unless_same(target: torch.Tensor, source: torch.Tensor) -> None:
-    if target.data_ptr() != source.data_ptr():
-        target.copy_(source)
 
 
 def _pack(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:

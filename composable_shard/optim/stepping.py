@@ -33,10 +33,8 @@ from composable_shard.optim.exchange import (
     Exchange,
     Move,
     Ranks,
-    arrive_at_owners,
-    arrive_at_shards,
-    launch_to_owners,
-    launch_to_shards,
+    arrive,
+    launch,
     part_of,
 )
 
@@ -242,7 +240,7 @@ class OwnedBucket:
     # A step: see ``schedule`` for what of other buckets is done in between ---------------------
 
     def launch(self) -> None:
-        """Begin to make values and gradients whole at their owners; see ``launch_to_owners``."""
+        """Begin to make values and gradients whole at their owners; see ``exchange.launch``."""
         self._values, self._grads = [], []
         local_grads = {
             place: self.params[place].local_grad()
@@ -255,7 +253,7 @@ class OwnedBucket:
                 self._values.append((index, Move(route, local)))
                 self._grads.append(Move(route, grad))
         values = [move for _, move in self._values]
-        self._exchange = launch_to_owners(self.ranks, values + self._grads)
+        self._exchange = launch(self.ranks, values + self._grads, to_owner=True)
 
     def arrive(self) -> None:
         """Have values and gradients whole at their owners."""
@@ -264,7 +262,8 @@ class OwnedBucket:
         values = [(index, self._with_whole(index, move)) for index, move in self._values]
         pairs = zip(self._values, self._grads, strict=True)
         grads = [self._with_whole(index, move) for (index, _), move in pairs]
-        arrive_at_owners(self.ranks, self._exchange, [move for _, move in values] + grads)
+        moves = [move for _, move in values] + grads
+        arrive(self.ranks, self._exchange, moves, to_owner=True)
         for (index, value), grad in zip(values, grads, strict=True):
             if value.whole is not None and grad.whole is not None:
                 self._owned[index].data = value.whole
@@ -278,13 +277,14 @@ class OwnedBucket:
         for tensor in self._owned.values():
             tensor.grad = None
         back = [replace(move, whole=self._owned.get(index)) for index, move in self._values]
-        self._exchange = launch_to_shards(self.ranks, back)
+        self._exchange = launch(self.ranks, back, to_owner=False)
         for index, tensor in self._owned.items():
             tensor.data = self._stand_ins[index]
 
     def finish(self) -> None:
         """Have the updated rows in the local shards."""
-        arrive_at_shards(self.ranks, self._exchange, [move for _, move in self._values])
+        moves = [move for _, move in self._values]
+        arrive(self.ranks, self._exchange, moves, to_owner=False)
         self._values, self._exchange = [], None
 
     def _with_whole(self, index: int, move: Move) -> Move:
@@ -328,7 +328,7 @@ class OwnedBucket:
         like: Counter[tuple[int, str | None]],
         saved: Sequence[States],
     ) -> None:
-        """Add the states of the blocks to those of their parameters; see ``launch_to_shards``.
+        """Add the states of the blocks to those of their parameters; see ``exchange.launch``.
 
         Args:
             told: What all owners tell.
@@ -355,11 +355,11 @@ class OwnedBucket:
                     states[key] = self._new_state(param, fact, is_like)
                 route = self._routes[index] if is_like else self._own_route(index, fact.shape)
                 moves.append(Move(route, _local(states[key]), state))
-        exchange = launch_to_shards(self.ranks, moves)
-        arrive_at_shards(self.ranks, exchange, moves)
+        exchange = launch(self.ranks, moves, to_owner=False)
+        arrive(self.ranks, exchange, moves, to_owner=False)
 
     def load(self, loaded: Sequence[States]) -> None:
-        """Take states as :meth:`save` returns them; see ``launch_to_owners``.
+        """Take states as :meth:`save` returns them; see ``exchange.launch``.
 
         Args:
             loaded: Of each parameter of the rule.
@@ -381,8 +381,8 @@ class OwnedBucket:
                     found[index][name] = state.clone() if isinstance(state, torch.Tensor) else state
                     continue
                 found[index][name] = moves[-1].whole
-        exchange = launch_to_owners(self.ranks, moves)
-        arrive_at_owners(self.ranks, exchange, moves)
+        exchange = launch(self.ranks, moves, to_owner=True)
+        arrive(self.ranks, exchange, moves, to_owner=True)
         states_of = {
             place: put_together(found[index], self._factory, tensor)
             for place, (index, tensor) in enumerate(self._owned.items())
