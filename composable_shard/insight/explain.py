@@ -40,7 +40,7 @@ from composable_shard.insight.report import (
 )
 from composable_shard.module import group_of
 from composable_shard.train.parking import Parked, parkable
-from composable_shard.train.weights.stream import Asked, PassCosts, costs_of
+from composable_shard.train.weights.stream import PassCosts, costs_of
 
 # The result of ``explain``: plain values, and how they are shown ----------------------------------
 
@@ -352,7 +352,7 @@ def explain(
         advice_on_groups(model, steps),
         None if optimizer is None else explain_optimizer(optimizer),
         tuple(ParkingExplanation(**vars(memory), device=device) for device, memory in parking),
-        None if bucket_bytes is None else costs_of(model, Asked(), bucket_bytes),
+        None if bucket_bytes is None else costs_of(model, bucket_bytes),
     )
 
 

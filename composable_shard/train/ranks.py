@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,11 +41,6 @@ class Ranks:
             self.group = process_group or dist.group.WORLD
         self.is_first = self.group is None or dist.get_rank(self.group) == 0
         self.failure: str | None = None
-
-    @property
-    def rank(self) -> int:
-        """This global rank."""
-        return 0 if self.group is None else dist.get_rank()
 
     @property
     def numbers(self) -> list[int]:
@@ -140,17 +135,7 @@ class Ranks:
             if failure is not None:
                 raise ShardError(f"Expected {theirs}, got on rank {rank}: {failure}{remedy}")
         if len({digest for digest, *_ in heard}) > 1:
-            self.raise_first_difference(facts, what)
-
-    def raise_first_difference(self, facts: Sequence[str], what: str) -> NoReturn:
-        """Tell where a rank first says something else than the first rank.
-
-        Raises:
-            RankMismatchError: On all ranks.
-
-        Collective: an all-gather of an object.
-        """
-        raise_first_difference(self.gather(list(facts)), self.numbers, what)
+            raise_first_difference(self.gather(list(facts)), self.numbers, what)
 
     @contextlib.contextmanager
     def naming_failures(self) -> Iterator[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -138,80 +137,60 @@ def _has_forward(module: nn.Module) -> bool:
 # By number of elements ------------------------------------------------------------------------
 
 
-@dataclass
-class _Rest:
-    """What is left of a module when its groups are taken out.
-
-    Attributes:
-        pieces: Modules that may become part of a group, each with its elements, in their order.
-        loose: Elements that only a module around can take: those of containers.
-    """
-
-    pieces: list[tuple[nn.Module, int]] = field(default_factory=list)
-    loose: int = 0
-
-
 def _plan_groups(module: nn.Module, budget: int, ignored: set[int]) -> list[list[nn.Module]]:
     """Return the groups inside of a module, inner ones first; the rest is the module's own."""
     if budget < 1:
         raise ValueError(f"Expected a number of elements of at least 1, got {budget}")
     num_places = Counter(child for parent in module.modules() for child in parent.children())
-    shared = {child for child, count in num_places.items() if count > 1}
-    planner = _Planner(budget, ignored, shared)
-    planner.visit(module, is_root=True)
-    return planner.groups
+    groups: list[list[nn.Module]] = []
+    counted, seen = {*ignored}, set[nn.Module]()
+
+    def visit(inner: nn.Module) -> tuple[_Pieces, int]:
+        """Return what may join a group, and the elements that only a module around can take."""
+        if inner in seen or is_taken(inner):
+            return [], 0
+        seen.add(inner)
+        pieces: _Pieces = []
+        loose = 0
+        for child in inner.children():
+            below, more = visit(child)
+            pieces, loose = pieces + below, loose + more
+        for param in inner.parameters(recurse=False):
+            if id(param) not in counted:  # each one once in the whole
+                counted.add(id(param))
+                loose += param.numel()
+        is_shared = num_places[inner] > 1
+        if inner is not module and not _has_forward(inner):
+            if is_shared:
+                groups.extend([piece] for piece, _ in pieces)
+            return [] if is_shared else pieces, loose
+        numel = loose + sum(count for _, count in pieces)
+        if numel >= 2 * budget:
+            found, left = _neighbours(pieces, budget)
+            groups.extend(found)
+            numel = loose + left
+        if inner is not module and (numel >= budget or (numel and is_shared)):
+            groups.append([inner])
+            numel = 0
+        return [(inner, numel)] if numel else [], 0
+
+    visit(module)
+    return groups
 
 
-class _Planner:
-    def __init__(self, budget: int, ignored: set[int], shared: set[nn.Module]) -> None:
-        self.groups: list[list[nn.Module]] = []
-        self._shared = shared
-        self._budget = budget
-        self._counted = set(ignored)
-        self._seen: set[nn.Module] = set()
+_Pieces = list[tuple[nn.Module, int]]
+"""Modules that may become part of a group, each with its elements, in their order."""
 
-    def visit(self, module: nn.Module, *, is_root: bool = False) -> _Rest:
-        if module in self._seen or is_taken(module):
-            return _Rest()
-        self._seen.add(module)
-        rest = _Rest()
-        for child in module.children():
-            below = self.visit(child)
-            rest.pieces += below.pieces
-            rest.loose += below.loose
-        rest.loose += self._own_numel(module)
-        if not (is_root or _has_forward(module)):
-            if module in self._shared:
-                self.groups += [[piece] for piece, _ in rest.pieces]
-                rest.pieces = []
-            return rest
-        numel = rest.loose + sum(count for _, count in rest.pieces)
-        if numel >= 2 * self._budget:
-            numel = rest.loose + self._gather(rest.pieces)
-        if is_root:
-            return _Rest()
-        if numel >= self._budget or (numel and module in self._shared):
-            self.groups.append([module])
-            return _Rest()
-        return _Rest([(module, numel)] if numel else [])
 
-    def _gather(self, pieces: list[tuple[nn.Module, int]]) -> int:
-        """Make groups of neighbours; return the elements that are left over."""
-        group: list[nn.Module] = []
-        numel = 0
-        for module, count in pieces:
-            group.append(module)
-            numel += count
-            if numel >= self._budget:
-                self.groups.append(group)
-                group, numel = [], 0
-        return numel
-
-    def _own_numel(self, module: nn.Module) -> int:
-        """Count the parameters registered on the module itself, each one once in the whole."""
-        numel = 0
-        for param in module.parameters(recurse=False):
-            if id(param) not in self._counted:
-                self._counted.add(id(param))
-                numel += param.numel()
-        return numel
+def _neighbours(pieces: _Pieces, budget: int) -> tuple[list[list[nn.Module]], int]:
+    """Return groups of neighbours that reach the budget, and the elements that are left over."""
+    groups: list[list[nn.Module]] = []
+    group: list[nn.Module] = []
+    numel = 0
+    for module, count in pieces:
+        group.append(module)
+        numel += count
+        if numel >= budget:
+            groups.append(group)
+            group, numel = [], 0
+    return groups, numel

@@ -99,14 +99,6 @@ class Planned:
             return ()
         return sharded_axes(tensor.device_mesh, tensor.placements)
 
-    @property
-    def is_copied(self) -> bool:
-        """Whether what this rank holds is copied before it is sent from its own memory."""
-        plain = self.entry.plain
-        if plain is None or plain.dtype != self.dtype or not plain.is_contiguous():
-            return True
-        return plain.device.type != self.device.type
-
     def values(self) -> torch.Tensor:
         """Return what this rank holds, as a plain tensor in whatever dtype."""
         plain = self.entry.plain
@@ -249,17 +241,6 @@ class Gather(NamedTuple):
     is_given: bool
     to: int | None
 
-    @property
-    def sent(self) -> int:
-        """Bytes that this rank sends."""
-        peers = self.num_ranks - 1 if self.to is None else int(not self.is_given)
-        return peers * sum(self.inputs)
-
-    @property
-    def received(self) -> int:
-        """Bytes that this rank receives."""
-        return (self.num_ranks - 1) * sum(self.inputs) if self.is_given else 0
-
 
 class Message:
     """What of a bucket takes one route.
@@ -270,13 +251,13 @@ class Message:
         to: The rank that gets them, of the job; all do if ``None``.
 
     Attributes:
-        gathers: What is launched, one after another.
-        direct: The tensors that arrive in place. All others travel in one message.
+        gathers: What is launched, one after another. Large tensors arrive in place; all others
+            travel in one message.
     """
 
     def __init__(self, route: Route, planned: Sequence[Planned], to: int | None) -> None:
         self._route, self._to = route, to
-        self.direct = [one for one in planned if _arrives_in_place(one, route)]
+        self._direct = [one for one in planned if _arrives_in_place(one, route)]
         self._packed = [one for one in planned if not _arrives_in_place(one, route)]
         self._slots: dict[Planned, slice] = {}
         self._packed_nbytes = 0
@@ -287,7 +268,7 @@ class Message:
                 self._packed_nbytes = aligned(end, ALIGNMENT_NBYTES)
         self.gathers: list[Gather] = []
         packed = (self._packed_nbytes,) if self._slots else ()
-        inputs = (*(one.nbytes // route.extents[0] for one in self.direct), *packed)
+        inputs = (*(one.nbytes // route.extents[0] for one in self._direct), *packed)
         stages = route.stages(to) if inputs else ()
         for extent, (is_given, place) in zip(route.extents, stages, strict=False):
             self.gathers.append(Gather(extent, inputs, is_given, place))
@@ -297,21 +278,6 @@ class Message:
         self._outputs: list[list[torch.Tensor]] = []
         self._whole: dict[Planned, torch.Tensor] = {}
 
-    def rooms(self) -> dict[object, int]:
-        """Return the bytes that are kept for packed messages, by what they are for."""
-        rooms: dict[object, int] = {}
-        for place, gather in enumerate(self.gathers if self._slots else ()):
-            if not place:
-                rooms["sent"] = gather.inputs[-1]
-            if gather.is_given:
-                rooms[place] = gather.num_ranks * gather.inputs[-1]
-        return {(self._route, self._to, key): nbytes for key, nbytes in rooms.items()}
-
-    def copied_nbytes(self) -> int:
-        """Return the bytes of shards that are copied to be sent by themselves."""
-        inputs = zip(self.direct, self.gathers[0].inputs if self.gathers else (), strict=False)
-        return sum(nbytes for one, nbytes in inputs if one.is_copied)
-
     def prepare(self, *, arrives: bool) -> None:
         """Copy what is sent and have the memory to receive; nothing is launched yet.
 
@@ -320,12 +286,12 @@ class Message:
         """
         if not self.gathers:
             return
-        sent = [_contiguous(one.values(), self._route.device, one.dtype) for one in self.direct]
+        sent = [_contiguous(one.values(), self._route.device, one.dtype) for one in self._direct]
         self._inputs = [own.view(-1).view(torch.uint8) for own in sent]
         if self._slots:
             self._inputs.append(self._pack())
         if arrives:
-            self._whole = {one: self._empty(one) for one in self.direct}
+            self._whole = {one: self._empty(one) for one in self._direct}
         outputs = [full.view(-1).view(torch.uint8) for full in self._whole.values()]
         for place, gather in enumerate(self.gathers):
             if self._slots and gather.is_given:

@@ -156,13 +156,14 @@ class Writing:
                     with self._ranks.noting_failure():
                         self._write(one, full)
                     del one, full  # or they would be held while the next bucket is finished
-            with self._ranks.noting_failure():
-                self._write_empty()
-            self._agree()
+            if self._ranks.is_first and not self._homes:  # a model without tensors
+                with self._ranks.noting_failure():
+                    self._begin(0).close()
+            self._ranks.agree([], "files", expected)
             if self._ranks.is_first:
                 with self._ranks.noting_failure():
                     self._publish()
-            self._agree()
+            self._ranks.agree([], "files", expected)
         except BaseException:
             self._discard()
             raise
@@ -191,11 +192,6 @@ class Writing:
         shapes = {one.name: (one.dtype, one.entry.tensor.shape) for one in self._files[index]}
         return FileWriter(self._output.part(self._names[index]), shapes)
 
-    def _write_empty(self) -> None:
-        """Write the file of a model without tensors."""
-        if self._ranks.is_first and not self._homes:
-            self._begin(0).close()
-
     def _publish(self) -> None:
         names = list(self._names)
         if len(names) > 1:
@@ -209,17 +205,12 @@ class Writing:
         weight_map = {one.name: self._names[index] for one, index in self._homes.items()}
         return {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map}
 
-    def _agree(self) -> None:
-        self._ranks.agree([], "files", f"to save '{self._output.place}'")
-
     def _discard(self) -> None:
-        """Remove what this rank has written, and on the first one what anybody has."""
+        """Remove what was written; on each rank all that it sees, as others may have ended."""
         for writer in self._open.values():
             with contextlib.suppress(OSError):
                 writer.close()
-        writes = {to: self._names[at :: len(self._writers)] for at, to in enumerate(self._writers)}
-        names = self._names if self._ranks.is_first else writes.get(self._ranks.rank, [])
-        for name in (*names, INDEX):
+        for name in (*self._names, INDEX):
             with contextlib.suppress(OSError):
                 self._output.part(name).unlink(missing_ok=True)
 

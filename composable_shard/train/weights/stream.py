@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import count
+from itertools import chain, count
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -339,8 +339,8 @@ class PassCosts:
         messages: Tensors in all of them.
         sent_nbytes: Bytes that this rank sends.
         received_nbytes: Bytes that it receives.
-        held_nbytes: The most bytes that live at a time beside the model, if the consumer lets each
-            tensor go: those of a bucket, those in which the next one arrives, and messages.
+        held_nbytes: Bytes that live at a time beside the model, at most, if the consumer lets each
+            tensor go: those of two buckets, and this rank's part of one.
         by_class: Tensors that only their class makes whole: what that launches and holds besides is
             not counted.
     """
@@ -355,47 +355,30 @@ class PassCosts:
     by_class: tuple[str, ...]
 
 
-def costs_of(
-    model: nn.Module, asked: Asked, bucket_nbytes: int, to: int | None = None
-) -> PassCosts:
+def costs_of(model: nn.Module, bucket_nbytes: int) -> PassCosts:
     """Return what a pass takes of this rank.
 
     Args:
         model: The model, which stays as it is.
-        asked: Which tensors, and in which form.
         bucket_nbytes: Bytes of a bucket.
-        to: The rank of the job that gets them; all do if ``None``.
 
     Collective: none.
     """
-    routes, planned = Routes(), asked.planned(listed_in(model).entries)
-    buckets = [Bucket(run, routes, to) for run in runs_within(planned, bucket_nbytes)]
-    gathers = [gather for b in buckets for message in b.messages for gather in message.gathers]
+    routes, planned = Routes(), Asked().planned(listed_in(model).entries)
+    buckets = [Bucket(run, routes, None) for run in runs_within(planned, bucket_nbytes)]
+    gathers = [[gather for m in bucket.messages for gather in m.gathers] for bucket in buckets]
+    traffic = sum((num_ranks - 1) * sum(own) for num_ranks, own, *_ in chain(*gathers))
+    parts = [sum(sum(own) for _, own, *_ in several) for several in gathers]
     return PassCosts(
         bucket_nbytes=bucket_nbytes,
         num_buckets=len(buckets),
-        launches=len(gathers),
-        messages=sum(len(gather.inputs) for gather in gathers),
-        sent_nbytes=sum(gather.sent for gather in gathers),
-        received_nbytes=sum(gather.received for gather in gathers),
-        held_nbytes=_most_held(buckets),
+        launches=sum(map(len, gathers)),
+        messages=sum(len(own) for _, own, *_ in chain(*gathers)),
+        sent_nbytes=traffic,
+        received_nbytes=traffic,
+        held_nbytes=2 * max(bucket.nbytes for bucket in buckets) + max(parts),
         by_class=tuple(one.name for bucket in buckets for one in bucket.by_class),
     )
-
-
-def _most_held(buckets: Sequence[Bucket]) -> int:
-    """Return the most bytes that live at a time; see ``Stream.run``."""
-    rooms, most, arrived = dict[object, int](), 0, 0
-    for bucket in buckets:
-        under_way = 0
-        for message in bucket.messages:
-            rooms |= {key: max(n, rooms.get(key, 0)) for key, n in message.rooms().items()}
-            direct = sum(one.nbytes for one in message.direct) if bucket.arrives else 0
-            under_way += direct + message.copied_nbytes()
-        most = max(most, sum(rooms.values()) + arrived + under_way)
-        arrived = bucket.nbytes if bucket.arrives else 0
-        most = max(most, sum(rooms.values()) + arrived)
-    return most
 
 
 # What this rank holds, and what of it has changed: nothing is communicated ------------------------
