@@ -5,20 +5,21 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import _torch
@@ -26,6 +27,7 @@ from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.mailbox import why_apart
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.core.transport.shared_memory import SWITCH
+from composable_shard.insight.report import counted
 from composable_shard.mesh import resolve_mesh
 
 # What this machine and this torch have, as far as sharded training cares --------------------------
@@ -100,7 +102,12 @@ def look() -> Machine:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = "cpu" if accelerator is None else accelerator.type
     num_devices = 0 if accelerator is None else torch.accelerator.device_count()
-    available = dist.is_available()
+    device_name = getattr(
+        torch.get_device_module(device_type), "get_device_name", lambda _: device_type
+    )
+    numbers = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
+    builds = (f"{name} {number}" for name, number in numbers.items() if number)
+    has_affinity, has_load = hasattr(os, "sched_getaffinity"), hasattr(os, "getloadavg")
     return Machine(
         versions={
             "torch": torch.__version__,
@@ -108,15 +115,13 @@ def look() -> Machine:
             "composable_shard": _version("composable_shard"),
             "einops": _version("einops"),
         },
-        build=_build(),
+        build=next(builds, "cpu"),
         system=f"{platform.system()} {platform.release()}",
-        backends={name: available and dist.is_backend_available(name) for name in BACKENDS},
-        devices=[_device_name(device_type, index) for index in range(num_devices)],
+        backends={name: dist.is_backend_available(name) for name in BACKENDS},
+        devices=[str(device_name(index)) for index in range(num_devices)],
         device_type=device_type,
-        num_cores=len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1,
-        load=round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else 0.0,
+        num_cores=len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1,
+        load=round(os.getloadavg()[0], 1) if has_load else 0.0,
         num_threads=torch.get_num_threads(),
         variables={name: os.environ.get(name) for name in VARIABLES},
     )
@@ -172,7 +177,7 @@ def other_programs(machine: Machine, num_ranks: int) -> str:
     """Say what keeps cores from the ranks before they start; nothing if they have enough."""
     if machine.load <= max(0, machine.num_cores - num_ranks) + IDLE:
         return ""
-    cores = _counted(machine.num_cores, "core")
+    cores = counted(machine.num_cores, "core")
     return (
         f"other programs were running (load {machine.load:.1f} on {cores}): measure again when "
         "they have ended"
@@ -193,7 +198,7 @@ def judge_threads(
     else:
         cause = f"a container may allow fewer than {machine.num_cores} cores"
         remedy = "set OMP_NUM_THREADS=1" if threads > 1 else "start fewer ranks"
-    slow = "" if measured is None else ", ".join(measured.slow_collectives)
+    slow = "" if measured is None else measured.slow_collectives
     others = other_programs(machine, num_ranks)
     if slow and not others:
         found.problems.append(f"{slow} than a copy of memory; {cause}: {remedy}")
@@ -206,23 +211,12 @@ def judge_threads(
 
 def judge_transports(measured: Measurement, found: Findings) -> None:
     """Add which ranks exchange messages, though they might share memory."""
-    for way, pairs in measured.pairs_by_way().items():
-        if way != SHARES:
-            found.warnings.append(
-                f"ranks {pairs} send through sockets what they could read in shared memory: "
-                f"{way.removeprefix(SENDS)}"
-            )
-
-
-def _build() -> str:
-    numbers = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
-    return next((f"{name} {number}" for name, number in numbers.items() if number), "cpu")
-
-
-def _device_name(device_type: str, index: int) -> str:
-    module = torch.get_device_module(device_type)
-    name = getattr(module, "get_device_name", lambda _: device_type)
-    return str(name(index))
+    found.warnings += [
+        f"ranks {pairs} send through sockets what they could read in shared memory: "
+        f"{way.removeprefix(SENDS)}"
+        for way, pairs in measured.pairs_by_way().items()
+        if way != SHARES
+    ]
 
 
 def _version(package: str) -> str | None:
@@ -303,13 +297,13 @@ class Measurement:
         return {name: copied / one.bytes_per_second for name, one in self.collectives.items()}
 
     @property
-    def slow_collectives(self) -> list[str]:
+    def slow_collectives(self) -> str:
         """Which collectives are far slower than a copy of their bytes, and by how much."""
-        return [
+        return ", ".join(
             f"{name.replace('_', '-')} is {times:.0f} times slower"
             for name, times in self.slowness.items()
             if times > SLOW
-        ]
+        )
 
 
 def measure(num_ranks: int, device_type: str, nbytes: int) -> Measurement:
@@ -322,43 +316,37 @@ def measure(num_ranks: int, device_type: str, nbytes: int) -> Measurement:
 
     Raises:
         TimeoutError: If the ranks do not end in time.
-        Exception: What a rank raises, as ``torch.multiprocessing`` reports it.
+        Exception: What a rank raises.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = multiprocessing.start_processes(
-            _be_rank, (num_ranks, device_type, nbytes, folder), num_ranks, False
-        )
-        deadline = time.monotonic() + TIMEOUT
+    spawning = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, spawning.Pool(num_ranks) as pool:
+        be_rank = partial(_be_rank, num_ranks, device_type, nbytes, folder)
+        found = pool.imap_unordered(be_rank, range(num_ranks))
         try:
-            while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
-                if time.monotonic() >= deadline:
-                    raise TimeoutError(
-                        f"Expected {num_ranks} ranks to measure within {TIMEOUT:g} s, got no end"
-                    )
-        finally:
-            for process in ranks.processes:
-                process.kill()
-                process.join()
-        found = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
-    return _slowest(found)
+            return _slowest([found.next(TIMEOUT) for _ in range(num_ranks)])
+        except multiprocessing.TimeoutError as error:
+            raise TimeoutError(
+                f"Expected {num_ranks} ranks to measure within {TIMEOUT:g} s, got no end"
+            ) from error
 
 
-def _slowest(found: list[dict[str, Any]]) -> Measurement:
+def _slowest(found: Sequence[Measurement]) -> Measurement:
     def merged(name: str) -> Collective:
-        members = [rank[name] for rank in found]
-        slowest = max(members, key=lambda member: member["seconds"])
-        return Collective(**{**slowest, "is_right": all(one["is_right"] for one in members)})
+        members = [rank.collectives[name] for rank in found]
+        slowest = max(members, key=lambda member: member.seconds)
+        return replace(slowest, is_right=all(one.is_right for one in members))
 
-    copied = [rank["copied_per_second"] for rank in found]
-    together = {
-        "copied_per_second": None if None in copied else min(copied),
-        "transports": {pair: way for rank in found for pair, way in rank["transports"].items()},
-    }
-    collectives = {name: merged(name) for name in ("all_gather", "reduce_scatter")}
-    return Measurement(**{**found[0], **together, **collectives})
+    copied = [rank.copied_per_second for rank in found if rank.copied_per_second is not None]
+    return replace(
+        found[0],
+        copied_per_second=min(copied, default=None),
+        transports=dict(sorted(pair for rank in found for pair in rank.transports.items())),
+        all_gather=merged("all_gather"),
+        reduce_scatter=merged("reduce_scatter"),
+    )
 
 
-def _be_rank(rank: int, num_ranks: int, device_type: str, nbytes: int, folder: str) -> None:
+def _be_rank(num_ranks: int, device_type: str, nbytes: int, folder: str, rank: int) -> Measurement:
     for variable in LAUNCHER_VARIABLES:  # those of a launcher around the doctor
         os.environ.pop(variable, None)
     device = torch.device("cpu")
@@ -374,8 +362,8 @@ def _be_rank(rank: int, num_ranks: int, device_type: str, nbytes: int, folder: s
     )
     try:
         found = _measure_rank(device, nbytes)
-        Path(folder, f"{rank}.json").write_text(json.dumps(asdict(found)))
         dist.barrier()
+        return found
     finally:
         dist.destroy_process_group()
 
@@ -384,60 +372,51 @@ def _measure_rank(device: torch.device, nbytes: int) -> Measurement:
     mesh = resolve_mesh(init_device_mesh(device.type, (dist.get_world_size(),)))
     channel, group = Channel(mesh), mesh.shard_group
     assert group is not None
-    rank, num_ranks = group.rank(), group.size()
+    rank, num_ranks, backend = group.rank(), group.size(), str(dist.get_backend(group))
     numel = max(1, nbytes // (4 * num_ranks))
+    received = 4 * numel * (num_ranks - 1)
     shard = torch.full((numel,), float(rank + 1), device=device)
     gathered = torch.empty(num_ranks * numel, device=device)
-
-    def seconds_of(launch: Callable[[], list[Waitable]]) -> float:
-        return _median(lambda: _finish(launch(), device))
-
     gives_memory = channel.gives_memory()
 
-    def launch_gather() -> list[Waitable]:
+    def gather() -> list[Waitable]:
         if not gives_memory:
             return channel.gather([gathered], [shard])
         _torch.free(gathered)
         return channel.gather([gathered], [shard], [gathered])
 
-    gather = seconds_of(launch_gather)
+    def seconds_of(launch: Callable[[], list[Waitable]]) -> float:
+        def finish() -> None:
+            for work in launch():
+                work.wait()
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
+
+        return _median(finish)
+
+    gather_seconds = seconds_of(gather)
     expected = torch.arange(1.0, num_ranks + 1, device=device)
     is_gathered = bool((gathered.view(num_ranks, numel) == expected[:, None]).all())
     full = torch.full_like(gathered, float(rank + 1))
-    reduce = seconds_of(lambda: channel.reduce([shard], [full], None))
+    reduce_seconds = seconds_of(lambda: channel.reduce([shard], [full], None))
     is_reduced = bool((shard == num_ranks * (num_ranks + 1) / 2).all())
-    received = 4 * numel * (num_ranks - 1)
-    is_direct = device.type == "cpu" and dist.get_backend(group) == "gloo"
+    transports = {}
+    if device.type == "cpu" and backend == "gloo":
+        reasons = why_apart(group)
+        transports = {
+            f"{rank}-{peer}": SENDS + reasons[peer] if peer in reasons else SHARES
+            for peer in range(rank + 1, num_ranks)
+        }
+    how = "CommonGather" if gives_memory else type(channel.all_gather).__name__
+    reduces = type(channel.reduce_scatter).__name__
     return Measurement(
-        backend=str(dist.get_backend(group)),
+        backend=backend,
         num_threads=torch.get_num_threads(),
-        transports=_transports(group) if is_direct else {},
+        transports=transports,
         copied_per_second=_copied_per_second(received) if device.type == "cpu" else None,
-        all_gather=Collective(
-            "CommonGather" if gives_memory else type(channel.all_gather).__name__,
-            *(gather, received, is_gathered),
-        ),
-        reduce_scatter=Collective(
-            type(channel.reduce_scatter).__name__, reduce, received, is_reduced
-        ),
+        all_gather=Collective(how, gather_seconds, received, is_gathered),
+        reduce_scatter=Collective(reduces, reduce_seconds, received, is_reduced),
     )
-
-
-def _transports(group: dist.ProcessGroup) -> dict[str, str]:
-    """Tell how this rank communicates with each later one."""
-    reasons = why_apart(group)
-    return {
-        f"{group.rank()}-{peer}": SENDS + reasons[peer] if peer in reasons else SHARES
-        for peer in range(group.rank() + 1, group.size())
-    }
-
-
-def _finish(works: list[Waitable], device: torch.device) -> None:
-    """Return when the result can be used."""
-    for work in works:
-        work.wait()
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
 
 
 def _median(do: Callable[[], None]) -> float:
@@ -529,14 +508,14 @@ def _measure(num_ranks: int, machine: Machine, nbytes: int, found: Findings) -> 
         ):
             attempts.append(measure(num_ranks, machine.device_type, nbytes))
     except Exception as error:  # noqa: BLE001 (whatever a rank fails with is what is wrong)
-        reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         if others and isinstance(error, TimeoutError):
-            found.warnings.append(f"{reason[0]}; {others}")
+            found.warnings.append(f"{error}; {others}")
             return None
+        *_, reason = str(error).strip().splitlines() or [""]
         found.problems.append(
-            f"{num_ranks} ranks could not measure: {reason[0]}; if they do not reach each "
-            "other, set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) to a network interface, lo for one "
-            "machine"
+            f"{num_ranks} ranks could not measure: {type(error).__name__}: {reason}; if they do "
+            "not reach each other, set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) to a network "
+            "interface, lo for one machine"
         )
         return None
     measured = min(attempts, key=lambda attempt: max(attempt.slowness.values()))
@@ -560,8 +539,7 @@ def _as_dict(
         "machine": asdict(machine),
         "num_ranks": num_ranks,
         "measured": numbers,
-        "problems": found.problems,
-        "warnings": found.warnings,
+        **asdict(found),
     }
 
 
@@ -572,7 +550,7 @@ def _lines(
     backends = [name for name, there in machine.backends.items() if there]
     variables = [f"{name}={value}" for name, value in machine.variables.items() if value]
     devices = ", ".join(machine.devices) or "the CPU alone"
-    cores, threads = _counted(machine.num_cores, "core"), _counted(machine.num_threads, "thread")
+    cores, threads = counted(machine.num_cores, "core"), counted(machine.num_threads, "thread")
     lines = [
         ("torch", f"{versions['torch']}, built for {machine.build}"),
         ("python", f"{versions['python']} on {machine.system}"),
@@ -596,7 +574,7 @@ def _lines_of_ranks(
     num_ranks: int, machine: Machine, measured: Measurement
 ) -> list[tuple[str, str]]:
     what = f"{num_ranks} on {machine.device_type} over {measured.backend}"
-    lines = [("ranks", f"{what}, {_counted(measured.num_threads, 'thread')} each")]
+    lines = [("ranks", f"{what}, {counted(measured.num_threads, 'thread')} each")]
     ways = measured.pairs_by_way()
     way = "in shared memory" if list(ways) == [SHARES] else "sent from rank to rank over gloo"
     lines += [("transport", f"{how}: ranks {pairs}") for how, pairs in ways.items()]
@@ -610,10 +588,6 @@ def _lines_of_ranks(
             )
         )
     return lines
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _positive(text: str) -> int:

@@ -86,7 +86,7 @@ def test_ranks_measure_what_training_uses(monkeypatch: pytest.MonkeyPatch) -> No
         assert one.bytes_per_second == one.nbytes_received / one.seconds > 0
 
 
-def sleep_long(rank: int, *arguments: object) -> None:
+def sleep_long(*arguments: object) -> None:
     import time
 
     time.sleep(600)
@@ -101,18 +101,9 @@ def test_ranks_that_do_not_end_are_given_up(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_slowest_rank_counts_and_one_wrong_value_is_wrong() -> None:
-    def rank(
-        seconds: float, is_right: bool, transports: dict[str, str], copied: float
-    ) -> dict[str, Any]:
-        one = {"how": "X", "seconds": seconds, "nbytes_received": 8, "is_right": is_right}
-        return {
-            "backend": "gloo",
-            "num_threads": 1,
-            "transports": transports,
-            "copied_per_second": copied,
-            "all_gather": one,
-            "reduce_scatter": {**one, "is_right": True},
-        }
+    def rank(seconds: float, is_right: bool, ways: dict[str, str], copied: float) -> Measurement:
+        one = Collective("X", seconds, 8, is_right)
+        return Measurement("gloo", 1, ways, copied, one, replace(one, is_right=True))
 
     merged = doctor._slowest(
         [rank(1.0, False, {"0-1": "a", "0-2": "b"}, 5.0), rank(2.0, True, {"1-2": "a"}, 6.0)]
@@ -394,7 +385,7 @@ def test_one_gpu_is_well_and_has_nothing_to_measure(
             "all_gather gave wrong values: the backend or the machine is broken",
         ),
         (
-            RuntimeError("traceback\n  of a rank\nRuntimeError: no route\n"),
+            RuntimeError("of gloo:\nno route\n"),
             "2 ranks could not measure: RuntimeError: no route; if they do not reach each other, "
             "set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) to a network interface, lo for one "
             "machine",
