@@ -1,15 +1,50 @@
 """``torchrun -m composable_shard.run script.py``: run a script with the drop-in installed.
 
-Torch's ``fully_shard`` is ours in it, without a change to the script: ``docs/drop_in.md``.
+Torch's ``fully_shard`` is ours in it, without a change to the script: ``docs/drop_in.md``. The
+command ``composable-shard run`` is the same.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 from collections.abc import Sequence
+from functools import partial
 
-USAGE = "usage: python -m composable_shard.run [-m] SCRIPT_OR_MODULE [ARGUMENT ...]"
+_EXAMPLES = """examples:
+  composable-shard run train.py --lr 1e-3
+  composable-shard run -m my_package.train --lr 1e-3
+  composable-shard run -m torch.distributed.run --nproc-per-node 2 train.py
+  torchrun --nproc-per-node 2 -m composable_shard.run train.py
+
+The script finds sys.argv and __main__ as if Python had started it, and processes that it starts
+have our fully_shard too. It exits as the script does.
+"""
+
+
+def set_up(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and its arguments."""
+    parser.description = "Run a script, unchanged, with torch's fully_shard replaced by ours."
+    parser.epilog = _EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module")
+    parser.add_argument("script", metavar="SCRIPT", help="path of a script, or a module after -m")
+    rest = parser.add_argument(
+        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="for the script"
+    )
+    rest.required = False  # as argparse says where SCRIPT is missing
+    parser.set_defaults(run=partial(run, parser))
+
+
+def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    """Run the script; what it raises is raised, ``SystemExit`` too."""
+    from composable_shard.compat.torch_dropin import run_script
+
+    script = arguments.script
+    if not arguments.is_module and not os.path.exists(script):
+        parser.error(f"Expected a script, got '{script}', which is not there")
+    run_script(script, arguments.arguments, is_module=arguments.is_module)
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,21 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Traceback (most recent call last):
         ImportError: No module named this_is_no_module
     """
-    from composable_shard.compat.torch_dropin import run_script
-
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    is_module = words[:1] == ["-m"]
-    words = words[is_module:]
-    if words[:1] in (["-h"], ["--help"]):
-        print(USAGE)
-        raise SystemExit(0)
-    if not words or words[0].startswith("-"):
-        print(f"{USAGE}\nExpected a script or a module, got {words[:1]}", file=sys.stderr)
-        raise SystemExit(2)
-    if not is_module and not os.path.exists(words[0]):
-        print(f"{USAGE}\nExpected a script, got '{words[0]}', which is not there", file=sys.stderr)
-        raise SystemExit(2)
-    run_script(words[0], words[1:], is_module=is_module)
+    parser = argparse.ArgumentParser(prog="python -m composable_shard.run")
+    set_up(parser)
+    run(parser, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def names_for(module: str) -> dict[str, object]:
             fully_shard(layer)
         names = {"model": fully_shard(model), "x": torch.ones(2, 4)}
         names["record_events"] = record_events
-    if module.startswith(("insight.trace", "insight.timeline")):
+    if module.startswith(("insight.trace", "insight.merging")):
         names = {"torch": torch, "nn": nn, "fully_shard": fully_shard}
         names |= {"trace": trace, "fake_ranks": fake_ranks}
     return names

@@ -76,7 +76,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         if name in words[:1]:
-            importlib.import_module(f"{__name__}.{name}").set_up(command)
+            module = "composable_shard.run" if name == "run" else f"{__name__}.{name}"
+            importlib.import_module(module).set_up(command)
     return parser.parse_args(words)
 
 

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from composable_shard.insight.merging import CHROME, MERGED, PAGE, PEAKS, MergedTrace, read
 from composable_shard.insight.report import Table, as_text
-from composable_shard.insight.timeline.analysis import PEAKS
-from composable_shard.insight.timeline.merging import CHROME, MERGED, PAGE, MergedTrace, read
 
 _EXAMPLES = f"""examples:
   composable-shard trace runs/trace                      merge all ranks, print where the time goes

@@ -1,6 +1,12 @@
 """The events of a sharded module, in the order in which they happen on this rank.
 
 Source of truth for tests of schedules: they compare whole lists of ``(event, name)``.
+
+A listener is also told where parts of the events begin and end, to take times. Between ``begin_x``
+and ``x`` it is launched (``begin_regather``: from parts that neighbours kept); between
+``begin_wait_for_x`` and ``waited_for_x`` nothing else happens; between that and ``wait_for_x`` what
+came is copied to its place. ``begin_wait_for_copies`` and ``wait_for_copies``: a wait for copies
+between host and device.
 """
 
 from __future__ import annotations
@@ -31,24 +37,6 @@ EVENTS = (
     "wait_for_all_reduce",
 )
 """All events. The first four are moments of a group, the others what it does at them."""
-
-MOMENTS = (
-    "begin_all_gather",
-    "begin_regather",
-    "begin_wait_for_all_gather",
-    "waited_for_all_gather",
-    "begin_reduce_scatter",
-    "begin_wait_for_reduce_scatter",
-    "waited_for_reduce_scatter",
-    "begin_wait_for_all_reduce",
-    "waited_for_all_reduce",
-    "begin_wait_for_copies",
-    "wait_for_copies",
-)
-"""Where parts of the events begin and end, for those who take times. Between ``begin_x`` and ``x``
-it is launched (``begin_regather``: from parts that neighbours kept); between ``begin_wait_for_x``
-and ``waited_for_x`` nothing else happens; between that and ``wait_for_x`` what came is copied to
-its place."""
 
 
 @contextlib.contextmanager

@@ -12,9 +12,9 @@ from torch import nn
 
 from composable_shard.arguments import check_int, check_module, check_path
 from composable_shard.core.group import ParamGroup
-from composable_shard.insight.timeline import merging
-from composable_shard.insight.timeline.merging import MergedTrace, merge
-from composable_shard.insight.timeline.recording import (
+from composable_shard.insight import merging
+from composable_shard.insight.merging import MergedTrace, merge
+from composable_shard.insight.recording import (
     Clock,
     LiveMemory,
     RankTrace,

@@ -28,7 +28,7 @@ import composable_shard
 from composable_shard.compat import torch_dropin
 from composable_shard.compat.torch_dropin import install, is_installed, uninstall
 from composable_shard.module import group_of
-from composable_shard.run import USAGE, main
+from composable_shard.run import main
 from composable_shard.testing import fake_ranks, run_ranks
 
 NAMES = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
@@ -294,20 +294,11 @@ def test_a_module_runs_as_after_python_m(
     assert not is_installed()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "text"),
-    [
-        (["--help"], 0, ""),
-        ([], 2, "Expected a script or a module, got []"),
-        (["-x"], 2, "Expected a script or a module, got ['-x']"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), ([], 2), (["-x"], 2)])
 def test_wrong_arguments(
-    arguments: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == code
-    printed = capsys.readouterr()
-    assert printed.out == (f"{USAGE}\n" if code == 0 else "")
-    assert printed.err == (f"{USAGE}\n{text}\n" if code else "")
+    assert ("required: SCRIPT" in capsys.readouterr().err) is bool(code)

@@ -11,8 +11,15 @@ import torch
 from torch import nn
 
 from composable_shard import fully_shard
-from composable_shard.insight.timeline.recording import GroupFacts, LiveMemory, RankTrace
-from composable_shard.insight.timeline.spans import Flight, Reading, Sample, Span
+from composable_shard.insight.recording import (
+    Flight,
+    GroupFacts,
+    LiveMemory,
+    RankTrace,
+    Reading,
+    Sample,
+    Span,
+)
 from composable_shard.insight.trace import Timeline
 from composable_shard.testing import fake_ranks
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from composable_shard.insight.timeline import recording
-from composable_shard.insight.timeline.recording import (
+from composable_shard.insight import recording
+from composable_shard.insight.recording import (
     DeviceClock,
     HostClock,
     clock_of,

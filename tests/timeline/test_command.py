@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from composable_shard.cli import main
-from composable_shard.insight.timeline.merging import MERGED
+from composable_shard.insight.merging import MERGED
 from timeline.recordings import recorded_steps
 
 

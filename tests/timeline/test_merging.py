@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from composable_shard import trace
-from composable_shard.insight.timeline.analysis import Shift, shifts
-from composable_shard.insight.timeline.merging import MERGED, MergedTrace, merge, read
-from composable_shard.insight.timeline.recording import RankTrace, file_of
-from composable_shard.insight.timeline.spans import Flight, Span
+from composable_shard.insight.merging import MERGED, MergedTrace, Shift, merge, read, shifts
+from composable_shard.insight.recording import Flight, RankTrace, Span, file_of
 from composable_shard.insight.trace import Timeline
 from composable_shard.testing import fake_ranks, run_ranks
 from timeline.recordings import MS, made_up, recorded_steps, train, two_layers

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from composable_shard.insight.timeline.merging import MergedTrace, to_chrome
-from composable_shard.insight.timeline.page import to_html
-from composable_shard.insight.timeline.spans import Span
+from composable_shard.insight.merging import MergedTrace, to_chrome, to_html
+from composable_shard.insight.recording import Span
 from timeline.recordings import made_up, recorded_steps
 
 

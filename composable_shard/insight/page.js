@@ -1,6 +1,36 @@
 "use strict";
 const content = JSON.parse(document.getElementById("content").textContent);
-const { summary, colors, words, rankColors, ranks } = content;
+const { summary, ranks } = content;
+
+// By what a rank does, and by what is under way.
+const colors = {
+  forward: "#3b82f6",
+  backward: "#8b5cf6",
+  optimizer: "#10b981",
+  launch: "#94a3b8",
+  copy: "#64748b",
+  wait: "#ef4444",
+  gather: "#06b6d4",
+  regather: "#22d3ee",
+  reduce: "#f59e0b",
+  "all-reduce": "#d97706",
+};
+const words = {
+  forward: "forward",
+  backward: "backward",
+  optimizer: "optimizer",
+  launch: "launch",
+  copy: "copy",
+  wait: "exposed wait",
+  gather: "all-gather",
+  regather: "all-gather of kept parts",
+  reduce: "reduce-scatter",
+  "all-reduce": "all-reduce",
+};
+// Of the memory curves; the ninth rank has the color of the first again.
+const rankColors = [
+  "#0ea5e9", "#f97316", "#22c55e", "#e11d48", "#a855f7", "#eab308", "#14b8a6", "#64748b",
+];
 const find = (id) => document.getElementById(id);
 const make = (tag, text = "", look = {}) => {
   const one = document.createElement(tag);

@@ -1,13 +1,16 @@
 """What one rank records: marks of its groups and optimizers, times, bytes, and the file of them.
 
+At every moment a rank does one thing, so spans neither overlap nor nest: where a wait falls into
+the forward of a module, the forward is two spans with the wait between them. What is communicated
+meanwhile are flights, from the launch of a collective until it has been waited for.
+
 A device works behind the host that tells it what to do. What counts there is when the work is
 done, so an event is recorded among it, which costs no waiting; the times of all events are read at
 the end.
 
-On an accelerator the caching allocator knows, and also what it has reserved: the rest is cached, or
-lost to fragmentation. On the CPU nothing counts tensors, but the C library
-knows what its heap has handed out, which falls when a tensor is freed; the memory that the system
-sees as resident often does not.
+On an accelerator the caching allocator knows the live memory, and also what it has reserved: the
+rest is cached, or lost to fragmentation. On the CPU nothing counts tensors, but the C library knows
+what its heap has handed out, which falls when a tensor is freed.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -35,7 +39,253 @@ from torch.optim.optimizer import (
 
 from composable_shard.core.group import ParamGroup
 from composable_shard.insight.events import listening
-from composable_shard.insight.timeline.spans import Flight, Mark, Reading, Sample, Span, unfold
+
+# PURE: from the marks of one rank to spans --------------------------------------------------------
+
+COMPUTE = ("forward", "backward", "optimizer")
+KINDS = (*COMPUTE, "launch", "copy", "wait")
+"""What a rank may be doing: computing, launching a collective, copying what one has brought to its
+place, or waiting, in which time nothing is computed: communication that is exposed."""
+
+ACTS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "all-reduce"}
+"""What is communicated, by the events that say so; ``regather`` if it is gathered from parts that
+neighbours kept."""
+
+
+class Reading(NamedTuple):
+    """The memory of a rank at one moment.
+
+    Attributes:
+        nbytes: Bytes that are live.
+        reserved: Bytes that the caching allocator has taken from the device; ``None`` where there
+            is none.
+    """
+
+    nbytes: int
+    reserved: int | None = None
+
+
+class Mark(NamedTuple):
+    """One event, when it was heard, and how much memory there was, if that was asked.
+
+    Attributes:
+        time: Nanoseconds.
+        event: One of ``insight.events``, or ``begin``, ``begin_optimizer``, ``optimizer``,
+            ``step``, ``end``.
+        name: The group, or the class of the optimizer.
+        memory: What was read.
+    """
+
+    time: int
+    event: str
+    name: str = ""
+    memory: Reading | None = None
+
+
+class Span(NamedTuple):
+    """One thing that a rank did from ``start`` to ``end``.
+
+    Attributes:
+        kind: One of ``KINDS``.
+        name: The group, or the class of the optimizer.
+        start: Nanoseconds.
+        end: Nanoseconds.
+        op: What was launched, waited for or copied; ``copies`` where a rank waits for all
+            between host and device.
+        number: Which flight of this op and group it belongs to; -1 if to none.
+        late: Nanoseconds of a wait before the last rank launched what is waited for.
+        late_rank: Which rank that was; -1 if none was late.
+    """
+
+    kind: str
+    name: str
+    start: int
+    end: int
+    op: str = ""
+    number: int = -1
+    late: int = 0
+    late_rank: int = -1
+
+
+class Flight(NamedTuple):
+    """One collective, from the beginning of its launch until its end was waited for.
+
+    Attributes:
+        op: What is communicated.
+        name: The group.
+        number: How many of this op and group came before.
+        start: Nanoseconds; when its launch began.
+        end: Nanoseconds.
+    """
+
+    op: str
+    name: str
+    number: int
+    start: int
+    end: int
+
+
+class Sample(NamedTuple):
+    """Live and reserved memory at one moment; see :class:`Reading`."""
+
+    time: int
+    nbytes: int
+    reserved: int | None = None
+
+
+class Unfolded(NamedTuple):
+    """What the marks of a rank say.
+
+    Attributes:
+        spans: What it did, in order.
+        flights: What was communicated, by when it ended.
+        steps: When each step ended.
+        memory: Live and reserved memory, where it was asked.
+    """
+
+    spans: list[Span]
+    flights: list[Flight]
+    steps: list[int]
+    memory: list[Sample]
+
+
+class _Doing(NamedTuple):
+    kind: str
+    name: str
+    op: str = ""
+    number: int = -1
+
+
+def unfold(marks: Iterable[Mark]) -> Unfolded:
+    """Turn the marks of one rank, in the order in which they were made, into spans.
+
+    Example:
+        >>> marks = [Mark(0, "pre_forward", "0"), Mark(5, "begin_wait_for_all_gather", "0")]
+        >>> marks += [Mark(7, "waited_for_all_gather", "0"), Mark(7, "wait_for_all_gather", "0")]
+        >>> marks += [Mark(9, "post_forward", "0")]
+        >>> [(span.kind, span.start, span.end) for span in unfold(marks).spans]
+        [('forward', 0, 5), ('wait', 5, 7), ('forward', 7, 9)]
+    """
+    reader = _Reader()
+    for mark in marks:
+        reader.read(mark)
+    return reader.unfolded
+
+
+class _Reader:
+    """Reads marks one by one.
+
+    Attributes:
+        unfolded: What they said so far.
+    """
+
+    def __init__(self) -> None:
+        self.unfolded = Unfolded([], [], [], [])
+        self._under_way: list[_Doing] = []  # forwards, backwards and optimizer steps
+        self._part: _Doing | None = None  # a launch, wait or copy within them
+        self._since = 0
+        self._now = 0
+        self._flying: dict[tuple[str, str], int] = {}  # when the launch began
+        self._waited: dict[tuple[str, str], int] = {}
+        self._regathering: set[str] = set()
+        self._num_flown: Counter[tuple[str, str]] = Counter()
+
+    def read(self, mark: Mark) -> None:
+        """Take in the next mark; one that seems to come before the last counts as that moment."""
+        self._now = max(self._now, mark.time)
+        before = self._doing
+        if mark.memory is not None:
+            self.unfolded.memory.append(Sample(self._now, *mark.memory))
+        if not self._take_part(mark.event, mark.name):
+            self._take_whole(mark.event, mark.name)
+        if self._doing != before:
+            if before is not None and self._now > self._since:
+                kind, name, op, number = before
+                self.unfolded.spans.append(Span(kind, name, self._since, self._now, op, number))
+            self._since = self._now
+
+    @property
+    def _doing(self) -> _Doing | None:
+        return self._part or (self._under_way[-1] if self._under_way else None)
+
+    # Parts ------------------------------------------------------------------------------------
+
+    def _take_part(self, event: str, name: str) -> bool:
+        """Take in a mark of a launch, a wait or a copy; return whether it is one."""
+        if event.endswith("wait_for_copies"):
+            self._part = _Doing("wait", name, "copies") if event.startswith("begin") else None
+            return True
+        if event == "begin_regather":
+            self._regathering.add(name)
+            event = "begin_all_gather"
+        stage = next((stage for stage in ACTS if event.endswith(stage)), None)
+        if stage is None:
+            return False
+        key = op, _ = self._op_of(stage, name), name
+        number = self._num_flown[key]
+        match event.removesuffix(stage):
+            case "begin_":
+                self._flying[key] = self._now
+                self._part = _Doing("launch", name, op, number)
+            case "begin_wait_for_":
+                self._part = _Doing("wait", name, op, number)
+            case "waited_for_":
+                self._part = _Doing("copy", name, op, number)
+                self._waited[key] = self._now
+                self._land(key)
+            case "wait_for_":
+                self._part = None
+                self._regathering.discard(name)
+            case _:  # launched; one over the replicas begins where that over the shards has ended
+                self._part = None
+                self._flying.setdefault(key, self._waited.get(("reduce", name), self._now))
+        return True
+
+    def _op_of(self, stage: str, name: str) -> str:
+        is_regather = stage == "all_gather" and name in self._regathering
+        return "regather" if is_regather else ACTS[stage]
+
+    def _land(self, key: tuple[str, str]) -> None:
+        start = self._flying.pop(key, None)
+        if start is not None:
+            op, name = key
+            flight = Flight(op, name, self._num_flown[key], start, self._now)
+            self.unfolded.flights.append(flight)
+            self._num_flown[key] += 1
+
+    # Wholes -----------------------------------------------------------------------------------
+
+    def _take_whole(self, event: str, name: str) -> None:
+        """Take in a mark of a forward, a backward, an optimizer, a step or a free."""
+        if event == "reshard":
+            self._land((self._op_of("all_gather", name), name))  # if nobody needed it
+            self._regathering.discard(name)
+            return
+        if event in ("accumulate", "begin"):
+            return
+        self._part = None  # one that failed has no end
+        if event in ("step", "end"):
+            self._under_way.clear()
+            if event == "step":
+                self.unfolded.steps.append(self._now)
+            return
+        kind = event.rpartition("_")[2]
+        doing = _Doing(kind, name)
+        if event.startswith("post_") or event == "optimizer":
+            self._leave(doing)
+            return
+        if kind == "forward" and not any(one.kind == "forward" for one in self._under_way):
+            self._under_way.clear()  # left by a backward or an optimizer that failed
+        if kind != "backward" or doing not in self._under_way:
+            self._under_way.append(doing)
+
+    def _leave(self, doing: _Doing) -> None:
+        """End what is under way, and with a forward whatever was left open in it."""
+        if doing not in self._under_way:
+            return
+        place = len(self._under_way) - 1 - self._under_way[::-1].index(doing)
+        del self._under_way[place : None if doing.kind == "forward" else place + 1]
+
 
 # When something happens on a rank: on the host, or in the order of the device's work --------------
 
@@ -99,7 +349,7 @@ class LiveMemory(NamedTuple):
 
     Attributes:
         read: Returns what there is; ``None`` where nothing tells it.
-        of: What is counted: ``device``, ``heap``, ``resident``, or ``nothing``.
+        of: What is counted: ``device``, ``heap`` or ``nothing``.
     """
 
     read: Callable[[], Reading] | None
@@ -113,11 +363,7 @@ def live_memory(device: torch.device) -> LiveMemory:
     if device.type != "cpu":
         return LiveMemory(partial(_of_accelerator, device), "device")
     heap = _heap()
-    if heap is not None:
-        return LiveMemory(heap, "heap")
-    if os.path.exists(_RESIDENT):
-        return LiveMemory(_resident, "resident")
-    return LiveMemory(None, "nothing")
+    return LiveMemory(heap, "nothing" if heap is None else "heap")
 
 
 def _of_cuda(device: torch.device) -> Reading:
@@ -156,14 +402,6 @@ def _heap() -> Callable[[], Reading] | None:
         return Reading(int(now.uordblks + now.hblkhd))
 
     return read
-
-
-_RESIDENT = "/proc/self/statm"
-
-
-def _resident() -> Reading:
-    with open(_RESIDENT) as file:
-        return Reading(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
 
 
 # Hears the groups of a model and the optimizers of its parameters, and makes marks ----------------
@@ -278,15 +516,15 @@ class RankTrace:
         num_ranks: Of how many.
         host: The name of its host.
         clock: What its clock is the clock of: ranks for which this is equal share it.
-        wall: Nanoseconds since 1970 when that clock showed ``begin``.
         device: Where it computes.
-        memory_of: What ``memory`` counts: ``device``, ``heap``, ``resident`` or ``nothing``.
+        memory_of: What ``memory`` counts: ``device``, ``heap`` or ``nothing``.
+        rank_sets: Sets of ranks that communicate.
+        groups: The groups of the model.
+        wall: Nanoseconds since 1970 when that clock showed ``begin``.
         begin: When recording began.
         end: When it ended.
         first_step: The number of the first step that was recorded.
         steps: When each step ended.
-        rank_sets: Sets of ranks that communicate.
-        groups: The groups of the model.
         spans: What it did, in order.
         flights: What was communicated.
         memory: Live and reserved memory.
@@ -296,18 +534,18 @@ class RankTrace:
     num_ranks: int
     host: str
     clock: str
-    wall: int
     device: str
     memory_of: str
-    begin: int
-    end: int
-    first_step: int
-    steps: list[int]
     rank_sets: list[list[int]]
     groups: dict[str, GroupFacts]
-    spans: list[Span]
-    flights: list[Flight]
-    memory: list[Sample]
+    wall: int = 0
+    begin: int = 0
+    end: int = 0
+    first_step: int = 0
+    steps: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    flights: list[Flight] = field(default_factory=list)
+    memory: list[Sample] = field(default_factory=list)
 
     @classmethod
     def empty(cls, roots: Mapping[str, ParamGroup], memory_of: str) -> RankTrace:
@@ -324,18 +562,10 @@ class RankTrace:
             num_ranks=1 if is_alone else dist.get_world_size(),
             host=platform.node(),
             clock=_BOOT.read_text().strip() if _BOOT.exists() else platform.node(),
-            wall=0,
             device=str(next(iter(roots.values())).mesh.device),
             memory_of=memory_of,
-            begin=0,
-            end=0,
-            first_step=0,
-            steps=[],
             rank_sets=[list(ranks) for ranks in sets],
             groups=groups,
-            spans=[],
-            flights=[],
-            memory=[],
         )
 
     def recorded(self, marks: Sequence[Mark], first_step: int) -> RankTrace:
@@ -409,9 +639,7 @@ class RankTrace:
 
 
 def _facts_of(group: ParamGroup, sets: dict[tuple[int, ...], int]) -> GroupFacts:
-    nbytes = 0
-    for param in group.params:
-        nbytes += param.sharded.numel() * param.compute_dtype.itemsize
+    nbytes = sum(p.sharded.numel() * p.compute_dtype.itemsize for p in group.params)
     mesh = group.params[0].mesh if group.params else group.mesh  # one that it communicates over
     shards, replicas = (
         (dist.get_rank() if dist.is_initialized() else 0,)
