@@ -413,12 +413,7 @@ def _run(
     others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in ours]
     lasting = [*others, *_torch.tensors_of(batch)]
     live, used = LiveBytes(), set[ShardedParam]()
-    live.ignore([*lasting, *(param.local for param in params)])
-    for bucket in buckets:
-        live.ignore([bucket.sharded])
-        if not bucket.shares_storage:
-            flats = [bucket.staging.flat] if bucket.staging else []
-            live.count([bucket.unsharded, *flats], "gathered")
+    live.ignore([*lasting, *(p.local for p in params), *(one.sharded for one in buckets)])
     moments: list[Moment] = []
     offloaded: dict[ShardedParam, int] = {}
 
