@@ -28,6 +28,7 @@ from composable_shard.optim.stepping import (
     load_states,
     loss_of,
     only_makes_states,
+    reduced_grad,
     set_grad,
 )
 
@@ -489,7 +490,7 @@ class _Steps:
                 self._arrange(grads)
                 self._seen = seen
             for index in self._unreduced:
-                grads[index] = _reduced(grads[index], self._params[index])
+                grads[index] = reduced_grad(self._params[index])
             self._take(grads)
         try:
             self._step(self._inner())
@@ -722,13 +723,6 @@ def _is_elsewhere(grad: torch.Tensor | None, param: torch.Tensor) -> bool:
             f"{type(grad).__name__}"
         )
     return grad.placements != param.placements
-
-
-def _reduced(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return a gradient as its parameter lies. Collective: the reduction of an unsynced one."""
-    assert isinstance(grad, DTensor) and isinstance(param, DTensor)
-    reduced = grad.redistribute(placements=param.placements)
-    return _torch.local_like(param, _torch.waited(_torch.local_tensor(reduced)))
 
 
 def _has_the_same(state: dict[str, Any] | None, kept: dict[str, Any]) -> bool:

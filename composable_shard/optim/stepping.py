@@ -83,37 +83,24 @@ class Param:
     @property
     def is_in_boxes(self) -> bool:
         """Whether each rank holds a range of each dim."""
+        extents, dims = () if self.mesh is None else self.mesh.shape, self.dims
         for axis, placement in enumerate(self.placements):
-            num_parts, dim = _torch.num_parts_of_strided(placement), self.dims[axis]
+            num_parts = _torch.num_parts_of_strided(placement)
             if type(placement) not in (Shard, Replicate) and num_parts is None:
                 return False
-            later = range(axis + 1, len(self.placements))
-            extents = [self.extent(other) for other in later if self.dims[other] == dim]
-            if num_parts not in (None, prod(extents)):
+            later = zip(extents[axis + 1 :], dims[axis + 1 :], strict=True)
+            expected = prod(extent for extent, dim in later if dim == dims[axis])
+            if num_parts not in (None, expected):
                 return False
         return True
-
-    def extent(self, axis: int) -> int:
-        """Return how many ranks an axis of its mesh has."""
-        return 1 if self.mesh is None else self.mesh.size(axis)
 
     def local(self) -> torch.Tensor:
         """Return what this rank holds of it."""
         return _local(self.tensor)
 
-    def sharded_grad(self) -> torch.Tensor | None:
-        """Return its gradient, which lies as it does.
-
-        Collective: the reduction of a gradient that was accumulated without sync.
-        """
-        grad = self.tensor.grad
-        if isinstance(grad, DTensor) and grad.placements != self.placements:
-            return grad.redistribute(placements=self.placements)
-        return grad
-
     def local_grad(self) -> torch.Tensor | None:
-        """Return what this rank holds of its gradient; see :meth:`sharded_grad`."""
-        grad = self.sharded_grad()
+        """Return what this rank holds of its gradient. Collective: see :func:`reduced_grad`."""
+        grad = reduced_grad(self.tensor)
         return None if grad is None else _local(grad)
 
     def spread(self, shape: Sequence[int] | None = None) -> Spread:
@@ -151,6 +138,20 @@ class Param:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return _torch.local_part(tensor).detach()
+
+
+def reduced_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a parameter, which lies as the parameter does.
+
+    Collective: the reduction of a gradient that was accumulated without sync.
+    """
+    grad = param.grad
+    if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
+        return grad
+    if grad.placements == param.placements:
+        return grad
+    reduced = grad.redistribute(placements=param.placements)
+    return _torch.local_like(param, _torch.waited(_torch.local_tensor(reduced)))
 
 
 def plan_bucket(

@@ -47,12 +47,6 @@ from composable_shard.core.nested import Given, find_changes, map_tensors
 
 _EVAL_VARIABLES = ("COMPOSABLE_SHARD_FULL_PRECISION_IN_EVAL", "FSDP_USE_FULL_PREC_IN_EVAL")
 
-_HOMOGENEOUS: dict[str, Callable[[FullyShardedDataParallel], bool]] = {
-    "use_orig_params": lambda wrapper: wrapper.fsdp_choices.use_orig_params,
-    "limit_all_gathers": lambda wrapper: wrapper.fsdp_choices.limit_all_gathers,
-    _EVAL_VARIABLES[0]: lambda wrapper: wrapper.fsdp_full_precision_in_eval,
-}
-
 
 def full_precision_in_eval() -> bool:
     """Tell whether the environment asks for evaluation in the dtype of the parameters."""
@@ -72,8 +66,13 @@ def check_tree(root: FullyShardedDataParallel) -> None:
     contexts = [group.tree for group in root.fsdp_groups()]
     if not all(context in _checked for context in contexts):
         wrappers = root.fsdp_modules(root)
-        for name, value_of in _HOMOGENEOUS.items():
-            values = sorted({value_of(wrapper) for wrapper in wrappers})
+        same: dict[str, Callable[[FullyShardedDataParallel], bool]] = {
+            "use_orig_params": lambda wrapper: wrapper.fsdp_choices.use_orig_params,
+            "limit_all_gathers": lambda wrapper: wrapper.fsdp_choices.limit_all_gathers,
+            _EVAL_VARIABLES[0]: lambda wrapper: wrapper.fsdp_full_precision_in_eval,
+        }
+        for name, value_of in same.items():
+            values = sorted(set(map(value_of, wrappers)))
             if len(values) > 1:
                 raise ValueError(
                     f"Expected one homogeneous value for {name} in nested wrappers, got {values}; "
@@ -209,20 +208,7 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
                 f"Expected a module that is not sharded, got {type(module).__name__}, which "
                 "fully_shard was applied to before; wrap the module around it, or use it as it is"
             )
-        choices = Choices(
-            process_group=process_group,
-            sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload,
-            backward_prefetch=backward_prefetch,
-            mixed_precision=mixed_precision,
-            param_init_fn=param_init_fn,
-            device_id=device_id,
-            sync_module_states=sync_module_states,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            use_orig_params=use_orig_params,
-            device_mesh=device_mesh,
-        )
+        choices = Choices.of(locals())
         self.fsdp_choices: Choices = choices.to_keep()
         self.mixed_precision = mixed_precision if mixed_precision is not None else MixedPrecision()
         self.fsdp_full_precision_in_eval: bool = full_precision_in_eval()
