@@ -160,19 +160,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INTEGERS[tensor.itemsize]) if tensor.is_floating_point() else tensor
 
 
-def repeated_dims(tensor: torch.Tensor) -> list[int]:
-    """Return the dims along which an expanded tensor is the same memory."""
-    lengths = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
-    return [dim for dim, (length, stride) in lengths if length > 1 and not stride]
-
-
-def unrepeated(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    """View the first elements along some dims."""
-    for dim in dims:
-        tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
 # What all ranks see alike -------------------------------------------------------------------------
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
@@ -42,16 +41,15 @@ class ShardedGradScaler(_torch.GradScalerBase):
         growth_interval: How many steps in a row are enough.
         enabled: ``False`` makes ``scale`` return the outputs as they are, and ``step`` that of the
             optimizer.
-        process_group: The ranks that agree, all if absent. Those of the parameters' meshes agree
-            whether or not they are in it.
+        process_group: The ranks that agree, all if absent; among them those of the parameters'
+            meshes.
 
     Raises:
         TypeError: If ``device`` is no string, a factor, the scale or the interval no number, or
             ``process_group`` not one, such as on a rank that is not a member.
         ValueError: If one of these numbers is out of range, or ``enabled`` is no bool.
 
-    Collective: one all-reduce of 4 bytes for each optimizer and step; all ranks must call it. With
-        a ``process_group`` that lacks ranks of a mesh, one more for each axis of that.
+    Collective: one all-reduce of 4 bytes for each optimizer and step; all ranks must call it.
     Memory: two scalars.
     Source: ``torch.amp.GradScaler`` and ``torch.distributed.fsdp.sharded_grad_scaler``.
 
@@ -112,30 +110,20 @@ class ShardedGradScaler(_torch.GradScalerBase):
         """Multiply a loss, or several, by the scale.
 
         Args:
-            outputs: A tensor, or lists, tuples, dicts and other iterables of them, nested as they
-                like, also in other mappings and dataclass instances, where what is no tensor stays.
-                Iterators are scaled as they are read.
+            outputs: A tensor, or lists, tuples, mappings and dataclass instances of them, nested as
+                they like, where what is no tensor stays. Iterators are scaled as they are read.
 
         Returns:
             The same with each tensor scaled, in its own dtype; ``outputs`` itself if the scaler is
             not enabled.
 
         Raises:
-            TypeError: If ``outputs`` holds something else.
+            TypeError: If ``outputs`` holds no tensor.
         """
-        return self._scaled(outputs) if self.is_enabled() else outputs
-
-    def _scaled(self, outputs: Any) -> Any:
-        if isinstance(outputs, torch.Tensor):
-            scaled = outputs * self.scale_on(outputs.device)
-            return scaled.to(outputs.dtype)  # a scalar of half precision would be promoted
-        if isinstance(outputs, (list, tuple)):
-            items = [self._scaled(item) for item in outputs]
-            return type(outputs)(*items) if hasattr(outputs, "_fields") else type(outputs)(items)
-        if type(outputs) is dict:
-            return {key: self._scaled(item) for key, item in outputs.items()}
-        if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes, Mapping)):
-            return map(self._scaled, outputs)
+        if not self.is_enabled():
+            return outputs
+        if isinstance(outputs, Iterator):
+            return map(self.scale, outputs)
         scaled = map_tensors(self._scaled, outputs)
         if scaled is outputs:
             raise TypeError(
@@ -143,6 +131,10 @@ class ShardedGradScaler(_torch.GradScalerBase):
                 f"{type(outputs).__name__}: {outputs!r}"
             )
         return scaled
+
+    def _scaled(self, output: torch.Tensor) -> torch.Tensor:
+        scaled = output * self.scale_on(output.device)
+        return scaled.to(output.dtype)  # a scalar of half precision would be promoted
 
     @torch.no_grad()
     def unscale_gradients(
@@ -161,44 +153,31 @@ class ShardedGradScaler(_torch.GradScalerBase):
 
         Raises:
             ValueError: If a gradient is ``Partial`` with a reduction that cannot be unscaled
-                (product), or ``process_group`` and the meshes have too little in common.
+                (product), or ``process_group`` lacks ranks of the meshes.
 
         Collective: see the class.
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        groups = self._groups_of(params)
+        group = self._ranks_to_agree(params)
         check_scalable([p.grad for p in params if p.grad is not None], "unscaling")
         _unscale_own(params, inverse, found_inf)
-        for group in groups:
-            if group.size() > 1:
-                message = found_inf.to(_torch.device_for(group, found_inf.device))
-                dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
-                found_inf.copy_(message)
+        if group is not None and group.size() > 1:
+            message = found_inf.to(_torch.device_for(group, found_inf.device))
+            dist.all_reduce(message, dist.ReduceOp.MAX, group=group)
+            found_inf.copy_(message)
 
-    def _groups_of(self, params: Sequence[torch.Tensor]) -> Sequence[dist.ProcessGroup]:
-        """Return the groups over which ranks agree if they do so over one after the other."""
+    def _ranks_to_agree(self, params: Sequence[torch.Tensor]) -> dist.ProcessGroup | None:
+        """Return the process group over which ranks agree; ``None`` for one rank alone."""
         if self.process_group is None:
-            world = dist.group.WORLD if dist.is_initialized() else None
-            return [] if world is None else [world]
-        meshes = {param.device_mesh for param in params if isinstance(param, DTensor)}
-        if not meshes:
-            return [self.process_group]
-        members = set(dist.get_process_group_ranks(self.process_group))
-        outside = [mesh for mesh in meshes if not _ranks(mesh) <= members]
-        if not outside:
-            return [self.process_group]
-        # One pass over the axes of a grid tells everybody; over overlapping meshes it does not.
-        # All ranks must choose the same one, and a set has no order.
-        widest = max(outside, key=lambda mesh: (mesh.size(), -mesh.ndim, mesh.mesh.tolist()))
-        if not all(_ranks(mesh) <= _ranks(widest) for mesh in outside):
-            found = sorted(sorted(_ranks(mesh)) for mesh in outside)
-            raise ValueError(
-                "Expected process_group to have the ranks of all meshes of the parameters but one, "
-                f"got ranks {sorted(members)} and meshes of {found}; leave it out to agree over "
-                "all ranks"
-            )
-        axes = [widest.get_group(axis) for axis in range(widest.ndim) if widest.size(axis) > 1]
-        return axes if members <= _ranks(widest) else [self.process_group, *axes]
+            return dist.group.WORLD if dist.is_initialized() else None
+        for mesh in {param.device_mesh for param in params if isinstance(param, DTensor)}:
+            members = dist.get_process_group_ranks(self.process_group)
+            if not {*mesh.mesh.flatten().tolist()} <= {*members}:
+                raise ValueError(
+                    "Expected process_group to have the ranks of all meshes of the parameters, got "
+                    f"ranks {members} and {mesh}; leave it out to agree over all ranks"
+                )
+        return self.process_group
 
 
 # What this rank holds -------------------------------------------------------------------------
@@ -264,7 +243,3 @@ def _num_parts(grad: torch.Tensor) -> int:
 def _default_device() -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
-
-
-def _ranks(mesh: DeviceMesh) -> set[int]:
-    return set(mesh.mesh.flatten().tolist())

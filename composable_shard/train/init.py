@@ -34,9 +34,7 @@ from composable_shard.train.full import (
     boxes_of,
     count_write,
     full_copy,
-    repeated_dims,
     sharded_axes,
-    unrepeated,
 )
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.entries import Entry, contents_of, listed, materialize
@@ -316,9 +314,7 @@ def _check_states(
 
 def _fact(name: str, tensor: torch.Tensor) -> str:
     kind = f", {tensor.placements}" if isinstance(tensor, DTensor) else ""
-    repeated = [dim for leaf in _leaves(tensor) for dim in repeated_dims(leaf)]
-    repeats = f", repeated along {repeated}" if repeated else ""
-    return f"'{name}' of shape {list(tensor.shape)}, {tensor.dtype}{kind}{repeats}"
+    return f"'{name}' of shape {list(tensor.shape)}, {tensor.dtype}{kind}"
 
 
 def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -328,11 +324,10 @@ def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
 def _broadcast(
     tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int, bucket_nbytes: int
 ) -> None:
-    """Send tensors in buckets; of an expanded one, what it repeats."""
+    """Send tensors in buckets."""
     leaves = [leaf for tensor in tensors for leaf in _leaves(tensor) if leaf.numel()]
     bucket, nbytes = list[torch.Tensor](), 0
-    for expanded in sorted(leaves, key=lambda leaf: -leaf.itemsize):  # each is aligned in a bucket
-        leaf = unrepeated(expanded, repeated_dims(expanded))
+    for leaf in sorted(leaves, key=lambda leaf: -leaf.itemsize):  # each is aligned in a bucket
         is_full = nbytes + leaf.nbytes > bucket_nbytes
         if bucket and (is_full or bucket[0].device != leaf.device):
             _send(bucket, group, source)

@@ -146,13 +146,6 @@ STATES = "Expected the same parameters and buffers on all ranks, got on rank 0: 
 ARGUMENTS = "Expected the same arguments of sync_module_states() on all ranks, got on rank 0: "
 
 
-def repeated_on_one() -> nn.Module:
-    module = nn.Linear(4, 4)
-    values = torch.zeros(4, 1).expand(4, 2)
-    module.register_buffer("table", values.clone() if dist.get_rank() else values)
-    return module
-
-
 def on_meta_on_one() -> nn.Module:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[dist.get_rank()].to("meta" if dist.get_rank() else "cpu")
@@ -184,10 +177,6 @@ REFUSED: dict[str, Callable[[], object]] = {
     ),
     f"RankMismatchError: {STATES}'weight' of shape [4, 4], torch.float32; on rank 1: 'weight' of "
     "shape [5, 4], torch.float32": lambda: sync_module_states(nn.Linear(4, one_of(4, 5))),
-    f"RankMismatchError: {STATES}'table' of shape [4, 2], torch.float32, repeated along [1]; on "
-    "rank 1: 'table' of shape [4, 2], torch.float32": (
-        lambda: sync_module_states(repeated_on_one())
-    ),
     f"RankMismatchError: {ARGUMENTS}src_rank 0, keep_shards False, bucket_nbytes 33554432; on rank "
     "1: src_rank 1, keep_shards False, bucket_nbytes 33554432": (
         lambda: sync_module_states(linear(), src_rank=one_of(0, 1))

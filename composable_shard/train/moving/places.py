@@ -32,7 +32,7 @@ from composable_shard.core.group import ParamGroup
 from composable_shard.core.placement import ParamPlacement, Role, plan_placement
 from composable_shard.core.storage import ShardedParam, sharded_form
 from composable_shard.errors import ShardError
-from composable_shard.mesh import DataParallelMeshDims, ShardMesh, places_of, resolve_mesh
+from composable_shard.mesh import DataParallelMeshDims, ShardMesh, resolve_mesh
 from composable_shard.optim.blocks import Box, spread_over
 from composable_shard.optim.layouts import Fits, does_fit
 
@@ -177,7 +177,7 @@ class Ground(NamedTuple):
     """The ranks that a tensor lies on, and what they have of it by the axes of their mesh.
 
     Attributes:
-        ranks: Their numbers in the job, in the order of shards, along the last axis first.
+        ranks: Their numbers in the job, along the last axis first.
         extents: How many there are along each axis.
         roles: What each axis does: shard, replicate, or, ``None``, split the model.
     """
@@ -191,22 +191,16 @@ class Ground(NamedTuple):
         """Return the ranks of a mesh.
 
         Raises:
-            ShardError: If ranks have no place of their own where process groups, which sort their
-                ranks, say what lies where; or, if an axis splits the model, another than there.
+            ShardError: If they do not ascend. Process groups sort their ranks, so what lies where
+                would not be what the mesh shows.
         """
-        places, known = places_of(mesh), mesh.mesh.tolist()
-        if len({*places.values()}) < len(places):
+        ranks = mesh.mesh
+        if not all(bool((ranks.diff(dim=axis) > 0).all()) for axis in range(ranks.ndim)):
             raise ShardError(
-                "Expected a mesh whose ranks, sorted along each axis as process groups sort them, "
-                f"have a place of their own, got {known}"
+                "Expected a mesh whose ranks ascend along each axis for a model to move, got "
+                f"{ranks.tolist()}; such a model is moved by a checkpoint"
             )
-        ranks = sorted(places, key=lambda rank: places[rank])
-        if None in roles and ranks != mesh.mesh.flatten().tolist():
-            raise ShardError(
-                "Expected a mesh that splits the model to have ranks that ascend along each axis, "
-                f"got {known}"
-            )
-        return cls(tuple(ranks), tuple(mesh.shape), tuple(roles))
+        return cls(tuple(ranks.flatten().tolist()), tuple(mesh.shape), tuple(roles))
 
     def holding(self, shape: Sequence[int], cut: Cut) -> Holding:
         """Return how a tensor lies there."""

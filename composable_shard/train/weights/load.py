@@ -19,9 +19,7 @@ from composable_shard.errors import ShardError
 from composable_shard.train.full import (
     boxes_of,
     count_write,
-    repeated_dims,
     same_bits,
-    unrepeated,
 )
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.entries import (
@@ -195,15 +193,13 @@ class Reading:
             target = plain[own]
             piece = reader.read(stored, box) if full is None else full[box]
             piece = piece.reshape(target.shape)
-            what = f"'{match.stored[0].name}' and '{stored.name}', which the model ties"
             if not is_again:
-                repeated = repeated_dims(target)
-                unrepeated(target, repeated).copy_(unrepeated(piece, repeated))
-                if not repeated:
-                    continue
-                what = f"all parts of '{stored.name}' along {repeated}, which are one in the model"
-            if not same_bits(target, piece.to(target.device, target.dtype)):
-                raise ValueError(f"Expected {what}, to hold the same, got different values")
+                target.copy_(piece)
+            elif not same_bits(target, piece.to(target.device, target.dtype)):
+                raise ValueError(
+                    f"Expected '{match.stored[0].name}' and '{stored.name}', which the model ties, "
+                    "to hold the same, got different values"
+                )
 
     def _sent(self, stored: Stored, reader: Reader) -> torch.Tensor:
         """Return a full tensor, read by the first rank. Collective: a broadcast of its bytes."""
