@@ -21,6 +21,12 @@ from composable_shard.arguments import (
     checked_bool,
     checked_list,
 )
+from composable_shard.compat.torch_state import (
+    TorchState,
+    answer_torch,
+    list_with_torch,
+    torch_state,
+)
 from composable_shard.core.copying import (
     SavedModule,
     copy_sharded,
@@ -36,7 +42,6 @@ from composable_shard.core.group import (
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.reduction import assign_grad, clear, is_partial
 from composable_shard.core.storage import carry_over, grad_dtype_asked
-from composable_shard.core.torch_state import TorchState, answer_torch, torch_state
 from composable_shard.core.transport.collectives import (
     AllGather,
     ReduceScatter,
@@ -472,7 +477,9 @@ class FSDPModule(TorchFSDPModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a sharded copy with shards, groups and settings of its own; without gradients."""
-        return copy_sharded(cast(nn.Module, self), memo)
+        copied = copy_sharded(cast(nn.Module, self), memo)
+        list_with_torch(copied)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle this rank's shards, and how they are sharded; see ``docs/checkpoints.md``.
@@ -487,7 +494,8 @@ class FSDPModule(TorchFSDPModule):
         attributes = state if saved is None else saved.attributes
         super(TorchFSDPModule, self).__setstate__(attributes)  # type: ignore[misc]
         if saved is not None:
-            restore_module(cast(nn.Module, self), saved)
+            module = cast(nn.Module, self)
+            answer_torch(module, restore_module(module, saved))
 
     def _get_fsdp_state(self) -> TorchState:  # type: ignore[override]
         """Answer those that read torch's private state; it cannot be written to."""

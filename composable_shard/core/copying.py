@@ -25,7 +25,6 @@ from composable_shard.core.hooks import forward_methods, note_owners, register_f
 from composable_shard.core.shard import init_group
 from composable_shard.core.state_dict import Params, StateDictHook, hooks_of_state_dicts
 from composable_shard.core.storage import ShardedParam, Slot
-from composable_shard.core.torch_state import answer_torch, list_with_torch
 from composable_shard.core.tree import Tree, join_tree
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
@@ -119,8 +118,6 @@ def _fill(group: ParamGroup, memo: Memo) -> None:
     copied: ParamGroup = memo[id(group)]
     modules = tuple(copy.deepcopy(module, memo) for module in group.modules)
     _initialize(copied, modules, params, group.mesh, group.policy)
-    for module in modules:
-        list_with_torch(module)
     _copy_settings(group, copied, memo)
 
 
@@ -216,16 +213,16 @@ def save_module(module: nn.Module) -> SavedModule:
     return SavedModule(attributes, states, applied, methods)
 
 
-def restore_module(module: nn.Module, saved: SavedModule) -> None:
-    """Shard a module again after its attributes are restored."""
+def restore_module(module: nn.Module, saved: SavedModule) -> ParamGroup:
+    """Shard a module again after its attributes are restored; return its group."""
     group = group_of(module)
     assert group is not None
     module.__dict__[_torch.COMPOSABLE_STATE] = saved.states
     module.__dict__[_torch.COMPOSABLE_REGISTRY] = saved.applied
-    answer_torch(module, group)
     for name in saved.forward_methods:
         register_forward_method(module, name)
     _join(group)
+    return group
 
 
 def _reduce_group(group: ParamGroup) -> tuple[Any, ...]:
