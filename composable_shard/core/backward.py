@@ -91,12 +91,11 @@ class Backward:
         self.kept: list[ParamGroup] = []
         self.launched: set[ParamGroup] = set()
         self._task = _current_task()
-        self._creates_graph = False
+        self._creates_graph = self._has_closed = False
         for group in groups:
             group.progress = None
             group.finished_nodes.clear()
         end = partial(on_end, self)  # only the engine owns it: it dies if backward fails
-        self._has_closed = False
         self._end = weakref.ref(end, self._on_death)
         _torch.on_backward_end(end)
         for group in ran_inside:
@@ -109,8 +108,17 @@ class Backward:
         return self._end() is not None and _current_task() != -1
 
     def _on_death(self, _: object) -> None:
-        """Tell ranks that wait for this one if autograd has failed on it alone."""
-        if not self._has_closed and not announced:
+        """Register the sharded parameters if autograd has failed, and tell ranks that wait.
+
+        Where there are streams, a thread of the engine may call this: what comes next does it then.
+        """
+        if self._has_closed:
+            return
+        if not (self.is_inside or _torch.has_streams(self._groups[0].mesh.device)):
+            for group in self._groups:
+                if group.is_unsharded_registered:
+                    group.register_sharded()
+        if not announced:
             ranks = process_groups_of(self._groups)
             error = RuntimeError("autograd has raised an error, which that rank tells")
             announce(ranks, f"running backward of {self._groups[0].label}", error)
@@ -159,7 +167,8 @@ class Backward:
                 self._planned.add(group)
                 self.steps.append(PlanStep(group, is_gather=False))
             if self.is_inside:
-                self._gather_inside(group)
+                group.tree.tape.advance(group, 0)  # forward may need it next: it stays in between
+                _gather_alone(group)
         task = _current_task()
         if task not in progress.expected_nodes:
             nodes = [*group.program.accumulators]
@@ -190,10 +199,7 @@ class Backward:
                     step.group.progress.awaits_inner_task = False
                 self._finish_queued()
         if group.state is not State.UNSHARDED and group.settings.unshard_in_backward:
-            # needed again after it was finished
-            group.unshard()
-            group.wait()
-            group.register_unsharded()
+            _gather_alone(group)  # needed again after it was finished
             self._to_free.append(group)
 
     def _gather(self, group: ParamGroup) -> None:
@@ -205,12 +211,6 @@ class Backward:
             other.unshard()
         group.wait()
         group.register_unsharded()  # a checkpoint inside its module may recompute with them
-
-    def _gather_inside(self, group: ParamGroup) -> None:
-        group.tree.tape.advance(group, 0)  # forward may need it next: it stays in between
-        group.unshard()
-        group.wait()
-        group.register_unsharded()
 
     def _to_prefetch(self, group: ParamGroup) -> Iterable[ParamGroup]:
         """Return the groups to gather early: those that users have set, or the next of the plan."""
@@ -276,19 +276,14 @@ class Backward:
 
     # The end --------------------------------------------------------------------------------
 
-    def close_inside(self) -> set[ParamGroup]:
-        """End a backward within a forward; return the groups that it has come to."""
-        while self._finish_queue or self.steps:
-            queue = self._finish_queue
-            self._finish(queue.popleft() if queue else self.steps.pop().group)
-        self._has_closed = True
-        return self._planned
-
-    def close(self, *, waits: bool) -> None:
+    def close(self, *, waits: bool) -> set[ParamGroup]:
         """Run the remaining steps, free everything and, if it ``waits``, deliver all gradients.
 
         This finishes incomplete groups too: autograd may have passed undefined gradients, which
-        are not counted.
+        are not counted. A backward within a forward only runs its steps.
+
+        Returns:
+            The groups that it has come to.
 
         Raises:
             ShardError: If a gradient was accumulated after its group was reduced. On the ranks
@@ -302,9 +297,17 @@ class Backward:
                 self._gather(step.group)
             else:
                 self._finish(step.group)
-        for group in self._groups:  # what earlier backwards have accumulated without sync
-            is_left = group.unsynced_names or group.gives_zeros
-            if is_left and group.settings.reduce_grads and group not in self._planned:
+        if self.is_inside:
+            self._has_closed = True
+            return self._planned
+        for group in self._groups:
+            if group in self._planned:
+                continue
+            if group.is_unsharded_registered and not group.is_held:  # frozen
+                self.kept.append(group)
+                group.register_sharded()
+            # Earlier backwards may have accumulated without sync.
+            if group.settings.reduce_grads and (group.unsynced_names or group.gives_zeros):
                 self.launched.add(group)
                 self._in_flight.start(group, deferred=True)
         if waits:
@@ -318,6 +321,13 @@ class Backward:
                     "it, of a graph that ran inside of this backward; run that before or after it"
                 )
         self._has_closed = True
+        return self._planned
+
+
+def _gather_alone(group: ParamGroup) -> None:
+    group.unshard()
+    group.wait()
+    group.register_unsharded()
 
 
 # Uses of autograd that would lose gradients -------------------------------------------------------

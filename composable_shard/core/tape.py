@@ -8,7 +8,7 @@ no matter which part of the graph the loss of each rank reaches.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 Group = TypeVar("Group", bound=Hashable)
@@ -230,12 +230,8 @@ class Tape(Generic[Group]):
         return Plan(steps, set(last), checkpoints)
 
     def _first_and_last(self) -> tuple[dict[Group, Visit[Group]], dict[Group, Visit[Group]]]:
-        first: dict[Group, Visit[Group]] = {}
-        last: dict[Group, Visit[Group]] = {}
-        for visit in self.visits:
-            first.setdefault(visit.group, visit)
-            if visit.may_read:
-                before = last.get(visit.group)
-                if before is None or before.interval.left <= visit.interval.left:
-                    last[visit.group] = visit
-        return first, last
+        visits, group_of = self.visits[::-1], attrgetter("group")
+        first = dict(zip(map(group_of, visits), visits, strict=True))
+        reading = filter(attrgetter("may_read"), self.visits)
+        last = sorted(reading, key=attrgetter("interval.left"))
+        return first, dict(zip(map(group_of, last), last, strict=True))

@@ -388,7 +388,7 @@ class Tree:
     def _end_inside(self, backward: Backward) -> None:
         with _torch.apart_from_transforms():
             in_progress = [call.visit for call in self.call_stack]
-            ran = backward.close_inside()
+            ran = backward.close(waits=False)
             for group in (one for one in self.groups if one in ran):
                 self.ran_inside[group] = None
                 self.tape.forget(group, in_progress)

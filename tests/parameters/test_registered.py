@@ -93,6 +93,19 @@ def after_an_evaluation_within_accumulation(model: Net) -> None:
     after_forward_under_no_grad(model)
 
 
+def after_a_failed_backward(model: Net) -> None:
+    handle = model.blocks[0].up.register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model).backward()
+    handle.remove()
+
+
+def after_a_backward_of_later_layers(model: Net) -> None:
+    model.inp.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    loss_of(model).backward()
+
+
 WINDOWS: list[Callable[[Net], None]] = [
     after_backward,
     after_backward_without_sync,
@@ -102,6 +115,8 @@ WINDOWS: list[Callable[[Net], None]] = [
     after_forward_while_frozen,
     after_a_step_that_follows_an_unused_output,
     after_an_evaluation_within_accumulation,
+    after_a_failed_backward,
+    after_a_backward_of_later_layers,
 ]
 
 
