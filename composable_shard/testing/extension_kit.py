@@ -37,9 +37,12 @@ from composable_shard.core.codec import (
     GRAD_PRE,
     POST,
     PRE,
+    Format,
     bound_hook,
+    check_alike,
     flatten,
     has_grad_extension,
+    in_words,
     needs_extension,
 )
 from composable_shard.core.features.grad_extension import GradExtension, formats_of
@@ -309,13 +312,8 @@ def hooks(case: Case) -> None:
 def sent(case: Case) -> None:
     """All ranks send tensors of the same number, dtypes and trailing dims, with equal metadata."""
     gathers = Gathers(case, case.tensor().dtype)
-    formats = case.show([(tensor.dtype, list(tensor.shape[1:])) for tensor in gathers.send()])
-    for rank, theirs in enumerate(formats):
-        if theirs != formats[0]:
-            raise Broken(
-                "Expected tensors of the same number, dtypes and trailing dims from all ranks, got "
-                f"{in_words(formats[0])} on rank 0 and {in_words(theirs)} on rank {rank}"
-            )
+    formats = [Format(tensor.dtype, tuple(tensor.shape)) for tensor in gathers.send()]
+    check_alike("the tensor", range(case.num_ranks), case.show(formats))
     metadata = case.show(gathers.metadata)
     for rank, theirs in enumerate(metadata):
         if not alike(theirs, metadata[0]):
@@ -323,11 +321,6 @@ def sent(case: Case) -> None:
                 "Expected equal metadata on all ranks, since each rank gets its own back, got "
                 f"{metadata[0]} on rank 0 and {theirs} on rank {rank}; send what differs"
             )
-
-
-def in_words(formats: list[tuple[torch.dtype, list[int]]]) -> str:
-    """Name dtypes and trailing dims."""
-    return ", ".join(f"{dtype} {['rows', *dims]}".replace("'", "") for dtype, dims in formats)
 
 
 def alike(mine: Any, theirs: Any) -> bool:
@@ -449,10 +442,7 @@ class Reductions:
 
     def encode(self) -> list[torch.Tensor]:
         """Return what this rank sends."""
-        try:
-            return self._hooks.encode(self.parts())
-        except ExtensionError as error:
-            raise Broken(str(error)) from error
+        return self._hooks.encode(self.parts())
 
     def decode(self, sent: list[list[torch.Tensor]]) -> torch.Tensor:
         """Return what this rank makes of what all have sent."""
@@ -488,8 +478,8 @@ def gradient_sent(case: Case) -> None:
                 if theirs != formats[0]:
                     raise Broken(
                         f"Expected {GRAD_PRE} to return the same dtypes and shapes on all ranks "
-                        f"and each time, got {formats_in_words(formats[0])} on rank 0 and "
-                        f"{formats_in_words(theirs)} on rank {rank}"
+                        f"and each time, got {in_words(formats[0])} on rank 0 and "
+                        f"{in_words(theirs)} on rank {rank}"
                     )
 
 
@@ -520,11 +510,6 @@ def no_gradient(case: Case) -> None:
             f"Expected {GRAD_POST} to make zeros of zero bytes, got values up to "
             f"{total.abs().max().item():.3g}; a rank without a gradient sends zero bytes"
         )
-
-
-def formats_in_words(formats: Sequence[object]) -> str:
-    """Name dtypes and shapes."""
-    return f"[{', '.join(map(str, formats))}]"
 
 
 GRADIENT_CHECKS = (gradient_sent, gradient_summed, no_gradient)
@@ -790,7 +775,7 @@ def _in_words(error: RankError) -> str:
     if not error.failures:
         return "Expected an end, got ranks that wait for each other"
     first = error.failures[0]
-    if first.exception_type is Broken:
+    if first.exception_type in (Broken, ExtensionError):
         return first.message
     kind = first.exception_type.__name__
     return f"Expected no error, got {kind} on rank {first.rank}: {first.message}"

@@ -124,9 +124,9 @@ FIRST: list[tuple[Hook, str, str]] = [
     (
         lambda self, mesh: ((self.a, self.b if len(self.b) else torch.empty(0)), None),
         "sent",
-        "Expected tensors of the same number, dtypes and trailing dims from all ranks, got "
-        "torch.float32 [rows, 4], torch.float32 [rows, 4] on rank 0 and "
-        "torch.float32 [rows, 4], torch.float32 [rows] on rank 3 (4 ranks, shape [5, 4])",
+        f"Expected {PRE} of the tensor to return tensors of the same number, dtypes and trailing "
+        "dims on all ranks, got [torch.float32 [2, 4], torch.float32 [2, 4]] on rank 0 and "
+        "[torch.float32 [0, 4], torch.float32 [0]] on rank 3 (4 ranks, shape [5, 4])",
     ),
     (failing_on_one_rank, "sent", f"Expected no error, got KeyError on rank 1: 'scale'{TWO}"),
 ]
