@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
 import sys
 import tomllib
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -30,30 +31,16 @@ def _is_name(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return type(value) is int and value > 0
 
 
 def _is_speed(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    return type(value) in (int, float) and value > 0
 
 
 def _are_ranks(value: Any) -> bool:
     shape = value if isinstance(value, (list, tuple)) else [value]
     return len(shape) in (1, 2) and all(map(_is_count, shape))
-
-
-def _is_device(value: Any) -> bool:
-    if not isinstance(value, str):
-        return False
-    try:
-        torch.device(value)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, list) and all(_is_count(one) or one == 0 for one in value)
 
 
 def _is_dtype(value: Any) -> bool:
@@ -74,7 +61,7 @@ _KEYS: dict[str, _Kind] = {
     "model": _NAME,
     "arguments": _TABLE,
     "ranks": (_are_ranks, "a number of ranks, or [replicas, shards]"),
-    "device": (_is_device, "a device of torch"),
+    "device": (lambda value: hasattr(torch, str(value).partition(":")[0]), "a device of torch"),
     "optimizer": _NAME,
     "loss": _NAME,
     "batch": (
@@ -100,7 +87,13 @@ _SHARD_KEYS: dict[str, _Kind] = {
     "reduce_dtype": _DTYPE,
     "offload": _BOOL,
 }
-_TENSOR_KEYS: dict[str, _Kind] = {"shape": (_is_shape, "a list of lengths"), "dtype": _DTYPE}
+_TENSOR_KEYS: dict[str, _Kind] = {
+    "shape": (
+        lambda value: isinstance(value, list) and all(_is_count(one) or one == 0 for one in value),
+        "a list of lengths",
+    ),
+    "dtype": _DTYPE,
+}
 _OVERRIDES: dict[str, _Kind] = {**_KEYS, **_SHARD_KEYS, "batch": _COUNT, "context": _COUNT}
 _PASSED_ON = ("device", "flops", "bandwidth", "replica_bandwidth", "latency")
 
@@ -131,7 +124,7 @@ def read_config(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     config |= {name: overrides[name] for name in _KEYS if name in overrides and name != "batch"}
     call = {name: config[name] for name in _PASSED_ON if name in config}
     call["build_model"] = partial(_function(config, "model"), **config.get("arguments", {}))
-    call["mesh_shape"] = _shape(config.get("ranks", 1))
+    call["mesh_shape"] = config.get("ranks", 1)
     call["batch"] = _batch(config["batch"])
     if "optimizer" in config:
         call["optimizer"] = _named(config["optimizer"])
@@ -205,58 +198,43 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}, raised at {place.filename}:{place.lineno}"
 
 
-def _shape(ranks: Any) -> Any:
-    return tuple(ranks) if isinstance(ranks, list) else ranks
-
-
 def _batch(described: Any) -> Callable[[], Any]:
     """Return what makes the batch that is described by shapes and dtypes."""
     if isinstance(described, Mapping):
-        shapes = {name: _tensor(one) for name, one in described.items()}
-        return lambda: {name: torch.zeros(shape, dtype=d) for name, (shape, d) in shapes.items()}
-    listed = [_tensor(one) for one in described]
-    return lambda: tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in listed)
+        makers = {name: _tensor(one) for name, one in described.items()}
+        return lambda: {name: make() for name, make in makers.items()}
+    listed = list(map(_tensor, described))
+    return lambda: tuple(make() for make in listed)
 
 
-def _tensor(described: Any) -> tuple[list[int], torch.dtype]:
+def _tensor(described: Any) -> Callable[[], torch.Tensor]:
     if not isinstance(described, Mapping) or described.get("shape") is None:
         raise ConfigError(f"Expected a table with shape and dtype in batch, got {described!r}")
-    described = _checked(described, _TENSOR_KEYS, " in batch")
-    dtype: torch.dtype = getattr(torch, described.get("dtype", "float32"))
-    return described["shape"], dtype
+    said = _checked(described, _TENSOR_KEYS, " in batch")
+    return partial(torch.zeros, said["shape"], dtype=getattr(torch, said.get("dtype", "float32")))
 
 
 def _sharding(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    config = _checked(config, _SHARD_KEYS, " in fully_shard")
-    call: dict[str, Any] = {}
-    if "policy" in config:
-        policy = config["policy"]
-        call["policy"] = policy if isinstance(policy, int) else _classes(policy)
-    if "reshard_after_forward" in config:
-        call["reshard_after_forward"] = config["reshard_after_forward"]
-    if config.get("offload"):
+    said = {**_checked(config, _SHARD_KEYS, " in fully_shard"), **overrides}
+    names = ("policy", "reshard_after_forward")
+    call = {name: said[name] for name in names if name in said}
+    if isinstance(call.get("policy"), list):
+        call["policy"] = tuple(map(_named, call["policy"]))
+        for one in call["policy"]:
+            if not isinstance(one, type) or not issubclass(one, nn.Module):
+                raise ConfigError(
+                    f"Expected 'policy' in fully_shard to name classes of modules, got {one!r}"
+                )
+    if said.get("offload"):
         call["offload_policy"] = CPUOffloadPolicy()
-    said = {**config, **overrides}
-    param, reduce = (
-        getattr(torch, said[key]) if key in said else None
-        for key in ("param_dtype", "reduce_dtype")
-    )
+    names = ("param_dtype", "reduce_dtype")
+    dtypes = {name: getattr(torch, said[name]) for name in names if name in said}
     try:
-        if param or reduce:
-            call["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+        if dtypes:
+            call["mp_policy"] = MixedPrecisionPolicy(**dtypes)
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error)) from error
     return call
-
-
-def _classes(names: Sequence[str]) -> tuple[type[nn.Module], ...]:
-    found = tuple(map(_named, names))
-    for one in found:
-        if not isinstance(one, type) or not issubclass(one, nn.Module):
-            raise ConfigError(
-                f"Expected 'policy' in fully_shard to name classes of modules, got {one!r}"
-            )
-    return found
 
 
 def _hugging_face(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -350,7 +328,8 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Estimate what the arguments ask for; return the exit code."""
     try:
-        call = read_config(args.config, _overrides(args))
+        said = {name: value for name, value in vars(args).items() if value is not None}
+        call = read_config(args.config, {n: said[n] for n in _OVERRIDES if n in said})
     except ConfigError as error:
         return _fail(error, WRONG_ARGUMENTS)
     except ImportError as error:
@@ -376,23 +355,13 @@ def _fail(error: Exception | str, code: int) -> int:
 
 def _show(result: Any) -> None:
     """Print by rich where it is there and somebody looks, else as plain text."""
+    show: Callable[[Any], None] = print
     if sys.stdout.isatty():
-        try:
+        with contextlib.suppress(ImportError):
             from rich.console import Console
-        except ImportError:
-            pass
-        else:
-            Console().print(result)
-            return
-    print(result)
 
-
-def _overrides(args: argparse.Namespace) -> Mapping[str, Any]:
-    names = (
-        *("ranks", "device", "flops", "bandwidth", "replica_bandwidth", "latency"),
-        *("param_dtype", "reduce_dtype", "batch", "context"),
-    )
-    return {name: value for name in names if (value := getattr(args, name)) is not None}
+            show = Console().print
+    show(result)
 
 
 def _ranks(text: str) -> int | tuple[int, ...]:
@@ -401,5 +370,4 @@ def _ranks(text: str) -> int | tuple[int, ...]:
         raise argparse.ArgumentTypeError(
             f"Expected a number of ranks or REPLICASxSHARDS, got {text!r}"
         )
-    lengths = tuple(map(int, parts))
-    return lengths if len(lengths) > 1 else lengths[0]
+    return tuple(map(int, parts)) if len(parts) > 1 else int(text)

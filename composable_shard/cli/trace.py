@@ -70,39 +70,32 @@ COLUMNS = (
     "other",
     "MiB",
 )
-
-
 RESERVED = "reserved MiB"
 """One more column, where ranks have a device whose allocator tells it."""
 
 
-def columns_of(summary: dict[str, Any]) -> tuple[str, ...]:
-    """Return the columns of the table."""
-    return (*COLUMNS, RESERVED) if summary["peak_reserved_nbytes"] else COLUMNS
-
-
-def rows_of(summary: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return the cells of the table: milliseconds of a mean step, and the peaks of memory."""
-    num_columns = len(columns_of(summary))
-    return [
+def table_of(summary: dict[str, Any]) -> Table:
+    """Return the table: milliseconds of a mean step, and the peaks of memory."""
+    columns = (*COLUMNS, RESERVED) if summary["peak_reserved_nbytes"] else COLUMNS
+    rows = [
         (
             str(rank["rank"]),
             *(f"{rank[f'{name}_ms']:.1f}" for name in COLUMNS[1:6]),
             f"{rank['exposed_share']:.0%}",
             *(f"{rank[f'{name}_ms']:.1f}" for name in COLUMNS[7:9]),
             *(f"{rank[peak] / 2**20:,.0f}" if rank[peak] else "" for peak in PEAKS),
-        )[:num_columns]
+        )[: len(columns)]
         for rank in summary["ranks"]
     ]
+    num_steps = summary["num_steps"]
+    mean = f" of a step, mean of {num_steps}" if num_steps else ""
+    title = f"{len(rows)} ranks, milliseconds{mean}"
+    return Table(title, columns, tuple(rows), num_words=0)
 
 
 def _print(merged: MergedTrace, files: Sequence[str]) -> None:
     summary = merged.summary
-    num_steps = summary["num_steps"]
-    title = f"{len(merged.ranks)} ranks, " + (
-        f"milliseconds of a step, mean of {num_steps}" if num_steps else "milliseconds"
-    )
-    print(as_text([Table(title, columns_of(summary), tuple(rows_of(summary)), num_words=0)]))
+    print(as_text([table_of(summary)]))
     print(
         f"exposed communication: {summary['exposed_share']:.0%} of the step; "
         f"hidden: {summary['hidden_share']:.0%} of the communication"
