@@ -15,7 +15,6 @@ what its heap has handed out, which falls when a tensor is freed.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -27,18 +26,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from composable_shard.core.group import ParamGroup
-from composable_shard.insight.events import listening
 
 # PURE: from the marks of one rank to spans --------------------------------------------------------
 
@@ -133,22 +125,6 @@ class Sample(NamedTuple):
     reserved: int | None = None
 
 
-class Unfolded(NamedTuple):
-    """What the marks of a rank say.
-
-    Attributes:
-        spans: What it did, in order.
-        flights: What was communicated, by when it ended.
-        steps: When each step ended.
-        memory: Live and reserved memory, where it was asked.
-    """
-
-    spans: list[Span]
-    flights: list[Flight]
-    steps: list[int]
-    memory: list[Sample]
-
-
 class _Doing(NamedTuple):
     kind: str
     name: str
@@ -156,52 +132,51 @@ class _Doing(NamedTuple):
     number: int = -1
 
 
-def unfold(marks: Iterable[Mark]) -> Unfolded:
-    """Turn the marks of one rank, in the order in which they were made, into spans.
+class Unfolded:
+    """What the marks of a rank say.
+
+    Args:
+        marks: In the order in which they were made.
+
+    Attributes:
+        spans: What it did, in order.
+        flights: What was communicated, by when it ended.
+        steps: When each step ended.
+        memory: Live and reserved memory, where it was asked.
 
     Example:
         >>> marks = [Mark(0, "pre_forward", "0"), Mark(5, "begin_wait_for_all_gather", "0")]
         >>> marks += [Mark(7, "waited_for_all_gather", "0"), Mark(7, "wait_for_all_gather", "0")]
         >>> marks += [Mark(9, "post_forward", "0")]
-        >>> [(span.kind, span.start, span.end) for span in unfold(marks).spans]
+        >>> [(span.kind, span.start, span.end) for span in Unfolded(marks).spans]
         [('forward', 0, 5), ('wait', 5, 7), ('forward', 7, 9)]
     """
-    reader = _Reader()
-    for mark in marks:
-        reader.read(mark)
-    return reader.unfolded
 
-
-class _Reader:
-    """Reads marks one by one.
-
-    Attributes:
-        unfolded: What they said so far.
-    """
-
-    def __init__(self) -> None:
-        self.unfolded = Unfolded([], [], [], [])
+    def __init__(self, marks: Iterable[Mark]) -> None:
+        self.spans, self.flights = list[Span](), list[Flight]()
+        self.steps, self.memory = list[int](), list[Sample]()
         self._under_way: list[_Doing] = []  # forwards, backwards and optimizer steps
         self._part: _Doing | None = None  # a launch, wait or copy within them
-        self._since = 0
-        self._now = 0
+        self._since = self._now = 0
         self._flying: dict[tuple[str, str], int] = {}  # when the launch began
         self._waited: dict[tuple[str, str], int] = {}
         self._regathering: set[str] = set()
         self._num_flown: Counter[tuple[str, str]] = Counter()
+        for mark in marks:
+            self._read(mark)
 
-    def read(self, mark: Mark) -> None:
+    def _read(self, mark: Mark) -> None:
         """Take in the next mark; one that seems to come before the last counts as that moment."""
         self._now = max(self._now, mark.time)
         before = self._doing
         if mark.memory is not None:
-            self.unfolded.memory.append(Sample(self._now, *mark.memory))
+            self.memory.append(Sample(self._now, *mark.memory))
         if not self._take_part(mark.event, mark.name):
             self._take_whole(mark.event, mark.name)
         if self._doing != before:
             if before is not None and self._now > self._since:
                 kind, name, op, number = before
-                self.unfolded.spans.append(Span(kind, name, self._since, self._now, op, number))
+                self.spans.append(Span(kind, name, self._since, self._now, op, number))
             self._since = self._now
 
     @property
@@ -250,7 +225,7 @@ class _Reader:
         if start is not None:
             op, name = key
             flight = Flight(op, name, self._num_flown[key], start, self._now)
-            self.unfolded.flights.append(flight)
+            self.flights.append(flight)
             self._num_flown[key] += 1
 
     # Wholes -----------------------------------------------------------------------------------
@@ -267,7 +242,7 @@ class _Reader:
         if event in ("step", "end"):
             self._under_way.clear()
             if event == "step":
-                self.unfolded.steps.append(self._now)
+                self.steps.append(self._now)
             return
         kind = event.rpartition("_")[2]
         doing = _Doing(kind, name)
@@ -404,88 +379,13 @@ def _heap() -> Callable[[], Reading] | None:
     return read
 
 
-# Hears the groups of a model and the optimizers of its parameters, and makes marks ----------------
-
-# Asking costs more than a time does: only where memory was taken, or is about to be given back.
-ASKS_MEMORY = {
-    *("begin", "all_gather", "post_forward", "reshard", "post_backward"),
-    *("reduce_scatter", "wait_for_reduce_scatter", "wait_for_all_reduce"),
-    *("begin_optimizer", "optimizer", "step", "end"),
-}
-
-
-class Recorder:
-    """Makes marks while it is open.
-
-    Args:
-        module: The model; optimizers of others are not heard.
-        roots: The root groups of the sharded trees in it, by their names within the model.
-        clock: When something happens.
-        memory: Returns what memory there is; ``None`` if nothing tells it.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        roots: Mapping[str, ParamGroup],
-        clock: Clock,
-        memory: Callable[[], Reading] | None,
-    ) -> None:
-        self._module = module
-        self._roots = roots
-        self._clock = clock
-        self._memory = memory
-        self._stamp = clock.stamp
-        self._marks: list[tuple[Any, str, str, Reading | None]] = []
-        self._open = contextlib.ExitStack()
-        self._is_ours: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
-
-    def open(self) -> None:
-        """Begin to listen."""
-        self.mark("begin")
-        for prefix, root in self._roots.items():
-            self._open.enter_context(listening(root.tree, partial(self._hear, prefix)))
-        begin, end = partial(self._step, "begin_optimizer"), partial(self._step, "optimizer")
-        self._open.callback(register_optimizer_step_pre_hook(begin).remove)
-        self._open.callback(register_optimizer_step_post_hook(end).remove)
-
-    def close(self) -> list[Mark]:
-        """Listen no longer; return all marks."""
-        self._open.close()
-        self.mark("end")
-        times = self._clock.times([stamp for stamp, *_ in self._marks])
-        marks = [
-            Mark(time, event, name, memory)
-            for time, (_, event, name, memory) in zip(times, self._marks, strict=True)
-        ]
-        self._marks.clear()
-        return marks
-
-    def mark(self, event: str, name: str = "") -> None:
-        """Note that something happens now."""
-        ask = self._memory if event in ASKS_MEMORY else None
-        self._marks.append((self._stamp(), event, name, ask() if ask is not None else None))
-
-    def _hear(self, prefix: str, event: str, name: str) -> None:
-        self.mark(event, join(prefix, name))
-
-    def _step(self, event: str, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        is_ours = self._is_ours.get(optimizer)
-        if is_ours is None:
-            own = {id(param) for param in self._module.parameters()}
-            is_ours = self._is_ours[optimizer] = any(
-                id(param) in own for group in optimizer.param_groups for param in group["params"]
-            )
-        if is_ours:
-            self.mark(event, type(optimizer).__name__)
+# What one rank recorded, and the file that holds it -----------------------------------------------
 
 
 def join(prefix: str, name: str) -> str:
     """Return the name within the model of a group that is called ``name`` within its tree."""
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
-
-# What one rank recorded, and the file that holds it -----------------------------------------------
 
 FORMAT = "composable_shard.trace 1"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -570,10 +470,10 @@ class RankTrace:
 
     def recorded(self, marks: Sequence[Mark], first_step: int) -> RankTrace:
         """Return the trace of a rank that has made these marks, the last one just now."""
-        unfolded = unfold(marks)
+        told = Unfolded(marks)
         # A tree that was sharded further meanwhile calls its groups otherwise: nothing is known.
         sets = [*self.rank_sets, [self.rank]]
-        names = {flight.name for flight in unfolded.flights} - self.groups.keys()
+        names = {flight.name for flight in told.flights} - self.groups.keys()
         renamed = dict.fromkeys(sorted(names), GroupFacts(0, 0, len(sets) - 1, len(sets) - 1))
         behind = time.perf_counter_ns() - marks[0].time
         return replace(
@@ -584,7 +484,10 @@ class RankTrace:
             begin=marks[0].time,
             end=max(mark.time for mark in marks),
             first_step=first_step,
-            **unfolded._asdict(),
+            steps=told.steps,
+            spans=told.spans,
+            flights=told.flights,
+            memory=told.memory,
         )
 
     @property

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +23,7 @@ def nbytes_text(nbytes: float | None) -> str:
     """
     if nbytes is None:
         return UNKNOWN
-    amount, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        if amount < 1024:
-            break
-        amount, unit = amount / 1024, larger
-    return f"{_three_digits(amount)} {unit}"
+    return _in_units(nbytes, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
 
 
 def count_text(count: float) -> str:
@@ -36,12 +32,14 @@ def count_text(count: float) -> str:
     >>> count_text(999), count_text(1234567), count_text(7e10)
     ('999', '1.23 M', '70 G')
     """
-    amount, unit = float(count), ""
-    for larger in ("k", "M", "G", "T", "P", "E"):
-        if amount < 1000:
-            break
-        amount, unit = amount / 1000, f" {larger}"
-    return f"{_three_digits(amount)}{unit}"
+    return _in_units(count, 1000, ("", " k", " M", " G", " T", " P", " E"))
+
+
+def _in_units(amount: float, step: int, units: Sequence[str]) -> str:
+    power = 0
+    while amount >= step and power < len(units) - 1:
+        amount, power = amount / step, power + 1
+    return f"{_three_digits(amount)}{units[power]}"
 
 
 def seconds_text(seconds: float | None) -> str:
@@ -153,7 +151,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as dicts, lists, strings and numbers, as JSON has them."""
-        plain: dict[str, Any] = as_plain(self)
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[call-overload]
         return plain
 
     def __str__(self) -> str:
@@ -183,18 +181,6 @@ class Report:
 
     def _repr_html_(self) -> str:
         return "\n".join(map(_section_html, self.sections()))
-
-
-def as_plain(value: Any) -> Any:
-    """Return dataclasses as dicts and tuples as lists, all the way down."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = dataclasses.fields(value)
-        return {field.name: as_plain(getattr(value, field.name)) for field in fields}
-    if isinstance(value, Mapping):
-        return {key: as_plain(member) for key, member in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [as_plain(member) for member in value]
-    return value
 
 
 def _section_html(section: Section) -> str:

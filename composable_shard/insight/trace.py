@@ -5,22 +5,31 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from composable_shard.arguments import check_int, check_module, check_path
 from composable_shard.core.group import ParamGroup
 from composable_shard.insight import merging
+from composable_shard.insight.events import listening
 from composable_shard.insight.merging import MergedTrace, merge
 from composable_shard.insight.recording import (
     Clock,
     LiveMemory,
+    Mark,
     RankTrace,
-    Recorder,
+    Reading,
     clock_of,
     file_of,
+    join,
     live_memory,
     write,
 )
@@ -30,6 +39,14 @@ __all__ = ["MergedTrace", "Timeline", "merge", "trace"]
 
 MAX_MERGED = 64
 """Of how many ranks the last one merges all; of more that would stop it for long."""
+
+
+# Asking costs more than a time does: only where memory was taken, or is about to be given back.
+ASKS_MEMORY = {
+    *("begin", "all_gather", "post_forward", "reshard", "post_backward"),
+    *("reduce_scatter", "wait_for_reduce_scatter", "wait_for_all_reduce"),
+    *("begin_optimizer", "optimizer", "step", "end"),
+}
 
 
 class Timeline:
@@ -53,16 +70,16 @@ class Timeline:
         check_int("skip", skip, 0)
         if steps is not None:
             check_int("steps", steps, 1)
-        roots = _roots_in(module)
-        device = next(iter(roots.values())).mesh.device
+        self._module, self._roots = module, _roots_in(module)
+        device = next(iter(self._roots.values())).mesh.device
         memory = memory or live_memory(device)
         self.recorded: RankTrace | None = None
-        self._folder = folder
-        self._skip = skip
+        self._folder, self._skip, self._num_steps = folder, skip, 0
         self._last = None if steps is None else skip + steps
-        self._num_steps = 0
-        self._empty = RankTrace.empty(roots, memory.of)
-        self._recorder = Recorder(module, roots, clock or clock_of(device), memory.read)
+        self._empty = RankTrace.empty(self._roots, memory.of)
+        self._clock, self._read_memory = clock or clock_of(device), memory.read
+        self._marks: list[tuple[Any, str, str, Reading | None]] = []
+        self._hooks = contextlib.ExitStack()
         self._is_open = False
         if folder is not None:
             merging.clear(folder, self._empty.rank, self._empty.num_ranks)
@@ -83,7 +100,7 @@ class Timeline:
         """
         self._num_steps += 1
         if self._is_open:
-            self._recorder.mark("step")
+            self._mark("step")
         elif self._num_steps == self._skip:
             self._open()
         if self._num_steps == self._last:
@@ -103,7 +120,12 @@ class Timeline:
         if not self._is_open:
             return
         self._is_open = False
-        self.recorded = self._empty.recorded(self._recorder.close(), self._skip)
+        self._hooks.close()
+        self._mark("end")
+        stamps, *others = zip(*self._marks, strict=True)
+        marks = map(Mark, self._clock.times(stamps), *others)
+        self.recorded = self._empty.recorded(list(marks), self._skip)
+        self._marks.clear()
         if self._folder is not None:
             try:
                 self._write(self._folder, self.recorded)
@@ -139,7 +161,26 @@ class Timeline:
 
     def _open(self) -> None:
         self._is_open = True
-        self._recorder.open()
+        self._mark("begin")
+        for prefix, root in self._roots.items():
+            self._hooks.enter_context(listening(root.tree, partial(self._hear, prefix)))
+        pre = register_optimizer_step_pre_hook(partial(self._hear_step, "begin_optimizer"))
+        post = register_optimizer_step_post_hook(partial(self._hear_step, "optimizer"))
+        self._hooks.callback(pre.remove)
+        self._hooks.callback(post.remove)
+
+    def _mark(self, event: str, name: str = "") -> None:
+        """Note that something happens now."""
+        ask = self._read_memory if event in ASKS_MEMORY else None
+        self._marks.append((self._clock.stamp(), event, name, None if ask is None else ask()))
+
+    def _hear(self, prefix: str, event: str, name: str) -> None:
+        self._mark(event, join(prefix, name))
+
+    def _hear_step(self, event: str, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if not stepped.isdisjoint(map(id, self._module.parameters())):  # it is of this model
+            self._mark(event, type(optimizer).__name__)
 
 
 @contextlib.contextmanager
