@@ -601,6 +601,7 @@ class Bucket:
             between uses. With one shard and no cast it is ``sharded`` itself, and nothing is ever
             copied.
         whole: The part of ``unsharded`` to copy ``sharded`` to, if there is only one shard.
+        is_away: Whether shards are kept on another device than that of compute.
         is_uploaded: Whether shards are copied from pinned memory of the host, beside compute.
         has_arrays: Whether arrays of NumPy share the memory of ``unsharded``, which then stays.
         gather_outputs: Where each message arrives: in place, or, the packed one, in ``staging``.
@@ -636,12 +637,10 @@ class Bucket:
         is_on_host = self.device.type == "cpu"
         self.is_uploaded = is_on_host and copies_beside_compute(first.offload, self.mesh.device)
         self.has_arrays = False
-        self.shares_storage = (
-            self.mesh.num_shards == 1
-            and self.dtype == self.compute_dtype
-            and self.device == self.mesh.device
-            and not self.is_uploaded
-        )
+        is_offloaded = first.offload is not None and _torch.aligns(self.mesh.device)
+        self.is_away = self.device != self.mesh.device or is_offloaded
+        is_cast = self.dtype != self.compute_dtype
+        self.shares_storage = self.mesh.num_shards == 1 and not is_cast and not self.is_away
         for param in params:
             param.shares_storage = self.shares_storage
         self._make_sharded([shards[index] for index in self.layout.order])
@@ -762,8 +761,7 @@ class _AllGather:
         self._has_streams = _torch.has_streams(bucket.mesh.device)
         layout, mesh = bucket.layout, bucket.mesh
         self._in_place = all(map(is_, shards, bucket.locals))
-        self._casts = not self._in_place or bucket.dtype != bucket.compute_dtype
-        self._casts = self._casts or bucket.device != mesh.device or bucket.is_uploaded
+        self._casts = not self._in_place or bucket.dtype != bucket.compute_dtype or bucket.is_away
         self._shards = shards
         self._source = bucket.sharded
         if self._casts:

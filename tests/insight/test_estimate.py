@@ -146,6 +146,8 @@ def test_offloaded_shards_are_on_the_cpu() -> None:
     least = here.between_steps.shards + here.between_steps.optimizer
     assert away.on_cpu >= least + here.between_steps.shards
     assert told(2, offload_policy=CPUOffloadPolicy(pin_memory=False), device="cpu").on_cpu == 0
+    [alone, whole] = told(1, offload_policy=CPUOffloadPolicy(pin_memory=False)), told(1)
+    assert alone.peak.gathered == whole.between_steps.shards  # which is copied to the device
 
 
 def test_activation_checkpoints_need_less_memory_and_more_compute() -> None:
