@@ -191,25 +191,6 @@ def flat_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
-def axes_beside(mesh: DeviceMesh, others: DeviceMesh) -> DeviceMesh:
-    """Return the axes of the names of ``others`` in the mesh of which ``mesh`` is a part.
-
-    Raises:
-        ValueError: If it has none of these names.
-
-    Hazard: which mesh another was sliced out of is private to torch. Guard: none. Test:
-    ``test_tensor_parallelism_moves_along_the_other_axes``.
-    """
-    whole, names = mesh._get_root_mesh(), others.mesh_dim_names or ()
-    known = whole.mesh_dim_names or ()
-    if not {*names} <= {*known}:
-        raise ValueError(
-            f"Expected a part of a mesh that has the axes {names} too, got one of {known}; make a "
-            "mesh with all axes and pass a part of it, such as mesh['data']"
-        )
-    return whole[names]
-
-
 def last_axis(mesh: DeviceMesh) -> DeviceMesh:
     """Return the 1-D mesh of the last axis. Collective: none."""
     return mesh if mesh.ndim == 1 else mesh[cast(tuple[str, ...], mesh.mesh_dim_names)[-1]]

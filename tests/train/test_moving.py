@@ -32,7 +32,7 @@ from composable_shard import (
 from composable_shard.optim.blocks import Box
 from composable_shard.testing import RankError, run_ranks
 from composable_shard.train.moving import cargo
-from composable_shard.train.moving.places import Cut, Ground, Piece, cut_box, pieces_of, rounds_of
+from composable_shard.train.moving.places import Ground, Piece, cut_box, pieces_of, rounds_of
 from train.moved import (
     OPTIMIZERS,
     as_device,
@@ -76,7 +76,7 @@ def test_every_rank_gets_each_of_its_elements_once(
     shape: tuple[int, ...], data: st.DataObject, before: Ground, after: Ground
 ) -> None:
     dim = data.draw(st.sampled_from([None, *range(len(shape))]))
-    have, want = before.holding(shape, Cut(dim)), after.holding(shape, Cut(dim))
+    have, want = before.holding(shape, dim), after.holding(shape, dim)
     pieces = pieces_of(5, have, want)
     assert all(piece.tensor == 5 for piece in pieces)
     for rank in range(6):

@@ -26,7 +26,13 @@ from composable_shard.core.shard import build_buckets
 from composable_shard.core.storage import ShardedParam, Storage
 from composable_shard.errors import ShardError
 from composable_shard.optim.layouts import LayoutOptimizer
-from composable_shard.train.moving.places import Cut, Ground, Target, cut_of, whole_on_meta
+from composable_shard.train.moving.places import (
+    Ground,
+    Target,
+    placements_of,
+    sharded_dim,
+    whole_on_meta,
+)
 from composable_shard.train.weights.entries import exchange, register_instead
 
 # What the ranks tell each other -------------------------------------------------------------------
@@ -53,15 +59,15 @@ class Item(NamedTuple):
         shape: Its global shape.
         stride: Its global strides.
         dtype: Its dtype.
-        param: The parameter that it is cut like; ``None`` for what every rank has as a whole.
-        cut: How it is cut, if it is.
+        param: The parameter that it lies beside; ``None`` for what every rank has as a whole.
+        dim: On which dim it is sharded, if it is.
     """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     param: int | None = None
-    cut: Cut = Cut()
+    dim: int | None = None
 
 
 class Told(NamedTuple):
@@ -188,7 +194,7 @@ class Possession:
         if param is None or not isinstance(tensor, DTensor):
             return item
         placement = self.params[param].placement
-        item = item._replace(param=param, cut=cut_of(self._what(key), tensor, placement))
+        item = item._replace(param=param, dim=sharded_dim(self._what(key), tensor, placement))
         sizes = _sizes(item, placement)
         if sizes != local.shape:
             raise ShardError(
@@ -228,9 +234,6 @@ class Possession:
         Args:
             told: What moves.
             target: Where to.
-
-        Raises:
-            ShardError: If a tensor subclass cannot be made anew.
         """
         is_new, plain = self.is_empty, self._plain()
         self._locals = self._new_shards(told, target)
@@ -376,7 +379,7 @@ class Possession:
             return local
         placement = self.params[item.param].placement
         meta = _torch.TensorMeta(torch.Size(item.shape), item.stride, item.dtype)
-        spec = _torch.make_spec(placement.mesh, item.cut.placements(placement.roles), meta)
+        spec = _torch.make_spec(placement.mesh, placements_of(placement.roles, item.dim), meta)
         if not isinstance(before, DTensor):
             return _torch.from_local(local, spec)
         _torch.relocate(before, local, spec)
@@ -412,5 +415,5 @@ def _states_of(optimizer: Optimizer) -> Mapping[torch.Tensor, dict[str, Any]]:
 def _sizes(item: Item, placement: ParamPlacement) -> tuple[int, ...]:
     """Return the shape of what this rank has of a tensor that is cut like a parameter."""
     ground = Ground.of(placement.mesh, placement.roles)
-    box, _ = ground.holding(item.shape, item.cut)[dist.get_rank()]
+    box, _ = ground.holding(item.shape, item.dim)[dist.get_rank()]
     return box.sizes

@@ -46,6 +46,11 @@ def _check_group(group: ParamGroup) -> None:
             "reduced; end the backward first"
         )
     for param in group.params:
+        if param.placement.model is not None:
+            raise ShardError(
+                f"Expected parameter '{param.name}' to be sharded by fully_shard alone for a model "
+                "to move, got one under tensor parallelism; such a model is moved by a checkpoint"
+            )
         if not param.local.is_meta:
             check_plain(f"parameter '{param.name}'", param.local)
         if param.name in group.unsynced_names or is_partial(param.sharded.grad):
@@ -245,14 +250,14 @@ class _Move:
         grounds: tuple[Ground, ...] = getattr(self._places[rank], when)
         if not grounds or item.param is None:
             return whole(item.shape) if grounds else None
-        return grounds[item.param].holding(item.shape, item.cut)[rank][0]
+        return grounds[item.param].holding(item.shape, item.dim)[rank][0]
 
     def _pieces(self, number: int, item: Item) -> list[Piece]:
         """Return what moves of an item; who has a copy of what is not cut keeps it."""
         found = list[Piece]()
         if item.param is not None:
             for ground in self._ways[item.param]:
-                found += pieces_of(number, *(one.holding(item.shape, item.cut) for one in ground))
+                found += pieces_of(number, *(one.holding(item.shape, item.dim) for one in ground))
             return found
         for place, rank in enumerate(self._joining):
             near = [one for one in self._having if one in self._places[rank].peers]
@@ -318,8 +323,7 @@ def move(
         mesh: 1-D, or 2-D ``(replicate, shard)`` with names, as for :func:`fully_shard`; or one for
             each pattern of names (``"*.experts.*"``), or function of a name and a parameter: the
             first that fits says where a parameter goes. All ranks pass it, those that are not in it
-            too. Under tensor parallelism the data-parallel axes of a mesh that has the
-            tensor-parallel ones too, with the same ranks; with ``dp_mesh_dims`` that whole mesh.
+            too.
         bucket_nbytes: How many bytes of messages a rank has at a time.
         process_group: The ranks of both meshes, which all call this; all ranks if absent.
 
@@ -329,9 +333,9 @@ def move(
         RankMismatchError: On all ranks, if models, optimizers or meshes differ between them.
         ShardError: On all ranks, if an argument is wrong on some of them, or one cannot move;
             everything is as it was then. In a forward or backward, within :func:`unsharded` and
-            :func:`parked`; for gradients that are not reduced; for tensor subclasses; for
-            parameters that different ranks have on different meshes and that are to become one; for
-            a mesh without a parameter, or with other tensor-parallel ranks.
+            :func:`parked`; for gradients that are not reduced; for tensor subclasses and tensor
+            parallelism; for parameters that different ranks have on different meshes and that are
+            to become one; for a mesh without a parameter.
 
     Collective: an all-to-all for each bucket, and a few all-gathers of small objects; with
         :func:`with_layout`, those of its ``state_dict`` and ``load_state_dict``.

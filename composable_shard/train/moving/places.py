@@ -17,17 +17,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.placement import ParamPlacement, Role, plan_placement
 from composable_shard.core.storage import ShardedParam, sharded_form
@@ -141,45 +138,13 @@ def rounds_of(
 # Which part of a tensor each rank has -------------------------------------------------------------
 
 
-class Cut(NamedTuple):
-    """Which dims of a tensor are cut, whatever the number of ranks.
-
-    Attributes:
-        shard: The dim that the data-parallel ranks shard; ``None`` if they have all of it.
-        num_parts: Of how many parts of that dim, which other axes have cut, each is sharded;
-            ``None`` if data-parallel ranks come first.
-        model: For each axis that splits the model, the dim that it cuts, if any.
-    """
-
-    shard: int | None = None
-    num_parts: int | None = None
-    model: tuple[int | None, ...] = ()
-
-    def dims(self, roles: Sequence[Role]) -> list[int | None]:
-        """Return the dim that each axis of a mesh cuts, if any, by what the axes do."""
-        model, dims = iter(self.model), {"replicate": None, "shard": self.shard}
-        return [next(model) if role is None else dims[role] for role in roles]
-
-    def placements(self, roles: Sequence[Role]) -> tuple[Placement, ...]:
-        """Return how a DTensor that is cut so lies on a mesh with axes of these roles."""
-        found = list[Placement]()
-        for role, dim in zip(roles, self.dims(roles), strict=True):
-            if dim is None:
-                found.append(Replicate())
-            elif role == "shard" and self.num_parts is not None:
-                found.append(_torch.strided_shard(dim, self.num_parts))
-            else:
-                found.append(Shard(dim))
-        return tuple(found)
-
-
 class Ground(NamedTuple):
     """The ranks that a tensor lies on, and what they have of it by the axes of their mesh.
 
     Attributes:
         ranks: Their numbers in the job, along the last axis first.
         extents: How many there are along each axis.
-        roles: What each axis does: shard, replicate, or, ``None``, split the model.
+        roles: What each axis does: shard or replicate.
     """
 
     ranks: tuple[int, ...]
@@ -202,16 +167,21 @@ class Ground(NamedTuple):
             )
         return cls(tuple(ranks.flatten().tolist()), tuple(mesh.shape), tuple(roles))
 
-    def holding(self, shape: Sequence[int], cut: Cut) -> Holding:
-        """Return how a tensor lies there."""
-        is_inner = cut.num_parts is not None
-        inner = [axis for axis, role in enumerate(self.roles) if role == "shard" and is_inner]
-        spread = spread_over(shape, self.extents, cut.dims(self.roles), inner)
+    def holding(self, shape: Sequence[int], dim: int | None) -> Holding:
+        """Return how a tensor lies there that is sharded on a dim, or on none."""
+        over = [dim if role == "shard" else None for role in self.roles]
+        spread = spread_over(shape, self.extents, over)
         return dict(zip(self.ranks, zip(spread.boxes, spread.replicas, strict=True), strict=True))
 
 
-def cut_of(what: str, tensor: DTensor, placement: ParamPlacement) -> Cut:
-    """Return how a parameter is cut, or its gradient, or a state of it.
+def placements_of(roles: Sequence[Role], dim: int | None) -> tuple[Placement, ...]:
+    """Return how a DTensor lies on axes of these roles that is sharded on a dim, or on none."""
+    cut: Placement = Replicate() if dim is None else Shard(dim)
+    return tuple(cut if role == "shard" else Replicate() for role in roles)
+
+
+def sharded_dim(what: str, tensor: DTensor, placement: ParamPlacement) -> int | None:
+    """Return on which dim a parameter is sharded, or its gradient, or a state of it.
 
     Args:
         what: What messages call it.
@@ -219,28 +189,17 @@ def cut_of(what: str, tensor: DTensor, placement: ParamPlacement) -> Cut:
         placement: Of the parameter.
 
     Raises:
-        ShardError: If it is not cut into ranges, or lies on another mesh than the parameter.
+        ShardError: If it is cut otherwise, or lies on another mesh than the parameter.
     """
-    mesh, dims = tensor.device_mesh, [getattr(p, "dim", None) for p in tensor.placements]
-    axis = placement.roles.index("shard") if "shard" in placement.roles else None
-    model = tuple(d for d, role in zip(dims, placement.roles, strict=False) if role is None)
-    cut = Cut(model=model)
-    expected = None
-    if mesh == placement.mesh and axis is not None:
-        later = range(axis + 1, mesh.ndim)
-        expected = prod(mesh.size(other) for other in later if dims[other] == dims[axis])
-        cut = Cut(dims[axis], _torch.num_parts_of_strided(tensor.placements[axis]), model)
-    is_whole = cut.num_parts in (None, expected)
-    if (
-        mesh != placement.mesh
-        or not is_whole
-        or cut.placements(placement.roles) != tensor.placements
-    ):
+    dims = (getattr(cut, "dim", None) for cut in tensor.placements)
+    dim = next((dim for dim in dims if dim is not None), None)
+    is_alike = tensor.placements == placements_of(placement.roles, dim)
+    if tensor.device_mesh != placement.mesh or not is_alike:
         raise ShardError(
             f"Expected {what} to be cut by Shard over axes of the mesh of the parameter, got "
-            f"{tensor.placements} on {mesh}; such a model is moved by a checkpoint"
+            f"{tensor.placements} on {tensor.device_mesh}; such a model is moved by a checkpoint"
         )
-    return cut
+    return dim
 
 
 # Where parameters are to lie ----------------------------------------------------------------------
@@ -281,7 +240,8 @@ class Target:
         for param, mesh in zip(params, self._meshes, strict=True) if self.is_member else ():
             over = resolve_mesh(mesh, _dims_of(param))
             self.over.append(over)
-            self.placements.append(plan_param(param, over))
+            planned = plan_placement(param.name, whole_on_meta(param), param.layout.dim, over)
+            self.placements.append(planned)
         self._indices = {id(param): index for index, param in enumerate(params)}
 
     def grounds(self) -> list[Ground]:
@@ -346,38 +306,6 @@ def _mesh_of_each(
     return found
 
 
-def plan_param(param: ShardedParam, mesh: ShardMesh) -> ParamPlacement:
-    """Plan how a parameter lies over other ranks; those that split the model stay the same.
-
-    Raises:
-        ValueError: If it cannot be cut so.
-    """
-    whole, model = whole_on_meta(param), param.placement.model
-    if model is None:
-        return plan_placement(param.name, whole, param.layout.dim, mesh)
-    beside = mesh.full_mesh
-    if beside is None:
-        beside = _torch.axes_beside(mesh.mesh, model.mesh)
-    meta = model.tensor_meta
-    assert meta is not None
-    whole = _torch.from_local(whole, _torch.make_spec(beside, model.placements, meta))
-    planned = plan_placement(param.name, whole, param.layout.dim, mesh)
-    before, after = _model_ranks(param.placement), _model_ranks(planned)
-    if before != after:
-        raise ValueError(
-            f"Expected the tensor-parallel ranks {before} of parameter '{param.name}' to stay "
-            f"together, got a mesh with {after} in their place"
-        )
-    # Modules that were parallelized know the mesh that they have.
-    return planned if mesh.full_mesh is not None else replace(planned, model=model)
-
-
 def whole_on_meta(param: ShardedParam) -> torch.Tensor:
     """Return a tensor like what the ranks of a parameter hold together, without memory."""
     return param.layout.whole(torch.empty(param.layout.param.numel, device="meta"))
-
-
-def _model_ranks(placement: ParamPlacement) -> list[list[int]]:
-    """Return, for each axis that splits the model, the ranks that this one has there."""
-    axes = [axis for axis, role in enumerate(placement.roles) if role is None]
-    return [dist.get_process_group_ranks(placement.mesh.get_group(axis)) for axis in axes]
