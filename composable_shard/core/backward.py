@@ -273,6 +273,7 @@ class Backward:
         if group.needs_reduce:
             self.launched.add(group)
             self._in_flight.start(group)
+        group.finished_nodes.clear()
 
     # The end --------------------------------------------------------------------------------
 
@@ -315,7 +316,7 @@ class Backward:
         for group in self._to_free:
             group.reshard()
         for group in self._planned:
-            if any(map(Reduction.has_unsharded_grads, group.program.reductions)):
+            if group.finished_nodes and any(map(Reduction.has_unsharded_grads, group.reductions)):
                 raise ShardError(
                     f"Expected all gradients of {group.label} before its reduction, got one after "
                     "it, of a graph that ran inside of this backward; run that before or after it"

@@ -93,7 +93,7 @@ class Finalization:
 
     def end(self) -> None:
         """Wait for the reductions. Collective: none."""
-        self._tree.finish_reductions()
+        self._tree.in_flight.finish()
         self.handle = None
 
     def reset(self) -> None:

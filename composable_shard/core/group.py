@@ -267,11 +267,15 @@ class ParamGroup:
 
     # Gather ---------------------------------------------------------------------------------
 
-    def refresh(self) -> bool:
+    def refresh(self, *, is_used_now: bool = True) -> bool:
         """Free stale unsharded parameters; recompile the program if it is out of date.
 
         Each use in forward calls this. Backward does not: it must use the values that forward used,
         and autograd raises if the version of a saved parameter has changed.
+
+        Args:
+            is_used_now: Whether everything is checked. A prefetch checks less: if the program is
+                out of date, its use drops what was gathered.
 
         Returns:
             Whether the group computes with its own parameters, and not with full tensors that
@@ -279,15 +283,15 @@ class ParamGroup:
         """
         if self._exposure is not None:
             self.adopt()
-        if self.is_compiled and self.program.is_current(
-            self.plugins.generation, is_unsharded_registered=self.is_unsharded_registered
-        ):
-            if self.state is not State.SHARDED and self._gathered_version != self._shard_version():
-                self.reshard()
-            return True
-        if is_substituted(
-            self.params, self.label, is_unsharded_registered=self.is_unsharded_registered
-        ):
+        registered = self.is_unsharded_registered
+        if self.is_compiled:
+            program, version = self.program, self._gathered_version
+            is_current = program.is_current if is_used_now else program.has_slots
+            if is_current(self.plugins.generation, is_unsharded_registered=registered):
+                if self.state is not State.SHARDED and version != self._shard_version():
+                    self.reshard()
+                return True
+        if is_substituted(self.params, self.label, is_unsharded_registered=registered):
             return False
         before = self.program if self.is_compiled else None
         if before is not None:
@@ -425,8 +429,8 @@ class ParamGroup:
         announce(process_groups_of([self]), f"{doing} {self.label}", error)
 
     def prefetch(self) -> None:
-        """Launch the all-gather for a later use, if the program is or can be brought up to date."""
-        if self.params and self.refresh():
+        """Launch the all-gather for a later use, which drops it if the program is out of date."""
+        if self.params and self.refresh(is_used_now=False):
             self.unshard()
 
     def wait(self) -> None:
@@ -604,7 +608,7 @@ class ParamGroup:
             ShardError: If some of those were added to a gradient that is divided already; on all
                 ranks.
         """
-        self.tree.finish_reductions()
+        self.tree.in_flight.finish()
         scaled: list[tuple[torch.Tensor, float]] = []
         for param in self.params:
             ratio = (self.settings.divisor or param.mesh.num_ranks) / divisor
@@ -735,8 +739,7 @@ class Flights:
         first = self._first
         while first and group in map(_group_of_flight, first):
             self._go_on_with_oldest()
-        while self._later and group in map(_group_of_flight, self._later):
-            flight = next(one for one in self._later if one.group is group)
+        for flight in [one for one in self._later if one.group is group]:
             self._later.remove(flight)
             flight.finish()
 

@@ -95,15 +95,20 @@ class Program:
 
     def is_current(self, generation: int, *, is_unsharded_registered: bool) -> bool:
         """Return whether slots, shards, ``requires_grad`` and the features are unchanged."""
-        registered = self._slots_unsharded if is_unsharded_registered else self._slots_sharded
         sharded = self.sharded
         return (
-            generation == self.generation
-            and all(map(is_, map(dict.get, self._holders, self._names), registered))
+            self.has_slots(generation, is_unsharded_registered=is_unsharded_registered)
             and all(map(is_, _torch.local_tensors(sharded), self._local_shards))
             and _torch.storage_numbers(sharded) == self._storage_numbers
             and tuple(map(_requires_grad, sharded)) == self._requires_grad
             and tuple(map(_grad_dtype, sharded)) == self._grad_dtypes
+        )
+
+    def has_slots(self, generation: int, *, is_unsharded_registered: bool) -> bool:
+        """Return whether slots and features are unchanged: a gather is probably not in vain."""
+        registered = self._slots_unsharded if is_unsharded_registered else self._slots_sharded
+        return generation == self.generation and all(
+            map(is_, map(dict.get, self._holders, self._names), registered)
         )
 
     def has_shards_of(self, other: Program) -> bool:

@@ -412,7 +412,7 @@ class Tree:
             group.reshard()
             if group.needs_reduce:
                 self.in_flight.start(group)
-        self.finish_reductions()
+        self.in_flight.finish()
         self.ran_inside.clear()
         self.tape.clear()
 
@@ -452,10 +452,6 @@ class Tree:
             for setting, before in settings:
                 setting.all_reduce_grads = before
 
-    def finish_reductions(self) -> None:
-        """Deliver all gradients whose reductions are in flight."""
-        self.in_flight.finish()
-
     def finish_backwards(self) -> None:
         """Reduce and deliver all gradients that backwards have left, as the settings say."""
         self._reduce_deferred([group for group in self.groups if group.settings.reduce_grads])
@@ -464,15 +460,15 @@ class Tree:
                 group.reshard()
 
     def _reduce_deferred(self, groups: Sequence[ParamGroup]) -> None:
-        self.finish_reductions()
+        self.in_flight.finish()
         for group in groups:
             if group.unsynced_names:
                 self.in_flight.start(group, deferred=True)
-        self.finish_reductions()
+        self.in_flight.finish()
 
     def share_reductions(self, other: Tree) -> None:
         """Bound the reductions in flight together with those of another tree."""
-        self.finish_reductions()
+        self.in_flight.finish()
         self.in_flight = other.in_flight
 
     def clean_up_if_failed(self) -> None:
