@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _WrappedHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _functional_call
-from torch.utils._pytree import SUPPORTED_NODES
+from torch.utils._pytree import SUPPORTED_NODES, _get_node_type
 from torch.utils.hooks import RemovableHandle
 from torch.version import __version__
 
@@ -155,9 +155,9 @@ def state_dict_metadata(state_dict: dict[str, Any]) -> dict[str, Any]:
     return getattr(state_dict, "_metadata", {})
 
 
-def registered_container(value: Any) -> tuple[Sequence[Any], Callable[..., Any]] | None:
+def registered_container(value: Any) -> tuple[list[Any], Callable[..., Any]] | None:
     """Return what a container registered as a node of trees holds, and what makes another."""
-    node = SUPPORTED_NODES.get(type(value))
+    node = SUPPORTED_NODES.get(_get_node_type(value))
     if node is None:
         return None
     children, context = node.flatten_fn(value)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.nested import tensors_stored_in
+from composable_shard.core.nested import tensors_in
 from composable_shard.core.transport.process_groups import gather_objects
 from composable_shard.errors import ExtensionError
 from composable_shard.policy import MixedPrecisionPolicy
@@ -376,7 +376,7 @@ class Attributes:
         if name in self._carried or name in self.sharded.__dict__:
             return True
         is_declared = hasattr(getattr(type(self._other), name, None), "__get__")
-        return not is_declared and next(tensors_stored_in(value, set()), None) is None
+        return not is_declared and next(tensors_in(value), None) is None
 
     def _carry(self, source: dict[str, object], target: dict[str, object]) -> None:
         if self.are_shared:

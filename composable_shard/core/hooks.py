@@ -125,12 +125,10 @@ class ModuleHooks:
         for cast in self._casts:
             cast.restore()  # after an interrupt
             cast.put()
-        if self._has_streams and len(group.tree.call_stack) == 1:
-            move, given = partial(_moved, group.mesh.device), call.given
-            args, kwargs = map_tensors(move, (args, kwargs), given)
+        moves = self._has_streams and len(group.tree.call_stack) == 1
         adds_markers = bool(group.params) and torch.is_grad_enabled()
-        if adds_markers or self._input_dtype is not None:
-            prepare = partial(self._prepare_input, call, adds_markers)
+        if moves or adds_markers or self._input_dtype is not None:
+            prepare = partial(self._prepare_input, call, moves, adds_markers)
             given = call.given
             args = tuple(map(partial(map_tensors, prepare, given=given), args))
             if kwargs:
@@ -196,8 +194,10 @@ class ModuleHooks:
             return tensor
         return tensor.clone() if is_freed else tensor
 
-    def _prepare_input(self, call: Call, adds_markers: bool, tensor: Tensor) -> Tensor:
+    def _prepare_input(self, call: Call, moves: bool, adds_markers: bool, tensor: Tensor) -> Tensor:
         """Cast an input and wrap it in an identity (the input marker), whose backward runs last."""
+        if moves:
+            tensor = _moved(self._group.mesh.device, tensor)
         dtype = self._input_dtype
         if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
             tensor = tensor.to(dtype)

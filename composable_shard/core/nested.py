@@ -1,19 +1,12 @@
-"""Tensors inside what modules take, return and store."""
+"""What modules take and return: tensors inside of containers, and buffers cast for forward."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import operator
-from collections import deque
-from collections.abc import (
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-    ValuesView,
-)
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -23,10 +16,7 @@ from torch import nn
 from composable_shard import _torch
 from composable_shard.errors import ShardError
 
-# Tensors inside what modules take, return and store: containers, dataclasses, plain objects -------
-
-_Change = Callable[[torch.Tensor], torch.Tensor]
-_Map = Callable[[Any], Any]
+# Tensors inside of containers ---------------------------------------------------------------------
 
 ATOMS: frozenset[type] = frozenset(
     [
@@ -37,28 +27,17 @@ ATOMS: frozenset[type] = frozenset(
 )
 """Types that hold no tensors and are worth telling apart quickly."""
 
-_VALUES: type = type({}.values())
-_ITEMS: type = type({}.items())
-_FIXED: tuple[Any, ...] = (tuple, frozenset, _VALUES, _ITEMS)
-_ITERABLE: tuple[Any, ...] = (list, tuple, set, frozenset, deque, ValuesView, _ITEMS)
-
-MAX_DEPTH_OF_OBJECTS = 3
-"""How many plain objects inside each other are looked into."""
-
-MANY = 64
-"""A container of more items than these, the first of which is an atom, is one of atoms."""
-
-_CLOSED_PACKAGES = ("torch", __name__.split(".")[0])
-"""Whose objects hold no graph of the user's."""
+_VALUES: Any = type({}.values())
+_ITEMS: Any = type({}.items())
 
 
 class Given(NamedTuple):
-    """A container that can be changed, and what forward gets in its place.
+    """A container among the inputs, and the one that forward gets in its place.
 
     Attributes:
         own: The container.
         shown: A copy of it around changed tensors, or itself if none is changed.
-        items: What is in ``shown``.
+        items: The items of ``shown`` before forward.
     """
 
     own: Any
@@ -67,18 +46,21 @@ class Given(NamedTuple):
 
 
 def map_tensors(
-    change: _Change, value: Any, given: list[Given] | None = None, around: tuple[int, ...] = ()
+    change: Callable[[torch.Tensor], torch.Tensor],
+    value: Any,
+    given: list[Given] | None = None,
+    around: dict[int, bool] | None = None,
 ) -> Any:
-    """Apply ``change`` to every tensor in ``value``; what holds no changed tensor stays itself.
+    """Apply ``change`` to every tensor in ``value``; a container without changed ones stays itself.
 
-    Goes into lists, tuples, named tuples, sets, mappings and their views, dataclass instances and
-    the containers that are registered with ``torch.utils._pytree``.
+    Goes into the containers of ``torch.utils._pytree``, dataclass instances, mappings, sets, and
+    views of dicts.
 
     Args:
         change: The function.
         value: What a module takes or returns.
-        given: Gets those containers that can be changed, for :func:`find_changes`.
-        around: The ids of the containers that ``value`` lies in.
+        given: Collects the containers for :func:`find_changes`.
+        around: By the id of each container around ``value``, whether that was found inside itself.
 
     Raises:
         ShardError: If a container that holds itself has a tensor to change.
@@ -87,168 +69,59 @@ def map_tensors(
         return change(value)
     if type(value) in ATOMS:
         return value
-    number = id(value)
-    if number in around:
+    around = {} if around is None else around
+    if id(value) in around:
+        around[id(value)] = True
         return value
-    for one in given or ():
-        if one.own is value:  # in a second place
-            return one.shown
-    inner = partial(map_tensors, change, given=given, around=(*around, number))
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        mapped = _map_sequence(inner, value)
-    elif isinstance(value, (_VALUES, _ITEMS)):
-        mapped = _map_view(inner, value)
-    elif isinstance(value, Mapping):
-        mapped = _map_mapping(inner, value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        mapped = _map_dataclass(inner, value)
-    else:
-        return _map_registered(inner, value)
-    if mapped is not value and type(value) is not tuple and _is_cyclic(value):
-        raise ShardError(
-            f"Expected inputs and outputs without containers that hold themselves, got a "
-            f"{type(value).__name__} with itself inside and a tensor to cast or to watch; pass its "
-            "tensors by themselves"
-        )
-    if given is not None and not isinstance(value, _FIXED):
-        given.append(Given(value, mapped, _items_of(mapped)))
-    return mapped
-
-
-def _map_sequence(inner: _Map, value: Any) -> Any:
-    items = list(map(inner, value))
-    if all(map(operator.is_, items, value)):
+    for known in given or ():
+        if known.own is value:  # in a second place
+            return known.shown
+    opened = _opened(value)
+    if opened is None:
         return value
-    if hasattr(value, "_fields"):
-        return type(value)(*items)
-    return type(value)(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
-
-
-def _map_view(inner: _Map, value: Any) -> Any:
-    """Return the same view of a changed copy of the dict behind."""
-    items = {key: inner(item) for key, item in value.mapping.items()}
-    if all(items[key] is item for key, item in value.mapping.items()):
-        return value
-    return items.values() if isinstance(value, _VALUES) else items.items()
-
-
-def _map_mapping(inner: _Map, value: Any) -> Any:
-    before = dict(value.items())
-    items = {key: inner(item) for key, item in before.items()}
-    changed = {key: item for key, item in items.items() if item is not before[key]}
-    if not changed:
-        return value
-    if type(value) is dict:
-        return items
-    if dataclasses.is_dataclass(value):
-        return _copy_of_both_kinds(value, items)
-    mapped = value.copy() if hasattr(value, "copy") else type(value)(value)
-    for key, item in changed.items():
-        mapped[key] = item
-    return mapped
-
-
-def _copy_of_both_kinds(value: Any, items: Mapping[Any, Any]) -> Any:
-    """Copy a mapping that is a dataclass too: not made of a mapping, and holds each item twice."""
-    copied: Any = type(value).__new__(type(value))  # type: ignore[call-overload]
-    copied.__dict__.update(value.__dict__)
-    for key, item in items.items():
-        copied[key] = item
-        if isinstance(key, str) and getattr(value, key, None) is value[key]:
-            object.__setattr__(copied, key, item)
-    return copied
-
-
-def _map_dataclass(inner: _Map, value: Any) -> Any:
-    before = _named_in(value)
-    fields = [field.name for field in dataclasses.fields(value) if field.name in before]
-    items = before | {name: inner(before[name]) for name in fields}
-    if all(map(operator.is_, items.values(), before.values())):
-        return value
-    mapped = object.__new__(type(value))
-    for name, item in items.items():
-        object.__setattr__(mapped, name, item)
-    return mapped
-
-
-def _map_registered(inner: _Map, value: Any) -> Any:
-    found = _torch.registered_container(value)
-    if found is None:
-        return value
-    children, make = found
-    items = list(map(inner, children))
-    return value if all(map(operator.is_, items, children)) else make(items)
+    items, make = opened
+    around[id(value)] = False
+    mapped = [map_tensors(change, item, given, around) for item in items]
+    holds_itself = around.pop(id(value))
+    shown = value
+    if not all(map(is_, mapped, items)):
+        if holds_itself:
+            raise ShardError(
+                "Expected inputs and outputs without containers that hold themselves, got a "
+                f"{type(value).__name__} with itself inside and a tensor to cast or to watch; pass "
+                "its tensors by themselves"
+            )
+        shown = make(mapped)
+    if given is not None:
+        given.append(Given(value, shown, mapped))
+    return shown
 
 
 def find_changes(given: Sequence[Given], label: str) -> tuple[list[Any], ShardError | None]:
-    """Tell how forward has changed containers that it was given.
+    """Find the containers among the inputs that forward has changed.
 
     Args:
-        given: What :func:`map_tensors` has added of them.
+        given: The containers that :func:`map_tensors` has collected.
         label: What messages call the module.
 
     Returns:
-        What was put into them, and an error if one is a copy, whose changes the caller misses.
+        The items that forward put into containers, and an error if one of them is a copy, whose
+        changes the caller misses.
     """
     put, error = list[Any](), None
-    for one in given:
-        now = _items_of(one.shown)
-        if len(now) == len(one.items) and all(map(operator.is_, now, one.items)):
+    for own, shown, before in given:
+        now, _ = _opened(shown) or ([], None)
+        if len(now) == len(before) and all(map(is_, now, before)):
             continue
-        known = set(map(id, one.items))
+        known = set(map(id, before))
         put += [item for item in now if id(item) not in known]
-        if one.shown is not one.own:
+        if shown is not own:
             error = ShardError(
-                f"Expected forward of {label} not to change a {type(one.own).__name__} whose "
+                f"Expected forward of {label} not to change a {type(own).__name__} whose "
                 "tensors were cast or need gradients, of which it gets a copy, got it changed; "
                 "return what it is to hold, or store that on the module"
             )
     return put, error
-
-
-def _items_of(value: Any) -> list[Any]:
-    """Return what is in a container, with the names where it has names."""
-    if isinstance(value, Mapping) or dataclasses.is_dataclass(value):
-        return [part for pair in _named_in(value).items() for part in pair]
-    return list(value)
-
-
-def _named_in(value: Any) -> dict[Any, Any]:
-    """Return the items of a mapping, or the fields and attributes of a dataclass instance."""
-    if isinstance(value, Mapping):
-        return dict(value.items())
-    names = [field.name for field in dataclasses.fields(value)]
-    fields = {name: getattr(value, name) for name in names if hasattr(value, name)}
-    return getattr(value, "__dict__", {}) | fields
-
-
-def _is_cyclic(value: Any, around: tuple[int, ...] = ()) -> bool:
-    """Tell whether a container is found within itself, or within one that is in it.
-
-    Args:
-        value: The container.
-        around: The ids of those that it lies in.
-    """
-    if isinstance(value, torch.Tensor) or type(value) in ATOMS:
-        return False
-    if id(value) in around:
-        return True
-    around = (*around, id(value))
-    return any(_is_cyclic(item, around) for item in _children(value) or ())
-
-
-def _children(value: Any) -> Iterable[Any] | None:
-    """Return what is in a container; ``None`` for what is none."""
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, _ITERABLE):
-        items: Iterable[Any] = value
-        return items
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = (field.name for field in dataclasses.fields(value))
-        return [getattr(value, name) for name in names if hasattr(value, name)]
-    found = _torch.registered_container(value)
-    return None if found is None else found[0]
 
 
 def tensors_in(value: Any, around: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
@@ -256,55 +129,50 @@ def tensors_in(value: Any, around: tuple[int, ...] = ()) -> Iterator[torch.Tenso
 
     Args:
         value: What a module takes or returns.
-        around: The ids of the containers that it lies in, which are not entered again.
+        around: The ids of the containers around it, which are not entered again.
     """
     if isinstance(value, torch.Tensor):
         yield value
     elif type(value) not in ATOMS and id(value) not in around:
-        around = (*around, id(value))
-        for item in _children(value) or ():
-            yield from tensors_in(item, around)
+        items, _ = _opened(value) or ([], None)
+        for item in items:
+            yield from tensors_in(item, (*around, id(value)))
 
 
-def tensors_stored_in(
-    value: Any, seen: set[int], depth: int = MAX_DEPTH_OF_OBJECTS
-) -> Iterator[torch.Tensor]:
-    """Yield every tensor in ``value``, also in the attributes of plain objects.
-
-    Args:
-        value: An attribute of a module.
-        seen: The containers and objects that were looked into; grows.
-        depth: How many objects inside each other are looked into.
-    """
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if type(value) in ATOMS or id(value) in seen or isinstance(value, (nn.Module, type)):
-        return
-    seen.add(id(value))
+def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """Return the items of a container, and a function that makes one like it of other items."""
+    registered = _torch.registered_container(value)
+    if registered is not None:
+        return registered
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value), type(value)
+    if isinstance(value, (_VALUES, _ITEMS)):
+        view = dict.values if isinstance(value, _VALUES) else dict.items
+        keys = list(value.mapping)
+        return list(value.mapping.values()), lambda items: view(dict(zip(keys, items, strict=True)))
+    is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
     if isinstance(value, Mapping):
-        children: Any = value.values()
-    elif isinstance(value, _ITERABLE):
-        children = value
-    elif depth and type(value).__module__.split(".")[0] not in _CLOSED_PACKAGES:
-        children, depth = _attributes(value), depth - 1
+        named = dict(value.items())
+    elif is_dataclass:
+        names = [field.name for field in dataclasses.fields(value)]
+        named = {name: getattr(value, name) for name in names if hasattr(value, name)}
+        named = getattr(value, "__dict__", {}) | named
     else:
-        return
-    if len(children) > MANY and type(next(iter(children))) in ATOMS:
-        return
-    for item in children:
-        if type(item) not in ATOMS:
-            yield from tensors_stored_in(item, seen, depth)
+        return None
+    return list(named.values()), partial(_copy_with, value, named)
 
 
-def _attributes(value: Any) -> list[Any]:
-    attributes = list(getattr(value, "__dict__", {}).values())
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                attributes.append(getattr(value, name))
-    return attributes
+def _copy_with(value: Any, named: Mapping[Any, Any], items: list[Any]) -> Any:
+    """Copy a mapping or a dataclass instance, or what is both, with other items."""
+    copied = copy.copy(value)
+    for (name, before), item in zip(named.items(), items, strict=True):
+        if item is before:
+            continue
+        if isinstance(value, Mapping):
+            copied[name] = item
+        if dataclasses.is_dataclass(value) and getattr(value, str(name), None) is before:
+            object.__setattr__(copied, name, item)
+    return copied
 
 
 # Buffers under mixed precision: cast during forward, kept in their own dtype otherwise ------------

@@ -14,11 +14,13 @@ import pytest
 import torch
 from nets import assert_parity, average_gradients, own_input
 from on_ranks import on_ranks
+from support.simulated_device import SimulatedDevice
 from torch import nn
 from torch.utils._pytree import register_pytree_node
 
 from composable_shard import MixedPrecisionPolicy, ShardError, fully_shard
 from composable_shard.compat.fsdp1 import FullyShardedDataParallel, MixedPrecision
+from composable_shard.testing import fake_ranks
 from training.models import Case, Cases, Parts, W, check, linear, sq, weight
 
 BF16 = torch.bfloat16
@@ -201,6 +203,13 @@ def test_inputs_and_outputs_are_cast_in_any_container() -> None:
         assert type(output) is type(value)
         assert [tensor.dtype for tensor in unpack(output)] == [torch.float64] * 2, container
         assert all(new is old for new, old in zip(unpack(value), before, strict=True)), container
+
+
+def test_inputs_in_a_container_are_cast_where_they_are_moved_to_a_device_too() -> None:
+    with fake_ranks(2), SimulatedDevice():
+        model = fully_shard(packing("list"), mp_policy=MixedPrecisionPolicy(BF16))
+        model([torch.ones(3, 4), torch.ones(3, 4)])
+    assert model.seen == [BF16] * 2
 
 
 # Containers that forward changes ------------------------------------------------------------------
