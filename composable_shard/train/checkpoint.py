@@ -154,12 +154,7 @@ def _on_first(ranks: Ranks, target: Path, act: Callable[[], None]) -> None:
     Raises:
         ShardError: On all ranks, if it failed.
     """
-    said: str | None = None
     if ranks.is_first:
-        try:
+        with ranks.noting_failure():
             act()
-        except Exception as error:  # noqa: BLE001 (whatever it is, all ranks shall hear of it)
-            said = str(error)
-    said = ranks.from_first(said)
-    if said is not None:
-        raise ShardError(f"Expected to save checkpoint '{target}', got on its first rank: {said}")
+    ranks.agree([], "", f"to save checkpoint '{target}'")

@@ -27,8 +27,7 @@ _open: WeakSet[ParamGroup] = WeakSet()
 
 _EXPECTED = (
     "weights in weigh() that are finite and not negative",
-    "no optimizer step inside weigh(), where gradients are sums",
-    "the same mesh and divide factor at the begin and at the end of weigh()",
+    "no optimizer step and no other mesh or divide factor inside weigh(), where gradients are sums",
     "finished reductions at the end of weigh(); end the last backward with "
     "set_is_last_backward(True), or call finalize_backward() and wait for its handle",
 )
@@ -47,7 +46,7 @@ class Weighing:
         self._sums = torch.zeros(3, dtype=torch.float64, device=self._mesh.device)
         self.is_over = False
         self._known: tuple[float, float] | None = None
-        self._steps, self._settings = self._count_steps(), self._read_settings()
+        self._before = self._settings()
 
     @property
     def total(self) -> float:
@@ -108,10 +107,9 @@ class Weighing:
             )
 
     def end(self) -> None:
-        """Divide the gradients. Collective: an all-reduce of 48 bytes."""
-        has_stepped = self._steps != self._count_steps()
-        has_changed = self._settings != self._read_settings()
-        flags = self._sums.new_tensor([has_stepped, has_changed, self._is_unfinished()])
+        """Divide the gradients. Collective: an all-reduce of 40 bytes."""
+        has_changed = self._before != self._settings()
+        flags = self._sums.new_tensor([has_changed, self._is_unfinished()])
         add: Any = dist.ReduceOp.SUM
         said = SmallAllReduce(torch.cat([self._sums, flags]), add, self._mesh, "ending weigh()")
         total, loss, *problems = said.wait()
@@ -141,11 +139,10 @@ class Weighing:
             for some in alike(locals_).values():
                 _torch.divide_all_(some, divisor)
 
-    def _count_steps(self) -> list[int]:
-        return [group.num_optimizer_steps for group in self._groups]
-
-    def _read_settings(self) -> list[Any]:
-        return [(one.mesh, one.settings.divisor, one.absence) for one in self._groups]
+    def _settings(self) -> list[Any]:
+        """Return what must stay as it is inside of the scope."""
+        groups = self._groups
+        return [(g.num_optimizer_steps, g.mesh, g.settings.divisor, g.absence) for g in groups]
 
     def _is_unfinished(self) -> bool:
         """Whether gradients of a backward are yet to arrive."""
@@ -190,7 +187,7 @@ def weigh(model: nn.Module) -> Iterator[Weighing]:
             inside of the scope an optimizer has stepped or a divide factor or mesh has changed.
             After an error, also one of the user's own, gradients are sums.
 
-    Collective: an all-reduce of 16 bytes at the begin and one of 48 bytes at the end, over all
+    Collective: an all-reduce of 16 bytes at the begin and one of 40 bytes at the end, over all
         ranks that train the model.
     Memory: a few scalars.
 

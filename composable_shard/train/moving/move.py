@@ -69,12 +69,10 @@ class _Places(NamedTuple):
     Attributes:
         before: Where each parameter lies; nothing if the rank has no values.
         after: Where each parameter is to lie; nothing if the rank leaves.
-        peers: The ranks that are to have the same as this one of what is not cut.
     """
 
     before: tuple[Ground, ...]
     after: tuple[Ground, ...]
-    peers: tuple[int, ...]
 
 
 def _check_alike(name: str, grounds: Mapping[int, Ground]) -> None:
@@ -111,7 +109,7 @@ class _Move:
         Raises:
             ShardError: On all ranks, if one of them cannot move it.
         """
-        own, facts = _Places((), (), ()), [f"bucket_nbytes {bucket_nbytes}"]
+        own, facts = _Places((), ()), [f"bucket_nbytes {bucket_nbytes}"]
         with self._ranks.noting_failure():
             own = self._own_places()
             facts += [f"'{param.name}', {list(param.shape)}" for param in self._owner.params]
@@ -142,8 +140,7 @@ class _Move:
             for group in owner.groups:
                 over = [target.of_group(group), *map(target.mesh_for, group.params)]
                 check_reshard(group.settings.reshard_after_forward, over)
-        peers = tuple(sorted(target.peers()))
-        return _Places(tuple(owner.grounds()), tuple(target.grounds()), peers)
+        return _Places(tuple(owner.grounds()), tuple(target.grounds()))
 
     def _check_complete(self, having: Sequence[int]) -> None:
         """Raise if ranks lack that have a part of the model, or are to have one."""
@@ -260,7 +257,8 @@ class _Move:
                 found += pieces_of(number, *(one.holding(item.shape, item.dim) for one in ground))
             return found
         for place, rank in enumerate(self._joining):
-            near = [one for one in self._having if one in self._places[rank].peers]
+            grounds = self._places[rank].after  # with ranks of all of them it shares everything
+            near = [one for one in self._having if all(one in ground.ranks for ground in grounds)]
             sources = near or self._having
             found.append(Piece(number, sources[place % len(sources)], rank, whole(item.shape)))
         return found

@@ -252,11 +252,6 @@ class Target:
         """Return the data-parallel ranks of a parameter."""
         return self.over[self._indices[id(param)]]
 
-    def peers(self) -> set[int]:
-        """Return the ranks with which this one will share all parameters."""
-        ranks = [{*over.mesh.mesh.flatten().tolist()} for over in self.over]
-        return set.intersection(*ranks) if ranks else set()
-
     def of_group(self, group: ParamGroup) -> ShardMesh:
         """Return the mesh of a group: of those of its parameters that had its own, or of any."""
         own = [param for param in group.params if param.mesh == group.mesh]
