@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
     CheckpointFunction,
     _CachedTorchDispatchMode,
     _CachingTorchDispatchMode,
+    _checkpoint_hook,
 )
 
 # The transforms of torch.func: whether one runs, and what it wraps --------------------------------
@@ -172,6 +173,14 @@ def notes_of_checkpoints(*, with_graph_around: bool) -> list[dict[Any, Any]]:
         if not hasattr(holder, _NOTES):
             setattr(holder, _NOTES, {})
     return [getattr(holder, _NOTES) for holder in found]
+
+
+def is_in_checkpoint() -> bool:
+    """Tell whether a checkpoint will compute in backward what is computed now."""
+    if not torch.is_grad_enabled():
+        return True
+    names = (getattr(pack, "__qualname__", "") for pack, _ in _saved_tensors_hooks())
+    return any(name.startswith(_checkpoint_hook.__qualname__) for name in names)
 
 
 _NOTES = "_composable_shard_notes"

@@ -37,7 +37,7 @@ class GroupProgress:
             reentrant checkpoint runs one graph task inside another.
         awaits_inner_task: Whether a checkpoint has recomputed the group and may start a graph task
             whose nodes are not counted yet.
-        num_recomputes: How many checkpoints have recomputed the group.
+        num_recomputes: How many calls of the group checkpoints have recomputed for good.
         has_input_markers: Whether every call reached so far has input markers. Without them, a node
             may read the parameters after the last gradient is accumulated.
     """
@@ -83,7 +83,7 @@ class Backward:
                 that forward does.
         """
         self.steps, self.is_inside = list(plan.steps), is_inside
-        self._checkpoints = plan.checkpoints
+        self._num_recomputes = plan.num_recomputes
         self._planned, self._to_gather = set(plan.groups), set(plan.groups)
         self._finish_queue: deque[ParamGroup] = deque()  # their finish step has been reached
         self._groups, self._in_flight = groups, in_flight
@@ -143,7 +143,7 @@ class Backward:
     def gather_for_recompute(self, group: ParamGroup) -> None:
         """Gather ``group``, because a checkpoint recomputes it."""
         progress = self._ensure_progress(group)
-        progress.num_recomputes += 1
+        progress.num_recomputes += not _torch.is_in_checkpoint()  # which recomputes it once more
         if not self._has_pending_nodes(group):
             progress.awaits_inner_task = True
         self._run_steps_to_gather(group)
@@ -248,10 +248,8 @@ class Backward:
         return any(map(lt, map(finished.count, expected), expected.values()))
 
     def _may_be_recomputed(self, group: ParamGroup) -> bool:
-        checkpoints = self._checkpoints.get(group)
-        if checkpoints is None:
-            return False
-        return group.progress is None or group.progress.num_recomputes < len(checkpoints)
+        num_recomputes = 0 if group.progress is None else group.progress.num_recomputes
+        return num_recomputes < self._num_recomputes.get(group, 0)
 
     def _finish(self, group: ParamGroup) -> None:
         """Free a group and reduce its gradients; at most ``max_reductions`` are in flight."""

@@ -54,12 +54,12 @@ class Plan(NamedTuple, Generic[Group]):
     Attributes:
         steps: The steps, the first one last.
         groups: The groups that it gathers and finishes.
-        checkpoints: For each group inside a checkpoint, the checkpoints that recompute it.
+        num_recomputes: For each group inside of checkpoints, how many of its calls they recompute.
     """
 
     steps: list[PlanStep[Group]]
     groups: set[Group]
-    checkpoints: dict[Group, set[Interval]]
+    num_recomputes: dict[Group, int]
 
 
 NO_PLAN: Plan[Any] = Plan([], set(), {})
@@ -214,10 +214,10 @@ class Tape(Generic[Group]):
         The plan gathers a group where forward left it last, and finishes it where forward entered
         it first. In between, a backward may read its parameters.
         """
-        checkpoints: dict[Group, set[Interval]] = {}
+        num_recomputes: dict[Group, int] = {}
         for visit in self.visits:
             if visit.interval.is_checkpoint:
-                checkpoints.setdefault(visit.group, set()).add(visit.interval)
+                num_recomputes[visit.group] = num_recomputes.get(visit.group, 0) + 1
         first, last = self._first_and_last()
         found: list[tuple[int, int, PlanStep[Group]]] = []
         for group, visit in last.items():
@@ -227,7 +227,7 @@ class Tape(Generic[Group]):
         found.sort(key=itemgetter(0, 1))
         steps = list(map(itemgetter(2), found))
         self._first_of_backward = steps[-1].group if steps else None
-        return Plan(steps, set(last), checkpoints)
+        return Plan(steps, set(last), num_recomputes)
 
     def _first_and_last(self) -> tuple[dict[Group, Visit[Group]], dict[Group, Visit[Group]]]:
         visits, group_of = self.visits[::-1], attrgetter("group")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -513,6 +514,21 @@ def recomputed(use_reentrant: bool, is_nested: bool) -> nn.Module:
     return Parts(run, first=weight(W), blocks=nn.ModuleList(blocks), head=linear())
 
 
+def computed_twice(outer: bool, inner: bool) -> nn.Module:
+    """Layers that are computed twice in checkpoints within a checkpoint, and that twice."""
+
+    def layers(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in [*model.layers, *model.layers]:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=inner))
+        return x
+
+    def run(model: Any, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(layers, model, x * model.first, use_reentrant=outer)
+        return checkpoint(layers, model, x, use_reentrant=outer)
+
+    return Parts(run, first=weight(W), layers=nn.ModuleList([linear(), linear()]))
+
+
 def shard_some(model: Any, **options: Any) -> nn.Module:
     """Make some layers of blocks groups of their own, and one block whole."""
     layers = model.blocks[0].up, model.blocks[0].down, model.blocks[1], model.blocks[2].up
@@ -533,6 +549,10 @@ CHECKPOINTS: Cases = {
         ("nested", partial(recomputed, False, True), {"shard": shard_some}),
         ("nested, reentrant", partial(recomputed, True, True), {"shard": shard_some}),
         ("of the root alone", partial(recomputed, True, True), {"shard": fully_shard}),
+        *(
+            (f"twice, {kinds}", partial(computed_twice, *kinds), {"shard": shard_all})
+            for kinds in product([False, True], repeat=2)
+        ),
         ("saving all", partial(selective, saves_all), {}),
         ("saving what is costly", partial(selective, saves_what_is_costly), {}),
     ]
