@@ -638,7 +638,7 @@ class Bucket:
         self.is_uploaded = is_on_host and copies_beside_compute(first.offload, self.mesh.device)
         self.has_arrays = False
         is_offloaded = first.offload is not None and _torch.aligns(self.mesh.device)
-        self.is_away = self.device != self.mesh.device or is_offloaded
+        self.is_away = is_offloaded or self.is_uploaded or self.device != self.mesh.device
         is_cast = self.dtype != self.compute_dtype
         self.shares_storage = self.mesh.num_shards == 1 and not is_cast and not self.is_away
         for param in params:
