@@ -6,6 +6,7 @@ version counter, so each group counts the steps that may have changed it.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from itertools import chain
@@ -52,6 +53,10 @@ class _Params:
         """Their groups, in an order that is the same on all ranks."""
         return [group for ref in self._groups if (group := ref()) is not None]
 
+    def have_grads(self) -> bool:
+        """Return whether any has a gradient."""
+        return any(param.grad is not None for param in self._params)
+
     def is_of(self, params: Sequence[torch.Tensor]) -> bool:
         """Return whether these are the parameters, and no group has got others since."""
         if self._num_registered != num_registered() or len(params) != len(self._params):
@@ -87,6 +92,12 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         )
     for owner in params.groups:
         owner.check_awake(f"for a step of {kind}")
+    if any(group.tree.tape.visits for group in params.groups) and not params.have_grads():
+        warnings.warn(
+            f"Expected gradients for a step of {kind}, got none, though a forward came before; "
+            "backward(inputs=...) by sharded parameters gives none: call loss.backward()",
+            stacklevel=2,
+        )
     host.settle()  # copies of shards that a forward without a backward has launched
     if any(group.get("fused") for group in optimizer.param_groups):
         _refuse_unreduced(kind, params.strided)

@@ -75,6 +75,8 @@ def choose_sharded(chooses: Chooses) -> None:
     reference, model = two_nets(reshard_after_forward=True)
     loss_of(model, dist.get_rank(), 0).backward(inputs=chooses(model))
     assert all(param.grad is None for param in model.parameters())
+    with pytest.warns(UserWarning, match=r"for a step of SGD, got none.*call loss\.backward\(\)"):
+        torch.optim.SGD(model.parameters()).step()
     losses = [loss_of(reference, rank, 1) for rank in range(dist.get_world_size())]
     (sum(losses) / len(losses)).backward()
     loss_of(model, dist.get_rank(), 1).backward()
@@ -85,7 +87,7 @@ def choose_sharded(chooses: Chooses) -> None:
 
 @pytest.mark.parametrize("chooses", [all_of, blocks_of, weights_of])
 def test_chosen_sharded_parameters_get_no_gradient(chooses: Chooses) -> None:
-    """They are not in the graph, so autograd runs nothing; the next backward is as any other."""
+    """Autograd runs nothing for them: a step says so, and the next backward is as any other."""
     run_ranks(choose_sharded, 2, chooses)
 
 
