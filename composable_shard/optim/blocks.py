@@ -194,6 +194,11 @@ class Block:
     owner: int = 0
 
     @property
+    def key(self) -> tuple[int, int]:
+        """Which block of which parameter it is."""
+        return self.param, self.number
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape that an optimizer sees: of a stack, one matrix."""
         return self.box.sizes[-2:]

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from composable_shard import _torch
 from composable_shard.arguments import check_flags, check_type
+from composable_shard.core.reduction import is_partial
 from composable_shard.core.ties import owner_of_sharded
 from composable_shard.optim.stepping import (
     counts_of,
@@ -243,7 +244,7 @@ def _member(param: torch.Tensor, index: int, group: dict[str, Any]) -> _Member:
     local = _torch.local_part(param)
     owner = owner_of_sharded(param) if isinstance(param, nn.Parameter) else None
     is_plain = type(local) in (torch.Tensor, nn.Parameter) and local.is_contiguous()
-    if not is_plain or not isinstance(param, DTensor) or _is_partial(param):
+    if not is_plain or not isinstance(param, DTensor) or is_partial(param):
         return _Member(param, index, local, None)
     multiple = _joins_in_multiples_of(local, group)
     if owner is not None and owner.place is not None and multiple is not None:
@@ -269,10 +270,6 @@ def _joins_in_multiples_of(local: torch.Tensor, group: dict[str, Any]) -> int | 
     if local.itemsize < torch.float32.itemsize:
         return None
     return LONGEST_VECTOR if group.get("fused") else 1
-
-
-def _is_partial(param: DTensor) -> bool:
-    return any(placement.is_partial() for placement in param.placements)
 
 
 class Numbers:
@@ -545,16 +542,15 @@ class _Steps:
             numbers.arrange(self._firsts)
         self._order = [member.index for run in self._runs for member in run.with_elements]
         self._run_states = defaultdict(dict)
-        plain: list[list[torch.Tensor]] = [[] for _ in self._groups]
-        dtensors: list[list[torch.Tensor]] = [[] for _ in self._groups]
+        lists = {(index, False): list[torch.Tensor]() for index in range(len(self._groups))}
         for run in self._runs:
-            stepped_with = dtensors if isinstance(run.tensor, DTensor) else plain
-            stepped_with[run.members[0].group].append(run.tensor)
+            key = run.members[0].group, isinstance(run.tensor, DTensor)
+            lists.setdefault(key, []).append(run.tensor)
             run.state = self._state_of(run)
             if run.state is not None:
                 run.kept = dict(run.state)
                 self._run_states[run.tensor] = run.state
-        self._stepped = [*enumerate(plain), *((i, some) for i, some in enumerate(dtensors) if some)]
+        self._stepped = [(group, tensors) for (group, _), tensors in lists.items()]
         self._remember()
 
     def _joined(

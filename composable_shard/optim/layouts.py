@@ -44,6 +44,7 @@ from composable_shard.optim.flat import ELEMENTWISE, FlatSteps, flat
 from composable_shard.optim.stepping import (
     Counts,
     Factory,
+    Key,
     OwnedBucket,
     Param,
     States,
@@ -510,7 +511,7 @@ class LayoutOptimizer(Optimizer):
                     saved[param.tensor] = joined(states)
         return saved
 
-    def _told(self) -> list[dict[int, dict[str, Told]]]:
+    def _told(self) -> list[dict[Key, dict[str, Told]]]:
         """Return, of each bucket, what all owners tell of their states."""
         told = [bucket.tell() for _, bucket in self._buckets]
         for ranks in dict.fromkeys(bucket.ranks for _, bucket in self._buckets):

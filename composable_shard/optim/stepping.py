@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from math import prod
 from typing import Any
@@ -40,6 +41,8 @@ from composable_shard.optim.exchange import (
 
 Factory = Callable[[list[dict[str, Any]]], Optimizer]
 States = dict[str, Any]
+Key = tuple[int, int]
+"""Which block of which parameter, see ``Block.key``."""
 
 
 @dataclass(frozen=True)
@@ -217,58 +220,48 @@ class OwnedBucket:
         self, params: Sequence[Param], blocks: Sequence[Block], ranks: Ranks, factory: Factory
     ) -> None:
         self.params, self.ranks = params, ranks
-        self._routes = [route_of(block, ranks.rank) for block in blocks]
+        self._routes = {block.key: route_of(block, ranks.rank) for block in blocks}
         self._stand_ins = {
-            index: stand_in(params[route.block.param].tensor, route.block.box, ranks.device)
-            for index, route in enumerate(self._routes)
+            key: stand_in(params[route.block.param].tensor, route.block.box, ranks.device)
+            for key, route in self._routes.items()
             if route.is_owner
         }
-        self._owned = {index: tensor.detach() for index, tensor in self._stand_ins.items()}
-        self._strides = {
-            index: _strides(params[self._routes[index].block.param].tensor, self._routes[index])
-            for index in self._owned
-        }
+        self._owned = {key: tensor.detach() for key, tensor in self._stand_ins.items()}
         self._factory = factory
         self.optimizer = factory([{"params": list(self._owned.values())}])
-        self._values: list[tuple[int, Move]] = []
+        self._values: list[Move] = []
         self._grads: list[Move] = []
         self._exchange: Exchange | None = None
 
     def plan(self) -> BucketPlan:
         """Return what a step sends and occupies, if all of its parameters have a gradient."""
-        return plan_bucket(self.params, self._routes, self.ranks.device)
+        return plan_bucket(self.params, list(self._routes.values()), self.ranks.device)
 
     # A step: see ``schedule`` for what of other buckets is done in between ---------------------
 
     def launch(self) -> None:
         """Begin to make values and gradients whole at their owners; see ``exchange.launch``."""
         self._values, self._grads = [], []
-        local_grads = {
-            place: self.params[place].local_grad()
-            for place in dict.fromkeys(route.block.param for route in self._routes)
-        }
-        for index, route in enumerate(self._routes):
-            grad = local_grads[route.block.param]
+        places = dict.fromkeys(place for place, _ in self._routes)
+        grads = {place: self.params[place].local_grad() for place in places}
+        for (place, _), route in self._routes.items():
+            grad = grads[place]
             if grad is not None:
-                local = self.params[route.block.param].local()
-                self._values.append((index, Move(route, local)))
+                self._values.append(Move(route, self.params[place].local()))
                 self._grads.append(Move(route, grad))
-        values = [move for _, move in self._values]
-        self._exchange = launch(self.ranks, values + self._grads, to_owner=True)
+        self._exchange = launch(self.ranks, self._values + self._grads, to_owner=True)
 
     def arrive(self) -> None:
         """Have values and gradients whole at their owners."""
         if self._exchange is not None:
             self._exchange.wait()  # lets go of what was sent, before there is room for whole blocks
-        values = [(index, self._with_whole(index, move)) for index, move in self._values]
-        pairs = zip(self._values, self._grads, strict=True)
-        grads = [self._with_whole(index, move) for (index, _), move in pairs]
-        moves = [move for _, move in values] + grads
-        arrive(self.ranks, self._exchange, moves, to_owner=True)
-        for (index, value), grad in zip(values, grads, strict=True):
+        values, grads = (list(map(self._with_whole, some)) for some in (self._values, self._grads))
+        arrive(self.ranks, self._exchange, values + grads, to_owner=True)
+        for value, grad in zip(values, grads, strict=True):
             if value.whole is not None and grad.whole is not None:
-                self._owned[index].data = value.whole
-                set_grad(self._owned[index], grad.whole)
+                tensor = self._owned[value.route.block.key]
+                tensor.data = value.whole
+                set_grad(tensor, grad.whole)
         self._exchange, self._grads = None, []
 
     def compute(self) -> None:
@@ -277,55 +270,55 @@ class OwnedBucket:
             self.optimizer.step()
         for tensor in self._owned.values():
             tensor.grad = None
-        back = [replace(move, whole=self._owned.get(index)) for index, move in self._values]
+        back = [replace(one, whole=self._owned.get(one.route.block.key)) for one in self._values]
         self._exchange = launch(self.ranks, back, to_owner=False)
-        for index, tensor in self._owned.items():
-            tensor.data = self._stand_ins[index]
+        for key, tensor in self._owned.items():
+            tensor.data = self._stand_ins[key]
 
     def finish(self) -> None:
         """Have the updated rows in the local shards."""
-        moves = [move for _, move in self._values]
-        arrive(self.ranks, self._exchange, moves, to_owner=False)
+        arrive(self.ranks, self._exchange, self._values, to_owner=False)
         self._values, self._exchange = [], None
 
-    def _with_whole(self, index: int, move: Move) -> Move:
+    def _with_whole(self, move: Move) -> Move:
         """Give a tensor that lies like the parameter room to be whole, or where it is so."""
         route, local = move.route, move.local
         if not route.is_owner:
             return move
         if route.is_whole and route.held_locally is not None and local.device == self.ranks.device:
             return replace(move, whole=_matrix(part_of(local, route.held_locally)))
-        shape, strides = route.block.shape, self._strides[index]
+        param = self.params[route.block.param].tensor
+        shape, strides = route.block.shape, _strides(param.shape, param.stride(), route.block.box)
         whole = torch.empty_strided(shape, strides, dtype=local.dtype, device=self.ranks.device)
         return replace(move, whole=whole)
 
     # States -----------------------------------------------------------------------------------
 
-    def tell(self) -> dict[int, dict[str, Told]]:
+    def tell(self) -> dict[Key, dict[str, Told]]:
         """Return what this rank has to tell the others of the states of its blocks."""
         return {
-            index: {name: Told.of(state) for name, state in states.items()}
-            for index, states in self._states().items()
+            key: {name: Told.of(state) for name, state in states.items()}
+            for key, states in self._states().items()
         }
 
-    def _states(self) -> dict[int, States]:
+    def _states(self) -> dict[Key, States]:
         """Return the states of the blocks that this rank owns, as their optimizer saves them."""
         saved = self.optimizer.state_dict()["state"]
         places = enumerate(self._owned)
-        return {index: taken_apart(saved[place]) for place, index in places if place in saved}
+        return {key: taken_apart(saved[place]) for place, key in places if place in saved}
 
-    def like_blocks(self, told: dict[int, dict[str, Told]]) -> list[tuple[int, str | None]]:
+    def like_blocks(self, told: dict[Key, dict[str, Told]]) -> list[tuple[int, str | None]]:
         """Return parameter and name of each state of the shape of its block; None for the block."""
         return [
-            (route.block.param, name)
-            for route, facts in ((self._routes[index], facts) for index, facts in told.items())
+            (key[0], name)
+            for key, facts in told.items()
             for name in (None, *facts)
-            if name is None or facts[name].shape == route.block.shape
+            if name is None or facts[name].shape == self._routes[key].block.shape
         ]
 
     def save(
         self,
-        told: dict[int, dict[str, Told]],
+        told: dict[Key, dict[str, Told]],
         like: Counter[tuple[int, str | None]],
         saved: Sequence[States],
     ) -> None:
@@ -337,25 +330,25 @@ class OwnedBucket:
             saved: The states of each parameter of the rule, whose blocks may be in many buckets.
         """
         own_states, moves = self._states(), list[Move]()
-        for index in sorted(told):
-            block = self._routes[index].block
-            param, states = self.params[block.param], saved[block.param]
-            for name, fact in sorted(told[index].items()):
+        for key in sorted(told):
+            place, number = key
+            param, states = self.params[place], saved[place]
+            for name, fact in sorted(told[key].items()):
                 if fact.refused is not None:
                     raise ShardError(
                         f"Expected states of '{param.name}' that are tensors or numbers, got "
                         f"'{name}', a {fact.refused}, which cannot be saved in shards"
                     )
                 if fact.shape is None:
-                    states[f"{name}[{block.number}]"] = fact.value
+                    states[f"{name}[{number}]"] = fact.value
                     continue
-                state = own_states.get(index, {}).get(name)
-                is_like = like[block.param, name] == like[block.param, None]
-                key = name if is_like else f"{name}[{block.number}]"
-                if key not in states:
-                    states[key] = self._new_state(param, fact, is_like)
-                route = self._routes[index] if is_like else self._own_route(index, fact.shape)
-                moves.append(Move(route, _local(states[key]), state))
+                is_like = like[place, name] == like[place, None]
+                saved_as = name if is_like else f"{name}[{number}]"
+                if saved_as not in states:
+                    states[saved_as] = self._new_state(param, fact, is_like)
+                route = self._routes[key] if is_like else self._own_route(key, fact.shape)
+                state = own_states.get(key, {}).get(name)
+                moves.append(Move(route, _local(states[saved_as]), state))
         exchange = launch(self.ranks, moves, to_owner=False)
         arrive(self.ranks, exchange, moves, to_owner=False)
 
@@ -365,29 +358,28 @@ class OwnedBucket:
         Args:
             loaded: Of each parameter of the rule.
         """
-        moves, found = list[Move](), defaultdict[int, States](dict)
-        for index, route in enumerate(self._routes):
-            param, states = self.params[route.block.param], loaded[route.block.param]
-            for key, state in sorted(states.items()):
-                name, number = _name_and_number(key)
-                if number not in (None, route.block.number):
+        moves, found = list[Move](), defaultdict[Key, States](dict)
+        for key, route in self._routes.items():
+            place, own_number = key
+            param = self.params[place]
+            for saved_as, state in sorted(loaded[place].items()):
+                name, number = _name_and_number(saved_as)
+                if number not in (None, own_number):
                     continue
                 if number is None and param.is_like(name, state):
-                    moves.append(
-                        self._with_whole(index, Move(route, param.local_of(state).clone()))
-                    )
+                    moves.append(self._with_whole(Move(route, param.local_of(state).clone())))
                 elif isinstance(state, torch.Tensor) and state.ndim:
-                    moves.append(self._move_of_own_shape(index, state))
+                    moves.append(self._move_of_own_shape(key, state))
                 else:
-                    found[index][name] = state.clone() if isinstance(state, torch.Tensor) else state
+                    found[key][name] = state.clone() if isinstance(state, torch.Tensor) else state
                     continue
-                found[index][name] = moves[-1].whole
+                found[key][name] = moves[-1].whole
         exchange = launch(self.ranks, moves, to_owner=True)
         arrive(self.ranks, exchange, moves, to_owner=True)
         states_of = {
-            place: put_together(found[index], self._factory, tensor)
-            for place, (index, tensor) in enumerate(self._owned.items())
-            if index in found
+            place: put_together(found[key], self._factory, tensor)
+            for place, (key, tensor) in enumerate(self._owned.items())
+            if key in found
         }
         whole = {**self.optimizer.state_dict(), "state": states_of}
         load_states(self.optimizer.load_state_dict, whole, {})
@@ -401,8 +393,8 @@ class OwnedBucket:
         local = torch.empty(sizes, dtype=fact.dtype, device=param.local().device)
         return param.as_sharded(local, fact.shape)
 
-    def _move_of_own_shape(self, index: int, state: torch.Tensor) -> Move:
-        route, block = self._own_route(index, state.shape), None
+    def _move_of_own_shape(self, key: Key, state: torch.Tensor) -> Move:
+        route, block = self._own_route(key, state.shape), None
         if route.is_owner:
             block = torch.empty(state.shape, dtype=state.dtype, device=self.ranks.device)
         own = route.block.spread.boxes[self.ranks.rank]
@@ -410,9 +402,9 @@ class OwnedBucket:
             route, _local(state) if isinstance(state, DTensor) else part_of(state, own), block
         )
 
-    def _own_route(self, index: int, shape: Sequence[int]) -> Route:
+    def _own_route(self, key: Key, shape: Sequence[int]) -> Route:
         """Return how a state of another shape than its block's travels: a tensor of its own."""
-        block = self._routes[index].block
+        block = self._routes[key].block
         spread = self.params[block.param].spread(shape)
         return route_of(replace(block, box=whole(shape), spread=spread), self.ranks.rank)
 
@@ -428,10 +420,11 @@ def _matrix(part: torch.Tensor) -> torch.Tensor:
     return part[(0,) * max(0, part.ndim - 2)]
 
 
-def _strides(param: torch.Tensor, route: Route) -> tuple[int, ...]:
-    """Return the strides of a block by itself, in the order of those of the parameter."""
-    meta = torch.empty_strided(param.shape, param.stride(), device="meta")
-    return torch.empty_like(_matrix(part_of(meta, route.block.box))).stride()
+@lru_cache(maxsize=1024)
+def _strides(shape: torch.Size, strides: tuple[int, ...], box: Box) -> tuple[int, ...]:
+    """Return the strides of a block by itself, in the order of those of its parameter."""
+    meta = torch.empty_strided(shape, strides, device="meta")
+    return torch.empty_like(_matrix(part_of(meta, box))).stride()
 
 
 def set_grad(tensor: torch.Tensor, grad: torch.Tensor) -> None:
