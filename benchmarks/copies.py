@@ -89,13 +89,10 @@ class Copies(Observer):
 
     def __enter__(self) -> Copies:
         """Begin to watch operations, and what this library's collectives do without any."""
-        from composable_shard.core.transport import common_gather, exchange, point_to_point
+        from composable_shard.core.transport import exchange, point_to_point
 
         watched = {
             (point_to_point.DirectAllGather, "launch"): self._saw_launch,
-            (point_to_point.DirectAllGather, "launch_into"): self._saw_launch,
-            (common_gather.CommonGather, "_write"): self._saw_shards,
-            (common_gather.CommonGather, "_copy_out"): self._saw_copies,
             (point_to_point.DirectReduceScatter, "launch"): self._saw_launch,
             (point_to_point, "copy_bytes"): self._saw_copy,
             (exchange.Exchange, "read"): self._saw_message,
@@ -114,17 +111,6 @@ class Copies(Observer):
 
     def _saw_copy(self, source: int, nbytes: int, *into: int) -> None:
         self.counts.in_collectives += nbytes * len(into)
-
-    def _saw_shards(self, gather: Any) -> None:
-        """Count shards that are written where all compute from them."""
-        num_bytes = sum(own.nbytes for own in gather._inputs)
-        self.counts.in_collectives += num_bytes
-        self.counts.sent += num_bytes * len(gather._ranks)
-
-    def _saw_copies(self, gather: Any) -> None:
-        for (number, _), out in zip(gather._regions, gather._outputs, strict=True):
-            if number < 0 or not gather._has_slab[number]:
-                self.counts.in_collectives += out.nbytes
 
     def _saw_message(self, exchange: Any, *_: Any) -> None:
         for numel, dtype in zip(exchange.form.numels, exchange.form.dtypes, strict=True):

@@ -1113,8 +1113,6 @@ class UnshardHandle:
         group = self._group
         if group is not None and group.state is not State.SHARDED:
             group.wait()
-            for bucket in group.buckets:
-                bucket.own_memory()
             group.register_unsharded()
             group.expose()
         self._group = None

@@ -202,17 +202,15 @@ def test_ours_copies_only_what_travels_packed() -> None:
     copied = [size for size, is_packed in zip(sizes, packed, strict=True) if is_packed]
     blocks = range(2, 26)  # two embeddings before, the norm and the head behind
     again = sum(sizes[index] for index in blocks if packed[index])
-    in_blocks = sum(sizes[index] for index in blocks)
-    root = sum(sizes) - in_blocks
     flags = FLAG * len(params)
     assert beyond == {
         "forward": sum(copied),
         "backward": again + sum(copied) + 2 * flags,
         "optimizer": 0,
         "arithmetic": 0,
-        # of gathers: own parts, what was packed, and all of the root, which stays after forward; of
-        # reductions: what others read, own parts until others are there, sums, means
-        "in_collectives": in_blocks + 2 * again + root + 2 * sum(sizes) + 4 * flags,
+        # of gathers: own parts, and what others read; of reductions: that again, own parts, sums
+        # over ranks and means
+        "in_collectives": 3 * sum(sizes) + sum(sizes[index] for index in blocks) + 4 * flags,
     }
     assert counts.collectives == 2 * 8
 

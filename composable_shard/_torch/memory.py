@@ -15,7 +15,6 @@ import os
 import sys
 import threading
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -221,15 +220,13 @@ def allocate(tensor: torch.Tensor) -> None:
 def free(tensor: torch.Tensor) -> bool:
     """Free the memory of a tensor and of all its views, which stay.
 
-    Memory that an array of NumPy shares cannot be freed; there is a warning, and it stays. That
-    does not show of memory that was adopted.
+    Memory that an array of NumPy shares cannot be freed; there is a warning, and it stays.
 
     Returns:
         Whether it is free.
     """
     storage = tensor.untyped_storage()
-    is_own = not _has_adopted(storage)
-    if is_own and not storage.resizable():
+    if not storage.resizable():
         warnings.warn(
             "Expected to free memory of unsharded parameters, got some that an array shares, as "
             "that of weight.detach().numpy() does; it stays allocated, and the next gather "
@@ -241,74 +238,22 @@ def free(tensor: torch.Tensor) -> bool:
         _poison.sweep()
         fill(storage, tensor.dtype)
     spare = _spare
-    if is_own and (spare is None or not _is_kept(tensor, storage.size())):
+    if spare is None or not _is_kept(tensor, storage.size()):
         storage.resize_(0)
         return True
-    one = torch.UntypedStorage(0, device="cpu")
-    _swap(one, storage)
-    if is_own and spare is not None:
-        spare.append(one)
+    freed = torch.UntypedStorage(0, device="cpu")
+    _swap(freed, storage)
+    spare.append(freed)
     return True
 
 
 def memory_ops(tensor: torch.Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return the operations that allocate and free the memory of a tensor, which fills its storage.
+    """Return builtins that allocate and free the memory of a tensor which fills its storage.
 
-    They are builtins where nothing else is to be done: no poison, no pages, no spare memory.
+    For what is not :func:`is_big`, and shared by no array.
     """
-    if is_big(tensor):
-        return partial(allocate, tensor), partial(free, tensor)
     storage = tensor.untyped_storage()
     return partial(storage.resize_, tensor.nbytes), partial(storage.resize_, 0)
-
-
-# Memory of others that tensors have for a while ---------------------------------------------------
-
-_adopted: set[int] = set()  # where it begins
-
-
-def can_adopt_memory() -> bool:
-    """Tell whether :func:`adopt` is there; it is not in every version of torch."""
-    return _swap is not None
-
-
-def adopt(tensor: torch.Tensor, address: int, owner: object) -> bool:
-    """Give a tensor that fills its storage memory that is there already, until it is freed.
-
-    Args:
-        tensor: Whose memory was freed.
-        address: Where the memory begins.
-        owner: Kept as long as the tensor, or a view of it, has the memory.
-
-    Returns:
-        Whether it has; not if it has memory of its own, which somebody wants to keep.
-    """
-    storage, nbytes = tensor.untyped_storage(), tensor.nbytes
-    if storage.size() or not nbytes or _swap is None:
-        return False
-    memory = (ctypes.c_uint8 * nbytes).from_address(address)
-    _adopted.add(address)
-    weakref.finalize(memory, _let_go, address, owner).atexit = False
-    with torch._C.DisableTorchFunction():
-        _swap(storage, torch.frombuffer(memory, dtype=torch.uint8).untyped_storage())
-    return True
-
-
-def own(tensor: torch.Tensor) -> None:
-    """Give a tensor that fills its storage memory of its own, if what it has was adopted."""
-    storage = tensor.untyped_storage()
-    if _has_adopted(storage):
-        copy = empty(storage.size(), dtype=torch.uint8, device="cpu").untyped_storage()
-        ctypes.memmove(copy.data_ptr(), storage.data_ptr(), storage.size())
-        _swap(storage, copy)
-
-
-def _has_adopted(storage: torch.UntypedStorage) -> bool:
-    return bool(_adopted) and storage.size() > 0 and storage.data_ptr() in _adopted
-
-
-def _let_go(address: int, owner: object) -> None:
-    _adopted.discard(address)
 
 
 def storage_number(tensor: torch.Tensor) -> int:

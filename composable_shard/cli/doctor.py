@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable_shard import _torch
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.mailbox import why_apart
 from composable_shard.core.transport.pending import Waitable
@@ -377,13 +376,6 @@ def _measure_rank(device: torch.device, nbytes: int) -> Measurement:
     received = 4 * numel * (num_ranks - 1)
     shard = torch.full((numel,), float(rank + 1), device=device)
     gathered = torch.empty(num_ranks * numel, device=device)
-    gives_memory = channel.gives_memory()
-
-    def gather() -> list[Waitable]:
-        if not gives_memory:
-            return channel.gather([gathered], [shard])
-        _torch.free(gathered)
-        return channel.gather([gathered], [shard], [gathered])
 
     def seconds_of(launch: Callable[[], list[Waitable]]) -> float:
         def finish() -> None:
@@ -394,7 +386,7 @@ def _measure_rank(device: torch.device, nbytes: int) -> Measurement:
 
         return _median(finish)
 
-    gather_seconds = seconds_of(gather)
+    gather_seconds = seconds_of(lambda: channel.gather([gathered], [shard]))
     expected = torch.arange(1.0, num_ranks + 1, device=device)
     is_gathered = bool((gathered.view(num_ranks, numel) == expected[:, None]).all())
     full = torch.full_like(gathered, float(rank + 1))
@@ -407,7 +399,7 @@ def _measure_rank(device: torch.device, nbytes: int) -> Measurement:
             f"{rank}-{peer}": SENDS + reasons[peer] if peer in reasons else SHARES
             for peer in range(rank + 1, num_ranks)
         }
-    how = "CommonGather" if gives_memory else type(channel.all_gather).__name__
+    how = type(channel.all_gather).__name__
     reduces = type(channel.reduce_scatter).__name__
     return Measurement(
         backend=backend,
@@ -453,7 +445,6 @@ exit codes: 0 nothing is wrong (there may be warnings), 1 something is, 2 wrong 
 """
 _MIB = 1 << 20
 _HOW = {
-    "CommonGather": "{way}, once for all ranks",
     "DirectAllGather": "{way}",
     "DirectReduceScatter": "{way}, summed in rank order",
     "CoalescedAllGather": "one coalesced launch of {backend} for a group",

@@ -201,10 +201,7 @@ class Program:
         parts = [GatherOps((), (), (), ())]
         for bucket in group.buckets:
             channel, shards = group.channels[bucket.mesh], [param.local for param in bucket.params]
-            is_private = kept or group.stays_after_forward
-            parts.append(
-                bucket.gather_ops(shards, channel, keeps_storage=kept, is_private=is_private)
-            )
+            parts.append(bucket.gather_ops(shards, channel, keeps_storage=kept))
             if num_ranks is not None and not isinstance(num_ranks, bool):
                 regathers.append(Regather(bucket, channel, num_ranks))
         # All memory is there before the first collective is launched.

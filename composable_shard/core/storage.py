@@ -507,7 +507,6 @@ class Storage(Protocol):
         channel: Channel,
         *,
         keeps_storage: bool,
-        is_private: bool,
     ) -> GatherOps:
         """Return the operations that gather these shards, one shard per parameter.
 
@@ -515,11 +514,7 @@ class Storage(Protocol):
             shards: The local shards; users may have replaced them.
             channel: The collectives.
             keeps_storage: Whether the unsharded memory stays allocated.
-            is_private: Whether it must not be shared with other ranks: users may hold it.
         """
-
-    def own_memory(self) -> None:
-        """Move the unsharded parameters out of memory that other ranks share, if they are there."""
 
     def free(self) -> bool:
         """Free the unsharded memory that was to stay allocated; return whether arrays share it."""
@@ -651,17 +646,12 @@ class Bucket:
         channel: Channel,
         *,
         keeps_storage: bool,
-        is_private: bool,
     ) -> GatherOps:
         """Return the operations that gather these shards, which may lie outside ``sharded``."""
         if self.shares_storage:
             return GatherOps((), (), (), ())
-        ops = _AllGather(self, shards, channel, is_private=is_private).ops()
+        ops = _AllGather(self, shards, channel).ops()
         return ops._replace(free=()) if keeps_storage else ops
-
-    def own_memory(self) -> None:
-        """Move the unsharded buffer out of memory that other ranks share, if it is there."""
-        _torch.own(self.unsharded)
 
     def free(self) -> bool:
         """Free the unsharded buffer; return whether arrays of NumPy share it."""
@@ -735,9 +725,9 @@ class Bucket:
         _torch.free(self.unsharded)
 
 
-def _memory_ops(tensor: torch.Tensor) -> tuple[Op, Op]:
+def _memory_ops(tensor: torch.Tensor, *, is_checked: bool = False) -> tuple[Op, Op]:
     """Return the operations that allocate and free the memory of a tensor."""
-    if _torch.is_big(tensor):
+    if is_checked or _torch.is_big(tensor):
         return (lambda: _torch.allocate(tensor)), (lambda: _torch.free(tensor))
     return _torch.memory_ops(tensor)
 
@@ -745,18 +735,10 @@ def _memory_ops(tensor: torch.Tensor) -> tuple[Op, Op]:
 class _AllGather:
     """The all-gather of a bucket: a message per direct parameter, and one for all packed ones.
 
-    Ranks of one host may gather into memory that they share; the transport then gives it to the
-    unsharded buffer. Shards in pinned memory of the host are copied to the device beside compute.
+    Shards in pinned memory of the host are copied to the device beside compute.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        shards: Sequence[torch.Tensor],
-        channel: Channel,
-        *,
-        is_private: bool,
-    ) -> None:
+    def __init__(self, bucket: Bucket, shards: Sequence[torch.Tensor], channel: Channel) -> None:
         self._bucket, self._channel = bucket, channel
         self._has_streams = _torch.has_streams(bucket.mesh.device)
         layout, mesh = bucket.layout, bucket.mesh
@@ -768,11 +750,6 @@ class _AllGather:
             numel, dtype = layout.shard_numel, bucket.compute_dtype
             self._source = _torch.empty(numel, dtype=dtype, device=mesh.device)
         self._inputs = [self._source[start : start + n] for start, n in layout.message_spans]
-        in_place = mesh.num_shards * sum(p.shard_numel for p in layout.params[: layout.num_direct])
-        is_worth_it = _torch.is_big(bucket.unsharded) and 2 * in_place >= layout.unsharded_numel
-        takes_memory = is_worth_it and not is_private and not bucket.is_uploaded
-        self._is_given_memory = takes_memory and channel.gives_memory()
-        self._has_own_memory = True  # a user may hold an array of it
         self._lane: Lane | None = None
         if self._casts:
             _torch.free(self._source)
@@ -780,9 +757,7 @@ class _AllGather:
     def ops(self) -> GatherOps:
         """Return the operations."""
         bucket, source, staging = self._bucket, self._source, self._bucket.staging
-        allocate, free = _memory_ops(bucket.unsharded)
-        if self._is_given_memory or bucket.has_arrays:
-            allocate, free = self._allocate, self._free
+        allocate, free = _memory_ops(bucket.unsharded, is_checked=bucket.has_arrays)
         if bucket.mesh.num_shards == 1:
             copy = partial(self._copy_in, bucket.whole)
             wait_for_copy = [self._wait_for_copy] if bucket.is_uploaded else []
@@ -818,21 +793,11 @@ class _AllGather:
         assert self._lane is not None
         self._lane.arrival().wait()
 
-    def _allocate(self) -> None:
-        if self._has_own_memory or not self._is_given_memory:
-            _torch.allocate(self._bucket.unsharded)
-
-    def _free(self) -> None:
-        self._has_own_memory = not _torch.free(self._bucket.unsharded)
-
     def launch(self) -> None:
         """Launch the all-gather, behind the copy to the device if there is one."""
         bucket, lane = self._bucket, self._lane
-        buffers = [bucket.unsharded] if self._is_given_memory else []
         with nullcontext() if lane is None else lane.behind():
-            works: list[Waitable] = self._channel.gather(
-                bucket.gather_outputs, self._inputs, buffers
-            )
+            works: list[Waitable] = self._channel.gather(bucket.gather_outputs, self._inputs)
         if lane is not None:
             works = [lane.arrival(), *works, lane.departure()]
         stream = launching_stream(bucket.mesh.device) if self._has_streams else None

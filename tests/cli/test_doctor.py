@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from composable_shard import cli
-from composable_shard._torch import can_adopt_memory
 from composable_shard.cli import doctor
 from composable_shard.cli.doctor import (
     Collective,
@@ -24,7 +23,7 @@ from composable_shard.cli.doctor import (
     measure,
 )
 
-GATHER = Collective("CommonGather", seconds=0.004, nbytes_received=8 << 20, is_right=True)
+GATHER = Collective("DirectAllGather", seconds=0.004, nbytes_received=8 << 20, is_right=True)
 REDUCE = Collective("DirectReduceScatter", seconds=0.008, nbytes_received=8 << 20, is_right=True)
 MEASURED = Measurement("gloo", 1, {"0-1": "shared memory"}, 8e9, GATHER, REDUCE)
 
@@ -78,11 +77,10 @@ def test_ranks_measure_what_training_uses(monkeypatch: pytest.MonkeyPatch) -> No
     assert measured.backend == "gloo"
     assert measured.transports == {"0-1": "shared memory"}
     assert measured.copied_per_second is not None and measured.copied_per_second > 0
-    for one, name in (
-        (measured.all_gather, "CommonGather" if can_adopt_memory() else "DirectAllGather"),
-        (measured.reduce_scatter, "DirectReduceScatter"),
-    ):
-        assert (one.how, one.nbytes_received, one.is_right) == (name, 1 << 15, True)
+    for name in ("all_gather", "reduce_scatter"):
+        one = getattr(measured, name)
+        how = "Direct" + name.title().replace("_", "")
+        assert (one.how, one.nbytes_received, one.is_right) == (how, 1 << 15, True)
         assert one.bytes_per_second == one.nbytes_received / one.seconds > 0
 
 
@@ -304,7 +302,7 @@ backends        gloo
 variables       none of those that matter is set
 ranks           2 on cpu over gloo, 1 thread each
 transport       shared memory: ranks 0-1
-all-gather      2.10 GB/s to each rank (8 MiB in 4.0 ms), in shared memory, once for all ranks
+all-gather      2.10 GB/s to each rank (8 MiB in 4.0 ms), in shared memory
 reduce-scatter  1.05 GB/s to each rank (8 MiB in 8.0 ms), in shared memory, summed in rank order
 verdict         nothing is wrong
 """
@@ -324,7 +322,7 @@ def test_the_report_for_programs(given: dict[str, Any], capsys: pytest.CaptureFi
     assert report["measured"]["copied_per_second"] == 8e9
     assert report["machine"]["versions"] == HERE.versions
     assert report["measured"]["all_gather"] == {
-        "how": "CommonGather",
+        "how": "DirectAllGather",
         "seconds": 0.004,
         "nbytes_received": 8 << 20,
         "is_right": True,

@@ -24,16 +24,13 @@ import torch.distributed as dist
 from on_ranks import on_ranks
 from warm import Warm
 
-from composable_shard._torch import can_adopt_memory, free
 from composable_shard.core.transport import mailbox, shared_memory
-from composable_shard.core.transport.common_gather import CommonGather
-from composable_shard.core.transport.exchange import Exchange, HostCollective
+from composable_shard.core.transport.exchange import Exchange
 from composable_shard.core.transport.mailbox import mailbox_of, near_ranks, why_apart
 from composable_shard.core.transport.pending import Pending
 from composable_shard.core.transport.point_to_point import DirectAllGather
 from composable_shard.core.transport.shared_memory import (
     SWITCH,
-    CommonFile,
     OwnFile,
     PeerFile,
     Shared,
@@ -100,8 +97,7 @@ def test_ranks_of_one_host_share_memory_and_the_log_says_so(ranks: int) -> None:
         others = [peer for peer in range(ranks) if peer != rank]
         assert (near, reasons, warned, exact) == (others, {}, [], True)
         named = ", ".join(map(str, others))
-        once = "; what all of them gather is there once" if can_adopt_memory() else ""
-        assert logged == [f"rank {rank} shares memory with rank {named}{once}"]
+        assert logged == [f"rank {rank} shares memory with rank {named}"]
 
 
 def met_by_another_host() -> object:
@@ -279,7 +275,7 @@ def test_processes_that_may_not_look_into_each_other_share_all_the_same(
 def test_a_visitor_who_does_not_know_the_secret_or_brings_too_little_is_sent_away(
     knows: bool,
 ) -> None:
-    host, guest = (shared_memory._Door(rank, 2, 8) for rank in range(2))
+    host, guest = (shared_memory._Door(2, 8) for _ in range(2))
     with shared_memory._new_socket() as stranger:
         stranger.connect(shared_memory._name_of(host.card))
         if knows:
@@ -380,13 +376,11 @@ def test_what_has_ended_forgets_no_pages_of_others(monkeypatch: pytest.MonkeyPat
     slab = own.take(PAGE)
     monkeypatch.setattr(shared_memory, "_libc", lambda: libc)
     view = PeerFile(os.dup(own.file), 8).view(slab.start, PAGE)
-    lease = CommonFile(os.dup(own.file)).lease(slab.start, PAGE, lambda: None)
-    expected = {view.tensor(0, 1, torch.uint8).data_ptr(), lease.address, lease.common}
-    for user in (view, lease):
-        vars(user)["user"] = user  # in a circle, which the collector alone ends
-    del view, lease, user
+    expected = view.tensor(0, 1, torch.uint8).data_ptr()
+    vars(view)["user"] = view  # in a circle, which the collector alone ends
+    del view
     gc.collect()
-    assert expected <= set(others)
+    assert expected in others
     for address in others:
         assert ctypes.string_at(address, PAGE) == bytes([7]) * PAGE
         real.munmap(address, PAGE)
@@ -565,36 +559,14 @@ def test_a_forked_process_publishes_nothing() -> None:
         assert (REFUSED in launched, REFUSED in waited, exact) == (True, True, True)
 
 
-def forked_while_a_thread_writes() -> tuple[str, list[float]]:
-    group = fresh_group()
-    near_ranks(group)
-    output, own = torch.empty(2), torch.full((1,), 9.0)
-    assert free(output)
-    gather = CommonGather(group, TAG, [output], [output], [own])
-    with gather._writing:
-        said = child_that(gather.wait)()
-    gather.wait()
-    return said, output.tolist()
-
-
-@pytest.mark.usefixtures("sharing")
-@pytest.mark.skipif(not can_adopt_memory(), reason="this torch has no storages of given memory")
-def test_a_forked_process_waits_for_no_thread_of_its_parent() -> None:
-    for said, gathered in run_ranks(forked_while_a_thread_writes, 2):
-        assert (REFUSED in said, gathered) == (True, [9.0, 9.0])
-
-
-def overtaken(way: str) -> tuple[str, list[float]]:
+def overtaken() -> tuple[str, list[float]]:
     """Gather while a process that was forked before gathers, too; return what both got."""
     group, rank = fresh_group(), dist.get_rank()
     near_ranks(group)
 
     def launch(value: float) -> tuple[torch.Tensor, Pending]:
         output, own = torch.empty(group.size()), torch.full((1,), value + rank)
-        if way == "copies":
-            return output, Pending(DirectAllGather().launch([output], [own], group, TAG))
-        assert free(output)
-        return output, Pending(DirectAllGather().launch_into([output], [output], [own], group, TAG))
+        return output, Pending(DirectAllGather().launch([output], [own], group, TAG))
 
     launch(1.0)[1].wait()
     dist.barrier()  # what was read may be taken again, here and there
@@ -605,7 +577,7 @@ def overtaken(way: str) -> tuple[str, list[float]]:
         return launch(50.0)
 
     answer = child_that(later)
-    with mock.patch.object(HostCollective, "is_there", lambda _: False):
+    with mock.patch.object(Exchange, "is_there", lambda _: False):
         output, pending = launch(10.0)
     os.write(told, b"1")
     said = answer()
@@ -617,9 +589,8 @@ def overtaken(way: str) -> tuple[str, list[float]]:
 
 
 @pytest.mark.usefixtures("sharing")
-@pytest.mark.parametrize("way", ["copies", "once"])
-def test_a_forked_process_writes_nowhere_that_its_parent_has_taken_since(way: str) -> None:
-    for said, gathered in run_ranks(overtaken, 2, way):
+def test_a_forked_process_writes_nowhere_that_its_parent_has_taken_since() -> None:
+    for said, gathered in run_ranks(overtaken, 2):
         assert (REFUSED in said, gathered) == (True, [10.0, 11.0])
 
 

@@ -88,15 +88,11 @@ class ExtensionBucket:
         channel: Channel,
         *,
         keeps_storage: bool,
-        is_private: bool,  # it always is
     ) -> GatherOps:
         """Return the operations that gather the shard."""
         launch = partial(self.launch, shards[0], channel)
         free = [] if keeps_storage else [self.free]
         return GatherOps([launch], [self.complete], [self.drop], free)
-
-    def own_memory(self) -> None:
-        """Nothing is to do: no other rank shares the memory."""
 
     # Before the first gather ----------------------------------------------------------------
 

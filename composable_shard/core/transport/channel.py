@@ -136,31 +136,14 @@ class Channel:
 
     # Collectives ----------------------------------------------------------------------------
 
-    def gives_memory(self) -> bool:
-        """Tell whether :meth:`gather` has better memory for its outputs than what is allocated.
-
-        Collective: finds the ranks of this host, at the first call for a process group.
-        """
-        group = self.mesh.shard_group
-        return group is not None and self.all_gather.gives_memory(group)
-
-    def gather(
-        self, outputs: Tensors, inputs: Tensors, buffers: Tensors | None = None
-    ) -> list[Waitable]:
+    def gather(self, outputs: Tensors, inputs: Tensors) -> list[Waitable]:
         """Gather every input from the ranks that share the parameters.
 
         Args:
             outputs: What to write.
             inputs: What to send.
-            buffers: What outputs are parts of that is to be given memory.
         """
-        group = self._shard_group
-        if not buffers:
-            return self._gather_from(group, outputs, inputs)
-        launch, tag = self.all_gather.launch_into, self.tags[0]
-        return self._launch(
-            partial(launch, buffers, outputs, inputs, group, tag), group, self.gathering
-        )
+        return self._gather_from(self._shard_group, outputs, inputs)
 
     def gather_to(self, to: int, outputs: Tensors, inputs: Tensors) -> list[Waitable]:
         """Gather every input on one of the ranks that share the parameters.

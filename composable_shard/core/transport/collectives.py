@@ -43,34 +43,6 @@ class AllGatherLaunch(Protocol):
             tag: A number on which the ranks have agreed, to tell these messages from others.
         """
 
-    def gives_memory(self, group: dist.ProcessGroup) -> bool:
-        """Tell whether :meth:`launch_into` has better memory than what is allocated.
-
-        Collective: finds the ranks of this host, at the first call for ``group``.
-        """
-        return False
-
-    def launch_into(
-        self,
-        buffers: Tensors,
-        outputs: Tensors,
-        inputs: Tensors,
-        group: dist.ProcessGroup,
-        tag: int,
-    ) -> list[Waitable]:
-        """Launch the all-gather, and give memory to the tensors that its outputs are parts of.
-
-        Args:
-            buffers: Them; each fills its storage, which is empty.
-            outputs: See :meth:`launch`. Some may be no part of any.
-            inputs: See there.
-            group: See there.
-            tag: See there.
-        """
-        for buffer in buffers:
-            _torch.allocate(buffer)
-        return self.launch(outputs, inputs, group, tag)
-
 
 class ReduceScatterLaunch(Protocol):
     """Reduces many tensors at once.

@@ -86,105 +86,22 @@ _NAP_SHARE = 0.1  # of the time already waited
 _LONG = 0.05  # seconds after which a rank looks whether the other has ended
 
 
-class HostCollective:
-    """One collective of this rank with those of its host, of which each publishes something.
+class Exchange:
+    """A collective in which each rank publishes tensors for the others, and reads theirs.
 
     Args:
         group: The process group.
         tag: A number on which the ranks have agreed.
         ranks: Those to exchange with; each of them exchanges with this one.
-
-    Raises:
-        ShardError: Here and below, if a rank has ended, does not do its part within the time-out
-            of the process group, has given up, or did not so before. The group is lost then.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, tag: int, ranks: Sequence[int]) -> None:
-        self._group = group
-        mailbox = mailbox_of(group)
-        assert mailbox is not None
-        self._mailbox: Mailbox = mailbox
-        self._ranks = list(ranks)
-        self._unread: list[int] = []
-        self._is_published = True  # what has not begun owes nothing
-        self._note = mailbox.given_up.append  # globals may be gone when the interpreter ends
-        mailbox.go_on()
-        self._key = mailbox.next_key(tag)
-        self._unread = list(ranks)  # from here on it is given up unless it is finished
-        self._is_published = False
-
-    def _publish(self, publish: Callable[[], bool]) -> None:
-        """Publish, by a call that returns whether others have taken note of enough before."""
-        if not publish():
-            for rank in self._ranks:  # one by one, to name the one that is late
-                self._wait(rank, partial(self._mailbox.make_room, [rank]))
-            self._wait(self._ranks[0], publish)
-        self._is_published = True
-
-    def is_there(self) -> bool:
-        """Tell whether all others have published, so that nothing is left to wait for."""
-        mailbox, key = self._mailbox, self._key
-        return all(mailbox.look(mailbox.peers[rank], key) for rank in tuple(self._unread))
-
-    def finish(self) -> None:
-        """Tell the others that this rank has read."""
-        if self._unread:
-            self._mailbox.has_read(self._key, self._unread)
-
-    def _entry(self, rank: int) -> Entry:
-        """Wait for what a rank publishes."""
-        look, peer, key = self._mailbox.look, self._mailbox.peers[rank], self._key
-        entry: Entry = look(peer, key) or self._wait(rank, partial(look, peer, key))
-        if entry.nbytes == GIVEN_UP:
-            raise lost(self._group, rank, "word that it has given that one up")
-        return entry
-
-    def __del__(self) -> None:
-        """Note that this rank gives up what it has not finished."""
-        if self._unread or not self._is_published:
-            self._note((self._key, self._unread, self._is_published))
-
-    def _wait(self, rank: int, look: Callable[[], Any]) -> Any:
-        """Look until there is something; return it."""
-        for _ in range(_NUM_YIELDS):
-            if seen := look():
-                return seen
-            os.sched_yield()
-        refuse_lost(self._group)
-        peer, start = self._mailbox.peers[rank], time.monotonic()
-        last = now = start
-        shortest, longest = _NAPS
-        while True:
-            time.sleep(min(longest, max(shortest, _NAP_SHARE * (now - start))))
-            self._mailbox.write_what_it_can()  # which others may wait for
-            now, got = time.monotonic(), None
-            if now - last > _LONG:
-                last = now
-                failure = failure_in(self._group)
-                if failure is not None:
-                    got = f"word that {failure}"
-                elif peer.ends_within(0):
-                    got = ENDED
-                elif now - start > (time_out := _torch.timeout_of(self._group)):
-                    got = f"no sign of it within the time-out of {time_out:.0f} s"
-            if seen := look():  # also what was there when it ended
-                return seen
-            if got is not None:
-                raise lost(self._group, rank, got)
-
-
-class Exchange(HostCollective):
-    """A collective in which each rank publishes tensors for the others, and reads theirs.
-
-    Args:
-        group: See :class:`HostCollective`.
-        tag: See there.
-        ranks: See there.
         form: What this rank publishes.
         fill: Writes it, given where each tensor of the form begins; ``None`` if nobody reads it.
 
     Attributes:
         form: What this rank publishes.
+
+    Raises:
+        ShardError: Here and below, if a rank has ended, does not do its part within the time-out
+            of the process group, has given up, or did not so before. The group is lost then.
     """
 
     def __init__(
@@ -195,15 +112,34 @@ class Exchange(HostCollective):
         form: Form,
         fill: Callable[[list[int]], object] | None,
     ) -> None:
+        self._unread: list[int] = []
         self._views: list[View] = []
-        super().__init__(group, tag, ranks)
-        self.form = form
+        self._is_published = True  # what has not begun owes nothing
+        mailbox = mailbox_of(group)
+        assert mailbox is not None
+        self._group, self.form = group, form
+        self._mailbox: Mailbox = mailbox
+        self._note = mailbox.given_up.append  # globals may be gone when the interpreter ends
+        mailbox.go_on()
+        self._key = mailbox.next_key(tag)
+        self._unread = list(ranks)  # from here on it is given up unless it is finished
+        self._is_published = False
         self._plan = plan = _plan(form)
-        slab = self._mailbox.take_slab(len(plan.table) if fill is None else plan.nbytes)
+        slab = mailbox.take_slab(len(plan.table) if fill is None else plan.nbytes)
         ctypes.memmove(slab.address, plan.table, len(plan.table))
         if fill is not None:
             fill([slab.address + offset for offset in plan.offsets])
-        self._publish(partial(self._mailbox.publish, self._key, slab, self._ranks))
+        publish = partial(mailbox.publish, self._key, slab, list(ranks))
+        if not publish():
+            for rank in ranks:  # one by one, to name the one that is late
+                self._wait(rank, partial(mailbox.make_room, [rank]))
+            self._wait(ranks[0], publish)
+        self._is_published = True
+
+    def is_there(self) -> bool:
+        """Tell whether all others have published, so that nothing is left to wait for."""
+        mailbox, key = self._mailbox, self._key
+        return all(mailbox.look(mailbox.peers[rank], key) for rank in tuple(self._unread))
 
     def read(
         self, rank: int, part: int = 0, dtypes: Sequence[torch.dtype] = ()
@@ -238,6 +174,14 @@ class Exchange(HostCollective):
             for offset, numel, dtype in zip(plan.offsets, form.numels, form.dtypes, strict=True)
         ]
 
+    def _entry(self, rank: int) -> Entry:
+        """Wait for what a rank publishes."""
+        look = partial(self._mailbox.look, self._mailbox.peers[rank], self._key)
+        entry: Entry = look() or self._wait(rank, look)
+        if entry.nbytes == GIVEN_UP:
+            raise lost(self._group, rank, "word that it has given that one up")
+        return entry
+
     def _form_of(self, view: View, rank: int, nbytes: int) -> Form:
         """Return what a message says that it consists of, which is not what was expected."""
         num_tensors = int.from_bytes(view.bytes(8), sys.byteorder)
@@ -267,11 +211,42 @@ class Exchange(HostCollective):
             view.forget_pages()
 
     def finish(self) -> None:
+        """Tell the others that this rank has read."""
         self.forget_pages()
         self._views.clear()
-        super().finish()
+        if self._unread:
+            self._mailbox.has_read(self._key, self._unread)
 
     def __del__(self) -> None:
+        """Note that this rank gives up what it has not finished."""
         if self._views:
             self.forget_pages()
-        super().__del__()
+        if self._unread or not self._is_published:
+            self._note((self._key, self._unread, self._is_published))
+
+    def _wait(self, rank: int, look: Callable[[], Any]) -> Any:
+        """Look until there is something; return it."""
+        for _ in range(_NUM_YIELDS):
+            if seen := look():
+                return seen
+            os.sched_yield()
+        refuse_lost(self._group)
+        peer, start = self._mailbox.peers[rank], time.monotonic()
+        last = now = start
+        shortest, longest = _NAPS
+        while True:
+            time.sleep(min(longest, max(shortest, _NAP_SHARE * (now - start))))
+            now, got = time.monotonic(), None
+            if now - last > _LONG:
+                last = now
+                failure = failure_in(self._group)
+                if failure is not None:
+                    got = f"word that {failure}"
+                elif peer.ends_within(0):
+                    got = ENDED
+                elif now - start > (time_out := _torch.timeout_of(self._group)):
+                    got = f"no sign of it within the time-out of {time_out:.0f} s"
+            if seen := look():  # also what was there when it ended
+                return seen
+            if got is not None:
+                raise lost(self._group, rank, got)

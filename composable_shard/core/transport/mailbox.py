@@ -10,8 +10,7 @@ Which entry is for which collective is told by its tag, on which the ranks have 
 number among those of that tag. So an interrupt in the middle of one never makes the next one read
 what was meant for it. A rank that gives one up before it has published says that, too.
 
-Everybody writes his own memory alone, but for the slabs of the common file (``common_gather.py``).
-The words of control are, in the memory of each rank:
+Everybody writes his own memory alone. The words of control are, in the memory of each rank:
 
 - how many entries it has published;
 - for each rank, how many of that one's entries it has taken note of;
@@ -28,8 +27,9 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -48,8 +48,8 @@ from composable_shard.errors import ShardError
 
 NUM_ENTRIES = 256  # of the ring
 NUM_ACKS = 1 << 14  # messages to a rank that it may leave unread
-_ENTRY = 7  # words: its number, tag, number of its tag, place of the acknowledgement, start, ...
-GIVEN_UP, WRITTEN, NO_MEMORY = -1, -2, -3  # in the place of nbytes
+_ENTRY = 6  # words: its number, tag, number of its tag, place of the acknowledgement, start, nbytes
+GIVEN_UP = -1  # in the place of nbytes
 
 _log = logging.getLogger("composable_shard")
 _fence = threading.Lock()
@@ -77,17 +77,13 @@ class Entry(NamedTuple):
         number: Of the entry, from 1.
         ack: Where to say that it was read.
         start: Of the slab in the file of that rank.
-        nbytes: Of the slab. If there is none, :data:`GIVEN_UP`, or :data:`WRITTEN` of a rank that
-            has written its part of a slab of the common file, or :data:`NO_MEMORY` of the first
-            one if it has no slab for that.
-        form: A digest of what a slab of the common file consists of.
+        nbytes: Of the slab; :data:`GIVEN_UP` if there is none.
     """
 
     number: int
     ack: int
     start: int
     nbytes: int
-    form: int
 
 
 class Peer:
@@ -130,12 +126,10 @@ class Mailbox:
 
     Attributes:
         peers: By rank, those whose memory this rank reads, and which read its own.
-        shared: The memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, shared: Shared) -> None:
         assert shared.own is not None
-        self.shared = shared
         self.peers = {
             rank: Peer(rank, shared.files[rank], shared.ends[rank]) for rank in sorted(shared.files)
         }
@@ -150,7 +144,6 @@ class Mailbox:
         self._num_acks = 0  # that were ever used
         self._unread: list[_Published] = []
         self.given_up: deque[tuple[Key, list[int], bool]] = deque()  # appended to by any thread
-        self._to_write: weakref.WeakSet[Writer] = weakref.WeakSet()
 
     @staticmethod
     def num_words(num_ranks: int) -> int:
@@ -163,17 +156,14 @@ class Mailbox:
             count = self._counts[tag] = self._counts.get(tag, -1) + 1
         return tag, count
 
-    def publish(self, key: Key, slab: Slab, ranks: Sequence[int], form: int = 0) -> bool:
+    def publish(self, key: Key, slab: Slab, ranks: Sequence[int]) -> bool:
         """Show a slab to some ranks; ``False`` if it has to wait until they take note of others.
 
         Args:
             key: Of the collective.
-            slab: What to show: of the common file if it is held, and of the own file if not.
+            slab: What to show.
             ranks: Them.
-            form: See :class:`Entry`.
         """
-        file = self.shared.slabs if slab.is_held else self._own
-        assert file is not None
         with self._lock:
             if not self.has_room(ranks):
                 return False
@@ -185,16 +175,8 @@ class Mailbox:
                 self._free_acks.append(self._num_acks)
                 self._num_acks += 1
             ack = heappop(self._free_acks)
-            self._unread.append(_Published(self._num_published + 1, ack, slab, list(ranks), file))
-            self._write(key, ack, slab.start, slab.nbytes, form)
-        return True
-
-    def tell(self, key: Key, word: int, ranks: Sequence[int], form: int = 0) -> bool:
-        """Say :data:`WRITTEN` or :data:`NO_MEMORY` of a slab of the common file; see `publish`."""
-        with self._lock:
-            if not self.has_room(ranks):
-                return False
-            self._write(key, -1, 0, word, form)
+            self._unread.append(_Published(self._num_published + 1, ack, slab, list(ranks)))
+            self._write(key, ack, slab.start, slab.nbytes)
         return True
 
     def take_slab(self, nbytes: int) -> Slab:
@@ -202,25 +184,6 @@ class Mailbox:
         with self._lock:
             self._take_back()
             return self._own.take(nbytes)
-
-    def take_common_slab(self, nbytes: int) -> Slab:
-        """Return a slab of the common file, which this rank owns; it is held."""
-        file = self.shared.slabs
-        assert file is not None
-        with self._lock:
-            self._take_back()
-            slab = file.take(nbytes)
-            slab.is_held = True
-        slab.forget_pages()  # it is used where its lease has it
-        return slab
-
-    def give_back_common(self, slab: Slab) -> None:
-        """Take back a slab of the common file that was not shown to anybody."""
-        file = self.shared.slabs
-        assert file is not None
-        with self._lock:
-            slab.is_held = False
-            file.give_back(slab)
 
     def look(self, peer: Peer, key: Key) -> Entry | None:
         """Return what a peer has published for a collective, if it has."""
@@ -273,35 +236,15 @@ class Mailbox:
         self.let_go()
 
     def catch_up(self) -> None:
-        """Do what others may wait for: take note of what they say, write what they have room for.
+        """Take note of what others say, which they may wait for.
 
-        Hazard: this rank waits for them elsewhere, or gets nothing of what they gather, so that it
-        never looks. Guard: it looks whenever it begins something, and now and then on a thread
-        beside. Tests: ``test_a_rank_writes_while_it_waits_outside`` and
+        Hazard: this rank gets nothing of what they gather, so that it never looks. Guard: it looks
+        whenever it begins something, and now and then on a thread beside. Test:
         ``test_a_rank_that_gets_nothing_takes_note``.
         """
         self.refuse_fork()
         for peer in self.peers.values():
             self.take_note(peer)
-        self.write_what_it_can()
-
-    def write_later(self, writer: Writer) -> None:
-        """Let somebody write whenever this rank comes by, on any thread."""
-        with self._lock:
-            self._to_write.add(writer)
-
-    def write_no_more(self, writer: Writer) -> None:
-        """Let a writer write by itself from now on, or not at all."""
-        with self._lock:
-            self._to_write.discard(writer)
-
-    def write_what_it_can(self) -> None:
-        """Write what others have made room for since it was launched."""
-        if self._to_write:
-            with self._lock:
-                writers = list(self._to_write)
-            for writer in writers:
-                writer.write_if_it_can()
 
     def let_go(self) -> None:
         """Say which collectives this rank has given up, and which slabs it uses no more.
@@ -320,7 +263,7 @@ class Mailbox:
                     return  # the next time
                 self.has_read(key, ranks)
                 if not is_published:
-                    self._write(key, -1, 0, GIVEN_UP, 0)
+                    self._write(key, -1, 0, GIVEN_UP)
                 self.given_up.popleft()
 
     @property
@@ -350,20 +293,15 @@ class Mailbox:
             place, number, ranks = acks + published.ack, published.number, published.ranks
             while ranks and peers[ranks[-1]].words[place] == number:
                 ranks.pop()
-            if not published.ranks and not published.slab.is_held:
+            if not published.ranks:
                 _order_memory()
                 self._unread.remove(published)
-                published.file.give_back(published.slab)
+                self._own.give_back(published.slab)
                 heappush(self._free_acks, published.ack)
 
     def make_room(self, ranks: Iterable[int]) -> bool:
-        """Take note of what others have published, who may wait for that likewise.
-
-        Returns:
-            Whether some ranks have taken note of what the next entry overwrites.
-        """
-        for peer in self.peers.values():
-            self.take_note(peer)
+        """Take note of what others say, who may wait likewise; see :meth:`has_room`."""
+        self.catch_up()
         return self.has_room(ranks)
 
     def has_room(self, ranks: Iterable[int]) -> bool:
@@ -371,10 +309,10 @@ class Mailbox:
         place, most = 1 + self._rank, self._num_published - NUM_ENTRIES
         return most < 0 or all(self.peers[rank].words[place] > most for rank in ranks)
 
-    def _write(self, key: Key, ack: int, start: int, nbytes: int, form: int) -> None:
+    def _write(self, key: Key, ack: int, start: int, nbytes: int) -> None:
         number = self._num_published + 1
         place = 1 + self._num_ranks + self._num_published % NUM_ENTRIES * _ENTRY
-        for offset, word in enumerate((number, *key, ack, start, nbytes, form)):
+        for offset, word in enumerate((number, *key, ack, start, nbytes)):
             self._words[place + offset] = word
         _order_memory()
         self._num_published = self._words[0] = number
@@ -388,24 +326,14 @@ class Mailbox:
             )
 
 
+@dataclass(eq=False)
 class _Published:
     """A message that some ranks have still to read."""
 
-    __slots__ = ("ack", "file", "number", "ranks", "slab")
-
-    def __init__(self, number: int, ack: int, slab: Slab, ranks: list[int], file: OwnFile) -> None:
-        self.number = number
-        self.ack = ack
-        self.slab = slab
-        self.ranks = ranks
-        self.file = file
-
-
-class Writer(Protocol):
-    """What has something to write, once another rank has made room for it."""
-
-    def write_if_it_can(self) -> None:
-        """Write it unless there is no room yet."""
+    number: int
+    ack: int
+    slab: Slab
+    ranks: list[int]
 
 
 # The mailboxes of this process --------------------------------------------------------------------
@@ -455,8 +383,7 @@ def _tell(group: dist.ProcessGroup, shared: Shared) -> None:
     rank, name = ranks[group.rank()], group.group_name
     if shared.files:
         near = ", ".join(str(ranks[peer]) for peer in sorted(shared.files))
-        once = "" if shared.common is None else "; what all of them gather is there once"
-        _log.info("process group %s: rank %d shares memory with rank %s%s", name, rank, near, once)
+        _log.info("process group %s: rank %d shares memory with rank %s", name, rank, near)
     for peer, reason in shared.reasons.items():
         _log.info(
             "process group %s: rank %d and rank %d exchange messages, because %s",

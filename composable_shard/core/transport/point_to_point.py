@@ -21,7 +21,6 @@ from composable_shard.core.transport.collectives import (
     Tensors,
     sum_dtype,
 )
-from composable_shard.core.transport.common_gather import CommonGather, have_common_memory
 from composable_shard.core.transport.exchange import Exchange, Form
 from composable_shard.core.transport.failures import lost, refuse_lost
 from composable_shard.core.transport.mailbox import near_ranks
@@ -77,24 +76,6 @@ class DirectAllGather(AllGatherLaunch):
         if exchange.is_there():  # the sooner it is read, the less memory is shared
             reading.wait()
         return [*works, reading]
-
-    def gives_memory(self, group: dist.ProcessGroup) -> bool:
-        _, far = _peers_of(group)
-        return not far and have_common_memory(group)
-
-    def launch_into(
-        self,
-        buffers: Tensors,
-        outputs: Tensors,
-        inputs: Tensors,
-        group: dist.ProcessGroup,
-        tag: int,
-    ) -> list[Waitable]:
-        refuse_lost(group)
-        gather = CommonGather(group, tag, buffers, outputs, inputs)
-        if gather.is_there():  # the sooner others are told, the sooner they go on
-            gather.wait()
-        return [gather]
 
 
 def _places(outputs: Tensors, nbytes: Sequence[int], rank: int) -> list[int]:

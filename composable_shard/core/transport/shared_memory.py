@@ -7,9 +7,6 @@ processes, and nobody writes where another one owns the memory.
 
 The file begins with some words of control; ``mailbox.py`` says what they mean. Behind them lie
 slabs, pieces in which tensors wait until the others have read them.
-
-Where all ranks of a process group share memory, the first one has a second file, the common one,
-which all of them write and compute from; ``common_gather.py`` says how.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ import socket
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,7 +56,6 @@ def _libc() -> ctypes.CDLL:
     libc.mmap.restype = ctypes.c_void_p
     libc.munmap.argtypes = [ctypes.c_void_p, word]
     libc.madvise.argtypes = [ctypes.c_void_p, word, number]
-    libc.munlock.argtypes = [ctypes.c_void_p, word]
     return libc
 
 
@@ -73,17 +68,12 @@ class _Piece:
     and the system gives the addresses to somebody else at once. Guard: what has ended forgets no
     pages. Test: ``test_what_has_ended_forgets_no_pages_of_others``.
 
-    Hazard: memory of the process is locked (``mlockall``), so that the system copies the pages of a
-    private mapping at once, and forgets none: what others write later is not seen. Guard: it is
-    unlocked. Test: ``test_gathers_where_memory_is_locked``.
-
     Args:
         file: Its descriptor.
         start: Where the piece begins in it.
         nbytes: How long it is, in whole pages.
         access: See ``mmap(2)``.
         alignment: Of its address.
-        flags: See ``mmap(2)``.
 
     Attributes:
         nbytes: See above.
@@ -92,13 +82,7 @@ class _Piece:
     """
 
     def __init__(
-        self,
-        file: int,
-        start: int,
-        nbytes: int,
-        access: int,
-        alignment: int = mmap.PAGESIZE,
-        flags: int = mmap.MAP_SHARED,
+        self, file: int, start: int, nbytes: int, access: int, alignment: int = mmap.PAGESIZE
     ) -> None:
         reserved = nbytes + alignment - mmap.PAGESIZE
         begin = _map(None, reserved, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
@@ -107,16 +91,12 @@ class _Piece:
         self.memory = (ctypes.c_uint8 * nbytes).from_address(self.address)
         self._mapping = weakref.finalize(self.memory, _libc().munmap, begin, reserved)
         self._mapping.atexit = False
-        _map(self.address, nbytes, access, flags | _MAP_FIXED, file, start)
-        # globals may be gone when the interpreter ends
-        self._advise, self._unlock, self._forget = _libc().madvise, _libc().munlock, _DONTNEED
-        if flags != mmap.MAP_SHARED:
-            self.forget_pages()
+        _map(self.address, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, file, start)
+        self._advise, self._forget = _libc().madvise, _DONTNEED  # globals may be gone at the end
 
     def forget_pages(self) -> None:
         """Let its pages not count as memory of this process until they are used here again."""
-        if self._mapping.alive and self._advise(self.address, self.nbytes, self._forget):
-            self._unlock(self.address, self.nbytes)
+        if self._mapping.alive:
             self._advise(self.address, self.nbytes, self._forget)
 
 
@@ -146,13 +126,11 @@ class Slab:
         nbytes: How long it is.
         address: Where it is mapped.
         last_use: When it was taken last, counted in uses of slabs.
-        is_held: Whether its owner uses it, besides those whom it was shown to.
     """
 
     def __init__(self, file: int, start: int, nbytes: int, alignment: int) -> None:
         self.start = start
         self.nbytes = nbytes
-        self.is_held = False
         both = mmap.PROT_READ | mmap.PROT_WRITE
         piece = _Piece(file, start, nbytes, both, alignment)
         self.address = piece.address
@@ -238,41 +216,8 @@ class OwnFile:
         _libc().madvise(slab.address, slab.nbytes, mmap.MADV_REMOVE)
 
 
-class _Pieces:
-    """Pieces of a file, of which the last that were used stay mapped.
-
-    Args:
-        file: Its descriptor, which is closed with this object.
-        ways: In which each piece is mapped: access and flags of ``mmap(2)``.
-    """
-
-    def __init__(self, file: int, *ways: tuple[int, int]) -> None:
-        self._file = file
-        self._ways = ways
-        weakref.finalize(self, os.close, file).atexit = False
-        self._mapped: OrderedDict[tuple[int, int], list[_Piece]] = OrderedDict()
-
-    def of(self, start: int, nbytes: int) -> list[_Piece]:
-        """Return a piece, once for each way.
-
-        Raises:
-            ShardError: If it cannot be mapped.
-        """
-        key = start, nbytes
-        views = self._mapped.pop(key, None)
-        if views is None:
-            alignment = _HUGE_NBYTES if nbytes >= _HUGE_NBYTES else mmap.PAGESIZE
-            views = [
-                _Piece(self._file, start, nbytes, one[0], alignment, one[1]) for one in self._ways
-            ]
-        self._mapped[key] = views
-        while len(self._mapped) > _NUM_MAPPED:  # what is in use stays until nobody refers to it
-            self._mapped.popitem(last=False)
-        return views
-
-
 class PeerFile:
-    """The file of another rank, which this one reads.
+    """The file of another rank, which this one reads; the pieces used last stay mapped.
 
     Args:
         file: Its descriptor, which is closed with this object.
@@ -283,7 +228,9 @@ class PeerFile:
     """
 
     def __init__(self, file: int, num_words: int) -> None:
-        self._pieces = _Pieces(file, (mmap.PROT_READ, mmap.MAP_SHARED))
+        self._file = file
+        weakref.finalize(self, os.close, file).atexit = False
+        self._mapped: OrderedDict[tuple[int, int], _Piece] = OrderedDict()
         piece = _Piece(file, 0, _round_up(num_words * 8), mmap.PROT_READ)
         self.words = memoryview(piece.memory).cast("B").cast("q")
 
@@ -297,7 +244,15 @@ class PeerFile:
         Raises:
             ShardError: If it cannot be mapped.
         """
-        return View(*self._pieces.of(start, nbytes))
+        key = start, nbytes
+        piece = self._mapped.pop(key, None)
+        if piece is None:
+            alignment = _HUGE_NBYTES if nbytes >= _HUGE_NBYTES else mmap.PAGESIZE
+            piece = _Piece(self._file, start, nbytes, mmap.PROT_READ, alignment)
+        self._mapped[key] = piece
+        while len(self._mapped) > _NUM_MAPPED:  # what is in use stays until nobody refers to it
+            self._mapped.popitem(last=False)
+        return View(piece)
 
 
 class View:
@@ -322,60 +277,6 @@ class View:
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
 
 
-class CommonFile:
-    """The file that all ranks of a process group write and compute from.
-
-    Args:
-        file: A descriptor of it, which is closed with this object.
-    """
-
-    def __init__(self, file: int) -> None:
-        both = mmap.PROT_READ | mmap.PROT_WRITE
-        self._pieces = _Pieces(file, (both, mmap.MAP_SHARED), (both, mmap.MAP_PRIVATE))
-
-    def lease(self, start: int, nbytes: int, on_end: Callable[[], object]) -> Lease:
-        """Use a slab.
-
-        Args:
-            start: Where it begins in the file.
-            nbytes: How long it is.
-            on_end: Called when this rank uses it no more; at any time, on any thread.
-
-        Raises:
-            ShardError: If it cannot be mapped.
-        """
-        common, own = self._pieces.of(start, nbytes)
-        return Lease(common, own, on_end)
-
-
-class Lease:
-    """The use of one slab of a common file, until nobody refers to this object.
-
-    Hazard: what this rank has written by itself would be seen in place of what the next gather
-    brings. Guard: its pages are given up before ``on_end`` is called. Test:
-    ``test_what_a_rank_writes_stays_its_own_and_goes``.
-
-    Attributes:
-        address: Where the slab begins in this process. What is written there, this rank alone sees.
-        common: Where it begins, too. What is written there, all see.
-    """
-
-    def __init__(self, common: _Piece, own: _Piece, on_end: Callable[[], object]) -> None:
-        self.address, self.common = own.address, common.address
-        self.forget_written = common.forget_pages
-        self._forget_own = own.forget_pages
-        self._on_end = on_end
-
-    def __del__(self) -> None:
-        try:
-            self._forget_own()
-        except BaseException:  # an interrupt, which Python tells and drops
-            self._forget_own()
-            raise
-        finally:
-            self._on_end()
-
-
 def _last_error() -> str:
     return os.strerror(ctypes.get_errno())
 
@@ -393,8 +294,6 @@ class Shared:
         ends: By rank, the descriptor that tells of the end of that rank's process.
         reasons: By rank, why it shares nothing with the others.
         on_this_host: Those of all others that run on this host.
-        common: The file that all ranks write, if all of them can.
-        slabs: That file as its owner, the first rank, has it.
     """
 
     own: OwnFile | None
@@ -402,12 +301,6 @@ class Shared:
     ends: dict[int, int] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     on_this_host: list[int] = field(default_factory=list)
-    common: CommonFile | None = None
-    slabs: OwnFile | None = None
-
-
-FIRST = 0
-"""The rank within a process group that owns the common file."""
 
 
 def share(group: dist.ProcessGroup, num_words: int) -> Shared:
@@ -424,7 +317,7 @@ def share(group: dist.ProcessGroup, num_words: int) -> Shared:
     ``test_a_rank_that_cannot_share_is_sent_messages``.
     """
     rank, own_host = group.rank(), _host()
-    door, refused = _open_door(rank, group.size(), num_words)
+    door, refused = _open_door(group.size(), num_words)
     cards = _hear((own_host, door.card if door else refused), group)
     shared = Shared(door.own if door else None)
     for peer, (host, card) in enumerate(cards):
@@ -442,8 +335,7 @@ def share(group: dist.ProcessGroup, num_words: int) -> Shared:
     if door is not None:
         door.take_in(shared, num_words)
         door.close()
-    if not _hear_reasons(shared, group):
-        shared.common = shared.slabs = None
+    _hear_reasons(shared, group)
     return shared
 
 
@@ -453,21 +345,14 @@ def _hear(said: Any, group: dist.ProcessGroup) -> list[Any]:
     return heard
 
 
-def _hear_reasons(shared: Shared, group: dist.ProcessGroup) -> bool:
-    """Take over the reasons that others have for not sharing with this rank.
-
-    Returns:
-        Whether all ranks have the common file and share with all others.
-    """
-    rank, said = group.rank(), (shared.reasons, shared.common is not None)
-    have_common = True
-    for peer, (reasons, has_common) in enumerate(_hear(said, group)):
-        have_common = have_common and has_common and not reasons
+def _hear_reasons(shared: Shared, group: dist.ProcessGroup) -> None:
+    """Take over the reasons that others have for not sharing with this rank."""
+    rank = group.rank()
+    for peer, reasons in enumerate(_hear(shared.reasons, group)):
         if rank in reasons:
             shared.reasons.setdefault(peer, reasons[rank])
     for peer in shared.reasons:
         shared.files.pop(peer, None)
-    return have_common
 
 
 def _host() -> int:
@@ -479,7 +364,7 @@ def _host() -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
 
 
-def _open_door(rank: int, num_ranks: int, num_words: int) -> tuple[_Door | None, str]:
+def _open_door(num_ranks: int, num_words: int) -> tuple[_Door | None, str]:
     """Return a door, or why there is none."""
     if os.environ.get(SWITCH) == "0":
         return None, f"{SWITCH}=0 is set"
@@ -487,7 +372,7 @@ def _open_door(rank: int, num_ranks: int, num_words: int) -> tuple[_Door | None,
     if not sys.platform.startswith("linux") or not all(hasattr(os, name) for name in needs):
         return None, "shared memory needs Linux"
     try:
-        return _Door(rank, num_ranks, num_words), ""
+        return _Door(num_ranks, num_words), ""
     except (OSError, ShardError) as error:
         return None, f"a rank has no memory to share: {error}"
 
@@ -499,21 +384,17 @@ class _Door:
     secret besides, which only ranks of the process group have heard.
 
     Args:
-        rank: This one.
         num_ranks: How many may come.
         num_words: See :class:`OwnFile`.
 
     Attributes:
         own: The file of this process.
-        slabs: The common file, if this rank owns it.
         card: How to find the door, and the secret.
     """
 
-    def __init__(self, rank: int, num_ranks: int, num_words: int) -> None:
+    def __init__(self, num_ranks: int, num_words: int) -> None:
         with contextlib.ExitStack() as stack:
             self.own = OwnFile(num_words)
-            owns_common = rank == FIRST and _torch.can_adopt_memory()
-            self.slabs = OwnFile(1) if owns_common else None
             self.card = secrets.token_hex(16), secrets.token_bytes(16)
             self._socket = stack.enter_context(_new_socket())
             self._socket.bind(_name_of(self.card))
@@ -523,7 +404,7 @@ class _Door:
             own = f"/proc/self/fd/{self.own.file}"
             to_read = os.open(own, os.O_RDONLY | os.O_CLOEXEC)
             stack.callback(os.close, to_read)
-            self._passed = [to_read, self._own_end, *(one.file for one in (self.slabs,) if one)]
+            self._passed = [to_read, self._own_end]
             self.close = stack.pop_all().close
 
     def pass_to(self, card: tuple[str, bytes], rank: int) -> str | None:
@@ -548,13 +429,11 @@ class _Door:
             if peer not in shared.reasons
         }
         try:
-            if self.slabs is not None:
-                shared.slabs, shared.common = self.slabs, CommonFile(os.dup(self.slabs.file))
             while expected:
                 visit, _ = self._socket.accept()
                 with visit:
                     visit.settimeout(_VISIT)
-                    secret, found, flags, _ = socket.recv_fds(visit, _SECRET_NBYTES, 3)
+                    secret, found, flags, _ = socket.recv_fds(visit, _SECRET_NBYTES, 2)
                 peer, is_cut = expected.get(secret), bool(flags & socket.MSG_CTRUNC)
                 if peer is None or is_cut or len(found) < 2:
                     for file in found:
@@ -564,9 +443,7 @@ class _Door:
                     continue  # somebody else
                 for file in found:
                     os.set_inheritable(file, False)
-                file, shared.ends[peer], *common = found
-                if common:
-                    shared.common = CommonFile(*common)
+                file, shared.ends[peer] = found
                 weakref.finalize(self.own, os.close, shared.ends[peer]).atexit = False
                 shared.files[peer] = PeerFile(file, num_words)
                 del expected[secret]
