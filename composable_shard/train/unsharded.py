@@ -7,7 +7,8 @@ sharded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import starmap
 from typing import NamedTuple, cast
 
@@ -60,51 +61,49 @@ class _Edit(NamedTuple):
     keeps_grad: bool
 
 
+@dataclass
 class FullParams:
     """Sharded parameters, and full copies registered in their places.
 
-    Args:
+    Attributes:
         slots: The parameters, and where each is registered.
         rank0_only: Whether only the first rank of each mesh has copies.
         to_cpu: Whether copies are on the CPU.
         with_grads: Whether gradients go the same way.
         writeback: Whether edits are to be written back.
+        copies: The full copies, as long as they are registered.
+        digests: Those of the copies and of their gradients, before they are edited.
+        edits: What is to be written back, for each parameter.
     """
 
-    def __init__(
-        self,
-        slots: dict[nn.Parameter, list[_Slot]],
-        *,
-        rank0_only: bool,
-        to_cpu: bool,
-        with_grads: bool,
-        writeback: bool,
-    ) -> None:
-        self._slots, self._rank0_only, self._to_cpu = slots, rank0_only, to_cpu
-        self._with_grads, self._writeback = with_grads, writeback
-        self._copies: dict[nn.Parameter, tuple[nn.Parameter, Attributes]] = {}
-        self._digests: dict[nn.Parameter, tuple[list[int], list[int] | None]] = {}
-        self._edits: list[_Edit | None] = []
+    slots: dict[nn.Parameter, list[_Slot]]
+    rank0_only: bool
+    to_cpu: bool
+    with_grads: bool
+    writeback: bool
+    copies: dict[nn.Parameter, tuple[nn.Parameter, Attributes]] = field(default_factory=dict)
+    digests: dict[nn.Parameter, tuple[list[int], list[int] | None]] = field(default_factory=dict)
+    edits: list[_Edit | None] = field(default_factory=list)
 
     def register_full(self) -> None:
         """Register full copies.
 
         Collective: a gather for each bucket of them, and a reduction of what is pending.
         """
-        for param, slots in self._slots.items():
+        for param, slots in self.slots.items():
             if _torch.local_tensor(param).is_meta:
                 raise MaterializationError(
                     f"Expected materialized parameters, got {slots[0]} on meta; call "
                     "init_sharded(model, seed=...)"
                 )
-        present = [p for p in self._slots if self._with_grads and p.grad is not None]
-        tensors = cast(list[DTensor], [*self._slots, *(param.grad for param in present)])
-        names = [str(self._slots[param][0]) for param in (*self._slots, *present)]
-        device = torch.device("cpu") if self._to_cpu else None
+        present = [p for p in self.slots if self.with_grads and p.grad is not None]
+        tensors = cast(list[DTensor], [*self.slots, *(param.grad for param in present)])
+        names = [str(self.slots[param][0]) for param in (*self.slots, *present)]
+        device = torch.device("cpu") if self.to_cpu else None
         with torch.inference_mode(False), torch.no_grad():
-            fulls = full_copies(tensors, names, first_only=self._rank0_only, device=device)
-            grads = dict(zip(present, fulls[len(self._slots) :], strict=True))
-            for (param, slots), full in zip(self._slots.items(), fulls, strict=False):
+            fulls = full_copies(tensors, names, first_only=self.rank0_only, device=device)
+            grads = dict(zip(present, fulls[len(self.slots) :], strict=True))
+            for (param, slots), full in zip(self.slots.items(), fulls, strict=False):
                 if full is not None:
                     self._register(param, slots, full, grads.get(param))
 
@@ -120,11 +119,11 @@ class FullParams:
             copy = nn.Parameter(full, requires_grad=param.requires_grad)
         else:
             copy = owner.leaf_around(full)
-        self._copies[param] = copy, Attributes(param, copy)
+        self.copies[param] = copy, Attributes(param, copy)
         if grad is not None:
             assign_grad(copy, grad)
-        if self._writeback:
-            self._digests[param] = digest(full), None if grad is None else digest(grad)
+        if self.writeback:
+            self.digests[param] = digest(full), None if grad is None else digest(grad)
         for slot in slots:
             slot.module._parameters[slot.attribute] = copy
 
@@ -137,27 +136,27 @@ class FullParams:
 
         Collective: with ``rank0_only``, if there is a writeback, 8 bytes along each axis.
         """
-        if not self._writeback:
+        if not self.writeback:
             yield
             return
-        meshes = list(map(_mesh_of, self._slots)) if self._rank0_only else []
+        meshes = list(map(_mesh_of, self.slots)) if self.rank0_only else []
         together = Together(meshes, "the writeback of unsharded()")
         with together.noting_failure():
             yield
-            self._edits = list(map(self._edit_of, self._slots))
+            self.edits = list(map(self._edit_of, self.slots))
         together.go_on()
 
     @torch.no_grad()
     def _edit_of(self, param: nn.Parameter) -> _Edit | None:
         """Return what is to be written for a parameter; ``None`` if it was taken away."""
-        place = self._slots[param][0]
+        place = self.slots[param][0]
         value = place.module._parameters.get(place.attribute)
-        if value is None or param not in self._digests:
+        if value is None or param not in self.digests:
             return None
-        known, known_grad = self._digests[param]
+        known, known_grad = self.digests[param]
         full, grad = value.detach().to(param.dtype), value.grad
         is_same = digest(full) == known
-        keeps_grad = not self._with_grads
+        keeps_grad = not self.with_grads
         if grad is not None and isinstance(param.grad, DTensor):
             is_reduced = param.grad.placements == cast(DTensor, param).placements
             keeps_grad |= is_reduced and digest(grad) == known_grad
@@ -165,16 +164,16 @@ class FullParams:
 
     def register_sharded(self) -> None:
         """Register the sharded parameters again. Collective: none."""
-        for _, attributes in self._copies.values():
+        for _, attributes in self.copies.values():
             attributes.take()
-        for param, slots in self._slots.items():
+        for param, slots in self.slots.items():
             for slot in slots:
                 slot.module._parameters[slot.attribute] = param
-        for param, (copy, _) in self._copies.items():
+        for param, (copy, _) in self.copies.items():
             owner = owner_of_sharded(param)
             if owner is not None:  # optimizers must not train the copy from now on
                 remember_stand_in(copy, owner)
-        self._copies.clear()
+        self.copies.clear()
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -182,14 +181,14 @@ class FullParams:
 
         Collective: none; with ``rank0_only`` a broadcast of an object for each parameter.
         """
-        edits = zip(self._slots, self._edits, strict=True)
-        if self._rank0_only:
-            edits = zip(self._slots, list(starmap(_of_first, edits)), strict=True)
+        edits = zip(self.slots, self.edits, strict=True)
+        if self.rank0_only:
+            edits = zip(self.slots, list(starmap(_of_first, edits)), strict=True)
         made = [(param, edit) for param, edit in edits if edit is not None]
         for param, edit in made:
             if edit.value is not None and edit.value.shape != param.shape:
                 raise ValueError(
-                    f"Expected {self._slots[param][0]} to have shape {list(param.shape)} at the "
+                    f"Expected {self.slots[param][0]} to have shape {list(param.shape)} at the "
                     f"end of unsharded(), got {list(edit.value.shape)}; edit values only"
                 )
         for param, edit in made:
@@ -331,33 +330,19 @@ def unsharded(
         group.register_params()
         group.tree.agree()
     slots = _slots_in(modules, groups)
-    params = FullParams(
-        slots,
-        rank0_only=rank0_only,
-        to_cpu=offload_to_cpu,
-        with_grads=with_grads,
-        writeback=writeback,
-    )
-    with _opened(groups):
-        try:
-            params.register_full()
-            with params.edited():
-                yield
-        finally:
-            params.register_sharded()
-    if writeback:
-        params.write_back()
-
-
-@contextlib.contextmanager
-def _opened(groups: Collection[ParamGroup]) -> Iterator[None]:
+    params = FullParams(slots, rank0_only, offload_to_cpu, with_grads, writeback)
     for group in groups:
         group.is_opened = True
     try:
-        yield
+        params.register_full()
+        with params.edited():
+            yield
     finally:
+        params.register_sharded()
         for group in groups:
             group.is_opened = False
+    if writeback:
+        params.write_back()
 
 
 def _opened_modules(module: nn.Module, recurse: bool) -> Iterator[nn.Module]:

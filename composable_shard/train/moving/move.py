@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -63,16 +63,8 @@ def _check_group(group: ParamGroup) -> None:
 # All together -------------------------------------------------------------------------------------
 
 
-class _Places(NamedTuple):
-    """Where a rank has a model, and where it is to have it.
-
-    Attributes:
-        before: Where each parameter lies; nothing if the rank has no values.
-        after: Where each parameter is to lie; nothing if the rank leaves.
-    """
-
-    before: tuple[Ground, ...]
-    after: tuple[Ground, ...]
+Places = dict[int, tuple[Ground, ...]]
+"""By rank, where each parameter lies or is to lie; without the ranks that have nothing of it."""
 
 
 def _check_alike(name: str, grounds: Mapping[int, Ground]) -> None:
@@ -86,22 +78,29 @@ def _check_alike(name: str, grounds: Mapping[int, Ground]) -> None:
                 )
 
 
+def _ranks_of(places: Places) -> set[int]:
+    return {rank for grounds in places.values() for ground in grounds for rank in ground.ranks}
+
+
+@dataclass
 class _Move:
     """A model on its way.
 
-    Args:
+    Attributes:
         owner: What this rank has.
         meshes: Where to.
         ranks: All that take part.
+        before: Where the model is.
+        after: Where it is to be.
+        ways: For each parameter, where from and where to it goes.
     """
 
-    def __init__(self, owner: Possession, meshes: Meshes, ranks: Ranks) -> None:
-        self._owner, self._meshes, self._ranks = owner, meshes, ranks
-        self._target: Target
-        self._places: dict[int, _Places] = {}
-        self._having: list[int] = []
-        self._joining: list[int] = []
-        self._ways: list[list[tuple[Ground, Ground]]] = []
+    owner: Possession
+    meshes: Meshes
+    ranks: Ranks
+    before: Places = field(default_factory=dict)
+    after: Places = field(default_factory=dict)
+    ways: list[list[tuple[Ground, Ground]]] = field(default_factory=list)
 
     def check(self, bucket_nbytes: int) -> None:
         """Learn where the model is and where it goes, on which all ranks agree.
@@ -109,71 +108,69 @@ class _Move:
         Raises:
             ShardError: On all ranks, if one of them cannot move it.
         """
-        own, facts = _Places((), ()), [f"bucket_nbytes {bucket_nbytes}"]
-        with self._ranks.noting_failure():
+        own: tuple[list[Ground], list[Ground]] = [], []
+        facts = [f"bucket_nbytes {bucket_nbytes}"]
+        with self.ranks.noting_failure():
             own = self._own_places()
-            facts += [f"'{param.name}', {list(param.shape)}" for param in self._owner.params]
+            facts += [f"'{param.name}', {list(param.shape)}" for param in self.owner.params]
         self._agree(facts, "model")
-        heard = self._ranks.gather(own)
-        self._places = dict(zip(self._ranks.numbers, heard, strict=True))
-        self._having = [rank for rank, places in self._places.items() if places.before]
-        self._check_complete(self._having)
-        going = {rank for rank, places in self._places.items() if places.after}
-        self._joining = sorted(going - {*self._having})
-        with self._ranks.noting_failure():
-            for index, param in enumerate(self._owner.params):
-                self._ways.append(self._ways_of(param.name, index))
-            if self._joining and dist.get_rank() in self._having:
-                self._owner.check_joining()
+        for rank, heard in zip(self.ranks.numbers, self.ranks.gather(own), strict=True):
+            for places, grounds in zip((self.before, self.after), heard, strict=True):
+                if grounds:
+                    places[rank] = tuple(grounds)
+        self._check_complete()
+        with self.ranks.noting_failure():
+            for index, param in enumerate(self.owner.params):
+                self.ways.append(self._ways_of(param.name, index))
+            if self._joining() and dist.get_rank() in self.before:
+                self.owner.check_joining()
         self._agree([], "model")
 
-    def _own_places(self) -> _Places:
-        owner = self._owner
+    def _joining(self) -> list[int]:
+        """Return the ranks that are to have values and have none."""
+        return sorted(self.after.keys() - self.before.keys())
+
+    def _own_places(self) -> tuple[list[Ground], list[Ground]]:
+        owner = self.owner
         for group in owner.groups:
             _check_group(group)
         if not owner.groups:
             raise ShardError(
                 "Expected a model with sharded modules, got none; apply fully_shard to it"
             )
-        self._target = target = Target(owner.model, owner.params, self._meshes)
+        self._target = target = Target(owner.model, owner.params, self.meshes)
         if target.is_member:
             for group in owner.groups:
                 over = [target.of_group(group), *map(target.mesh_for, group.params)]
                 check_reshard(group.settings.reshard_after_forward, over)
-        return _Places(tuple(owner.grounds()), tuple(target.grounds()))
+        return owner.grounds(), target.grounds()
 
-    def _check_complete(self, having: Sequence[int]) -> None:
+    def _check_complete(self) -> None:
         """Raise if ranks lack that have a part of the model, or are to have one."""
-        before = {ground for places in self._places.values() for ground in places.before}
-        ranks = {rank for ground in before for rank in ground.ranks}
-        if not having or ranks != {*having}:
+        ranks = _ranks_of(self.before)
+        if not self.before or ranks != self.before.keys():
             raise ShardError(
                 "Expected the model on all ranks of its meshes, and without values on the others, "
-                f"got it on ranks {having} and meshes of ranks {sorted(ranks)}"
+                f"got it on ranks {[*self.before]} and meshes of ranks {sorted(ranks)}"
             )
-        after = {ground for places in self._places.values() for ground in places.after}
-        going = {rank for ground in after for rank in ground.ranks}
-        missing = sorted(going - {rank for rank, p in self._places.items() if p.after})
-        if missing or not going:
+        missing = sorted(_ranks_of(self.after) - self.after.keys())
+        if missing or not self.after:
             raise ShardError(
                 "Expected all ranks of the mesh to call move() with it, got none of "
                 f"{missing or 'them'}"
             )
-        for index, param in enumerate(self._owner.params):
-            known = {r: p.before[index] for r, p in self._places.items() if p.before}
-            wanted = {r: p.after[index] for r, p in self._places.items() if p.after}
-            _check_alike(param.name, known)
-            _check_alike(param.name, wanted)
+        for index, param in enumerate(self.owner.params):
+            for places in (self.before, self.after):
+                _check_alike(param.name, {rank: own[index] for rank, own in places.items()})
 
     def _ways_of(self, name: str, index: int) -> list[tuple[Ground, Ground]]:
         """Return where from and where to a parameter goes, for each of the meshes that it is on.
 
         It comes from the one mesh that shares ranks with its own, or from the only one.
         """
-        places = self._places.values()
-        before = list(dict.fromkeys(known.before[index] for known in places if known.before))
+        before = list(dict.fromkeys(grounds[index] for grounds in self.before.values()))
         found = []
-        for after in dict.fromkeys(known.after[index] for known in places if known.after):
+        for after in dict.fromkeys(grounds[index] for grounds in self.after.values()):
             near = [ground for ground in before if not {*ground.ranks}.isdisjoint(after.ranks)]
             sources = near or before
             if len(sources) > 1:
@@ -189,12 +186,13 @@ class _Move:
         """Return what moves, as all ranks know it, and what of it this one has."""
         own: Told | None = None
         tensors, sent = Tensors(), b""
-        if dist.get_rank() in self._having:
-            with self._ranks.noting_failure():
-                own, tensors = self._owner.told()
-                sent = pickle.dumps(own) if dist.get_rank() == self._having[0] else b""
+        first = next(iter(self.before))
+        if dist.get_rank() in self.before:
+            with self.ranks.noting_failure():
+                own, tensors = self.owner.told()
+                sent = pickle.dumps(own) if dist.get_rank() == first else b""
         self._agree([], "model")
-        told: Told = pickle.loads(self._ranks.from_one(sent, self._having[0]))
+        told: Told = pickle.loads(self.ranks.from_one(sent, first))
         self._agree((own or told).facts(), "state")
         return told, tensors
 
@@ -204,23 +202,23 @@ class _Move:
         told, before = self.tell()
         after = Tensors()
         try:
-            with self._ranks.noting_failure():
+            with self.ranks.noting_failure():
                 if self._target.is_member:
-                    after = self._owner.make_room(told, self._target)
+                    after = self.owner.make_room(told, self._target)
             self._agree([], "model")
             self._send(told, before, after, bucket_nbytes)
             self._agree([], "model")
         except BaseException:
-            self._owner.stay()
+            self.owner.stay()
             raise
         before.clear()
         if self._target.is_member:
-            self._owner.settle(told, after, self._target)
+            self.owner.settle(told, after, self._target)
         else:
-            self._owner.leave(self._target)
+            self.owner.leave(self._target)
 
     def _agree(self, facts: Sequence[str], what: str) -> None:
-        self._ranks.agree(facts, what, "all ranks to move the model")
+        self.ranks.agree(facts, what, "all ranks to move the model")
 
     # The way ----------------------------------------------------------------------------------
 
@@ -229,8 +227,8 @@ class _Move:
         pieces, itemsizes = list[Piece](), list[int]()
         out, into = list[_Part](), list[_Part]()
         for key, item in told.items.items():
-            out.append((before.get(key), self._box(item, "before")))
-            into.append((after.get(key), self._box(item, "after")))
+            out.append((before.get(key), self._box(item, self.before)))
+            into.append((after.get(key), self._box(item, self.after)))
             pieces += self._pieces(len(itemsizes), item)
             itemsizes.append(item.dtype.itemsize)
         rank = dist.get_rank()
@@ -241,34 +239,33 @@ class _Move:
         for some in rounds_of(goes, itemsizes, bucket_nbytes):
             self._exchange(some, out, into)
 
-    def _box(self, item: Item, when: Literal["before", "after"]) -> Box | None:
+    def _box(self, item: Item, places: Places) -> Box | None:
         """Return what this rank has of an item; ``None`` if it has nothing of the model."""
         rank = dist.get_rank()
-        grounds: tuple[Ground, ...] = getattr(self._places[rank], when)
-        if not grounds or item.param is None:
-            return whole(item.shape) if grounds else None
-        return grounds[item.param].holding(item.shape, item.dim)[rank][0]
+        if rank not in places or item.param is None:
+            return whole(item.shape) if rank in places else None
+        return places[rank][item.param].holding(item.shape, item.dim)[rank][0]
 
     def _pieces(self, number: int, item: Item) -> list[Piece]:
         """Return what moves of an item; who has a copy of what is not cut keeps it."""
         found = list[Piece]()
         if item.param is not None:
-            for ground in self._ways[item.param]:
+            for ground in self.ways[item.param]:
                 found += pieces_of(number, *(one.holding(item.shape, item.dim) for one in ground))
             return found
-        for place, rank in enumerate(self._joining):
-            grounds = self._places[rank].after  # with ranks of all of them it shares everything
-            near = [one for one in self._having if all(one in ground.ranks for ground in grounds)]
-            sources = near or self._having
+        for place, rank in enumerate(self._joining()):
+            grounds = self.after[rank]  # with ranks of all of them it shares everything
+            near = [one for one in self.before if all(one in ground.ranks for ground in grounds)]
+            sources = near or [*self.before]
             found.append(Piece(number, sources[place % len(sources)], rank, whole(item.shape)))
         return found
 
     def _exchange(
         self, pieces: Sequence[Piece], out: Sequence[_Part], into: Sequence[_Part]
     ) -> None:
-        group, rank = self._ranks.group, dist.get_rank()
+        group, rank = self.ranks.group, dist.get_rank()
         assert group is not None
-        places = {number: place for place, number in enumerate(self._ranks.numbers)}
+        places = {number: place for place, number in enumerate(self.ranks.numbers)}
         sent: list[list[torch.Tensor]] = [[] for _ in places]
         received: list[list[torch.Tensor]] = [[] for _ in places]
         for piece in pieces:
@@ -276,10 +273,10 @@ class _Move:
                 sent[places[piece.target]].append(_part(out, piece))
             if piece.target == rank:
                 received[places[piece.source]].append(_part(into, piece))
-        device = _torch.device_for(group, self._owner.groups[0].mesh.device)
+        device = _torch.device_for(group, self.owner.groups[0].mesh.device)
         over = exchange.Ranks(group, places[rank], tuple(range(len(places))), device)
         nbytes = [sum(tensor.nbytes for tensor in tensors) for tensors in received]
-        exchange.Exchange(over, sent, nbytes, self._ranks.doing).write(received)
+        exchange.Exchange(over, sent, nbytes, self.ranks.doing).write(received)
 
 
 _Part = tuple[torch.Tensor | None, Box | None]

@@ -35,6 +35,7 @@ from composable_shard.train.full import Box, boxes_of
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.entries import Entry, Rename, contents_of, listed, listed_in
 from composable_shard.train.weights.gathering import (
+    BUCKET_NBYTES,
     Bucket,
     MakePlain,
     Planned,
@@ -49,28 +50,23 @@ _GOES_ON, _LEFT, _FAILED = range(3)
 Arrived = tuple[Planned, torch.Tensor]
 
 
+@dataclass
 class Stream:
     """Gathers rounds of buckets; while the tensors of one round are used, the next is under way.
 
-    Args:
+    Attributes:
         rounds: The buckets of each round; the same on all ranks.
         ranks: The ranks that take part. What is noted there as a failure ends it on all of them.
         expected: What should happen, for messages.
         device: Where tensors are to be; ``None`` for where they are gathered.
+        last: The last tensor that was given away, for messages.
     """
 
-    def __init__(
-        self,
-        rounds: Sequence[Sequence[Bucket]],
-        ranks: Ranks,
-        expected: str,
-        device: torch.device | None,
-    ) -> None:
-        self._rounds = rounds
-        self._ranks = ranks
-        self._expected = expected
-        self._device = device
-        self._last = "nothing"
+    rounds: Sequence[Sequence[Bucket]]
+    ranks: Ranks
+    expected: str
+    device: torch.device | None
+    last: str = "nothing"
 
     def run(self, advance: Callable[[int], object] = lambda _: None) -> Generator[Arrived]:
         """Yield the tensors that this rank gets.
@@ -87,7 +83,7 @@ class Stream:
         ahead = self._prepared(0)
         self._go_on()
         self._launch(ahead)
-        for index, under_way in enumerate(self._rounds):
+        for index, under_way in enumerate(self.rounds):
             self._wait(ahead)
             tensors = self._arrived(under_way)
             ahead = self._prepared(index + 1)
@@ -96,7 +92,7 @@ class Stream:
             advance(sum(bucket.nbytes for bucket in under_way))
             try:
                 while tensors:
-                    self._last = f"'{tensors[0][0].name}'"
+                    self.last = f"'{tensors[0][0].name}'"
                     yield tensors.popleft()
             except BaseException:
                 self._leave(ahead)
@@ -106,52 +102,50 @@ class Stream:
 
     def _prepared(self, index: int) -> Sequence[Bucket]:
         """Have what the buckets of a round need, if there is such a round."""
-        buckets = self._rounds[index] if index < len(self._rounds) else ()
-        with self._ranks.noting_failure(), torch.no_grad():
+        buckets = self.rounds[index] if index < len(self.rounds) else ()
+        with self.ranks.noting_failure(), torch.no_grad():
             for bucket in buckets:
                 bucket.prepare()
         return buckets
 
     def _launch(self, buckets: Sequence[Bucket]) -> None:
-        with self._ranks.naming_failures():
+        with self.ranks.naming_failures():
             for bucket in buckets:
                 bucket.launch()
 
     def _wait(self, buckets: Sequence[Bucket]) -> None:
-        with self._ranks.naming_failures(), torch.no_grad():
+        with self.ranks.naming_failures(), torch.no_grad():
             for bucket in buckets:
                 bucket.wait()
 
     def _arrived(self, buckets: Sequence[Bucket]) -> deque[Arrived]:
         tensors = deque[Arrived]()
-        with self._ranks.noting_failure(), torch.no_grad():
+        with self.ranks.noting_failure(), torch.no_grad():
             for bucket in buckets:
-                tensors += bucket.whole(self._device)
+                tensors += bucket.whole(self.device)
         return tensors
 
     # Words ----------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
         """Go on if all ranks do; else raise ``ShardError`` on all that have not left."""
-        failure = self._ranks.failure
-        heard = self._ranks.say(_GOES_ON if failure is None else _FAILED)
+        failure = self.ranks.failure
+        heard = self.ranks.say(_GOES_ON if failure is None else _FAILED)
         if not any(heard):
             return
-        told = zip(self._ranks.numbers, self._ranks.gather(failure), strict=True)
+        told = zip(self.ranks.numbers, self.ranks.gather(failure), strict=True)
         rank, text = next((rank, text) for rank, text in told if text is not None)
-        raise ShardError(f"Expected {self._expected}, got on rank {rank}: {text}")
+        raise ShardError(f"Expected {self.expected}, got on rank {rank}: {text}")
 
     def _leave(self, ahead: Sequence[Bucket]) -> None:
         """Wait for what is under way and tell the others that there will be no more."""
         if ahead:  # or nobody waits for a word
             self._wait(ahead)
-            self._ranks.say(_LEFT)
-            self._ranks.gather(f"it was left after {self._last}")
+            self.ranks.say(_LEFT)
+            self.ranks.gather(f"it was left after {self.last}")
 
 
 # Full tensors of a sharded model ------------------------------------------------------------------
-
-BUCKET_NBYTES = 64 * 2**20
 
 Tied = Literal["first", "all"]
 Subclasses = Literal["own", "plain"] | MakePlain
