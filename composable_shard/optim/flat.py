@@ -1,9 +1,9 @@
-"""One step over the flat buffers in which shards and gradients lie, instead of one per parameter.
+"""An optimizer steps the flat buffers that hold shards, instead of one parameter after another.
 
-The optimizer stays what it is to its users: its parameters and its states are DTensors. Behind it
-a second one of the same class steps plain tensors without their overhead. Neighbouring shards that
-are stepped alike are one tensor there, a *run*; its states are runs of flat buffers, of which the
-DTensor states are views.
+Users see the same optimizer: its parameters and its states are DTensors. A second optimizer of the
+same class steps plain tensors, without the overhead of DTensors. Neighbouring shards that are
+stepped alike form one tensor, a *run*. The states of a run lie in flat buffers, and the DTensor
+states are views of these.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from composable_shard.optim.stepping import (
     set_grad,
 )
 
-# Which optimizers treat each element by itself: known, or said, never guessed --------------------
+# Elementwise optimizers: those of torch are known, others have to be declared ---------------------
 
 ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.SGD,
@@ -48,7 +48,7 @@ ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.Rprop,
     torch.optim.ASGD,
 }
-"""The classes of torch that do the same to every element, whatever tensor it is in."""
+"""The classes of torch that treat every element by itself."""
 
 
 def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
@@ -58,14 +58,13 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
 
     Args:
         optimizer: Of sharded parameters, and of any others; changed, and returned.
-        elementwise: Says of a class that is not torch's own that it does the same to every element,
-            whatever tensor it is in.
+        elementwise: Declares that a class other than torch's treats every element by itself.
 
     Raises:
-        TypeError: If ``optimizer`` is none, or is not known to treat every element by itself, as
-            those that take norms or products of matrices: LAMB, Adafactor, Muon, Shampoo.
-        ValueError: If it is ``differentiable``, or its ``step`` was replaced, other than by a
-            learning-rate scheduler; if ``elementwise`` is no bool.
+        TypeError: If ``optimizer`` is not an optimizer, or is not known to be elementwise. LAMB,
+            Adafactor, Muon and Shampoo, for example, take norms or products of matrices.
+        ValueError: If it is ``differentiable``, if something other than a learning-rate scheduler
+            replaced its ``step``, or if ``elementwise`` is not a bool.
 
     Collective: none, neither here nor in a step.
     Memory: none beyond the states of the optimizer. In a step, one shard of the gradients more
@@ -108,10 +107,10 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
 
 
 class FlatSteps(Optimizer):
-    """What an optimizer does in place of its class."""
+    """The methods that a flat optimizer has instead of those of its stock class."""
 
     def num_tensors(self) -> list[int]:
-        """Return, by parameter group, how many tensors a step steps if no gradient is missing."""
+        """Return how many tensors each parameter group steps if no gradient is missing."""
         return self._flat.num_tensors()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -125,13 +124,13 @@ class FlatSteps(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states, with the dtypes that they have. Collective: none."""
         load_states(super().load_state_dict, state_dict, self.__dict__.pop(_MADE, {}))
-        self.num_tensors()  # now, from what is loaded: others may go on to step that
+        self.num_tensors()  # adopts the loaded tensors now: the caller may go on to use them
 
     @property
     def _flat(self) -> _Steps:
         steps = self.__dict__.get(_STEPS)
         if steps is None or steps.is_outdated():
-            steps = self.__dict__[_STEPS] = None  # frees states that nobody has any more
+            steps = self.__dict__[_STEPS] = None  # frees states that are no longer referenced
             steps = self.__dict__[_STEPS] = _Steps(self)
         return steps
 
@@ -147,7 +146,7 @@ _STEPS, _MADE = "_composable_shard_flat", "_composable_shard_made"
 
 
 def flat_states(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return the flat buffers in which the states of a flat optimizer lie; of any other, none."""
+    """Return the flat buffers that hold the states of a flat optimizer; empty for any other."""
     steps: _Steps | None = optimizer.__dict__.get(_STEPS)
     return [] if steps is None else steps.state_buffers
 
@@ -171,7 +170,7 @@ def _new(kind: type[Optimizer]) -> Optimizer:
     return object.__new__(_flat_class(kind))
 
 
-# What is stepped ---------------------------------------------------------------------------------
+# Parameters and runs -----------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -179,20 +178,21 @@ class _Member:
     """A parameter of the optimizer.
 
     Attributes:
-        param: What the optimizer has.
+        param: The parameter as the optimizer has it.
         group: The index of its parameter group.
-        local: This rank's part of it; the parameter itself if it is plain.
-        buffer: In what it lies with others, [numel], or by itself; ``None`` if it is stepped as it
-            is.
-        start: Where it begins there, in elements.
-        following: Where the next parameter begins, if one does.
-        multiple: Of how many bytes it must be for another to follow in one tensor.
-        index: Its place among all of the optimizer.
-        first: That of the first one in its buffer, by which ranks name the buffer alike.
-        kind: Equal for parameters that are stepped alike: the dtype of the gradient, and what
-            states have but for elements.
-        states: By name, where its states lie: in a flat buffer, if they have an element for each of
-            the parameter's, or among numbers; what is no tensor is there itself.
+        local: Its local shard; the parameter itself if it is plain.
+        buffer: The flat buffer that holds the shard, [numel], alone or with others; ``None`` if the
+            optimizer steps the parameter unchanged.
+        start: The offset of the shard in the buffer, in elements.
+        following: The offset of the next shard, if there is one.
+        multiple: The number of bytes that must divide the shard for another to follow in one run.
+        index: Its position among all parameters of the optimizer.
+        first: The position of the first parameter in the same buffer; it identifies the buffer on
+            all ranks.
+        kind: Equal for parameters that are stepped alike: the gradient's dtype, and all of the
+            states but their elements.
+        states: Where each state is stored, by name: a flat buffer if it has the shape of the
+            parameter, :class:`Numbers` if it is a number, the value itself if it is no tensor.
     """
 
     param: torch.Tensor
@@ -212,7 +212,7 @@ class _Member:
         return self.start + self.local.numel()
 
     def goes_on_with(self, other: _Member) -> bool:
-        """Tell whether another one may follow it in one tensor."""
+        """Tell whether ``other`` may follow in the same run."""
         return (
             other.buffer is self.buffer
             and other.start in (self.start, self.following)
@@ -222,7 +222,7 @@ class _Member:
         )
 
     def shown(self, place: Any) -> Any:
-        """Return one of its states, by where that lies, as users see it."""
+        """Return the state stored at ``place`` as users see it."""
         if isinstance(place, Numbers):
             return place.of(self.index)
         if not isinstance(place, torch.Tensor):
@@ -231,7 +231,7 @@ class _Member:
         return _torch.local_like(self.param, own)
 
     def can_share(self, state: Any) -> bool:
-        """Tell whether a state may lie with those of others; else only the parameter is like it."""
+        """Tell whether a state can be stored with the states of other parameters."""
         if not isinstance(state, DTensor):
             return not isinstance(state, torch.Tensor) or state.ndim == 0
         one, other = _torch.spec_of(state), _torch.spec_of(self.param)
@@ -255,15 +255,16 @@ def _member(param: torch.Tensor, index: int, group: dict[str, Any]) -> _Member:
 
 
 LONGEST_VECTOR = 64
-"""Bytes of the longest vectors of a CPU, and of the units that torch gives to threads."""
+"""Bytes of the longest vectors of a CPU, and of the units that torch assigns to threads."""
 
 
 def _joins_in_multiples_of(local: torch.Tensor, group: dict[str, Any]) -> int | None:
-    """Return of how many bytes a shard must be for others to follow it in one tensor.
+    """Return the number of bytes that must divide a shard for others to follow it in one run.
 
-    On the CPU, fused kernels compute whole vectors, and the elements behind the last one by
-    themselves, rounded otherwise; so they must stay behind the last one. Operations on dtypes below
-    32 bits do so for each thread, and their shards are never joined: ``None``.
+    On the CPU, fused kernels compute whole vectors. They compute the elements behind the last whole
+    vector one by one, and round them in another way. So these elements must stay at the end of a
+    tensor. Operations on dtypes below 32 bits do this in every thread, so their shards are never
+    joined: ``None``.
     """
     if local.device.type != "cpu":
         return 1
@@ -275,17 +276,18 @@ def _joins_in_multiples_of(local: torch.Tensor, group: dict[str, Any]) -> int | 
 class Numbers:
     """A state that is one number for a parameter, such as the count of its steps.
 
-    Users may change that of one parameter in place. So each has a tensor of its own, whose version
-    counter tells of it; one call writes all of them after a step.
+    Users may change the number of one parameter in place. So each parameter has a tensor of its
+    own, whose version counter shows such a change. One call writes all of them after a step.
 
     Args:
-        like: Has the dtype and the device.
+        like: A tensor with the dtype and the device.
         firsts: See :meth:`arrange`.
 
     Attributes:
-        stepped: What steps change, in the place of the first member of each run, [num_members].
-        seen: What users see, [num_members].
-        own: The parts of it that they have, by member.
+        stepped: The numbers that steps change, at the index of each run's first member,
+            [num_members].
+        seen: The numbers that users see, [num_members].
+        own: Views of single elements of ``seen``, by member.
     """
 
     def __init__(self, like: torch.Tensor, firsts: Sequence[int]) -> None:
@@ -295,21 +297,21 @@ class Numbers:
         self.arrange(firsts)
 
     def arrange(self, firsts: Sequence[int]) -> None:
-        """Let members be stepped with others.
+        """Assign the members to runs.
 
         Args:
-            firsts: For each member the first one of its run; itself if it is not stepped.
+            firsts: For each member the index of its run's first member; its own if it has no run.
         """
         with torch.inference_mode(False):  # else no step without it could change them
             self.stepped = self.seen.clone()
         self._firsts = torch.tensor(firsts, device=self.seen.device)
 
     def show(self) -> None:
-        """Let members have what has been stepped."""
+        """Copy the stepped numbers to all members."""
         torch.index_select(self.stepped, 0, self._firsts, out=self.seen)
 
     def of(self, member: int) -> torch.Tensor:
-        """Return the number of a member as users have it."""
+        """Return the number of a member as users see it."""
         if member not in self.own:
             with torch.inference_mode(False), torch.no_grad():  # else it has no version counter
                 self.own[member] = _torch.with_own_storage(self.seen[member])
@@ -317,15 +319,15 @@ class Numbers:
 
 
 class _Run:
-    """Members side by side in one buffer that are stepped as one tensor.
+    """Neighbouring members of one buffer that are stepped as one tensor.
 
     Attributes:
-        members: The members, in the order in which they lie.
-        tensor: What is stepped, [numel]; the parameter itself if it is stepped as it is.
-        is_flat: Whether it is a part of a buffer.
-        state: The states of the tensor; ``None`` before it has any.
-        kept: Those of them that its members have, too.
-        with_elements: The members that have any on this rank.
+        members: The members, in the order of their offsets.
+        tensor: The stepped tensor, [numel]; the parameter itself if it is stepped unchanged.
+        is_flat: Whether the tensor is a part of a buffer.
+        state: The states of the tensor; ``None`` before the first step.
+        kept: The states that the members have been given.
+        with_elements: The members whose shards are not empty on this rank.
     """
 
     def __init__(self, members: list[_Member]) -> None:
@@ -348,18 +350,20 @@ class _Run:
         self._gaps = [slice(a.stop, b.start) for a, b in pairwise(places) if a.stop < b.start]
 
     def take(self, grads: Sequence[torch.Tensor], distances: list[int] | None) -> None:
-        """Let ``grads``, local ones of members with elements, be the gradient of what is stepped.
+        """Set the gradient of the stepped tensor.
 
-        Where they lie as the shards do they are one tensor already: what is addressed within the
-        storage of the first one is a part of it. What lies in between has no values; zeros there
-        change nothing.
+        If the gradients have the layout of the shards, they already form one tensor, within the
+        storage of the first one. The gaps between them have no values, so they are zeroed.
 
         Args:
-            grads: The gradients.
-            distances: How many bytes behind the one before each begins; ``None`` if they are not
-                contiguous.
+            grads: The local gradients of the members with elements.
+            distances: The bytes between the starts of consecutive gradients; ``None`` if they are
+                not contiguous.
         """
-        whole = self._one_tensor(grads[0]) if grads and distances == self._distances else None
+        is_alike = bool(grads) and grads[0].itemsize == self.tensor.itemsize
+        whole = None
+        if is_alike and distances == self._distances:
+            whole = self._one_tensor(grads[0])
         if whole is None:
             whole = self._copied(grads)
         for gap in self._gaps:
@@ -369,7 +373,7 @@ class _Run:
     def _one_tensor(self, first: torch.Tensor) -> torch.Tensor | None:
         try:
             return first.as_strided(self._shape, self._strides, first.storage_offset())
-        except RuntimeError:  # it ends beyond the storage
+        except RuntimeError:  # the storage is too short
             return None
 
     def _copied(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -388,10 +392,10 @@ class _Run:
 
 
 class _Steps:
-    """The second optimizer, and what it steps.
+    """The second optimizer and its runs.
 
     Args:
-        optimizer: The first one.
+        optimizer: The optimizer that users see.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -425,11 +429,11 @@ class _Steps:
         self._adopt()
 
     def is_outdated(self) -> bool:
-        """Tell whether states, parameters or the memory of parameters are others now.
+        """Tell whether states, parameters or the memory of parameters were replaced.
 
-        Hazard: users replace and delete states, and change numbers in place; states that are not
-        seen any more would be stepped on. Guard: :meth:`_has_other_states`, which compares all that
-        is seen with what the last step left, by identity. Test: ``test_edits_of_states_count``.
+        Hazard: users replace and delete states, and change numbers in place; a step would then use
+        states that users no longer see. Guard: :meth:`_has_other_states` compares all visible
+        states with those of the last step, by identity. Test: ``test_edits_of_states_count``.
         """
         groups = self._optimizer.param_groups
         if self._state is not self._optimizer.state or len(groups) != len(self._groups):
@@ -443,7 +447,7 @@ class _Steps:
         return not all(map(is_, sharded, self._locals)) or self._has_other_states()
 
     def _has_other_states(self) -> bool:
-        """Tell whether users have changed states, other than elements of those of DTensors."""
+        """Tell whether users changed states, except elements of DTensors in place."""
         state = self._state
         if 2 * len(state) != len(self._entries):
             return True
@@ -457,7 +461,7 @@ class _Steps:
         return sum(map(_version_of, self._own_numbers)) != self._sum_of_versions
 
     def _remember(self) -> None:
-        """Note what users see now."""
+        """Record the states that users see now."""
         self._entries = [*self._state, *self._state.values()]
         self._dicts = [state for state in self._state.values() if isinstance(state, dict)]
         self._names = list(chain.from_iterable(self._dicts))
@@ -468,18 +472,18 @@ class _Steps:
 
     @property
     def state_buffers(self) -> list[torch.Tensor]:
-        """The flat states, one beside each buffer of parameters for each name."""
+        """The flat buffers of states."""
         return list(self._buffers.values())
 
     def num_tensors(self) -> list[int]:
-        """Return how many runs each parameter group has if all gradients lie as parameters do."""
+        """Return how many runs each parameter group has if no gradient is missing."""
         stepped = [member for member in self._members if member.param.requires_grad]
         runs = Counter(members[0].group for members in self._joined(stepped, None))
         return [runs[index] for index in range(len(self._groups))]
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step what has a gradient."""
+        """Step all parameters that have a gradient. Collective: see ``reduced_grad``."""
         with _torch.without_overrides():
             grads = list(map(_grad_of, self._params))
             seen = _kinds(grads)
@@ -498,7 +502,7 @@ class _Steps:
                     run.tensor.grad = None
 
     def _take(self, grads: Sequence[torch.Tensor]) -> None:
-        """Let every run have its gradient."""
+        """Set the gradients of all runs."""
         locals_ = list(_torch.local_tensors(map(grads.__getitem__, self._order)))
         is_contiguous = all(map(torch.Tensor.is_contiguous, locals_))
         addresses = list(map(torch.Tensor.data_ptr, locals_))
@@ -514,8 +518,8 @@ class _Steps:
     def _inner(self) -> Optimizer:
         """Return the second optimizer: the first one, with runs as its parameters.
 
-        A group is two there if it has DTensors that are stepped as they are: foreach and fused
-        kernels take no lists of both.
+        Its DTensors have parameter groups of their own: foreach and fused kernels take no lists of
+        plain tensors and DTensors.
         """
         inner: Optimizer = object.__new__(self._kind)
         inner.__dict__.update(self._optimizer.__dict__)
@@ -529,7 +533,7 @@ class _Steps:
     # Runs -----------------------------------------------------------------------------------
 
     def _arrange(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Join what is stepped now into runs."""
+        """Join the parameters that have gradients into runs."""
         stepped = [m for m, grad in zip(self._members, grads, strict=True) if grad is not None]
         flat_ones = [member for member in stepped if member.buffer is not None]
         self._unreduced = [m.index for m in flat_ones if _is_elsewhere(grads[m.index], m.param)]
@@ -556,15 +560,15 @@ class _Steps:
     def _joined(
         self, members: Sequence[_Member], grads: Sequence[torch.Tensor | None] | None
     ) -> list[list[_Member]]:
-        """Join members that lie one behind the other in a buffer, and are stepped alike.
+        """Join neighbouring members of a buffer that are stepped alike.
 
-        Bias corrections and such count the steps of a parameter; so parameters whose numbers differ
-        are stepped apart. What is stepped as it is may communicate, and comes in the optimizer's
-        order, as on all ranks.
+        Bias corrections depend on a parameter's number of steps, so parameters whose numbers differ
+        are stepped apart. Members without a buffer may communicate in a step, so they keep the
+        optimizer's order, which is the same on all ranks.
 
         Args:
             members: The members.
-            grads: The gradients of all members; ``None`` if all are alike.
+            grads: The gradients of all members; ``None`` if their dtypes do not matter.
         """
         joined = [[member] for member in members if member.buffer is None]
         others = [member for member in members if member.buffer is not None]
@@ -584,7 +588,7 @@ class _Steps:
         return joined
 
     def _state_of(self, run: _Run) -> dict[str, Any] | None:
-        """Return the states that a run begins with."""
+        """Return the initial states of a run."""
         first = run.members[0]
         if not run.is_flat:
             return self._state.get(first.param)
@@ -600,7 +604,7 @@ class _Steps:
     # States ---------------------------------------------------------------------------------
 
     def _adopt(self) -> None:
-        """Take over the states that the optimizer has: of its steps so far, or of users."""
+        """Move the states that the optimizer has into flat buffers and numbers."""
         self._buffers, self._numbers = {}, {}
         for member in self._members:
             state = self._state.get(member.param)
@@ -615,7 +619,7 @@ class _Steps:
         self._remember()
 
     def _adopted(self, member: _Member, name: str, value: Any) -> Any:
-        """Return where a state of a member lies now."""
+        """Store a state of a member; return where."""
         if isinstance(value, DTensor):
             buffer = self._buffer(member, name, value.dtype)
             into = buffer[member.start : member.end].view(member.local.shape)
@@ -628,7 +632,7 @@ class _Steps:
         return value
 
     def _buffer(self, member: _Member, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return the flat state of a name beside the buffer of a member, in its dtype."""
+        """Return the flat buffer for a state of all parameters in a member's buffer."""
         assert member.buffer is not None
         key = member.first, name, dtype
         if key not in self._buffers:
@@ -636,19 +640,19 @@ class _Steps:
         return self._buffers[key]
 
     def _numbers_of(self, name: str, like: torch.Tensor) -> Numbers:
-        """Return the numbers of a name, of all members, in the dtype and on the device of one."""
+        """Return the numbers of a name that have the dtype and the device of ``like``."""
         key = name, like.dtype, like.device
         if key not in self._numbers:
             self._numbers[key] = Numbers(like, self._firsts)
         return self._numbers[key]
 
     def _keep_states(self) -> None:
-        """Let states that the step has made, or made anew, be parts of flat ones."""
+        """Move states that the step has created or replaced into flat buffers and numbers."""
         changed = [run for run in self._runs if not _has_the_same(run.state, run.kept)]
         changed = [run for run in changed if run.tensor in self._run_states]
         members = [member for run in changed for member in run.members]
         for member in sorted(members, key=attrgetter("index")):
-            # Functions of torch gather states in the order in which they were made: the optimizer's
+            # Functions of torch gather states in the order of their creation: the optimizer's
             self._state.setdefault(member.param, {})
         for run in changed:
             state = self._run_states[run.tensor]
@@ -663,7 +667,7 @@ class _Steps:
             self._remember()
 
     def _keep(self, run: _Run, state: dict[str, Any]) -> None:
-        """Let the members of a run have its states; those that are new there, a part of what is."""
+        """Give the states of a run to its members."""
         for member in run.members:
             for name in run.kept.keys() - state.keys():
                 del self._state[member.param][name], member.states[name]
@@ -677,7 +681,7 @@ class _Steps:
                     self._state[member.param][name] = member.shown(place)
 
     def _placed(self, run: _Run, name: str, value: Any) -> tuple[Any, Any]:
-        """Return where a new state of a run lies now, and what of that is the run's."""
+        """Store a new state of a run; return where, and the run's part of it."""
         first = run.members[0]
         if not isinstance(value, torch.Tensor):
             return value, value
@@ -703,7 +707,7 @@ _version_of = attrgetter("_version")
 
 
 def _kinds(grads: Sequence[torch.Tensor | None]) -> list[Any]:
-    """Return for each gradient what is the same object as long as it is alike."""
+    """Return an object for each gradient that stays the same as long as its layout does."""
     try:
         return list(_torch.specs_of(grads))
     except AttributeError:  # some are missing, or plain
@@ -711,7 +715,7 @@ def _kinds(grads: Sequence[torch.Tensor | None]) -> list[Any]:
 
 
 def _is_elsewhere(grad: torch.Tensor | None, param: torch.Tensor) -> bool:
-    """Tell whether a gradient lies on the ranks in another way than its parameter."""
+    """Tell whether a gradient has other placements than its parameter."""
     assert isinstance(param, DTensor)
     if not isinstance(grad, DTensor) or _torch.is_subclass(_torch.local_tensor(grad)):
         raise TypeError(
@@ -728,12 +732,12 @@ def _has_the_same(state: dict[str, Any] | None, kept: dict[str, Any]) -> bool:
 
 
 def _likeness(place: Any, values: dict[int, list[Any]], member: int) -> Any:
-    """Return what is equal for states of parameters that may be stepped as one tensor.
+    """Return a value that is equal for states of parameters in one run.
 
     Args:
-        place: Where the state lies.
-        values: Those of all numbers.
-        member: Which number it is.
+        place: Where the state is stored.
+        values: The values of all numbers, by the id of :class:`Numbers`.
+        member: The index of the parameter.
     """
     if isinstance(place, Numbers):
         return id(place), values[id(place)][member]
