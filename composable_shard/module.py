@@ -101,7 +101,7 @@ def _original_class(sharded: type) -> type:
 
 
 def _new_sharded(original: type) -> nn.Module:
-    """Return what unpickling makes a sharded module of; see ``FSDPModule.__reduce_ex__``."""
+    """Return an empty sharded module, for unpickling; see ``FSDPModule.__reduce_ex__``."""
     module: nn.Module = object.__new__(_sharded_class(original))
     return module
 
@@ -139,13 +139,13 @@ def _convert(
 ) -> None:
     """Convert parameters, their gradients and buffers; all of them or, if that fails, none.
 
-    All are converted before any is replaced. Torch replaces a DTensor as a whole, with what was
-    asked of its gradient, and then refuses a gradient of another dtype; so it gets to see none.
+    All are converted before any is replaced. Torch replaces a DTensor as a whole, with its
+    ``grad_dtype``, and then refuses a gradient of another dtype. So gradients are hidden from it.
 
     Args:
         modules: The modules.
-        fn: What converts one tensor.
-        apply: Replaces each parameter and buffer of the modules by what a function returns for it.
+        fn: Converts one tensor.
+        apply: Replaces each parameter and buffer of the modules by the result of a function.
 
     Memory: the tensors before and after the conversion.
     """
@@ -282,12 +282,12 @@ class FSDPModule(TorchFSDPModule):
                     param.sharded.grad = None
 
     def synchronize_gradients(self) -> None:
-        """Reduce over all ranks what backwards have accumulated, without another backward.
+        """Reduce accumulated gradients over all ranks, without another backward.
 
-        Finishes what :meth:`no_sync`, ``set_requires_gradient_sync(False)``,
+        This finishes the reductions that :meth:`no_sync`, ``set_requires_gradient_sync(False)``,
         ``set_requires_all_reduce(False)`` and ``set_is_last_backward(False)`` have deferred, in the
         whole tree and whatever is set now. Call it on all ranks, outside of forward and backward.
-        What a backward that failed had under way is dropped.
+        Reductions of a backward that failed are dropped.
 
         Raises:
             ShardError: In a forward or backward.
@@ -319,12 +319,12 @@ class FSDPModule(TorchFSDPModule):
     def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce what backwards have left, after ``set_manual_backward_finalization(True)``.
+        """Finish the backwards of an iteration, after ``set_manual_backward_finalization(True)``.
 
-        What is reduced and freed is what is set now: with gradient sync all that was accumulated
-        without, and over the replicas what was reduced over the shards alone. Call it on the root,
-        on all ranks, when all backwards of an iteration have run. Nothing happens before the first
-        forward.
+        The present settings decide. With gradient sync, gradients accumulated without sync are
+        reduced. With all-reduce, gradients reduced over the shards alone are reduced over the
+        replicas. Call it on the root, on all ranks, when all backwards of an iteration have run.
+        Before the first forward it does nothing.
 
         Args:
             async_op: Return a handle instead of waiting. Wait by it before the gradients are used,
@@ -372,7 +372,7 @@ class FSDPModule(TorchFSDPModule):
         return None
 
     def _between_iterations(self, method: str) -> Tree:
-        """Return the tree; raise in a forward or backward, and forget one that failed.
+        """Return the tree, cleaned up after a failure; raise in a forward or backward.
 
         Raises:
             ShardError: In a forward or backward.
@@ -484,8 +484,8 @@ class FSDPModule(TorchFSDPModule):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle this rank's shards, and how they are sharded; see ``docs/checkpoints.md``.
 
-        To be loaded by the same rank, over a mesh of the same ranks. Left out is what belongs to a
-        process: gradients (as of any module), streams, events, and memory of a backend.
+        The same rank loads it, over a mesh of the same ranks. The pickle leaves out gradients (as
+        that of any module does), streams, events, and memory of a backend.
         """
         return _new_sharded, (_original_class(type(self)),), save_module(cast(nn.Module, self))
 
@@ -501,7 +501,7 @@ class FSDPModule(TorchFSDPModule):
         """Answer those that read torch's private state; it cannot be written to."""
         return torch_state(cast(nn.Module, self))
 
-    # What is freed, what is gathered ahead --------------------------------------------------
+    # Freeing and gathering ahead --------------------------------------------------
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool | int, recurse: bool = True
@@ -539,7 +539,7 @@ class FSDPModule(TorchFSDPModule):
 
         ``False`` saves the gather of the next microbatch, as long as gradients are accumulated
         without sync or another backward is said to come (:meth:`set_is_last_backward`). The sharded
-        parameters are registered meanwhile, so what is done to them or their gradients counts.
+        parameters are registered meanwhile, so changes of them and of their gradients count.
 
         Args:
             reshard_after_backward: The choice.
@@ -565,7 +565,7 @@ class FSDPModule(TorchFSDPModule):
         replaced (by loading with ``assign=True``, by moving the module) get other memory.
 
         Args:
-            keep: The choice; ``False`` frees at once what is not unsharded.
+            keep: The choice; ``False`` frees the memory of resharded parameters at once.
             recurse: Whether to set it for all sharded modules below.
 
         Memory: with ``True``, the unsharded parameters, all the time.
@@ -592,7 +592,7 @@ class FSDPModule(TorchFSDPModule):
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward gathers this module's own group.
 
-        ``False`` is for parameters whose values backward does not read, such as an embedding's.
+        Use ``False`` if backward does not read the parameters, such as those of an embedding.
 
         Args:
             unshard_in_backward: The choice.
@@ -644,8 +644,8 @@ class FSDPModule(TorchFSDPModule):
     def set_prefetch_depth(self, depth: int, *, recurse: bool = True) -> None:
         """Gather so many groups ahead of the one that runs, in the recorded order.
 
-        One is gathered ahead by default, which hides a gather that takes no longer than the compute
-        of one group. Each more keeps the unsharded parameters of one more group.
+        By default it is one, which hides a gather that takes no longer than the compute of one
+        group. Each additional group needs memory for its unsharded parameters.
 
         Args:
             depth: How many; 0 gathers nothing ahead.
@@ -671,7 +671,7 @@ class FSDPModule(TorchFSDPModule):
         Args:
             event: Any object with a ``wait``, called without arguments before the next gather is
                 launched, once: a ``torch.Event``, that of a backend such as ``torch.cuda.Event``,
-                or a ``threading.Event``. ``None`` (what a stream of the CPU records) waits for
+                or a ``threading.Event``. ``None``, which a stream of the CPU records, waits for
                 nothing.
 
         Raises:
@@ -714,9 +714,9 @@ class FSDPModule(TorchFSDPModule):
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Set whether :meth:`FSDPModule.finalize_backward` finishes reductions, by a call.
 
-        Then no end of a backward waits for its reductions, whatever ``set_is_last_backward`` says;
-        what it reduces and frees is what is set at the time. Call it on the root, between
-        iterations.
+        Then the end of a backward never waits for its reductions, whatever
+        ``set_is_last_backward`` says. The settings at that call decide which gradients it reduces
+        and whether it frees parameters. Call it on the root, between iterations.
 
         Args:
             enabled: The choice.
@@ -773,7 +773,8 @@ class FSDPModule(TorchFSDPModule):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication within this context.
 
-        Nests, and restores what was set before. Acts on this module and all below.
+        Contexts may be nested; each restores the previous setting. They act on this module and all
+        modules below.
 
         Example:
             >>> with model.no_sync():
@@ -811,7 +812,7 @@ class FSDPModule(TorchFSDPModule):
     # How gradients are reduced --------------------------------------------------------------
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set what the sum of gradients over all ranks is divided by, instead of their number.
+        """Set the divisor of the sum of gradients over all ranks, instead of their number.
 
         Args:
             factor: A positive number. Gradients that were accumulated without sync are divided by
@@ -906,14 +907,14 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """Call ``hook`` with each flat buffer of reduced gradients before they are handed out.
 
-        With a hook, every parameter that is reduced gets a gradient, of zeros if no rank has one,
-        where it would stay ``None`` without: the hook may reduce over ranks that only it knows, and
-        nobody here could tell what those decide.
+        With a hook, every reduced parameter gets a gradient: zeros if no rank has one, where it
+        would otherwise stay ``None``. The hook may reduce over further ranks, and the library
+        cannot know whether those have a gradient.
 
         Args:
             hook: Gets a 1-D tensor, reduced over shards and replicas, to change in place.
-            stream: Where to run it; not with replicas, whose reduction has its own place. On the
-                CPU, which has no streams, it changes nothing.
+            stream: The stream to run it on. Not with a hybrid mesh, where the hook runs after the
+                reduction over replicas. The CPU has no streams, so there it changes nothing.
 
         Raises:
             TypeError: If ``hook`` cannot be called, or ``stream`` is none.

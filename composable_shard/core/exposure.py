@@ -50,10 +50,10 @@ class Exposure:
         self.has_moved = False
 
     def adopt(self) -> list[str]:
-        """Let the sharded parameters follow what users have cleared or frozen; remove the marks.
+        """Clear and freeze sharded parameters as users did the unsharded ones; remove the marks.
 
         Returns:
-            The names of what was written, which the sharded parameters miss.
+            The names of written parameters and gradients, whose new values would be lost.
         """
         lost = []
         for (param, before, mark), was_trained in zip(

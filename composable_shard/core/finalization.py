@@ -22,7 +22,7 @@ class Finalization:
         self.by_hand = False
         self.handle: object = None
         self.misplaced: list[Any] = []
-        self._used: bool | None = None  # what the unfinished backwards went by
+        self._used: bool | None = None  # the setting under which unfinished backwards ran
 
     @property
     def is_open(self) -> bool:

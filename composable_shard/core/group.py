@@ -243,7 +243,7 @@ class ParamGroup:
 
     @property
     def absence(self) -> str | None:
-        """Why its shards are not in memory, and what to do; ``None`` if they are."""
+        """The reason why its shards are not in memory, and the remedy; ``None`` if they are."""
         return self._absence
 
     @absence.setter
@@ -275,7 +275,7 @@ class ParamGroup:
 
         Args:
             is_used_now: Whether everything is checked. A prefetch checks less: if the program is
-                out of date, its use drops what was gathered.
+                out of date, its use drops the gathered parameters.
 
         Returns:
             Whether the group computes with its own parameters, and not with full tensors that
@@ -491,7 +491,7 @@ class ParamGroup:
         self._exposure = self._exposure or Exposure(self.params, has_marks=has_marks)
 
     def adopt(self) -> None:
-        """Let the sharded parameters follow what users have done to the unsharded ones.
+        """Apply the changes that users made to the unsharded parameters to the sharded ones.
 
         Raises:
             ShardError: If users wrote some after forward. A rank may see that alone, so the others
@@ -557,7 +557,7 @@ class ParamGroup:
         """Launch the reduction of the gradients, or accumulate them without sync.
 
         Args:
-            deferred: Whether only what backwards have accumulated without sync is reduced. All
+            deferred: Whether to reduce only gradients that were accumulated without sync. All
                 ranks decide alike: ``unsynced_names`` grows with the settings, not with gradients.
 
         Returns:
@@ -602,7 +602,7 @@ class ParamGroup:
 
     @torch.no_grad()
     def divide_by(self, divisor: float) -> None:
-        """Set what sums over all ranks are divided by, also gradients that are not reduced yet.
+        """Set the divisor of sums over all ranks, also for gradients that are not reduced yet.
 
         Raises:
             ShardError: If some of those were added to a gradient that is divided already; on all

@@ -205,7 +205,7 @@ class ModuleHooks:
             return tensor
         tensor = tensor.view_as(tensor)
         made = tensor
-        while made.grad_fn is None:  # a transform wraps what comes from outside of it
+        while made.grad_fn is None:  # a transform wraps tensors from outside of it
             made = _torch.inner_value(made)
         node: Any = made.grad_fn
         node.register_hook(self._on_marker)
@@ -328,7 +328,7 @@ def forward_methods(module: nn.Module) -> list[str]:
 
 
 def _binder(module: nn.Module, name: str) -> Callable[[nn.Module], Callable[..., Any]]:
-    """Return what looks the method up for a module, this one or a copy of it."""
+    """Return a function that looks the method up for a module, this one or a copy of it."""
     if name in module.__dict__:
         own = module.__dict__[name]
         if isinstance(own, MethodType) and own.__self__ is module:

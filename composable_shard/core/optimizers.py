@@ -31,7 +31,7 @@ from composable_shard.errors import ShardError
 
 
 class _Params:
-    """The parameters of an optimizer, and what is looked up for them once.
+    """The parameters of an optimizer, with their groups and kinds, looked up once.
 
     Attributes:
         ids: Of all.

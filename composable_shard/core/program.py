@@ -60,7 +60,7 @@ class Program:
         version_tensors: Tensors whose version counters grow when the shards change.
         slots: For each name of each parameter: the dict that holds it, the name, the sharded and
             the unsharded parameter, and the function that registers either.
-        carried: The attributes of parameters whose two forms do not share theirs.
+        carried: The attributes of parameters that do not share one dict between both forms.
         sharded: The sharded parameters that were registered at compile time.
         freed: The unsharded parameters whose memory is freed.
         storages: The numbers of their storages.
@@ -128,7 +128,7 @@ class Program:
 
     @property
     def would_round(self) -> bool:
-        """Whether a reduction is too narrow for what unsynced gradients were added to."""
+        """Whether the dtype of a reduction is too narrow for accumulated gradients."""
         return any(one.would_round for one in self.reductions)
 
     def discard(self) -> None:

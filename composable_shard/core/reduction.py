@@ -41,7 +41,7 @@ _hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _no_hooks = (None, None)
 
 
-# By what a gradient is divided --------------------------------------------------------------------
+# The divisor of a gradient --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -405,7 +405,7 @@ class Reduction:
         del self._pending
 
     def download(self) -> None:
-        """Copy what the host must know to write ``.grad``; write it at once if that is nothing.
+        """Copy the flags, or offloaded gradients, to the host; if neither is needed, write now.
 
         Reading the flags would make the host wait for the device.
         """
@@ -512,7 +512,7 @@ class LocalReduction(Reduction):
     def accumulate_unsynced(self) -> None:
         """Add the gradients to ``.grad``: alone, they are the sum.
 
-        Hooks of users wait for the reduction, and so does rounding to what users get.
+        Hooks of users run after the reduction, and rounding to the final dtype happens there.
         """
         finals = zip(map(reduce_dtype, self.params), self._final_dtypes, strict=True)
         rounds = any(torch.promote_types(dtype, final) != final for dtype, final in finals)
@@ -611,7 +611,7 @@ def stage_of(param: ShardedParam, grad: Any) -> GradStage | None:
 
 
 def note_unreduced(param: ShardedParam, stage: GradStage | None) -> None:
-    """Note what an unreduced gradient is added to: the stage of the present one."""
+    """Note whether an unreduced gradient is added to a reduced one, by the present stage."""
     if stage != "unreplicated":
         param.adds_to_synced = stage == "sharded"
 

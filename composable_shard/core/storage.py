@@ -2,7 +2,7 @@
 
 Imports layout, placement, plugins, and the transport below. The tensors of a parameter:
 
-- original: what the module held before ``fully_shard``.
+- original: the parameter that the module held before ``fully_shard``.
 - sharded: a DTensor parameter, registered outside of compute; its local tensor is a view of the
   flat sharded buffer of a bucket.
 - unsharded: a plain parameter, or under tensor parallelism a DTensor, registered during compute. It
@@ -127,7 +127,7 @@ class Slot(NamedTuple):
             self.module._parameters[self.name] = param
 
     def get(self) -> nn.Parameter | None:
-        """Return what is registered under the name."""
+        """Return the parameter that is registered under the name."""
         return self.module._parameters.get(self.name)
 
 
@@ -428,14 +428,14 @@ def _misfit(param: ShardedParam, found: torch.Tensor | None) -> str | None:
     local = _torch.local_tensor(found)
     if local is param.local and _torch.storage_number(found) != param.outer:
         return f"a new .data, which DTensor ignores, for '{param.name}'"
-    for what, got, own in (
+    for kind, got, own in (
         ("shape", list(spec.shape), list(expected.shape)),
         ("placements", spec.placements, expected.placements),
         ("mesh", spec.mesh, expected.mesh),
         ("local shape", list(local.shape), list(param.local.shape)),
     ):
         if got != own:
-            return f"one of {what} {got} for '{param.name}' of {what} {own}"
+            return f"one of {kind} {got} for '{param.name}' of {kind} {own}"
     return None
 
 
@@ -536,7 +536,7 @@ class Regather:
         channel.prepare_regather(num_ranks)
 
     def keep(self) -> None:
-        """Copy this rank's part; what does not divide evenly is padded."""
+        """Copy this rank's part; the last part may be padded."""
         for whole in self._memory:
             if self._unwritten:
                 _torch.zero_ranges_(whole, self._unwritten)
@@ -562,7 +562,7 @@ class Regather:
         self._pending = Pending(works, self._channel.gathering, stream, parts)
 
     def wait(self) -> None:
-        """Wait for it, and copy what could not arrive in place."""
+        """Wait for it, and copy parameters that could not arrive in place."""
         self._pending.wait()
         for whole, arrived in zip(self._memory, self._arrived, strict=True):
             if arrived is not whole:

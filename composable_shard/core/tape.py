@@ -1,8 +1,8 @@
 """Pure Python: the record of forward calls, and the plans made from it. Imports no torch.
 
-The tape answers every question about execution order: which group forward gathers next, what a
-backward does, what a checkpoint recomputes. All ranks run the same forward, so the tapes agree,
-no matter which part of the graph the loss of each rank reaches.
+The tape answers every question about execution order: which group forward gathers next, the steps
+of a backward, the groups that a checkpoint recomputes. All ranks run the same forward, so the tapes
+agree, no matter which part of the graph the loss of each rank reaches.
 """
 
 from __future__ import annotations

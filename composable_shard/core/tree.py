@@ -1,4 +1,4 @@
-"""All groups of one root: forwards and backwards begin and end here; decides what stays gathered.
+"""All groups of one root: begins and ends forwards and backwards, and decides when to free groups.
 
 Imports agreement, backward, finalization, group, tape, plugins.
 """
@@ -116,7 +116,7 @@ class Tree:
             group.tree, group.plugins, group.is_compiled = self, self.plugins, False
 
     def install(self, feature: Feature) -> None:
-        """Add a feature, for what is still to come in a running iteration too."""
+        """Add a feature, also in the middle of an iteration."""
         self.plugins.install(feature)
         self._recompile()
 
@@ -236,7 +236,7 @@ class Tree:
                 group.reshard()
         self.finalization.check_ended()
         self.prepare_gather()
-        if not self._has_streams:  # otherwise the allocator keeps what is freed
+        if not self._has_streams:  # otherwise the allocator keeps freed memory
             _torch.keep_spare()
         self._frame = _torch.module_call_frame()
         self.tape.begin_forward(outermost)
@@ -244,7 +244,7 @@ class Tree:
             feature.begin_forward(self)
 
     def _stays(self, group: ParamGroup) -> bool:
-        """Return whether users have said that what was gathered before stays as it is."""
+        """Return whether users have asked to keep the parameters that were gathered before."""
         settings = group.settings
         if settings.reshard_after_forward is False or group.is_held or group.is_partly_run:
             return True
@@ -406,7 +406,7 @@ class Tree:
             group.reshard()
 
     def _reduce_inside(self) -> None:
-        """Reduce what backwards within a forward left, which has no backward of its own."""
+        """Reduce gradients of backwards within a forward that has no backward of its own."""
         ran = dict.fromkeys([*(visit.group for visit in self.tape.visits[::-1]), *self.ran_inside])
         for group in ran:
             group.reshard()
@@ -442,7 +442,7 @@ class Tree:
         hear("wait_for_copies", self.root.name)
 
     def synchronize_gradients(self) -> None:
-        """Reduce what backwards have accumulated without sync."""
+        """Reduce gradients that were accumulated without sync."""
         settings = [(group.settings, group.settings.all_reduce_grads) for group in self.groups]
         for setting, _ in settings:
             setting.all_reduce_grads = True
