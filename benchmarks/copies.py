@@ -61,7 +61,7 @@ ARITHMETIC = {
     *("aten::_foreach_div_.Scalar", "aten::_foreach_mul_.Scalar"),
 }
 COLLECTIVES_OF = (
-    "composable_shard.core.transport.point_to_point",
+    "composable_shard.core.transport.gloo.point_to_point",
     "torch.distributed.distributed_c10d",
 )
 
@@ -89,7 +89,7 @@ class Copies(Observer):
 
     def __enter__(self) -> Copies:
         """Begin to watch operations, and what this library's collectives do without any."""
-        from composable_shard.core.transport import exchange, point_to_point
+        from composable_shard.core.transport.gloo import exchange, point_to_point
 
         watched = {
             (point_to_point.DirectAllGather, "launch"): self._saw_launch,

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from composable_shard.core.transport import point_to_point
-from composable_shard.core.transport.mailbox import near_ranks, why_apart
+from composable_shard.core.transport.gloo import point_to_point
+from composable_shard.core.transport.gloo.mailbox import near_ranks, why_apart
 from composable_shard.testing import run_ranks
 
 Result = TypeVar("Result")

@@ -141,11 +141,8 @@ CORE = [
     *("tape", "optimizers", "ties", "agreement", "group", "not_sharded", "substituted", "program"),
     *("features.extension", "features.grad_extension", "features.order_check", "features.trace"),
     *("exposure", "reduction", "storage", "codec", "nested", "placement", "layout", "plugins"),
-    *(
-        "transport.channel",
-        "transport.point_to_point",
-    ),
-    *("transport.exchange", "transport.mailbox", "transport.shared_memory"),
+    *("transport.channel", "transport.gloo.point_to_point", "transport.gloo.exchange"),
+    *("transport.gloo.mailbox", "transport.gloo.shared_memory"),
     *("transport.collectives", "transport.host", "transport.pending", "transport.process_groups"),
     *("transport.failures", "transport.beside"),
 ]

@@ -16,7 +16,7 @@ from on_ranks import on_ranks
 
 from composable_shard import explain, fully_shard
 from composable_shard._torch import poisoned_memory
-from composable_shard.core.transport.exchange import Exchange
+from composable_shard.core.transport.gloo.exchange import Exchange
 from composable_shard.testing import fake_ranks, run_ranks
 
 contestants, copies, host, limit, live_storage, memory, muon, packing, report, step = map(

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard.core.transport.channel import Channel
-from composable_shard.core.transport.mailbox import why_apart
+from composable_shard.core.transport.gloo.mailbox import why_apart
+from composable_shard.core.transport.gloo.shared_memory import SWITCH
 from composable_shard.core.transport.pending import Waitable
-from composable_shard.core.transport.shared_memory import SWITCH
 from composable_shard.insight.report import counted
 from composable_shard.mesh import resolve_mesh
 

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard import _torch, fully_shard
 from composable_shard.core.transport.channel import Channel
-from composable_shard.core.transport.mailbox import Mailbox
-from composable_shard.core.transport.point_to_point import DirectAllGather
+from composable_shard.core.transport.gloo.mailbox import Mailbox
+from composable_shard.core.transport.gloo.point_to_point import DirectAllGather
 
 STEPS = 3
 LR = 0.05

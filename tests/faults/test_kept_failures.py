@@ -17,7 +17,7 @@ import torch.distributed as dist
 from nets import Net, assert_parity, own_input, train_step, two_nets
 from on_ranks import on_ranks
 
-from composable_shard.core.transport import point_to_point
+from composable_shard.core.transport.gloo import point_to_point
 from composable_shard.errors import ShardError
 from composable_shard.testing import run_ranks
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from near import Apart
 
-from composable_shard.core.transport.exchange import Exchange
+from composable_shard.core.transport.gloo.exchange import Exchange
 from composable_shard.testing import RankError, run_ranks
 from faults.poisoned import FAULTS, planted, train_and_compare
 

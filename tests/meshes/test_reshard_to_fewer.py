@@ -17,7 +17,7 @@ from training.trees import build, inputs_for, shard
 from two_tensors import two_tensor_hooks, two_tensor_mlp
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
-from composable_shard.core.transport import point_to_point
+from composable_shard.core.transport.gloo import point_to_point
 from composable_shard.core.transport.process_groups import subgroup
 from composable_shard.testing import fake_ranks, run_ranks
 from meshes.compare import Oracle, step_differences

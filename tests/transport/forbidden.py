@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard import fully_shard
-from composable_shard.core.transport.mailbox import why_apart
+from composable_shard.core.transport.gloo.mailbox import why_apart
 
 SET_DUMPABLE, SET_NO_NEW_PRIVILEGES, SET_FILTER = 4, 38, 22
 CALLS = {

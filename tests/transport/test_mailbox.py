@@ -19,11 +19,12 @@ from on_ranks import on_ranks
 from torch import nn
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.core.transport import beside, mailbox, point_to_point
-from composable_shard.core.transport.exchange import Exchange
-from composable_shard.core.transport.mailbox import Mailbox, mailbox_of
+from composable_shard.core.transport import beside
+from composable_shard.core.transport.gloo import mailbox, point_to_point
+from composable_shard.core.transport.gloo.exchange import Exchange
+from composable_shard.core.transport.gloo.mailbox import Mailbox, mailbox_of
+from composable_shard.core.transport.gloo.point_to_point import DirectAllGather, DirectReduceScatter
 from composable_shard.core.transport.pending import Pending
-from composable_shard.core.transport.point_to_point import DirectAllGather, DirectReduceScatter
 from composable_shard.errors import ShardError
 from composable_shard.testing import run_ranks
 

@@ -37,11 +37,11 @@ from composable_shard.core.transport.failures import (
     go_on,
     watched,
 )
-from composable_shard.core.transport.pending import Waitable
-from composable_shard.core.transport.point_to_point import (
+from composable_shard.core.transport.gloo.point_to_point import (
     DirectAllGather,
     DirectReduceScatter,
 )
+from composable_shard.core.transport.pending import Waitable
 from composable_shard.core.transport.process_groups import subgroup, subgroups_of
 from composable_shard.errors import ShardError
 from composable_shard.mesh import ShardMesh

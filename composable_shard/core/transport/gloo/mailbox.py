@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from composable_shard.core.transport.beside import do_beside, ensure_thread
 from composable_shard.core.transport.failures import watched
-from composable_shard.core.transport.shared_memory import (
+from composable_shard.core.transport.gloo.shared_memory import (
     SWITCH,
     OwnFile,
     PeerFile,

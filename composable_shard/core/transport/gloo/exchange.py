@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from composable_shard import _torch
 from composable_shard.core.transport.failures import ENDED, failure_in, lost, mismatch, refuse_lost
-from composable_shard.core.transport.mailbox import GIVEN_UP, Entry, Mailbox, mailbox_of
-from composable_shard.core.transport.shared_memory import View
+from composable_shard.core.transport.gloo.mailbox import GIVEN_UP, Entry, Mailbox, mailbox_of
+from composable_shard.core.transport.gloo.shared_memory import View
 
 # What lies in a slab ------------------------------------------------------------------------------
 

@@ -21,9 +21,9 @@ from composable_shard.core.transport.collectives import (
     Tensors,
     sum_dtype,
 )
-from composable_shard.core.transport.exchange import Exchange, Form
 from composable_shard.core.transport.failures import lost, refuse_lost
-from composable_shard.core.transport.mailbox import near_ranks
+from composable_shard.core.transport.gloo.exchange import Exchange, Form
+from composable_shard.core.transport.gloo.mailbox import near_ranks
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.errors import ShardError
 
