@@ -17,7 +17,6 @@ from typing import Literal, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from composable_shard import _torch
@@ -72,53 +71,46 @@ def alike(
 
 # The norm of gradients that lie on any mix of meshes, and scaling them by it ----------------------
 
-_Ranks = tuple[int, ...]
 _DOING = "taking the norm of gradients"
 _NUM_NAMED = 3  # parameters whose gradients are not finite
 
 
 class _Norms:
-    """Norms of parts of one long vector, sorted by the mesh axes they are still to be taken over.
+    """Norms of parts of one long vector, by the process groups they are still to be taken over.
 
     With ``p = 0`` torch counts the gradients that are not all zero, so norms are kept apart then.
     """
 
     def __init__(self, p: float, dtype: torch.dtype, device: torch.device) -> None:
         self._p, self._dtype, self._device = p, dtype, device
-        self._groups: dict[_Ranks, tuple[dist.ProcessGroup, torch.device]] = {}
-        self._parts: dict[frozenset[_Ranks], torch.Tensor] = {}  # each [1], or [grads] if p is 0
+        self._parts: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
 
     def add(self, grads: Sequence[torch.Tensor]) -> None:
         """Take the norms of this rank's parts of ``grads``. Collective: none."""
-        added: dict[frozenset[_Ranks], list[torch.Tensor]] = {}
-        known: dict[tuple[int, tuple[int, ...]], frozenset[_Ranks]] = {}
+        known: dict[object, tuple[dist.ProcessGroup, ...]] = {}
         for grad, norm in zip(grads, self._local_norms(grads), strict=True):
-            mesh = grad.device_mesh if isinstance(grad, DTensor) else None
-            axes = () if mesh is None else sharded_axes(mesh, cast(DTensor, grad).placements)
-            key = (id(mesh), axes)
+            key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
             if key not in known:
-                known[key] = frozenset() if mesh is None else self._register(mesh, axes)
-            added.setdefault(known[key], []).append(norm)
-        for over, norms in added.items():
-            self._join(over, norms)
+                known[key] = _groups_of(grad)
+            self._parts.setdefault(known[key], []).append(norm)
 
     def total(self) -> torch.Tensor:
         """Return the norm of everything, a scalar. Collective: an all-gather for each axis."""
-        for ranks, (group, device) in self._groups.items():
-            open_axes = [axes for axes in self._parts if ranks in axes]
-            own = [self._parts.pop(axes) for axes in open_axes]
-            message = torch.cat(own).to(device)
-            gathered = _torch.empty(  # [ranks, norms]
-                len(ranks), message.numel(), dtype=message.dtype, device=message.device
-            )
-            with watched(group, _DOING):
-                _torch.all_gather_rows(gathered, message, group)
-            combined = torch.linalg.vector_norm(gathered, self._p, dim=0).to(self._device)
-            parts = combined.split([len(part) for part in own])
-            for axes, part in zip(open_axes, parts, strict=True):
-                self._join(axes - {ranks}, [part])
-        (everything,) = self._parts.values()
-        return torch.linalg.vector_norm(everything, self._p)
+        found: list[torch.Tensor] = []
+        for groups, norms in self._parts.items():
+            own = torch.stack(norms)  # [norms], or [1]
+            if self._p != 0:
+                own = torch.linalg.vector_norm(own, self._p, dim=0, keepdim=True)
+            for group in groups:
+                message = own.to(_torch.device_for(group, self._device))
+                gathered = _torch.empty(  # [ranks, norms]
+                    group.size(), len(message), dtype=message.dtype, device=message.device
+                )
+                with watched(group, _DOING):
+                    _torch.all_gather_rows(gathered, message, group)
+                own = torch.linalg.vector_norm(gathered, self._p, dim=0).to(self._device)
+            found.append(own)
+        return torch.linalg.vector_norm(torch.cat(found), self._p)
 
     def alone(self, param: torch.Tensor) -> torch.Tensor:
         """Return the norm of the gradient of one parameter. Collective: see :meth:`total`."""
@@ -126,28 +118,6 @@ class _Norms:
         grad = cast(torch.Tensor, param.grad)
         norms.add([_reduced(param) if pending(grad) else grad])
         return norms.total()
-
-    def _register(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> frozenset[_Ranks]:
-        """Name axes by their ranks: those of two meshes may be the same."""
-        if mesh.get_coordinate() is None:
-            raise ValueError(
-                "Expected this rank to be on the mesh of every gradient, got rank "
-                f"{dist.get_rank()} and {mesh}; leave its parameter out on this rank"
-            )
-        found = set()
-        for axis in axes:
-            group = mesh.get_group(axis)
-            ranks = tuple(dist.get_process_group_ranks(group))
-            self._groups.setdefault(ranks, (group, torch.device(mesh.device_type)))
-            found.add(ranks)
-        return frozenset(found)
-
-    def _join(self, axes: frozenset[_Ranks], norms: list[torch.Tensor]) -> None:
-        present = [self._parts[axes]] if axes in self._parts else []
-        flat = torch.cat([norm.view(-1) for norm in (*present, *norms)])
-        if self._p != 0:
-            flat = torch.linalg.vector_norm(flat, self._p, dim=0, keepdim=True)
-        self._parts[axes] = flat
 
     def _local_norms(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Take the norm of each local part; of one without elements, what changes no norm."""
@@ -179,6 +149,19 @@ class _Norms:
 
 
 # One gradient ---------------------------------------------------------------------------------
+
+
+def _groups_of(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Return the process groups of the axes over which each rank has another part."""
+    if not isinstance(grad, DTensor):
+        return ()
+    mesh = grad.device_mesh
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            "Expected this rank to be on the mesh of every gradient, got rank "
+            f"{dist.get_rank()} and {mesh}; leave its parameter out on this rank"
+        )
+    return tuple(map(mesh.get_group, sharded_axes(mesh, grad.placements)))
 
 
 def _name_of(param: torch.Tensor) -> str:
@@ -277,8 +260,8 @@ def clip_grad_norm_(
         TypeError: If ``parameters`` are no tensors, or a number is none. If a gradient is a tensor
             subclass whose norm is not a plain tensor.
 
-    Collective: for each mesh axis on which gradients are sharded, one all-gather of one scalar
-        for each combination of axes; a reduction of each ``Partial`` gradient.
+    Collective: for each combination of mesh axes on which gradients are sharded, one all-gather of
+        a scalar for each of the axes; a reduction of each ``Partial`` gradient.
     Memory: a few scalars; one reduced gradient at a time where some are ``Partial``.
     Source: ``torch.nn.utils.clip_grad_norm_``.
 

@@ -138,12 +138,7 @@ def full_copy(tensor: torch.Tensor, name: str) -> torch.Tensor:
 def distributed(local: torch.Tensor, like: DTensor, placements: Sequence[Any]) -> DTensor:
     """Make a local tensor a DTensor of the shape and mesh of another. Collective: none."""
     return DTensor.from_local(
-        local,
-        like.device_mesh,
-        placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
+        local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 

@@ -30,12 +30,7 @@ from composable_shard.arguments import (
 from composable_shard.core.hooks import groups_in
 from composable_shard.errors import MaterializationError, ShardError
 from composable_shard.mesh import start_process_group
-from composable_shard.train.full import (
-    boxes_of,
-    count_write,
-    full_copy,
-    sharded_axes,
-)
+from composable_shard.train.full import boxes_of, count_write, full_copy, sharded_axes
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.entries import Entry, contents_of, listed, materialize
 

@@ -29,10 +29,7 @@ from composable_shard.core.ties import owner_of_sharded
 from composable_shard.core.tree import check_at_rest
 from composable_shard.errors import MaterializationError
 from composable_shard.module import group_of
-from composable_shard.train.full import (
-    digest,
-    distributed,
-)
+from composable_shard.train.full import digest, distributed
 from composable_shard.train.ranks import Together
 from composable_shard.train.weights.gathering import full_copies
 

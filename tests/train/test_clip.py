@@ -150,9 +150,8 @@ GRID = (2, 2)
         ([((4,), ("S0",))] * 50, [1]),
         ([((), ()), ((4,), ("R",)), (GRID, ("R", "R"))], []),
         ([(GRID, ("R", "S0"))] * 3, [1]),
-        # Over the first axis go what is sharded on it alone and what is sharded on both; what is
-        # left of the latter then joins what is sharded on the second axis alone.
-        ([(GRID, ("S0", "S1")), (GRID, ("S0", "R")), (GRID, ("R", "S0"))] * 9, [2, 1]),
+        # What is sharded on both axes goes over each, and what is sharded on one goes over that.
+        ([(GRID, ("S0", "S1")), (GRID, ("S0", "R")), (GRID, ("R", "S0"))] * 9, [1, 1, 1, 1]),
         ([((1, 4), ("S0", "S0")), ((4,), ("S1",))], [1]),
     ],
 )

@@ -16,11 +16,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 from composable_shard.arguments import check_flags, check_function, check_path
 from composable_shard.errors import ShardError
-from composable_shard.train.full import (
-    boxes_of,
-    count_write,
-    same_bits,
-)
+from composable_shard.train.full import boxes_of, count_write, same_bits
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.entries import (
     Contents,
@@ -31,13 +27,7 @@ from composable_shard.train.weights.entries import (
     materialize,
     renamed,
 )
-from composable_shard.train.weights.files import (
-    Reader,
-    Stored,
-    library,
-    list_stored,
-    progress_bar,
-)
+from composable_shard.train.weights.files import Reader, Stored, library, list_stored, progress_bar
 
 # Which tensor of a checkpoint goes where in a model, and what does not fit ------------------------
 
@@ -236,10 +226,7 @@ class Loaded(NamedTuple):
 
     def __repr__(self) -> str:
         said = [f"loaded {self.num_tensors} tensor{'' if self.num_tensors == 1 else 's'}"]
-        for names, what in (
-            (self.missing_keys, "missing"),
-            (self.unexpected_keys, "unexpected"),
-        ):
+        for names, what in ((self.missing_keys, "missing"), (self.unexpected_keys, "unexpected")):
             said.append(f"{what}: {listed(names)}" if names else f"nothing {what}")
         if self.left_on_meta:
             said.append(f"still on the meta device: {listed(self.left_on_meta)}")
@@ -331,12 +318,8 @@ def load_sharded(
     reading = Reading(matches, ranks, strict=strict, sends=broadcast_from_rank0)
     with progress_bar(f"loading {Path(source).name}", reading.nbytes, shown=shows) as advance:
         reading.run(model, advance)
-    ranks.agree(
-        [],
-        "tensors",
-        f"to load '{source}'",
-        remedy="; the model is partly loaded, load it again",
-    )
+    partly = "; the model is partly loaded, load it again"
+    ranks.agree([], "tensors", f"to load '{source}'", remedy=partly)
     if contents.left_on_meta and ranks.is_first:
         warnings.warn(
             f"No checkpoint has the non-persistent buffers {listed(contents.left_on_meta)}, which "
