@@ -1,7 +1,8 @@
-"""PURE: which blocks a parameter is made of, who owns them, and what a step of them does.
+"""PURE: the blocks of parameters, their owners, and the order in which a step moves them.
 
 A block is the matrix that an optimizer sees: a whole parameter, some of its rows, or one matrix of
-a stack. Each has one owner, which is given what the others hold and sends the updated rows back.
+a stack. Each block has one owner, which receives the parts of the other ranks and sends the updated
+rows back.
 
 Two matrices of 5 rows over 2 ranks; rank 0 owns A and rank 1 owns B::
 
@@ -10,10 +11,10 @@ Two matrices of 5 rows over 2 ranks; rank 0 owns A and rank 1 owns B::
                                        <---------
                                        to shards
 
-Everything here follows from shapes and placements, so all ranks come to the same without a word.
+Everything follows from shapes and placements, so all ranks compute the same without communication.
 
-Blocks travel in buckets, of which at most two are under way. While one is computed the next is on
-its way to the owners; the one before is back in the shards by then::
+Blocks travel in buckets, of which at most two are under way. While one bucket is computed, the next
+is on its way to the owners, and the previous one is back in the shards::
 
     to owners    | 0 |     | 1 |     | 2 |
     compute            | 0 |     | 1 |     | 2 |
@@ -30,7 +31,7 @@ from itertools import product
 from math import prod
 from typing import Literal
 
-# Boxes: what a rank holds of a tensor, and blocks of it -------------------------------------------
+# Boxes: parts of tensors --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Box:
         return prod(self.sizes)
 
     def overlap(self, other: Box) -> Box:
-        """Return what both contain; a range may be empty."""
+        """Return the intersection; its ranges may be empty."""
         starts = tuple(map(max, self.starts, other.starts))
         mine = map(sum, zip(self.starts, self.sizes, strict=True))
         theirs = map(sum, zip(other.starts, other.sizes, strict=True))
@@ -60,13 +61,13 @@ class Box:
         return Box(starts, sizes)
 
     def within(self, outer: Box) -> Box:
-        """Return where this lies in a tensor that is what ``outer`` contains."""
+        """Return this box relative to ``outer``, which contains it."""
         starts = (own - theirs for own, theirs in zip(self.starts, outer.starts, strict=True))
         return Box(tuple(starts), self.sizes)
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Return the box that contains all of a tensor."""
+    """Return the box of a whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
@@ -93,28 +94,28 @@ def blocks_of(shape: Sequence[int], split_sizes: Sequence[int] | None = None) ->
     ]
 
 
-# Ranks: what each of them holds -------------------------------------------------------------------
+# The parts of each rank ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """How a tensor lies on the ranks of a mesh, counted along its last axis first.
+    """The parts of a tensor on the ranks of a mesh, whose last axis varies fastest.
 
     Attributes:
-        boxes: What each rank holds.
-        replicas: Which copy of the tensor it belongs to: each copy is complete.
+        boxes: The part of each rank.
+        replicas: The copy of the tensor to which each part belongs; each copy is complete.
     """
 
     boxes: tuple[Box, ...]
     replicas: tuple[int, ...]
 
     def sources(self, owner: int) -> list[int]:
-        """Return the ranks of the copy that ``owner`` belongs to: together they hold it once."""
+        """Return the ranks of the same copy as ``owner``; together they hold the tensor once."""
         return [rank for rank, r in enumerate(self.replicas) if r == self.replicas[owner]]
 
     @lru_cache(maxsize=1024)  # noqa: B019
     def parts(self, box: Box) -> Mapping[int, Box]:
-        """Return what each rank holds of a box, but for those that hold nothing of it."""
+        """Return the part of a box that each rank holds, without ranks that hold nothing."""
         overlaps = {rank: own.overlap(box) for rank, own in enumerate(self.boxes)}
         return {rank: part for rank, part in overlaps.items() if part.numel}
 
@@ -129,7 +130,7 @@ def spread_over(
     dims: Sequence[int | None],
     inner: Sequence[int] = (),
 ) -> Spread:
-    """Return how a tensor lies on a mesh: the same object for tensors that lie alike.
+    """Return the parts of a tensor on a mesh: the same object for equal arguments.
 
     Args:
         shape: Its global shape.
@@ -205,12 +206,12 @@ class Block:
 
     @property
     def cost(self) -> int:
-        """What a product of the matrix with itself costs, up to a factor."""
+        """The cost of multiplying the matrix by itself, up to a factor."""
         return self.box.numel * min(self.shape, default=1)
 
     @property
     def candidates(self) -> Sequence[int]:
-        """The ranks that hold all of it, to whom nothing need be sent; else all ranks."""
+        """The ranks that hold the whole block, if there are any; else all ranks."""
         return self.spread.whole_on(self.box) or range(len(self.spread.boxes))
 
 
@@ -276,11 +277,11 @@ def route_of(block: Block, rank: int) -> Route:
 
 
 def choose_owners(blocks: Sequence[Block], loads: list[int]) -> list[int]:
-    """Return the owner of each block: the rank that has the least to do so far.
+    """Return the owner of each block: the rank with the least work so far.
 
     Args:
-        blocks: The dearest ones are given away first.
-        loads: What each rank has to do already; added to.
+        blocks: The blocks; the most expensive ones get their owners first.
+        loads: The work of each rank, which is increased.
     """
     owners = [0] * len(blocks)
     for index in sorted(range(len(blocks)), key=lambda index: -blocks[index].cost):
@@ -293,14 +294,14 @@ def choose_owners(blocks: Sequence[Block], loads: list[int]) -> list[int]:
 def cut_buckets(
     blocks: Sequence[Block], itemsizes: Sequence[int], nbytes: int
 ) -> list[list[Block]]:
-    """Return runs of blocks of at most some bytes together, or of one block; the dearest first.
+    """Cut the blocks into buckets, the most expensive blocks first.
 
-    So what ranks do at the same time costs about the same.
+    So the owners of a bucket have about the same work at the same time.
 
     Args:
         blocks: All blocks.
         itemsizes: Bytes of an element of each.
-        nbytes: The most bytes of a run.
+        nbytes: The most bytes of a bucket of several blocks.
     """
     buckets: list[list[Block]] = []
     room = 0
@@ -314,13 +315,13 @@ def cut_buckets(
     return buckets
 
 
-# A step: in which order it moves the buckets, what that sends and occupies ------------------------
+# A step: the order of its buckets, and the bytes that it sends and occupies -----------------------
 
 Action = Literal["launch", "arrive", "compute", "finish"]
 
 
 def schedule(num_buckets: int) -> Iterator[tuple[Action, int]]:
-    """Yield what a step does, and to which bucket.
+    """Yield the actions of a step, each with the index of its bucket.
 
     >>> " ".join(f"{action}-{index}" for action, index in schedule(2))
     'launch-0 arrive-0 launch-1 compute-0 arrive-1 finish-0 compute-1 finish-1'
@@ -340,12 +341,12 @@ def schedule(num_buckets: int) -> Iterator[tuple[Action, int]]:
 
 @dataclass(frozen=True)
 class Sent:
-    """What one all-to-all carries for this rank.
+    """The traffic of this rank in one all-to-all.
 
     Attributes:
         is_launched: Whether any rank sends anything.
-        to: Bytes to each rank to which there are any.
-        received: Bytes that arrive.
+        to: Bytes that this rank sends to each rank.
+        received: Bytes that this rank receives.
     """
 
     is_launched: bool
@@ -359,16 +360,16 @@ class Sent:
 
     @property
     def buffers(self) -> int:
-        """Bytes of the messages that leave and arrive."""
+        """Bytes of both messages."""
         return self.nbytes + self.received
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """A block that travels, in numbers.
+    """The sizes of a block on its way.
 
     Attributes:
-        route: The block, and what this rank does with it.
+        route: The way of the block.
         value_itemsize: Bytes of an element of its values.
         grad_itemsize: Bytes of an element of its gradient.
         is_away: Whether its shards are on another device than compute.
@@ -381,14 +382,14 @@ class Parcel:
 
     @property
     def whole_numel(self) -> int:
-        """Elements that this rank allocates to have it whole: none where it lies so already."""
+        """Elements that this rank allocates for the whole block; 0 if its shard is the block."""
         is_in_place = self.route.is_whole and not self.is_away
         return self.route.block.box.numel if self.route.is_owner and not is_in_place else 0
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What a step does with one bucket, if all of its parameters have a gradient.
+    """What a step does with one bucket if every trained parameter has a gradient.
 
     Attributes:
         parcels: Its blocks.
@@ -421,13 +422,13 @@ class BucketPlan:
 
     @property
     def sent(self) -> list[Sent]:
-        """What is launched in a step."""
+        """The all-to-alls of a step."""
         return [one for one in (self.to_owners, self.to_shards) if one.is_launched]
 
     def held(self) -> dict[Action, tuple[int, int]]:
-        """Return the bytes that it occupies, at most during each action and behind it.
+        """Return the bytes that it occupies, at most during each action and after it.
 
-        Without what the stock optimizer needs besides.
+        The memory of the stock optimizer is not included.
         """
         there, back = self.to_owners, self.to_shards
         values = sum(one.whole_numel * one.value_itemsize for one in self.parcels)
@@ -441,7 +442,7 @@ class BucketPlan:
 
 
 def most_held(buckets: Sequence[BucketPlan]) -> int:
-    """Return the most bytes that the buckets of a step occupy at any time."""
+    """Return the peak of the bytes that the buckets of a step occupy."""
     each = [bucket.held() for bucket in buckets]
     now, most = [0] * len(buckets), 0
     for action, index in schedule(len(buckets)):
@@ -456,11 +457,11 @@ class GroupSteps:
     """What a step does with one parameter group, on one rank.
 
     Attributes:
-        layout: How its parameters are stepped.
-        num_params: How many of them are trained.
+        layout: The name of its layout.
+        num_params: The number of trained parameters.
         numel: Their elements.
-        num_tensors: How many tensors the stock optimizer steps on this rank.
-        buckets: What travels.
+        num_tensors: The number of tensors that the stock optimizer steps on this rank.
+        buckets: The buckets, for blocks with owners.
     """
 
     layout: str
@@ -476,7 +477,7 @@ class LayoutSteps:
 
     Attributes:
         groups: By parameter group.
-        loads: For each mesh, what the matrices of each of its ranks cost.
+        loads: For each mesh, the cost of the matrices that each of its ranks owns.
     """
 
     groups: tuple[GroupSteps, ...]
@@ -484,12 +485,12 @@ class LayoutSteps:
 
     @property
     def most_held(self) -> int:
-        """The most bytes that buckets occupy at any time."""
+        """The peak of the bytes that buckets occupy."""
         return most_held([bucket for group in self.groups for bucket in group.buckets])
 
     @property
     def imbalance(self) -> float:
-        """What the rank with most to do has to do, by the mean; 1 is best."""
+        """The largest work of a rank, divided by the mean; 1 is best."""
         return max(
             (max(load) * len(load) / sum(load) for load in self.loads if any(load)), default=1.0
         )

@@ -1,7 +1,7 @@
-"""Blocks on their way to their owners and back: one all-to-all each way for many tensors.
+"""All-to-alls that move blocks to their owners and back, one each way for many tensors.
 
-What a rank keeps for itself is copied, not sent, and where no rank sends anything nothing is
-launched. Tensors travel as bytes, so those of several dtypes share a message.
+A rank copies what it keeps for itself instead of sending it. If no rank sends anything, nothing is
+launched. Tensors travel as bytes, so tensors of several dtypes share a message.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Ranks:
     Attributes:
         group: Their process group; ``None`` for one rank alone.
         rank: This rank's place among them.
-        places: For each rank of the process group, its place; a mesh may have another order.
-        device: Where messages are.
+        places: The place of each rank of the process group; a mesh may have another order.
+        device: The device of the messages.
     """
 
     group: dist.ProcessGroup | None
@@ -41,12 +41,12 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Move:
-    """A tensor that travels: a block's values, or its gradient, or a state of it.
+    """The values, the gradient or a state of a block on its way.
 
     Attributes:
-        route: The block, and what this rank does with it.
-        local: The local shard of the parameter's, or gradient's, that this rank holds.
-        whole: The block as a whole, of the owner; until it arrives there is none.
+        route: The way of the block.
+        local: This rank's shard of the parameter, gradient or state.
+        whole: The whole block, on the owner; ``None`` before there is memory for it.
     """
 
     route: Route
@@ -61,10 +61,10 @@ class Exchange:
     """An all-to-all that has been launched.
 
     Args:
-        ranks: Among which.
-        out: What this rank sends to each, by its place.
-        nbytes: How much it is sent by each.
-        doing: What this is for, for messages.
+        ranks: The ranks that take part.
+        out: The tensors that this rank sends to each rank, by place.
+        nbytes: The bytes that this rank receives from each rank, by place.
+        doing: The purpose, for error messages.
     """
 
     def __init__(
@@ -88,25 +88,25 @@ class Exchange:
             )
 
     def wait(self) -> None:
-        """Let go of what was sent; what is received may be read from now on."""
+        """Wait for the all-to-all, and free the message that was sent."""
         with watched(self._group, self._doing):
             if self._work is not None:
                 self._work.wait()
         self._work, self._sent = None, self._sent.new_empty(0)
 
     def write(self, into: list[list[torch.Tensor]]) -> None:
-        """Wait for what arrives from each rank, and write it where it belongs."""
+        """Wait for the all-to-all, and copy the received tensors from each rank to ``into``."""
         self.wait()
         _unpack(self._received, [tensor for place in self._places for tensor in into[place]])
         self._received = self._received.new_empty(0)
 
 
 def launch(ranks: Ranks, moves: Sequence[Move], *, to_owner: bool) -> Exchange | None:
-    """Begin to make blocks whole at their owners, or to give every rank its part of them back.
+    """Send the parts of blocks to their owners, or back from them.
 
-    After the way back has begun the owners need the blocks no longer.
+    On the way back, the blocks may be freed once this returns.
 
-    Collective: one all-to-all over the ranks, if anything is to be sent by any of them.
+    Collective: one all-to-all over the ranks, if any of them sends anything.
     """
     out: list[list[torch.Tensor]] = [[] for _ in ranks.places]
     nbytes = [0] * ranks.count
@@ -125,7 +125,7 @@ def launch(ranks: Ranks, moves: Sequence[Move], *, to_owner: bool) -> Exchange |
 def arrive(
     ranks: Ranks, exchange: Exchange | None, moves: Sequence[Move], *, to_owner: bool
 ) -> None:
-    """Write what has come to where it belongs: to whole blocks, or to the local shards."""
+    """Copy received parts to the whole blocks, or on the way back to the local shards."""
     into: list[list[torch.Tensor]] = [[] for _ in ranks.places]
     for move in moves:
         if to_owner:
@@ -158,14 +158,14 @@ def _part(move: Move, box: Box) -> torch.Tensor:
 
 
 def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """View what of a tensor a box contains."""
+    """View the part of a tensor in a box."""
     for dim, (start, size) in enumerate(zip(box.starts, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, start, size)
     return tensor
 
 
 def _pack(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Write tensors one behind the other into a message, bytes."""
+    """Copy tensors into a message of bytes, one behind the other."""
     targets, sources = [], []
     for part, tensor in _parts(message, tensors):
         if _is_aligned(part, tensor):
@@ -177,7 +177,7 @@ def _pack(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _unpack(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Write what lies one behind the other in a message to tensors."""
+    """Copy a message to the tensors that it consists of."""
     sources = [
         (part if _is_aligned(part, tensor) else part.clone()).view(tensor.dtype).view(tensor.shape)
         for part, tensor in _parts(message, tensors)

@@ -1,6 +1,6 @@
-"""Say what each parameter is stepped by, and as what: whole matrices, blocks of rows, or shards.
+"""One optimizer of stock optimizers that step whole matrices, blocks of rows, or shards.
 
-Optimizers such as Muon need whole matrices. Here each matrix has one owner among the ranks: the
+Optimizers such as Muon need whole matrices. Here each matrix has one owner among the ranks. The
 shards of its values and of its gradient travel to the owner in an all-to-all, a stock optimizer
 steps it there as a plain tensor, and the updated rows travel back. No rank gathers everything.
 """
@@ -102,7 +102,7 @@ class Owned:
         return blocks_of(shape)
 
     def misfit(self, shape: Sequence[int]) -> str | None:
-        """Say what is wrong with a parameter of this shape. Nothing is."""
+        """Return why a parameter of this shape cannot be stepped: any can."""
         return None
 
 
@@ -126,14 +126,14 @@ class Rows(Owned):
         return blocks_of(shape, self.split_sizes)
 
     def misfit(self, shape: Sequence[int]) -> str | None:
-        """Say what is wrong with a parameter of this shape, if anything."""
+        """Return why a parameter of this shape cannot be stepped; ``None`` if it can."""
         if len(shape) >= 2 and sum(self.split_sizes) == shape[-2] and min(self.split_sizes) > 0:
             return None
         return f"a matrix of {sum(self.split_sizes)} rows for split_sizes {self.split_sizes}"
 
 
 BUCKET_NBYTES = 64 * 2**20
-"""How many bytes of parameters travel together if the user does not say."""
+"""The default of ``bucket_nbytes``."""
 
 Layout = Owned | Sharded
 Fits = str | Callable[[str, torch.Tensor], bool]
@@ -257,9 +257,10 @@ def _check_owned(layout: Owned, param: Param) -> None:
 
 
 def _values_for(layout: Layout, param: Param, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return the values of the group of an optimizer for a tensor of some shape.
+    """Return the hyperparameters of an optimizer for a tensor of some shape.
 
-    Every rank makes one, so that what an optimizer refuses is refused on all ranks.
+    Every rank makes such an optimizer, so that an optimizer that refuses the tensor does so on all
+    ranks.
     """
     tensor = stand_in(torch.empty((), dtype=param.tensor.dtype), whole(shape), torch.device("cpu"))
     name = type(layout).__name__
@@ -306,19 +307,19 @@ class FlatShards:
         self.optimizer = flat(stock, elementwise=True)
 
     def plan(self) -> GroupSteps:
-        """Return what a step does with them."""
+        """Return what a step does with the parameters."""
         trained = [param.tensor for param in self.params if param.is_trained]
         assert isinstance(self.optimizer, FlatSteps)
         num_tensors = sum(self.optimizer.num_tensors())
         return GroupSteps("Sharded", len(trained), sum(map(torch.numel, trained)), num_tensors)
 
     def save(self) -> list[States]:
-        """Return the states of each parameter, sharded like it."""
+        """Return the states of each parameter, sharded like the parameter."""
         saved = self.optimizer.state_dict()["state"]
         return [saved.get(place, {}) for place in range(len(self.params))]
 
     def load(self, loaded: Sequence[States]) -> None:
-        """Take states as :meth:`save` returns them."""
+        """Take the states that :meth:`save` returned."""
         saved = {**self.optimizer.state_dict(), "state": {}}
         for place, (param, states) in enumerate(zip(self.params, loaded, strict=True)):
             if states:
@@ -349,7 +350,7 @@ class LayoutOptimizer(Optimizer):
         self.choose_owners()
 
     def choose_owners(self) -> None:
-        """Let stock optimizers step the parameters where they lie now; they have no states yet.
+        """Make the stock optimizers, without states, for the present placements of parameters.
 
         Collective: see :func:`with_layout`.
         """
@@ -370,14 +371,14 @@ class LayoutOptimizer(Optimizer):
                 self._buckets.append((place, bucket))
 
     def forget_owners(self) -> None:
-        """Let go of all stock optimizers and their states. Collective: none."""
+        """Drop all stock optimizers and their states. Collective: none."""
         self.state = defaultdict(dict)
         self._shards: dict[int, FlatShards] = {}
         self._buckets: list[tuple[int, OwnedBucket]] = []
         self._only_makes_states, self._made = False, Counts()
 
     def __reduce__(self) -> Any:
-        """Refuse copies and pickles, which would lack what owners have."""
+        """Refuse copies and pickles, which would lack the states of the owners."""
         raise ShardError(
             "Expected state_dict() to carry what an optimizer of with_layout has, since its states "
             "lie with their owners, got a copy or a pickle of it; make another one by with_layout, "
@@ -417,7 +418,7 @@ class LayoutOptimizer(Optimizer):
         return loss
 
     def plan(self) -> LayoutSteps:
-        """Return what a step does on this rank, if all that is trained has a gradient."""
+        """Return what a step does on this rank if every trained parameter has a gradient."""
         groups = []
         for place, (layout, params) in enumerate(self._rules):
             if place in self._shards:
@@ -469,11 +470,11 @@ class LayoutOptimizer(Optimizer):
         self._note_states(loaded)
 
     def stock_optimizers(self) -> list[Optimizer]:
-        """Return the optimizers that step the tensors of this rank, and have their states."""
+        """Return the stock optimizers of this rank, which have the states."""
         return [part.optimizer for _, part in self._parts()]
 
     def _parts(self) -> list[tuple[int, FlatShards | OwnedBucket]]:
-        """Return what is stepped by one stock optimizer each, with the place of its group."""
+        """Return all parts with a stock optimizer, each with the place of its group."""
         return [*self._shards.items(), *self._buckets]
 
     def _give_values(self) -> None:
@@ -485,9 +486,9 @@ class LayoutOptimizer(Optimizer):
             self.param_groups[place].update(_values(part.optimizer.param_groups[0]))
 
     def _note_states(self, loaded: Mapping[torch.Tensor, States] | None = None) -> None:
-        """Let ``state`` have what has been stepped: functions of torch ask whether there is any.
+        """Enter the stepped parameters in ``state``, since functions of torch look at its keys.
 
-        All ranks must answer the same, whatever they own.
+        All ranks must have the same keys, whatever they own.
         """
         for param in chain.from_iterable(group["params"] for group in self.param_groups):
             if param.grad is not None if loaded is None else param in loaded:
@@ -512,7 +513,7 @@ class LayoutOptimizer(Optimizer):
         return saved
 
     def _told(self) -> list[dict[Key, dict[str, Told]]]:
-        """Return, of each bucket, what all owners tell of their states."""
+        """Return the descriptions of all states, by bucket. Collective: see state_dict."""
         told = [bucket.tell() for _, bucket in self._buckets]
         for ranks in dict.fromkeys(bucket.ranks for _, bucket in self._buckets):
             if ranks.group is None:
@@ -528,7 +529,7 @@ class LayoutOptimizer(Optimizer):
 def plan_group(
     layout: Layout, params: Sequence[Param], buckets: Sequence[BucketPlan]
 ) -> GroupSteps:
-    """Return what a step does with parameters that are stepped as whole blocks."""
+    """Return what a step does with the parameters of a layout of blocks."""
     trained = [param.tensor for param in params if param.is_trained]
     return GroupSteps(
         type(layout).__name__,
@@ -543,14 +544,14 @@ Mesh = TypeVar("Mesh", bound=Hashable)
 
 
 class Owners(Generic[Mesh]):
-    """Gives each block to a rank of its mesh, so that all of them have as much to do."""
+    """Chooses the owner of each block among the ranks of its mesh, and balances their work."""
 
     def __init__(self) -> None:
         self._loads: dict[Mesh, list[int]] = {}
 
     @property
     def loads(self) -> tuple[tuple[int, ...], ...]:
-        """What each rank of each mesh has to do."""
+        """The work of each rank, by mesh."""
         return tuple(map(tuple, self._loads.values()))
 
     def buckets(
@@ -585,7 +586,7 @@ class Owners(Generic[Mesh]):
 
 
 def ranks_of(param: Param) -> Ranks:
-    """Return the ranks over which a parameter lies.
+    """Return the ranks that hold a parameter.
 
     Collective: makes their process group, for a mesh of several axes and for gloo.
     """

@@ -59,7 +59,7 @@ class Param:
 
     @property
     def is_trained(self) -> bool:
-        """Whether it has gradients."""
+        """Whether it needs gradients."""
         return self.tensor.requires_grad
 
     @property
@@ -69,7 +69,7 @@ class Param:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """How it lies on its mesh."""
+        """Its placements; empty for a plain parameter."""
         return self.tensor.placements if isinstance(self.tensor, DTensor) else ()
 
     @property
@@ -98,16 +98,16 @@ class Param:
         return True
 
     def local(self) -> torch.Tensor:
-        """Return what this rank holds of it."""
+        """Return this rank's shard."""
         return _local(self.tensor)
 
     def local_grad(self) -> torch.Tensor | None:
-        """Return what this rank holds of its gradient. Collective: see :func:`reduced_grad`."""
+        """Return this rank's shard of the gradient. Collective: see :func:`reduced_grad`."""
         grad = reduced_grad(self.tensor)
         return None if grad is None else _local(grad)
 
     def spread(self, shape: Sequence[int] | None = None) -> Spread:
-        """Return how it lies on its ranks, or a state of another shape, which is cut by rows."""
+        """Return its parts on all ranks, or those of a state of another shape, cut by rows."""
         extents = () if self.mesh is None else self.mesh.shape
         if shape is None:
             return spread_over(self.tensor.shape, extents, self.dims, self.inner_axes)
@@ -144,7 +144,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reduced_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of a parameter, which lies as the parameter does.
+    """Return the gradient of a parameter, with the placements of the parameter.
 
     Collective: the reduction of a gradient that was accumulated without sync.
     """
@@ -160,12 +160,12 @@ def reduced_grad(param: torch.Tensor) -> torch.Tensor | None:
 def plan_bucket(
     params: Sequence[Param], routes: Sequence[Route], device: torch.device
 ) -> BucketPlan:
-    """Return what a step sends and occupies, if all that is trained has a gradient.
+    """Return what a step sends and occupies if every trained parameter has a gradient.
 
     Args:
-        params: Those to which blocks refer.
-        routes: The blocks.
-        device: Where they are computed.
+        params: The parameters to which blocks refer.
+        routes: The ways of the blocks.
+        device: The device of compute.
     """
     parcels = []
     for route in routes:
@@ -181,13 +181,13 @@ def plan_bucket(
 
 @dataclass(frozen=True)
 class Told:
-    """What the owner of a block tells the other ranks about a state of it.
+    """The description of a block's state that its owner sends to the other ranks.
 
     Attributes:
-        shape: Its shape; ``None`` for what is no tensor, or a scalar one.
-        dtype: Its dtype.
-        value: What is no tensor, or a scalar on the CPU.
-        refused: The type of what cannot be saved in shards.
+        shape: The shape of a tensor; ``None`` for a scalar tensor or another value.
+        dtype: The dtype of a tensor.
+        value: A scalar tensor, on the CPU, or another value.
+        refused: The type of a state that cannot be saved in shards.
     """
 
     shape: tuple[int, ...] | None = None
@@ -208,11 +208,11 @@ class Told:
 
 
 class OwnedBucket:
-    """Blocks whose gradients travel to their owners in one message.
+    """Blocks whose values and gradients travel to their owners in one message.
 
     Attributes:
-        ranks: Over which they lie.
-        params: Those of the rule, to which blocks refer.
+        ranks: The ranks that hold them.
+        params: The parameters of the rule, to which blocks refer.
         optimizer: The stock optimizer of the blocks that this rank owns.
     """
 
@@ -234,13 +234,13 @@ class OwnedBucket:
         self._exchange: Exchange | None = None
 
     def plan(self) -> BucketPlan:
-        """Return what a step sends and occupies, if all of its parameters have a gradient."""
+        """Return what a step sends and occupies if every trained parameter has a gradient."""
         return plan_bucket(self.params, list(self._routes.values()), self.ranks.device)
 
-    # A step: see ``schedule`` for what of other buckets is done in between ---------------------
+    # A step: ``schedule`` interleaves these methods with those of other buckets ----------------
 
     def launch(self) -> None:
-        """Begin to make values and gradients whole at their owners; see ``exchange.launch``."""
+        """Launch the exchange of values and gradients to the owners."""
         self._values, self._grads = [], []
         places = dict.fromkeys(place for place, _ in self._routes)
         grads = {place: self.params[place].local_grad() for place in places}
@@ -252,9 +252,9 @@ class OwnedBucket:
         self._exchange = launch(self.ranks, self._values + self._grads, to_owner=True)
 
     def arrive(self) -> None:
-        """Have values and gradients whole at their owners."""
+        """Wait for the exchange; give the owners whole values and gradients."""
         if self._exchange is not None:
-            self._exchange.wait()  # lets go of what was sent, before there is room for whole blocks
+            self._exchange.wait()  # frees the sent message before whole blocks are allocated
         values, grads = (list(map(self._with_whole, some)) for some in (self._values, self._grads))
         arrive(self.ranks, self._exchange, values + grads, to_owner=True)
         for value, grad in zip(values, grads, strict=True):
@@ -265,7 +265,7 @@ class OwnedBucket:
         self._exchange, self._grads = None, []
 
     def compute(self) -> None:
-        """Step the blocks that this rank owns, and begin to send them back."""
+        """Step the blocks that this rank owns, and launch the exchange back to the shards."""
         if self._values:
             self.optimizer.step()
         for tensor in self._owned.values():
@@ -276,12 +276,12 @@ class OwnedBucket:
             tensor.data = self._stand_ins[key]
 
     def finish(self) -> None:
-        """Have the updated rows in the local shards."""
+        """Wait for the exchange; update the local shards."""
         arrive(self.ranks, self._exchange, self._values, to_owner=False)
         self._values, self._exchange = [], None
 
     def _with_whole(self, move: Move) -> Move:
-        """Give a tensor that lies like the parameter room to be whole, or where it is so."""
+        """Give the owner memory for the whole block, or its shard if that is the whole block."""
         route, local = move.route, move.local
         if not route.is_owner:
             return move
@@ -295,7 +295,7 @@ class OwnedBucket:
     # States -----------------------------------------------------------------------------------
 
     def tell(self) -> dict[Key, dict[str, Told]]:
-        """Return what this rank has to tell the others of the states of its blocks."""
+        """Describe the states of the blocks that this rank owns."""
         return {
             key: {name: Told.of(state) for name, state in states.items()}
             for key, states in self._states().items()
@@ -308,7 +308,7 @@ class OwnedBucket:
         return {key: taken_apart(saved[place]) for place, key in places if place in saved}
 
     def like_blocks(self, told: dict[Key, dict[str, Told]]) -> list[tuple[int, str | None]]:
-        """Return parameter and name of each state of the shape of its block; None for the block."""
+        """Return parameter and name of each state with its block's shape; None for the block."""
         return [
             (key[0], name)
             for key, facts in told.items()
@@ -322,11 +322,11 @@ class OwnedBucket:
         like: Counter[tuple[int, str | None]],
         saved: Sequence[States],
     ) -> None:
-        """Add the states of the blocks to those of their parameters; see ``exchange.launch``.
+        """Add the states of the blocks to those of their parameters. Collective: an exchange.
 
         Args:
-            told: What all owners tell.
-            like: How often each is among :meth:`like_blocks` of all buckets of the rule.
+            told: The descriptions of all owners.
+            like: How often each pair is among :meth:`like_blocks` of all buckets of the rule.
             saved: The states of each parameter of the rule, whose blocks may be in many buckets.
         """
         own_states, moves = self._states(), list[Move]()
@@ -353,10 +353,10 @@ class OwnedBucket:
         arrive(self.ranks, exchange, moves, to_owner=False)
 
     def load(self, loaded: Sequence[States]) -> None:
-        """Take states as :meth:`save` returns them; see ``exchange.launch``.
+        """Take the states that :meth:`save` returned. Collective: an exchange.
 
         Args:
-            loaded: Of each parameter of the rule.
+            loaded: The states of each parameter of the rule.
         """
         moves, found = list[Move](), defaultdict[Key, States](dict)
         for key, route in self._routes.items():
@@ -385,7 +385,7 @@ class OwnedBucket:
         load_states(self.optimizer.load_state_dict, whole, {})
 
     def _new_state(self, param: Param, fact: Told, is_like: bool) -> torch.Tensor:
-        """Return what the ranks are about to have of a state, sharded like the parameter."""
+        """Return memory for a state, sharded like the parameter or by rows."""
         if is_like:
             return param.as_sharded(torch.empty_like(param.local(), dtype=fact.dtype))
         assert fact.shape is not None
@@ -403,7 +403,7 @@ class OwnedBucket:
         )
 
     def _own_route(self, key: Key, shape: Sequence[int]) -> Route:
-        """Return how a state of another shape than its block's travels: a tensor of its own."""
+        """Return the way of a state that has another shape than its block."""
         block = self._routes[key].block
         spread = self.params[block.param].spread(shape)
         return route_of(replace(block, box=whole(shape), spread=spread), self.ranks.rank)
@@ -435,13 +435,13 @@ def set_grad(tensor: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 def _name_and_number(key: str) -> tuple[str, int | None]:
-    """Tell which state is saved as ``key``, and of which block if it is of one alone."""
+    """Return the name of the state saved as ``key``, and its block if it has one."""
     found = re.fullmatch(r"(.*)\[(\d+)\]", key)
     return (key, None) if found is None else (found[1], int(found[2]))
 
 
 def joined(states: States) -> States:
-    """Give a value that is the same for all blocks of a parameter its plain name."""
+    """Save a value under its plain name if it is equal for all blocks of the parameter."""
     values = defaultdict[str, States](dict)
     for key, state in states.items():
         if not isinstance(state, torch.Tensor) or not state.ndim:
@@ -457,7 +457,7 @@ def joined(states: States) -> States:
 
 
 def taken_apart(states: States) -> States:
-    """Return states without dicts and wrapper subclasses: what they contain, by names with dots."""
+    """Replace dicts and wrapper subclasses by their contents, under names with dots."""
     found: States = {}
     for name, state in states.items():
         codec = codec_of(state) if isinstance(state, torch.Tensor) else None
@@ -469,12 +469,12 @@ def taken_apart(states: States) -> States:
 
 
 def put_together(parts: States, factory: Factory, like: torch.Tensor) -> States:
-    """Undo :func:`taken_apart`, as the states of a first step are composed.
+    """Undo :func:`taken_apart`; the states of a first step show what to compose.
 
     Args:
-        parts: What was returned.
+        parts: The result of :func:`taken_apart`.
         factory: Makes the optimizer.
-        like: Has the shape, dtype and device of what is stepped.
+        like: A tensor with the shape, dtype and device of the stepped tensor.
     """
     if not any("." in name for name in parts):
         return parts
@@ -499,11 +499,11 @@ def _composed(parts: States, like: States) -> States:
 
 
 Counts = dict[torch.Tensor, int]
-"""Numbers among states, and the versions that they had."""
+"""The numbers among states, with their versions."""
 
 
 def only_makes_states(optimizer: Optimizer) -> bool:
-    """Tell whether this step is one by which functions of torch make the states of an optimizer."""
+    """Tell whether functions of torch take this step only to create the optimizer's states."""
     groups = optimizer.param_groups
     if optimizer.state or any(group.get("lr", 1) for group in groups):
         return False
@@ -525,16 +525,17 @@ def load_states(
     state_dict: dict[str, Any],
     made: Counts,
 ) -> None:
-    """Load a state dict, with the dtypes that the states have.
+    """Load a state dict without changing the dtypes of the states.
 
-    The way of torch's ``Optimizer`` casts them to those of the parameters; here it loads all but
-    the states. An optimizer that has a way of its own takes that.
+    Torch's ``Optimizer`` casts states to the dtypes of the parameters, so it loads all but the
+    states here. An optimizer with a ``load_state_dict`` of its own uses that.
 
     Args:
         load: The method ``load_state_dict`` of an optimizer.
-        state_dict: What it loads.
-        made: The numbers of states that :func:`only_makes_states` tells of. Those that come back
-            untouched are of parameters of which nothing was loaded; they stay without states.
+        state_dict: The state dict.
+        made: The numbers that a step created for :func:`only_makes_states`. A number that comes
+            back unchanged belongs to a parameter for which nothing was loaded; that parameter
+            stays without states.
     """
     optimizer: Optimizer = load.__self__  # type: ignore[attr-defined]
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -574,6 +575,6 @@ def load_states(
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """Compute what the closure of a step returns."""
+    """Call the closure of a step, with gradients enabled."""
     with torch.enable_grad():
         return None if closure is None else closure()
