@@ -160,17 +160,17 @@ CHANGES: dict[str, Edit] = {
 }
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(("reshard", "has_grad"), [(True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("change", CHANGES)
 @on_ranks("ranks")
-def test_the_forward_after_a_change_sees_it(change: str, reshard: bool | None) -> None:
+def test_the_forward_after_a_change_sees_it(change: str, reshard: bool, has_grad: bool) -> None:
     model = shard_net(Net(3), reshard_after_forward=reshard)
     params = list(model.parameters())
     model.set_reshard_after_backward(False)
     x = own_input()
-    with torch.no_grad():
-        before = model(x)
+    with torch.set_grad_enabled(has_grad):  # with a graph, nothing is freed until a backward
+        before = model(x).detach()
     CHANGES[change](model, params)
     fresh = Net(3)
     fresh.load_state_dict({key: t.full_tensor() for key, t in model.state_dict().items()})
