@@ -76,15 +76,6 @@ def bound_hook(hook: Any, tensor: torch.Tensor) -> Any:
     return hook
 
 
-def carry_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Set on a tensor the hooks that were set on another object, not on its class."""
-    for name in (PRE, POST, RELEASE, GRAD_PRE, GRAD_POST):
-        hook = source.__dict__.get(name)
-        if hook is not None:
-            is_bound = inspect.ismethod(hook) and hook.__self__ is source
-            setattr(target, name, hook.__func__.__get__(target) if is_bound else hook)
-
-
 # What travels -------------------------------------------------------------------------------------
 
 

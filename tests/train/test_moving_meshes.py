@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import two_tensors
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
@@ -226,18 +225,10 @@ def memory_of_a_move() -> None:
 # What is refused ----------------------------------------------------------------------------------
 
 
-class Closed(torch.Tensor):
-    """A class with hooks that does not say of what it is made."""
-
-    fsdp_pre_all_gather = two_tensors.pre_all_gather
-    fsdp_post_all_gather = two_tensors.post_all_gather
-
-
 def of_class(kind: type) -> None:
     layer, local = nn.Linear(3, 4, bias=False), torch.ones(2, 3)
     fully_shard(layer, mesh=on_mesh(0, 1))
-    made = local.as_subclass(kind) if kind is Closed else kind(local, local)
-    set_local_tensor(layer.weight, made)
+    set_local_tensor(layer.weight, kind(local, local))
     with contextlib.suppress(AttributeError, ShardError):
         layer.unshard()  # takes over what it finds, whether or not it can gather it
     layer.reshard()
@@ -282,10 +273,8 @@ def name_other_meshes() -> None:
 
 BEGIN = "Expected all ranks to move the model, got on rank "
 REFUSED: dict[str, Callable[[], None]] = {
-    f"{BEGIN}0: ShardError: Expected parameter 'weight' to be a plain tensor, got Closed; such a "
-    "model is moved by a checkpoint": partial(of_class, Closed),
-    f"{BEGIN}0: ShardError: Expected parameter 'weight' to be a plain tensor, got TwoTensor; such "
-    "a model is moved by a checkpoint": partial(of_class, TwoTensor),
+    f"{BEGIN}0: ShardError: Expected parameter 'weight' to be a plain tensor without all-gather "
+    "hooks, got TwoTensor; such a model is moved by a checkpoint": partial(of_class, TwoTensor),
     f"{BEGIN}0: ShardError: Expected parameter 'up' of ranks [0, 1] to come from one mesh, got "
     "meshes of ranks [[0], [1]], which may have other values": (
         lambda: move(with_experts(columns((0, 1)), "cpu"), (), on_mesh(0, 1))

@@ -71,11 +71,6 @@ def num_tensors(param: ShardedParam) -> int:
     return 1 if codec is None else len(codec.names)
 
 
-def forget_codec(param: ShardedParam) -> None:
-    """Forget what its gradients are made of, which a rank that joins does not know."""
-    _codecs.pop(param, None)
-
-
 def agree_on_codecs(params: Sequence[ShardedParam], grads: Sequence[Any], mesh: ShardMesh) -> None:
     """Find out what gradients are made of, from a rank that has one.
 

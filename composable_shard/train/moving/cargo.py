@@ -12,13 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_shard import _torch
-from composable_shard.core.codec import (
-    carry_hooks,
-    has_extension,
-    has_grad_extension,
-    needs_extension,
-)
-from composable_shard.core.features.grad_extension import forget_codec
+from composable_shard.core.codec import has_extension, has_grad_extension
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
 from composable_shard.core.placement import ParamPlacement, plan_tensor
 from composable_shard.core.reduction import assign_grad
@@ -39,12 +33,11 @@ from composable_shard.train.weights.entries import exchange, register_instead
 
 
 def check_plain(what: str, tensor: torch.Tensor) -> None:
-    """Raise ``ShardError`` unless a tensor is plain: only its class could make another anew."""
-    brings_hooks = has_extension(tensor) or has_grad_extension(tensor)
-    if _torch.is_subclass(tensor) or (brings_hooks and type(tensor) is not torch.Tensor):
+    """Raise ``ShardError`` unless a tensor is plain: only its class or hooks know what moves."""
+    if _torch.is_subclass(tensor) or has_extension(tensor) or has_grad_extension(tensor):
         raise ShardError(
-            f"Expected {what} to be a plain tensor, got {type(tensor).__name__}; such a model is "
-            "moved by a checkpoint"
+            f"Expected {what} to be a plain tensor without all-gather hooks, got "
+            f"{type(tensor).__name__}; such a model is moved by a checkpoint"
         )
 
 
@@ -253,8 +246,9 @@ class Possession:
                 if like.shape != sizes:
                     like = like.new_zeros(()).expand(sizes)
                 device = self._device if like.is_meta else like.device
-                made = torch.empty_like(like, dtype=item.dtype, device=device, requires_grad=False)
-                found[key] = _torch.without_values(made)
+                found[key] = _torch.without_values(
+                    torch.empty_like(like, dtype=item.dtype, device=device, requires_grad=False)
+                )
         return found
 
     @property
@@ -273,11 +267,11 @@ class Possession:
         return [found[id(param)] for param in self.params]
 
     def _new_shard(self, param: ShardedParam, told: Told, target: Target) -> torch.Tensor:
-        """Return a local shard: of a plain tensor without memory, which its bucket has.
+        """Return a local shard without memory, which its bucket has.
 
         The parameter is planned for its new ranks; the DTensor is left as it is.
         """
-        index, local = self._indices[id(param.sharded)], param.local
+        index = self._indices[id(param.sharded)]
         mesh, item = target.over[index], told.items["parameter", index]
         param.layout = plan_tensor(whole_on_meta(param), param.layout.dim, mesh.num_shards)
         param.mesh, param.placement, param.place = mesh, target.placements[index], None
@@ -285,11 +279,7 @@ class Possession:
         param.forget_unsharded()
         numel = param.layout.param.local_numel(mesh.shard_rank)
         like = param.layout.local(torch.empty(numel, device="meta"), mesh.shard_rank)
-        if not needs_extension(local):
-            return torch.zeros((), dtype=item.dtype, device=param.device).expand(like.shape)
-        made = torch.empty_like(like, dtype=item.dtype, device=param.device)
-        carry_hooks(local, _torch.without_values(made))
-        return made
+        return torch.zeros((), dtype=item.dtype, device=param.device).expand(like.shape)
 
     def _like(self, key: Key) -> torch.Tensor:
         """Return the tensor beside which a gradient or a state lies."""
@@ -326,7 +316,6 @@ class Possession:
                 exchange(param.sharded, _torch.parameter_of(made, param.sharded.requires_grad))
             _torch.relocate(param.sharded, local, spec)
             param.hold(local)
-            forget_codec(param)
         for group, buckets in zip(self.groups, self._buckets, strict=True):
             pairs = [(self._meshes[id(param)], param.mesh) for param in group.params]
             pairs = [(group.mesh, target.of_group(group)), *pairs]
@@ -394,7 +383,6 @@ class Possession:
                 optimizer.state.pop(param, None)
         for index, sharded in enumerate(self.params):
             nothing = torch.empty(0, dtype=sharded.local.dtype, device=sharded.local.device)
-            carry_hooks(sharded.local, nothing)
             meta = _torch.spec_of(sharded.sharded).tensor_meta
             assert meta is not None
             spec = _torch.make_spec(*target.elsewhere(index), meta)
