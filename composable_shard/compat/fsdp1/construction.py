@@ -1,4 +1,4 @@
-"""Making wrappers: which modules get one, on which device and mesh, of what they take charge."""
+"""Construction of wrappers: their modules and parameters, devices, initial values and meshes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from composable_shard.compat.fsdp1.policies import (
 from composable_shard.compat.fsdp1.state_dicts import Wrapper
 from composable_shard.mesh import start_process_group
 
-# What of a module one wrapper takes charge of: not what is ignored, nor what is wrapped below -----
+# The modules of one wrapper, without ignored ones and those of inner wrappers ---------------------
 
 
 class Place(NamedTuple):
@@ -57,9 +57,9 @@ class Scope:
     """The modules of one wrapper.
 
     Attributes:
-        modules: Those it takes charge of, the wrapped one first.
-        ignored_modules: Those that are left as they are, with all below them.
-        ignored_params: Parameters that are left as they are.
+        modules: The modules that it shards, the wrapped one first.
+        ignored_modules: Modules that it leaves alone, with all below them.
+        ignored_params: Parameters that it leaves alone.
     """
 
     modules: tuple[nn.Module, ...]
@@ -67,7 +67,7 @@ class Scope:
     ignored_params: frozenset[nn.Parameter]
 
     def held(self) -> dict[torch.Tensor, list[Place]]:
-        """Return parameters and buffers with all places where they are registered."""
+        """Return all parameters and buffers with the places where they are registered."""
         found: dict[torch.Tensor, list[Place]] = {}
         for module in self.modules:
             for registered in (module._parameters, module._buffers):
@@ -77,7 +77,7 @@ class Scope:
         return found
 
     def on_meta(self) -> set[nn.Module]:
-        """Return the modules that hold something on the meta device."""
+        """Return the modules with parameters or buffers on the meta device."""
         held = self.held().items()
         return {place.module for old, places in held if old.is_meta for place in places}
 
@@ -101,7 +101,7 @@ def scope_of(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
 ) -> Scope:
-    """Find what a wrapper of ``module`` takes charge of.
+    """Return the scope of a wrapper of ``module``.
 
     Raises:
         TypeError: If something ignored is neither a parameter nor a module.
@@ -147,7 +147,7 @@ def _read(
 
 
 def _walk(top: nn.Module, ignored: frozenset[nn.Module]) -> Iterator[nn.Module]:
-    """Yield modules from the top down, each once, but what is ignored, wrapped or sharded."""
+    """Yield modules from the top down, each once, except ignored, wrapped and sharded ones."""
     left, seen = [top], set[nn.Module]()
     while left:
         module = left.pop()
@@ -160,13 +160,13 @@ def _walk(top: nn.Module, ignored: frozenset[nn.Module]) -> Iterator[nn.Module]:
         left += reversed(list(module.children()))
 
 
-# Where a wrapper computes, and getting its parameters and buffers ready for that ------------------
+# The device of compute ----------------------------------------------------------------------------
 
 _CPU = torch.device("cpu")
 
 
 def resolve_device(scope: Scope, choices: Choices) -> torch.device:
-    """Find the device of compute.
+    """Return the device of compute.
 
     Raises:
         RuntimeError: If parameters lie on several devices.
@@ -238,36 +238,36 @@ def _rank() -> str:
     return f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
 
 
-# Values -----------------------------------------------------------------------------------------
+# Initial values -----------------------------------------------------------------------------------
 
 
 class _Real(NamedTuple):
-    """A tensor that was on the meta device, and the module that has initialized it."""
+    """The tensor that replaced one on the meta device, and the module that initialized it."""
 
     tensor: torch.Tensor
     module: weakref.ref[nn.Module]
 
 
 _real = WeakTensorKeyDictionary()
-"""What tensors on the meta device have become that modules outside of the wrapper hold still."""
+"""The replacements of tensors on the meta device that other wrappers may still hold."""
 
 
 def materialize(
     scope: Scope, init_fn: Callable[[nn.Module], object] | None, device: torch.device
 ) -> None:
-    """Make parameters and buffers real that are on the meta device.
+    """Replace parameters and buffers on the meta device by initialized ones.
 
-    Tied ones stay tied, also to places within other wrappers, and have the values that the first
-    module in the model gives them.
+    Tied ones stay tied, also across wrappers, and get their values from the first of their modules
+    in the model.
 
     Args:
-        scope: What the wrapper takes charge of.
-        init_fn: Called with each of its modules, in the order of FSDP1; else those that need it
-            are initialized by their ``reset_parameters()``.
-        device: Where.
+        scope: The modules of the wrapper.
+        init_fn: Called with each of the modules, in the order of FSDP1. If absent, modules on the
+            meta device are initialized by their ``reset_parameters()``.
+        device: The device of the new tensors.
 
     Raises:
-        MaterializationError: If a module has none; nothing is initialized then.
+        MaterializationError: If a module has no ``reset_parameters()``; nothing is initialized.
     """
     held, on_meta = scope.held(), scope.on_meta()
     if not on_meta:
@@ -286,11 +286,11 @@ def materialize(
 
 
 def _tied(old: torch.Tensor, first: Place, root: nn.Module) -> torch.Tensor:
-    """Return what ``old`` has become, in a wrapper within ``root`` or beside it if not here.
+    """Return the replacement of ``old``, which another wrapper may have made before.
 
     Args:
-        old: A parameter or buffer, not yet replaced in other wrappers.
-        first: The first of its places here, which has been initialized.
+        old: A parameter or buffer, as it was before this wrapper initialized its modules.
+        first: The first of its places in this wrapper, which has been initialized.
         root: The wrapped module.
     """
     new: torch.Tensor = first.registered[first.name]
@@ -303,7 +303,7 @@ def _tied(old: torch.Tensor, first: Place, root: nn.Module) -> torch.Tensor:
     order = list(root.modules())
     other = before.module()
     if other in order and order.index(first.module) < order.index(other):
-        before.tensor.data.copy_(new)  # unseen by the group that gives it back for this
+        before.tensor.data.copy_(new)  # without a change of its version
         _real[old] = _Real(before.tensor, weakref.ref(first.module))
     tensor: torch.Tensor = before.tensor
     return tensor
@@ -311,7 +311,7 @@ def _tied(old: torch.Tensor, first: Place, root: nn.Module) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _put_aside(scope: Scope) -> Iterator[None]:
-    """Have others initialized in the place of ignored parameters, which stay as they are."""
+    """Substitute ignored parameters during initialization, so that they keep their values."""
     ignored = [
         (module, name, param)
         for module in scope.modules
@@ -346,10 +346,10 @@ def _reset(modules: Sequence[nn.Module], device: torch.device) -> None:
 
 
 def stays_on_cpu(scope: Scope, choices: Choices, device: torch.device) -> bool:
-    """Tell whether parameters stay on the CPU though nobody offloads them; warns then.
+    """Tell whether parameters stay on the CPU though they are not offloaded, and warn of it.
 
     Raises:
-        ValueError: If they are to be synchronized all the same.
+        ValueError: If they have to be synchronized.
     """
     if device == _CPU or choices.device_id is not None:
         return False
@@ -370,7 +370,7 @@ def stays_on_cpu(scope: Scope, choices: Choices, device: torch.device) -> bool:
 
 
 def synchronize(scope: Scope, mesh: DeviceMesh) -> None:
-    """Give all ranks the values of the first. Collective: broadcasts, see sync_module_states."""
+    """Give all ranks the values of the first. Collective: see ``sync_module_states``."""
     root, states = scope.modules[0], nn.Module()
     own = set(map(id, scope.held()))
     states._parameters.update((n, p) for n, p in root.named_parameters() if id(p) in own)
@@ -381,19 +381,19 @@ def synchronize(scope: Scope, mesh: DeviceMesh) -> None:
         sync_module_states(states, src_rank=first, process_group=group)
 
 
-# From a strategy and process groups to the mesh that ``fully_shard`` takes ------------------------
+# The mesh of a strategy ---------------------------------------------------------------------------
 
 _HYBRID_NAMES = ("replicate", "shard")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Over which ranks parameters are sharded and replicated.
+    """The ranks that shard and replicate parameters.
 
     Attributes:
         strategy: The strategy, which is ``NO_SHARD`` on one rank.
         mesh: The mesh for ``fully_shard``.
-        dims: Its axis that replicates, if there is none that shards.
+        dims: The axis that replicates, if no axis shards.
     """
 
     strategy: ShardingStrategy
@@ -402,7 +402,7 @@ class Layout:
 
 
 def resolve_layout(choices: Choices, device_type: str, wraps_below: bool) -> Layout:
-    """Find the mesh of a strategy.
+    """Return the mesh of a strategy.
 
     Args:
         choices: Strategy and ranks; all ranks if absent.
@@ -514,11 +514,11 @@ def _mesh_of_nodes(device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, shape, mesh_dim_names=_HYBRID_NAMES)
 
 
-# Making wrappers: which modules below get one, and how a module is sharded ------------------------
+# Wrapping and sharding ----------------------------------------------------------------------------
 
 
 Below = list[tuple[nn.Module, dict[str, Any]]]
-"""The modules that get wrappers of their own, inner ones first, and the arguments of these."""
+"""The modules that get wrappers of their own, inner ones first, with the wrappers' arguments."""
 
 
 def chosen_below(
@@ -550,7 +550,7 @@ def check_all(
     choices: Choices,
     wrapper_class: type[nn.Module],
 ) -> None:
-    """Raise what wrapping would, before anything is wrapped, initialized or sharded.
+    """Raise the errors of wrapping before anything is wrapped, initialized or sharded.
 
     Raises:
         TypeError: If an argument of a wrapper has the wrong type, or there is none of that name.
@@ -580,7 +580,7 @@ def wrap_below(
     """Replace modules below ``root`` by wrappers.
 
     Returns:
-        What is left to ``root``.
+        The scope that is left to ``root``.
     """
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in root.modules():
@@ -596,7 +596,7 @@ def wrap_below(
 def arguments_below(
     choices: Choices, scope: Scope, layout: Layout, device: torch.device
 ) -> dict[str, Any]:
-    """Return the arguments of the wrappers below one, the same ranks and device for all."""
+    """Return the arguments of inner wrappers, with the ranks and the device of the outer one."""
     arguments = vars(choices).copy()
     arguments["ignored_states"] = scope.ignored_modules or scope.ignored_params
     if choices.device_id is not None:
@@ -609,7 +609,7 @@ def arguments_below(
 def shard(
     module: nn.Module, scope: Scope, layout: Layout, choices: Choices, device: torch.device
 ) -> tuple[nn.Module, ...]:
-    """Shard a module, or what is in a container and is not sharded; return which modules are."""
+    """Shard a module, or the modules in a container; return the sharded modules."""
     if type(module).forward is nn.Module.forward:
         warnings.warn(
             f"A container without a forward, {type(module).__name__}, cannot gather the parameters "

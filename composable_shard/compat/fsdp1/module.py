@@ -43,7 +43,7 @@ from composable_shard.compat.fsdp1.policies import (
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.nested import Given, find_changes, map_tensors
 
-# What a wrapper does around the forward of the wrapped module -------------------------------------
+# Before and after a forward -----------------------------------------------------------------------
 
 _EVAL_VARIABLES = ("COMPOSABLE_SHARD_FULL_PRECISION_IN_EVAL", "FSDP_USE_FULL_PREC_IN_EVAL")
 
@@ -57,10 +57,10 @@ _checked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def check_tree(root: FullyShardedDataParallel) -> None:
-    """Check all wrappers below a root, once; have new optimizers step in backward.
+    """Check all wrappers below a root, once; install hooks for new optimizers in backward.
 
     Raises:
-        ValueError: If wrappers disagree on what must be the same in all.
+        ValueError: If wrappers differ in an option that must be the same in all.
         RuntimeError: For an optimizer in backward without ``use_orig_params``.
     """
     contexts = [group.tree for group in root.fsdp_groups()]
@@ -84,7 +84,7 @@ def check_tree(root: FullyShardedDataParallel) -> None:
 
 
 def _step_in_backward(root: FullyShardedDataParallel) -> None:
-    """Have optimizers step as soon as the gradient of their parameter is reduced."""
+    """Install hooks by which optimizers step as soon as a gradient is reduced."""
     for group in (member for top in root.fsdp_groups() for member in top.tree.groups):
         for param in group.params:
             if not _torch.optimizers_in_backward(param.sharded):
@@ -99,7 +99,7 @@ def _step_in_backward(root: FullyShardedDataParallel) -> None:
 
 
 def step_and_clear(param: torch.Tensor) -> None:
-    """Take the steps of a parameter's optimizers in backward, and drop its gradient."""
+    """Step the optimizers of a parameter, and drop its gradient."""
     for optimizer in _torch.optimizers_in_backward(param):
         optimizer.step()
     param.grad = None
@@ -107,9 +107,9 @@ def step_and_clear(param: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def precision(wrapper: FullyShardedDataParallel) -> Iterator[bool]:
-    """Give the dtype of compute: yield whether it is that of the policy.
+    """Set the dtype of compute; yield whether it is the policy's.
 
-    Otherwise full parameters in their own dtype are registered, which costs their gather.
+    Otherwise full parameters in their own dtype are gathered and registered.
 
     Raises:
         ShardError: If gradients are on where full parameters are asked for.

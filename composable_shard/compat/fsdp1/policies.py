@@ -112,12 +112,12 @@ class Choices:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Choices:
-        """Return those among all arguments of a wrapper."""
+        """Select the choices among all arguments of a wrapper."""
         names = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in arguments.items() if name in names})
 
     def to_keep(self) -> Choices:
-        """Return them without what only making a wrapper asks for, and what cannot be pickled."""
+        """Return the choices that are still needed after construction, and can be pickled."""
         return replace(self, process_group=None, device_mesh=None, param_init_fn=None)
 
 

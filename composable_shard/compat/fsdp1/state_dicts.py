@@ -63,12 +63,12 @@ def settings_of(
 
 
 def is_rank0_only(config: StateDictConfig | OptimStateDictConfig) -> bool:
-    """Tell whether only the first rank is to have anything."""
+    """Tell whether only the first rank gets a state dict."""
     return getattr(config, "rank0_only", False)
 
 
 def is_first_rank(module: nn.Module) -> bool:
-    """Tell whether this rank is the first of those that share the parameters of a module."""
+    """Tell whether this rank is the first in the mesh of a module's parameters."""
     for param in module.parameters():
         if isinstance(param, DTensor):
             return not any(param.device_mesh.get_coordinate() or ())
@@ -83,9 +83,9 @@ def converted(
     kind: StateDictType,
     config: StateDictConfig | OptimStateDictConfig,
 ) -> list[torch.Tensor | None]:
-    """Return what a state dict of a kind holds for tensors.
+    """Return tensors as a state dict of a kind has them.
 
-    Full ones are ``None`` on ranks that are not to have them.
+    With ``rank0_only``, full tensors are ``None`` on the other ranks.
 
     Collective: for full tensors their gathers.
     """
@@ -103,9 +103,9 @@ def converted(
 
 
 def sharded_like(param: DTensor, value: torch.Tensor) -> DTensor:
-    """Return a tensor of a parameter's shape, full or sharded in any way, sharded as it is.
+    """Return a tensor, full or sharded in any way, with the placements of a parameter.
 
-    Collective: none for a full one.
+    Collective: none for a full tensor.
     """
     mesh, local = param.device_mesh, _torch.local_tensor(param)
     if isinstance(value, DTensor) and value.device_mesh == mesh:
@@ -116,7 +116,7 @@ def sharded_like(param: DTensor, value: torch.Tensor) -> DTensor:
 
 
 def shard_of(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a local shard of a parameter as a DTensor, anything of another shape as it is."""
+    """Return a local shard of a parameter as a DTensor, a tensor of another shape unchanged."""
     if not isinstance(param, DTensor) or isinstance(value, DTensor):
         return value
     is_shard = value.shape == _torch.local_tensor(param).shape
@@ -132,26 +132,26 @@ def rename_keys(states: MutableMapping[str, Any], old: str, new: str) -> None:
         states[new + key.removeprefix(old)] = states.pop(key)
 
 
-# Hooks by which the state dicts of wrappers hold what was asked for -------------------------------
+# The type of the state dicts of wrappers ----------------------------------------------------------
 
 _INNER = "_fsdp_wrapped_module."
 
 _errors: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
-"""What a loading wrapper is told by those below."""
+"""The errors of the modules below a wrapper that is loading."""
 
 
 class Wrapper(nn.Module):
-    """A wrapped module, as far as state dicts know it.
+    """The base of wrappers, with all that state dicts need.
 
     Attributes:
-        fsdp_state_dict_settings: What its state dicts hold.
+        fsdp_state_dict_settings: The type of its state dicts.
     """
 
     fsdp_state_dict_settings: StateDictSettings
 
 
 def install(wrapper: Wrapper) -> None:
-    """Have the state dicts of a wrapper go through here."""
+    """Register the hooks below on a wrapper."""
     wrapper.register_state_dict_post_hook(_after_save)
     wrapper.register_load_state_dict_pre_hook(_before_load)
     wrapper.register_load_state_dict_post_hook(_after_load)
@@ -273,9 +273,9 @@ def _wrappers(module: nn.Module) -> list[Wrapper]:
 
 
 def _after_save(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Convert what is in the wrapper, under the names of the plain model.
+    """Convert the tensors of the wrapper, under the names of the plain model.
 
-    Those below have done so before: what they have converted is no DTensor any more.
+    Inner wrappers have converted theirs before, which are no longer DTensors.
     """
     rename_keys(state_dict, prefix + _INNER, prefix)
     about = _torch.state_dict_metadata(state_dict)
@@ -288,7 +288,7 @@ def _after_save(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_: o
     keys = [key for key in state_dict if key.startswith(prefix)]
     keys = [key for key in keys if isinstance(state_dict[key], torch.Tensor)]
     values: dict[int | str, torch.Tensor] = {}
-    for key in keys:  # what is tied is one tensor under several names
+    for key in keys:  # a tied parameter is one tensor under several names
         values.setdefault(params.get(key, key), state_dict[key])
     found = dict(zip(values, converted(list(values.values()), kind, config), strict=True))
     for key in keys:
@@ -299,7 +299,7 @@ def _after_save(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_: o
 
 
 def _before_load(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Turn local shards into DTensors; give the keys the names that modules ask for."""
+    """Turn local shards into DTensors, and the names of the plain model into those of modules."""
     inner = prefix + _INNER
     _errors[wrapper] = rest[-1]
     rename_keys(state_dict, inner, prefix)
@@ -312,7 +312,7 @@ def _before_load(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *res
 
 
 def _after_load(wrapper: Wrapper, incompatible: Any) -> None:
-    """Tell what does not fit by the names of the plain model."""
+    """Report errors with the names of the plain model."""
     for texts in (*incompatible, _errors.pop(wrapper, [])):
         texts[:] = [text.replace(_INNER, "") for text in texts]
 
@@ -452,10 +452,10 @@ def _names(model: nn.Module, optim: torch.optim.Optimizer) -> list[str]:
 
 
 def _saved_group(states: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """Return the saved group of a parameter, any for none.
+    """Return the saved group that has a parameter, or any group without a name.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such group.
     """
     groups: list[dict[str, Any]] = states.get("param_groups", [])
     for saved in groups:
@@ -469,13 +469,13 @@ def _saved_group(states: dict[str, Any], name: str | None) -> dict[str, Any]:
 
 
 def _as_state_of(param: torch.Tensor, names: tuple[str, str], value: Any, is_local: bool) -> Any:
-    """Return a state of a parameter, sharded as it is if it has its shape.
+    """Return a state of a parameter; a state of the same shape gets the same placements.
 
     Args:
         param: The parameter.
-        names: That of the parameter, and that of the state.
+        names: The names of the parameter and of the state.
         value: The state.
-        is_local: Whether shards are given as they are.
+        is_local: Whether states are local shards.
     """
     if not isinstance(param, DTensor) or not isinstance(value, torch.Tensor) or names[1] == "step":
         return value
