@@ -146,38 +146,34 @@ def _spans(trace: RankTrace, last: dict[Collective, tuple[int, int]]) -> list[Sp
 GATHERS = ("gather", "regather")
 
 
-@dataclass(frozen=True)
-class Lane:
+class Lane(NamedTuple):
     """What is drawn side by side; nothing in it overlaps.
 
     Attributes:
         title: What it is called.
         kind: ``steps``, ``compute``, ``waits``, ``gathers`` or ``reductions``.
-        spans: What the rank did.
-        flights: What was under way.
-        steps: From when to when steps lasted.
+        spans: What the rank did, or what was under way: then the kind of a span is its op.
     """
 
     title: str
     kind: str
-    spans: Sequence[Span] = ()
-    flights: Sequence[Flight] = ()
-    steps: Sequence[tuple[int, int]] = ()
+    spans: Sequence[Span]
 
 
 def lanes_of(trace: RankTrace) -> list[Lane]:
     """Return the lanes of a rank from the top down."""
+    steps = enumerate(trace.intervals, trace.first_step) if trace.steps else ()
     lanes = [
-        Lane("steps", "steps", steps=trace.intervals if trace.steps else ()),
+        Lane("steps", "steps", [Span("step", str(number), *ends) for number, ends in steps]),
         Lane("compute", "compute", [span for span in trace.spans if span.kind != "wait"]),
         Lane("exposed waits", "waits", [span for span in trace.spans if span.kind == "wait"]),
     ]
     gathers = [flight for flight in trace.flights if flight.op in GATHERS]
     others = [flight for flight in trace.flights if flight.op not in GATHERS]
     for kind, flights in (("gathers", gathers), ("reductions", others)):
-        rows = side_by_side(flights) or [[]]
-        for number, row in enumerate(rows, 1):
-            lanes.append(Lane(kind if number == 1 else f"{kind} {number}", kind, flights=row))
+        for number, row in enumerate(side_by_side(flights) or [[]], 1):
+            spans = [Span(one.op, one.name, one.start, one.end, one.op, one.number) for one in row]
+            lanes.append(Lane(kind if number == 1 else f"{kind} {number}", kind, spans))
     return lanes
 
 
@@ -322,56 +318,41 @@ def _named(pid: int, tid: int, what: str, name: str) -> Event:
 
 
 def _of_lane(trace: RankTrace, lane: Lane, thread: int) -> Iterable[Event]:
-    place = {"pid": trace.rank, "tid": thread}
-    for number, (start, end) in enumerate(lane.steps, trace.first_step):
-        yield _slice(f"step {number}", "step", start, end, place)
+    waits = {(one.op, one.name, one.number) for one in trace.spans if one.kind == "wait"}
     for span in lane.spans:
-        yield _slice(*_words(span), span.start, span.end, place, _args_of(span))
-        if span.kind == "wait" and span.number >= 0:
-            yield {**_arrow(trace, span), **place, "ph": "f", "bp": "e", "ts": span.start / 1e3}
-    waits = {(s.op, s.name, s.number) for s in trace.spans if s.kind == "wait" and s.number >= 0}
-    for flight in lane.flights:
-        title = f"{flight.op} {flight.name or 'root'}"
-        nbytes = trace.groups[flight.name].nbytes
-        args = {"group": flight.name, "unsharded bytes": nbytes}
-        yield _slice(title, "communication", flight.start, flight.end, place, args)
-        if flight[:3] in waits:
-            yield {**_arrow(trace, flight), **place, "ph": "s", "ts": flight.start / 1e3}
+        name, category = _words(span)
+        place = {"pid": trace.rank, "tid": thread, "ts": span.start / 1e3}
+        drawn = {"name": name, "cat": category, "dur": (span.end - span.start) / 1e3}
+        yield {"ph": "X", **place, **drawn, "args": _args_of(trace, span)}
+        key = span.op, span.name, span.number
+        if key in waits and span.number >= 0 and span.kind in ("wait", span.op):
+            ends = {"ph": "f", "bp": "e"} if span.kind == "wait" else {"ph": "s"}
+            number = " ".join(map(str, (trace.rank, *key)))
+            arrow = {"cat": "communication", "name": "launch to wait", "id": number}
+            yield {**arrow, **place, **ends}
 
 
 def _words(span: Span) -> tuple[str, str]:
     """Return what a span is called, and its category."""
     name = span.name or "root"
-    if span.kind in ("launch", "copy"):
-        return f"{span.kind} {span.op} {name}", "communication"
-    if span.kind == "wait":
-        what = "copies" if span.op == "copies" else f"{span.op} {name}"
-        return f"wait for {what}", "exposed"
-    return f"{span.kind} {name}", "compute"
+    match span.kind:
+        case "wait":
+            what = "copies" if span.op == "copies" else f"{span.op} {name}"
+            return f"wait for {what}", "exposed"
+        case "launch" | "copy":
+            return f"{span.kind} {span.op} {name}", "communication"
+        case "step":
+            return f"step {name}", "step"
+    return f"{span.kind} {name}", "communication" if span.kind == span.op else "compute"
 
 
-def _args_of(span: Span) -> dict[str, Any]:
-    args: dict[str, Any] = {"group": span.name}
-    if span.late:
-        args |= {"late rank": span.late_rank, "late ms": span.late / 1e6}
-    return args
-
-
-def _slice(
-    name: str,
-    category: str,
-    start: int,
-    end: int,
-    place: dict[str, int],
-    args: dict[str, Any] | None = None,
-) -> Event:
-    times = {"ts": start / 1e3, "dur": (end - start) / 1e3}
-    return {"ph": "X", "name": name, "cat": category, **times, **place, "args": args or {}}
-
-
-def _arrow(trace: RankTrace, what: Span | Flight) -> Event:
-    number = f"{trace.rank} {what.op} {what.name} {what.number}"
-    return {"cat": "communication", "name": "launch to wait", "id": number}
+def _args_of(trace: RankTrace, span: Span) -> dict[str, Any]:
+    if span.kind == "step":
+        return {}
+    if span.kind == span.op:
+        return {"group": span.name, "unsharded bytes": trace.groups[span.name].nbytes}
+    late = {"late rank": span.late_rank, "late ms": span.late / 1e6} if span.late else {}
+    return {"group": span.name, **late}
 
 
 # A page in one file that needs no network --------------------------------------------------------
@@ -381,24 +362,14 @@ MAX_RANKS = 64  # with lanes of their own; the table has all
 
 def to_html(traces: Sequence[RankTrace], summary: dict[str, Any]) -> str:
     """Return the page."""
-    content = {
-        "summary": summary,
-        "ranks": [_rank(trace) for trace in traces[:MAX_RANKS]],
-    }
+    content = {"summary": summary, "ranks": [_rank(trace) for trace in traces[:MAX_RANKS]]}
     # Within a script, "<" could begin what ends it.
     text = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
-    page = _part("page.html")
-    for mark, part in (
-        ("/*STYLE*/", _part("page.css")),
-        ("/*SCRIPT*/", _part("page.js")),
-        ("/*CONTENT*/", text),
-    ):
-        page = page.replace(mark, part)
-    return page
-
-
-def _part(name: str) -> str:
-    return files(__package__).joinpath(name).read_text()
+    page, style, script = (
+        files(__package__).joinpath(f"page.{kind}").read_text() for kind in ("html", "css", "js")
+    )
+    page = page.replace("/*STYLE*/", style).replace("/*SCRIPT*/", script)
+    return page.replace("/*CONTENT*/", text)
 
 
 def _rank(trace: RankTrace) -> dict[str, Any]:
@@ -424,12 +395,11 @@ def _sample(sample: Sample) -> list[float]:
 
 def _lane(lane: Lane) -> dict[str, Any]:
     """Return a lane whose items are ``[kind, group, start, end, op, late, late rank]``."""
-    spans = [
-        [s.kind, s.name, s.start / 1e3, s.end / 1e3, s.op, s.late / 1e3, s.late_rank]
-        for s in lane.spans
+    items = [
+        [one.kind, one.name, one.start / 1e3, one.end / 1e3, one.op, one.late / 1e3, one.late_rank]
+        for one in lane.spans
     ]
-    flights = [[f.op, f.name, f.start / 1e3, f.end / 1e3, f.op, 0, -1] for f in lane.flights]
-    return {"title": lane.title, "kind": lane.kind, "items": spans + flights}
+    return {"title": lane.title, "kind": lane.kind, "items": items}
 
 
 # A folder of traces: what each rank wrote there, and what is made of it ---------------------------
