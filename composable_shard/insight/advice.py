@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from composable_shard.core.layout import ParamLayout
-from composable_shard.insight.group_steps import GroupStep, ParamGather, short
+from composable_shard.core.storage import ShardedParam
+from composable_shard.insight.group_steps import GroupStep, ParameterExplanation, short
 from composable_shard.insight.report import counted, names_text, nbytes_text
 
 # Which modules of a model are repeated: those that are best sharded one by one --------------------
@@ -113,7 +113,7 @@ def _small_groups(steps: Sequence[GroupStep]) -> Iterator[Advice]:
         for step in steps
         if step.group is not step.group.tree.root
         and step.params
-        and all(param.travels == "packed" for param in step.params)
+        and all(told.travels == "packed" for _, told in step.params)
     ]
     if small:
         largest = max(step.unsharded_nbytes or 0 for step in small)
@@ -126,55 +126,54 @@ def _small_groups(steps: Sequence[GroupStep]) -> Iterator[Advice]:
         )
 
 
-def _plain(step: GroupStep) -> list[tuple[ParamGather, ParamLayout]]:
-    """Return the parameters that are no tensor subclasses, and how each is cut."""
-    return [(p, p.param.layout.param) for p in step.params if p.travels != "as a subclass"]
-
-
-def _padding_nbytes(param: ParamGather) -> int:
-    assert param.gathered_nbytes is not None
-    whole = param.param.layout.param.numel * param.param.compute_dtype.itemsize
-    return param.gathered_nbytes - whole
+def _padding_nbytes(param: ShardedParam, told: ParameterExplanation) -> int:
+    return (told.gathered_nbytes or 0) - param.layout.param.numel * param.compute_dtype.itemsize
 
 
 def _uneven_parameters(steps: Sequence[GroupStep]) -> Iterator[Advice]:
-    for step in steps:
-        for param, layout in _plain(step):
-            if param.travels == "packed" or layout.is_even or layout.num_rows < layout.num_shards:
-                continue
-            rows = layout.rows_per_shard * layout.num_shards
-            yield Advice(
-                "uneven rows",
-                step.names_of([param.param]),
-                f"{layout.num_rows} rows over {layout.num_shards} ranks are padded by "
-                f"{nbytes_text(_padding_nbytes(param))}, and the whole gradient is copied to pad "
-                "it",
-                f"make it {rows} rows, or shard another dim by shard_placement_fn",
-            )
+    for param, told in (pair for step in steps for pair in step.params):
+        layout = param.layout.param
+        is_even = layout.is_even or layout.num_rows < layout.num_shards
+        if told.travels in ("packed", "as a subclass") or is_even:
+            continue
+        rows = layout.rows_per_shard * layout.num_shards
+        yield Advice(
+            "uneven rows",
+            (told.name,),
+            f"{layout.num_rows} rows over {layout.num_shards} ranks are padded by "
+            f"{nbytes_text(_padding_nbytes(param, told))}, and the whole gradient is copied to pad "
+            "it",
+            f"make it {rows} rows, or shard another dim by shard_placement_fn",
+        )
 
 
 def _empty_ranks(steps: Sequence[GroupStep]) -> Iterator[Advice]:
     for step in steps:
         found = [
-            (param, layout)
-            for param, layout in _plain(step)
-            if layout.numel and layout.num_nonempty < layout.num_shards
+            (param.layout.param, told.name, _padding_nbytes(param, told))
+            for param, told in step.params
+            if told.travels != "as a subclass"
+            and param.layout.param.num_nonempty < param.layout.param.num_shards
+            and param.layout.param.numel
         ]
         if not found:
             continue
-        fewest = min(layout.num_rows for _, layout in found)
-        nbytes = sum(_padding_nbytes(param) for param, _ in found)
-        longer = [p.param for p, cut in found if max(cut.shape) >= cut.num_shards > cut.num_rows]
+        layouts, names, paddings = zip(*found, strict=True)
+        fewest = min(layout.num_rows for layout in layouts)
+        longer = tuple(
+            name
+            for layout, name, _ in found
+            if max(layout.shape) >= layout.num_shards > layout.num_rows
+        )
         remedy = "nothing, if they are small: they share one message"
         if longer:
-            names = names_text(step.names_of(longer))
-            remedy = f"shard a longer dim of {names} by shard_placement_fn"
+            remedy = f"shard a longer dim of {names_text(longer)} by shard_placement_fn"
         yield Advice(
             "empty ranks",
-            step.names_of(param.param for param, _ in found),
+            names,
             f"{counted(len(found), 'parameter')} of {step.name} with as few as "
-            f"{counted(fewest, 'row')} for {found[0][1].num_shards} ranks: some ranks hold none, "
-            f"and gathering pads by {nbytes_text(nbytes)}",
+            f"{counted(fewest, 'row')} for {layouts[0].num_shards} ranks: some ranks hold none, "
+            f"and gathering pads by {nbytes_text(sum(paddings))}",
             remedy,
         )
 

@@ -20,10 +20,9 @@ from composable_shard.insight.group_steps import (
     Copy,
     GroupStep,
     Names,
-    ParamGather,
+    ParameterExplanation,
     StepTraffic,
     Traffic,
-    is_trained,
     sent_by_subclass,
     short,
     total,
@@ -43,37 +42,6 @@ from composable_shard.train.parking import Parked, parkable
 from composable_shard.train.weights.stream import PassCosts, costs_of
 
 # The result of ``explain``: plain values, and how they are shown ----------------------------------
-
-
-@dataclass(frozen=True)
-class ParameterExplanation:
-    """One parameter.
-
-    Attributes:
-        name: Its name in the model.
-        shape: Its global shape.
-        dtype: In which it is stored.
-        placements: Those of its DTensor.
-        num_shards: Ranks that share it.
-        num_replicas: Ranks that hold the same shard.
-        is_trained: Whether it has gradients.
-        sharded_nbytes: Bytes of this rank's shard, padding included.
-        gathered_nbytes: Bytes of the gathered parameter, padding included; ``None`` for a tensor
-            subclass whose hook has not said it yet.
-        travels: How it is gathered: ``"in place"``, ``"packed"``, ``"permuted"``, ``"as a
-            subclass"`` or ``"not at all"``.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    placements: tuple[str, ...]
-    num_shards: int
-    num_replicas: int
-    is_trained: bool
-    sharded_nbytes: int
-    gathered_nbytes: int | None
-    travels: str
 
 
 @dataclass(frozen=True)
@@ -365,35 +333,13 @@ def _explain_group(step: GroupStep) -> GroupExplanation:
     return GroupExplanation(
         name=step.name,
         modules=tuple(type(module).__name__.removeprefix("FSDP") for module in step.group.modules),
-        parameters=tuple(_explain_param(step, param) for param in step.params),
+        parameters=tuple(told for _, told in step.params),
         sharded_nbytes=step.sharded_nbytes,
         gathered_nbytes=step.unsharded_nbytes,
         traffic=step.traffic(),
         copies=step.copies(),
         reasons=_reasons(step),
     )
-
-
-def _explain_param(step: GroupStep, gather: ParamGather) -> ParameterExplanation:
-    param = gather.param
-    [name] = step.names_of([param])
-    return ParameterExplanation(
-        name=name,
-        shape=tuple(param.shape),
-        dtype=short(param.local.dtype),
-        placements=tuple(_placement_text(p) for p in param.placement.sharded),
-        num_shards=param.mesh.num_shards,
-        num_replicas=param.mesh.num_replicas,
-        is_trained=is_trained(param),
-        sharded_nbytes=gather.sharded_nbytes,
-        gathered_nbytes=gather.gathered_nbytes,
-        travels=gather.travels,
-    )
-
-
-def _placement_text(placement: object) -> str:
-    dim = getattr(placement, "dim", None)
-    return "Replicate" if dim is None else f"Shard({dim})"
 
 
 def _reasons(step: GroupStep) -> tuple[str, ...]:

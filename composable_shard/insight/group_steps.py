@@ -31,22 +31,10 @@ from composable_shard.core.transport.collectives import (
     CustomReduceScatter,
     sum_dtype,
 )
+from composable_shard.insight.recording import join
 
 Names = Mapping[nn.Module, str]
 """Names of modules within the model that is looked at."""
-
-
-def full_name(param: ShardedParam, names: Names) -> str:
-    """Return the name of a parameter in the model; that of the first place if it is tied."""
-    slot = param.slots[0]
-    prefix = names.get(slot.module, "")
-    return f"{prefix}.{slot.name}" if prefix else slot.name
-
-
-def is_trained(param: ShardedParam) -> bool:
-    """Tell whether a parameter has gradients."""
-    with _torch.without_overrides():
-        return param.sharded.requires_grad
 
 
 def short(dtype: object) -> str:
@@ -123,7 +111,9 @@ def _has_backward(group: ParamGroup) -> bool:
     places = {module: place for place, module in enumerate(tree.root.all_modules())}
     end = max(places[module] for module in group.all_modules())
     params = (param for member in tree.groups for param in member.params)
-    return any(is_trained(param) for param in params if places[param.slots[0].module] <= end)
+    return any(
+        param.sharded.requires_grad for param in params if places[param.slots[0].module] <= end
+    )
 
 
 # Messages and bytes of one step -------------------------------------------------------------------
@@ -261,42 +251,38 @@ def _padded_nbytes(formats: Sequence[Format]) -> int:
     return rows * prod(formats[0].shape[1:]) * formats[0].dtype.itemsize
 
 
-class ParamGather(NamedTuple):
-    """How one parameter is gathered.
+# One group ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParameterExplanation:
+    """One parameter.
 
     Attributes:
-        param: The parameter.
-        sharded_nbytes: Bytes of the shard of one rank, padding included.
-        gathered_nbytes: Bytes of the gathered parameter, padding included; ``None`` before a
-            subclass has said what it sends.
-        travels: ``"in place"``, ``"packed"``, ``"permuted"``, ``"as a subclass"`` or
-            ``"not at all"``.
+        name: Its name in the model.
+        shape: Its global shape.
+        dtype: In which it is stored.
+        placements: Those of its DTensor.
+        num_shards: Ranks that share it.
+        num_replicas: Ranks that hold the same shard.
+        is_trained: Whether it has gradients.
+        sharded_nbytes: Bytes of this rank's shard, padding included.
+        gathered_nbytes: Bytes of the gathered parameter, padding included; ``None`` for a tensor
+            subclass whose hook has not said it yet.
+        travels: How it is gathered: ``"in place"``, ``"packed"``, ``"permuted"``, ``"as a
+            subclass"`` or ``"not at all"``.
     """
 
-    param: ShardedParam
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    placements: tuple[str, ...]
+    num_shards: int
+    num_replicas: int
+    is_trained: bool
     sharded_nbytes: int
     gathered_nbytes: int | None
     travels: str
-
-
-def gathers_of(bucket: Storage) -> Iterator[ParamGather]:
-    """Yield how each parameter of a bucket is gathered."""
-    if isinstance(bucket, ExtensionBucket):
-        nbytes = sharded_nbytes(bucket), unsharded_nbytes(bucket)
-        yield ParamGather(bucket.param, *nbytes, "as a subclass")
-        return
-    assert isinstance(bucket, Bucket)
-    for index, param in enumerate(bucket.params):
-        layout = param.layout.param
-        travels = "packed" if layout.gathers_in_place else "permuted"
-        if layout.num_shards == 1 or index < bucket.layout.num_direct:
-            travels = "in place" if layout.num_shards > 1 else "not at all"
-        sharded = layout.shard_numel * bucket.dtype.itemsize
-        gathered = layout.num_shards * layout.shard_numel * bucket.compute_dtype.itemsize
-        yield ParamGather(param, sharded, gathered, travels)
-
-
-# One group ----------------------------------------------------------------------------------------
 
 
 class GroupStep:
@@ -317,16 +303,49 @@ class GroupStep:
         self._num_neighbours = int(group.settings.reshard_after_forward or 1)
         used = {bucket.mesh for bucket in group.buckets}
         self.channels = [c for mesh, c in group.channels.items() if mesh in used or not used]
-        trained = [p for p in group.params if is_trained(p) or p.name in group.unsynced_names]
+        trained = [
+            p for p in group.params if p.sharded.requires_grad or p.name in group.unsynced_names
+        ]
         self.reductions = [
             GradStep(self, kind is LocalReduction, buckets, params, dtype)
             for kind, buckets, params, dtype in reduced_together(group, trained)
         ]
 
     @property
-    def params(self) -> list[ParamGather]:
-        """How each parameter travels."""
-        return [param for bucket in self.group.buckets for param in gathers_of(bucket)]
+    def params(self) -> list[tuple[ShardedParam, ParameterExplanation]]:
+        """What is to say of each parameter."""
+        return [pair for bucket in self.group.buckets for pair in self._params_of(bucket)]
+
+    def _params_of(self, bucket: Storage) -> Iterator[tuple[ShardedParam, ParameterExplanation]]:
+        sharded, gathered, travels = (
+            sharded_nbytes(bucket),
+            unsharded_nbytes(bucket),
+            "as a subclass",
+        )
+        for index, param in enumerate(bucket.params):
+            layout = param.layout.param
+            if isinstance(bucket, Bucket):
+                sharded = layout.shard_numel * bucket.dtype.itemsize
+                gathered = layout.num_shards * layout.shard_numel * bucket.compute_dtype.itemsize
+                travels = "packed" if layout.gathers_in_place else "permuted"
+                if layout.num_shards == 1 or index < bucket.layout.num_direct:
+                    travels = "in place" if layout.num_shards > 1 else "not at all"
+            dims = [getattr(placement, "dim", None) for placement in param.placement.sharded]
+            yield (
+                param,
+                ParameterExplanation(
+                    name=self.names_of([param])[0],
+                    shape=tuple(param.shape),
+                    dtype=short(param.local.dtype),
+                    placements=tuple("Replicate" if d is None else f"Shard({d})" for d in dims),
+                    num_shards=param.mesh.num_shards,
+                    num_replicas=param.mesh.num_replicas,
+                    is_trained=param.sharded.requires_grad,
+                    sharded_nbytes=sharded,
+                    gathered_nbytes=gathered,
+                    travels=travels,
+                ),
+            )
 
     @property
     def sharded_nbytes(self) -> int:
@@ -341,8 +360,9 @@ class GroupStep:
         return sum(known) if len(known) == len(found) else None
 
     def names_of(self, params: Iterable[ShardedParam]) -> tuple[str, ...]:
-        """Return the names of parameters in the model."""
-        return tuple(full_name(param, self.names) for param in params)
+        """Return the names of parameters in the model; of those that are tied the first."""
+        slots = [param.slots[0] for param in params]
+        return tuple(join(self.names.get(slot.module, ""), slot.name) for slot in slots)
 
     def traffic(self) -> StepTraffic:
         """Return what the group sends."""
@@ -419,7 +439,7 @@ class GroupStep:
             "out of it",
         }
         for kind, why in reasons.items():
-            some = [one.param for one in gathers_of(bucket) if one.travels == kind]
+            some = [param for param, told in self._params_of(bucket) if told.travels == kind]
             layouts = [param.layout.param for param in some]
             numels = (
                 one.num_nonempty * one.shard_numel if kind == "packed" else one.numel
