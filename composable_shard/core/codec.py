@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -93,6 +93,11 @@ class Format:
 Formats = tuple[Format, ...]
 
 
+def formats_of(tensors: Sequence[torch.Tensor]) -> Formats:
+    """Return the formats of some tensors."""
+    return tuple(Format(tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+
+
 def in_words(formats: Formats) -> str:
     """List formats for a message."""
     return f"[{', '.join(map(str, formats))}]"
@@ -130,7 +135,7 @@ class Codec:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What leads to each of the plain tensors of which it is made in the end, with dots."""
+        """The attributes of the plain tensors, with dots where wrapper subclasses are nested."""
         found = list[str]()
         for name, codec in self.inner:
             found += [name] if codec is None else [f"{name}.{n}" for n in codec.names]
@@ -140,14 +145,12 @@ class Codec:
         """Return the plain tensors."""
         return [attrgetter(name)(tensor) for name in self.names]
 
-    def rebuild(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Make a tensor out of plain ones, by name."""
-        made = dict[str, torch.Tensor]()
-        for name, codec in self.inner:
-            if codec is None:
-                made[name] = parts[name]
-            else:
-                made[name] = codec.rebuild({n: parts[f"{name}.{n}"] for n in codec.names})
+    def rebuild(self, parts: Iterator[torch.Tensor]) -> torch.Tensor:
+        """Make a tensor of the next plain ones."""
+        made = {
+            name: next(parts) if codec is None else codec.rebuild(parts)
+            for name, codec in self.inner
+        }
         like = made[self.inner[0][0]]
         rebuilt: torch.Tensor = self.kind.__tensor_unflatten__(  # type: ignore[attr-defined]
             made, self.context, like.shape, like.stride()
@@ -185,10 +188,7 @@ def flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
 
     def rebuild(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         left = iter(parts)
-        return tuple(
-            next(left) if codec is None else codec.rebuild({n: next(left) for n in codec.names})
-            for codec in codecs
-        )
+        return tuple(next(left) if codec is None else codec.rebuild(left) for codec in codecs)
 
     return flat, rebuild
 

@@ -494,7 +494,10 @@ def _composed(parts: States, like: States) -> States:
         own = {key.removeprefix(begin): v for key, v in parts.items() if key.startswith(begin)}
         if own and (codec is not None or isinstance(state, dict)):
             found = {key: part for key, part in found.items() if not key.startswith(begin)}
-            found[name] = _composed(own, state) if codec is None else codec.rebuild(own)
+            if codec is None:
+                found[name] = _composed(own, state)
+            else:
+                found[name] = codec.rebuild(own[part] for part in codec.names)
     return found
 
 

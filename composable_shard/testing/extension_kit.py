@@ -37,15 +37,15 @@ from composable_shard.core.codec import (
     GRAD_PRE,
     POST,
     PRE,
-    Format,
     bound_hook,
     check_alike,
     flatten,
+    formats_of,
     has_grad_extension,
     in_words,
     needs_extension,
 )
-from composable_shard.core.features.grad_extension import GradExtension, formats_of
+from composable_shard.core.features.extension import GradExtension, row_formats_of
 from composable_shard.core.layout import ParamLayout
 from composable_shard.errors import ExtensionError
 from composable_shard.module import group_of
@@ -312,7 +312,7 @@ def hooks(case: Case) -> None:
 def sent(case: Case) -> None:
     """All ranks send tensors of the same number, dtypes and trailing dims, with equal metadata."""
     gathers = Gathers(case, case.tensor().dtype)
-    formats = [Format(tensor.dtype, tuple(tensor.shape)) for tensor in gathers.send()]
+    formats = formats_of(gathers.send())
     check_alike("the tensor", range(case.num_ranks), case.show(formats))
     metadata = case.show(gathers.metadata)
     for rank, theirs in enumerate(metadata):
@@ -473,7 +473,7 @@ def gradient_sent(case: Case) -> None:
     for dtype in DTYPES:
         reductions = Reductions(case, dtype)
         for _ in range(2):
-            formats = case.show(formats_of(reductions.encode()))
+            formats = case.show(row_formats_of(reductions.encode()))
             for rank, theirs in enumerate(formats):
                 if theirs != formats[0]:
                     raise Broken(

@@ -1,53 +1,85 @@
-"""Tensor subclasses: a bucket for a parameter whose class decides what is gathered.
+"""Tensor subclasses: what is gathered, and how their gradients are reduced. Imports reduction.
 
-A local shard with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` chooses the tensors to
-gather, and builds the unsharded parameter from them. A wrapper subclass without these hooks is
-gathered inner tensor by inner tensor. To the core such a bucket looks like any other.
+**Gathers.** A local shard with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` chooses the
+tensors to gather, and builds the unsharded parameter from them. A wrapper subclass without these
+hooks is gathered inner tensor by inner tensor. Each parameter has a bucket of its own, which looks
+like any other to the core. Between two uses, the memory of the gathered tensors and of the inner
+tensors that the post hook returned is freed. Other tensors that the unsharded parameter holds, such
+as scales, stay: autograd may have saved them, and no gather would fill them again.
 
-Between two uses, the memory of the gathered tensors and of the inner tensors that the post hook
-returned is freed. Other tensors that the unsharded parameter holds, such as scales, stay: autograd
-may have saved them, and no gather would fill them again.
+**Gradients.** `SplitReduction` takes gradients that are wrapper subclasses apart and rebuilds the
+reduced ones. `EncodedReduction` calls ``fsdp_pre_reduce_scatter`` of the local shard, which turns
+the parts of a gradient, one for each rank, into the tensors to send, and
+``fsdp_post_reduce_scatter``, which sums the received ones. One rank sends another a row of bytes:
+the tensors of every gradient one after the other, aligned, then a flag for each gradient that the
+rank has. The bytes of a gradient that it lacks are zero. Only a rank with a gradient knows its
+inner tensors or encoded formats. It tells the other ranks, once in the life of the parameter.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import weakref
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.codec import (
+    GRAD_POST,
+    GRAD_PRE,
     POST,
     PRE,
     RELEASE,
+    Codec,
     Format,
     Formats,
     Storages,
     bound_hook,
     check_alike,
+    codec_of,
     copy_unless_same,
     flat_view,
     flatten,
+    formats_of,
     has_extension,
+    has_grad_extension,
     in_words,
     padded,
     storages_of,
 )
-from composable_shard.core.features.grad_extension import reduction_of
-from composable_shard.core.layout import MessageCost
-from composable_shard.core.reduction import Reduction
+from composable_shard.core.layout import MessageCost, aligned
+from composable_shard.core.reduction import Reduction, refuse_sparse, stage_of
 from composable_shard.core.storage import GatherOps, ShardedParam, Storage
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Pending, launching_stream
-from composable_shard.core.transport.process_groups import gather_objects
+from composable_shard.core.transport.process_groups import agree, gather_objects
 from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh
+
+# Gathers ------------------------------------------------------------------------------------------
+
+
+class _Message(NamedTuple):
+    """The tensors that this rank sends of a shard.
+
+    Attributes:
+        shard: The shard.
+        tensors: The tensors, contiguous, with the gathered dim first.
+        rebuild: Makes the arguments of the post hook from the gathered tensors.
+        metadata: What the pre hook returned for the post hook.
+    """
+
+    shard: torch.Tensor
+    tensors: list[torch.Tensor]
+    rebuild: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
+    metadata: Any
 
 
 class ExtensionBucket:
@@ -59,63 +91,61 @@ class ExtensionBucket:
 
     message_cost: MessageCost | None = None
     unwritten: Sequence[tuple[int, int]] = ()
+    formats: list[Formats] | None
 
     def __init__(self, param: ShardedParam, shard: torch.Tensor) -> None:
         self.param, self.params, self.locals = param, [param], [shard]
         self.mesh, self.compute_dtype = param.mesh, param.policy.compute_dtype(shard.dtype)
         param.shares_storage = False
-        self.is_known, self.formats = False, None
-        self._dim = param.layout.dim or 0
-        shape = torch.Size(param.layout.shape)
-        self._outer = shape, torch.empty(shape, device="meta").stride()
-        self._gathered: list[torch.Tensor] = []  # of all ranks, with padding, flat
-        self._rows: list[torch.Tensor] = []  # the same without padding, flat
+        self.formats = None
+        self._message: _Message | None = None
+        self._gathered: list[torch.Tensor] = []  # of all ranks, flat
         self._inner: list[torch.Tensor] = []  # memory of the inner tensors of the post hook
+        self._out: torch.Tensor | None = None  # the unsharded tensor, as the post hook fills it
         self._kept_parts: list[torch.Tensor] = []  # tensors whose versions a gather must not bump
-        self._out: torch.Tensor
         self._releases_gathered = self._is_gathered = False
-
-    formats: list[Formats] | None
 
     @property
     def reduction(self) -> type[Reduction]:
         """How the gradient is reduced, which is known once the unsharded parameter is."""
-        return reduction_of(self.param)
+        is_shared = self.mesh.num_shards > 1 and self.param.layout.param.numel > 0
+        encodes = is_shared and has_grad_extension(self.param.local)
+        return EncodedReduction if encodes else SplitReduction
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a gather has shown what the unsharded parameter is."""
+        return self._out is not None
 
     def gather_ops(
-        self,
-        shards: Sequence[torch.Tensor],
-        channel: Channel,
-        *,
-        keeps_storage: bool,
+        self, shards: Sequence[torch.Tensor], channel: Channel, *, keeps_storage: bool
     ) -> GatherOps:
         """Return the operations that gather the shard."""
         launch = partial(self.launch, shards[0], channel)
         free = [] if keeps_storage else [self.free]
         return GatherOps([launch], [self.complete], [self.drop], free)
 
-    # Before the first gather ----------------------------------------------------------------
-
     def gather_first(self, shard: torch.Tensor, channel: Channel) -> None:
         """Gather once, to learn what the unsharded parameter is; the memory stays for the next use.
 
-        Collective: the all-gather. :func:`agree_formats` must have been called.
+        Collective: the all-gather. The formats must have been agreed.
         """
         self.launch(shard, channel)
         self.complete()
-        self._is_gathered = self.is_known = True
+        self._is_gathered = True
 
     def encode(self, shard: Any) -> Formats:
         """Call the pre hook; return the formats of the tensors that this rank is about to send."""
-        inputs, self._metadata = self._call_pre(shard)
+        inputs, metadata = self._call_pre(shard)
         if isinstance(inputs, torch.Tensor) or not isinstance(inputs, Sequence):
             raise ExtensionError(
                 f"Expected {PRE} of {self.param.name} to return a tuple of tensors and metadata, "
                 f"got {type(inputs).__name__} as its first element"
             )
-        flat, self._rebuild = flatten(inputs)
-        self._sent = [self._gathered_dim_first(tensor) for tensor in flat]
-        return tuple(Format(tensor.dtype, tuple(tensor.shape)) for tensor in self._sent)
+        flat, rebuild = flatten(inputs)
+        tensors = [self._gathered_dim_first(tensor) for tensor in flat]
+        self._message = _Message(shard, tensors, rebuild, metadata)
+        return formats_of(tensors)
 
     def _call_pre(self, shard: Any) -> tuple[Sequence[torch.Tensor], Any]:
         if not has_extension(shard):
@@ -123,13 +153,14 @@ class ExtensionBucket:
         if shard.device != self.mesh.device:  # offloaded; the hooks compute on the device
             moved = shard.to(self.mesh.device, non_blocking=True)
             shard = moved if has_extension(moved) else shard
-        hook = bound_hook(getattr(shard, PRE), shard)
+        hook, param = bound_hook(getattr(shard, PRE), shard), self.param
+        shape = torch.Size(param.layout.shape)
+        outer = shape, torch.empty(shape, device="meta").stride()
+        full = (self.mesh.shard_axis, *outer, param.slots[0].module, param.policy)
         num_args = len(inspect.signature(hook).parameters)
-        module, policy = self.param.slots[0].module, self.param.policy
-        full = (self.mesh.shard_axis, *self._outer, module, policy)
         if num_args not in (0, 1, len(full)):
             raise ExtensionError(
-                f"Expected {PRE} of {self.param.name} to take (mesh) or (mesh, outer_size, "
+                f"Expected {PRE} of {param.name} to take (mesh) or (mesh, outer_size, "
                 f"outer_stride, module, mp_policy), got {num_args} parameters: "
                 f"{inspect.signature(hook)}"
             )
@@ -137,7 +168,7 @@ class ExtensionBucket:
             result = hook(*full[:num_args])
         if not (isinstance(result, tuple) and len(result) == 2):
             raise ExtensionError(
-                f"Expected {PRE} of {self.param.name} to return (tensors, metadata), "
+                f"Expected {PRE} of {param.name} to return (tensors, metadata), "
                 f"got {type(result).__name__}"
             )
         return result
@@ -145,35 +176,41 @@ class ExtensionBucket:
     def _gathered_dim_first(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim == 0:
             tensor = tensor.reshape(1)
-        elif self._follows_param(tensor):
-            tensor = tensor.movedim(self._dim, 0)
-        return tensor.detach().to(self.mesh.device).contiguous()
+        return tensor.movedim(self._dim_of(tensor), 0).detach().to(self.mesh.device).contiguous()
 
-    def _follows_param(self, tensor: torch.Tensor) -> bool:
-        return self._dim > 0 and tensor.ndim == len(self.param.layout.shape)
-
-    # The gather -----------------------------------------------------------------------------
+    def _dim_of(self, tensor: torch.Tensor) -> int:
+        """Return the gathered dim: that of the parameter if a tensor has its number of dims."""
+        layout = self.param.layout
+        return layout.dim or 0 if tensor.ndim == len(layout.shape) else 0
 
     def launch(self, shard: torch.Tensor, channel: Channel) -> None:
         """Call the pre hook, allocate memory and launch the all-gather."""
         if self._is_gathered:  # by `gather_first`
             return
         assert self.formats is not None
-        if not hasattr(self, "_sent"):
+        if self._message is None:
             self.encode(shard)
-        self._check_unchanged(self.formats[self.mesh.shard_rank])
-        num_rows = [max(rows) for rows in self._num_rows()]
-        inputs = [padded(t, rows) for t, rows in zip(self._sent, num_rows, strict=True)]
-        del self._sent
+        assert self._message is not None
+        agreed, now = self.formats[self.mesh.shard_rank], formats_of(self._message.tensors)
+        if now != agreed:
+            raise ExtensionError(
+                f"Expected {PRE} of {self.param.name} to return what it returned at the first "
+                f"unshard, {in_words(agreed)}, got {in_words(now)}"
+            )
+        pairs = zip(self._message.tensors, self._num_rows(), strict=True)
+        inputs = [padded(tensor, max(counts)) for tensor, counts in pairs]
         if not self._gathered:
-            self._create_buffers(inputs)
-        for memory in (*self._gathered, *self._rows, *self._inner):
+            with torch.inference_mode(False):
+                self._gathered = [
+                    _torch.empty(self.mesh.num_shards * x.numel(), dtype=x.dtype, device=x.device)
+                    for x in inputs
+                ]
+        for memory in (*self._gathered, *self._inner):
             _torch.allocate(memory)
-        self._versions = [rows._version for rows in self._rows]
-        self._shard = shard
+        self._versions = tuple(gathered._version for gathered in self._gathered)
         if self.mesh.num_shards == 1:
-            for rows, own in zip(self._rows, inputs, strict=True):
-                rows.copy_(own)
+            for gathered, own in zip(self._gathered, inputs, strict=True):
+                gathered.copy_(own)
             self._pending = Pending([])
             return
         works = channel.gather(self._gathered, inputs)
@@ -182,11 +219,10 @@ class ExtensionBucket:
 
     def drop(self) -> None:
         """Wait until nothing is written any more."""
-        self._is_gathered = False
+        self._is_gathered, self._message = False, None
         pending = self.__dict__.pop("_pending", None)
         if pending is not None:
             pending.drop()
-            del self._shard, self._metadata, self._rebuild
 
     def complete(self) -> None:
         """Wait for the all-gather, and call the post hook on the rows of all ranks."""
@@ -194,84 +230,50 @@ class ExtensionBucket:
             self._is_gathered = False
             return
         self._pending.wait()
-        outputs = self._rebuild([self._unpadded(index) for index in range(len(self._rows))])
+        del self._pending
+        assert self._message is not None
+        (shard, _, rebuild, metadata), self._message = self._message, None
+        arrived = zip(self._gathered, self._num_rows(), strict=True)
+        outputs = rebuild([self._all_rows(i, *each) for i, each in enumerate(arrived)])
         # Filling them again is no change of inner tensors, which autograd may have saved.
-        _torch.set_versions(tuple(self._rows), tuple(self._versions))
-        shard: Any = self._shard
-        metadata = self._metadata
-        del self._pending, self._shard, self._metadata, self._rebuild
+        _torch.set_versions(tuple(self._gathered), self._versions)
+        has_hooks = has_extension(shard)
+        hook = bound_hook(getattr(shard, POST), shard) if has_hooks else _post_all_gather
+        post = partial(hook, outputs, metadata, self.compute_dtype)
         with torch.inference_mode(False), torch.no_grad():
-            if not has_extension(shard):
-                self._build(outputs[0])
-                return
-            hook = bound_hook(getattr(shard, POST), shard)
-            if not self.is_known:
-                tensor, inner = self._checked(hook(outputs, metadata, self.compute_dtype))
-                self._releases_gathered = self._asks_to_release(shard)
+            if self._out is None:
+                tensor, inner = self._checked(post())
+                self._releases_gathered = has_hooks and self._asks_to_release(shard)
                 self._create_unsharded(tensor, inner)
             else:
-                self._fill(partial(hook, outputs, metadata, self.compute_dtype))
+                with _torch.preserved_versions(self._kept_parts):
+                    post(out=self._out)
             if self._releases_gathered:
-                self._free(self._rows)
+                _free(self._gathered)
 
     def free(self) -> bool:
         """Free the memory that the next gather fills again; no arrays share it."""
         self._is_gathered = False
-        self._free([*self._gathered, *self._rows, *self._inner])
+        _free([*self._gathered, *self._inner])
         return False
-
-    def _free(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor in tensors:
-            _torch.free(tensor)
 
     def _num_rows(self) -> list[list[int]]:
         """Return, for each tensor, how many rows each rank sends."""
         assert self.formats is not None
         return [[one.shape[0] for one in formats] for formats in zip(*self.formats, strict=True)]
 
-    def _create_buffers(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Make the buffers; the post hook reads in place if all padding is at the end."""
-        num_ranks = self.mesh.num_shards
-        with torch.inference_mode(False):
-            for own, rows in zip(inputs, self._num_rows(), strict=True):
-                make = partial(_torch.empty, dtype=own.dtype, device=own.device)
-                gathered = make(num_ranks * own.numel())
-                row_numel = own.numel() // max(max(rows), 1)
-                ends_in_order = all(b == 0 or a == max(rows) for a, b in pairwise(rows))
-                self._gathered.append(gathered)
-                self._rows.append(gathered if ends_in_order else make(sum(rows) * row_numel))
-
-    def _check_unchanged(self, agreed: Formats) -> None:
-        now = tuple(Format(tensor.dtype, tuple(tensor.shape)) for tensor in self._sent)
-        if now != agreed:
-            raise ExtensionError(
-                f"Expected {PRE} of {self.param.name} to return what it returned at the first "
-                f"unshard, {in_words(agreed)}, got {in_words(now)}"
-            )
-
-    def _unpadded(self, index: int) -> torch.Tensor:
-        """View one gathered tensor without padding, as hooks get it."""
+    def _all_rows(self, index: int, gathered: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """View a gathered tensor as hooks get it; move rows that lie behind padding over it."""
         assert self.formats is not None
-        counts, trailing = self._num_rows()[index], self.formats[0][index].shape[1:]
-        gathered, rows = self._gathered[index], self._rows[index]
-        if rows is not gathered and self.mesh.num_shards > 1:
-            parts = gathered.view(len(counts), max(counts), *trailing)
-            own = [part[:count] for part, count in zip(parts, counts, strict=True)]
-            torch.cat(own, out=rows.view(sum(counts), *trailing))
-            _torch.free(gathered)
-        numel = sum(counts) * prod(trailing)
-        tensor = rows[:numel].view(sum(counts), *trailing)
-        return tensor.movedim(0, self._dim) if self._follows_param(tensor) else tensor
+        most, end = max(counts), 0
+        rows = gathered.view(len(counts) * most, *self.formats[0][index].shape[1:])
+        for rank, count in enumerate(counts):
+            if count and end != rank * most:
+                rows[end : end + count] = rows[rank * most : rank * most + count].clone()
+            end += count
+        return rows[:end].movedim(0, self._dim_of(rows))
 
     # The unsharded parameter ----------------------------------------------------------------
-
-    def _build(self, whole: torch.Tensor) -> None:
-        """Make, or fill, the unsharded parameter of a class without hooks."""
-        if not self.is_known:
-            whole = whole.to(self.compute_dtype)
-            self._create_unsharded(whole, _torch.leaves(whole))
-        else:
-            self._fill(lambda out: copy_unless_same(out, whole))
 
     def _checked(self, result: Any) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Return the result of a post hook if it is a tensor and its inner tensors."""
@@ -298,18 +300,16 @@ class ExtensionBucket:
                 f"{list(expected)}, got {list(tensor.shape)} from {type(tensor).__name__}"
             )
         param.create_unsharded(fitting, is_encoded=has_extension(param.local))
-        self._out = tensor if is_padded else param.unsharded_local
-        gathered, shard = storages_of(self._rows), storages_of([param.local])
-        besides = {
-            number: one
-            for number, one in storages_of(inner).items()
-            if number not in gathered and number not in shard
-        }
+        unsharded = param.unsharded_local
+        self._out = tensor if is_padded else unsharded
+        gathered, shard = storages_of(self._gathered), storages_of([param.local])
+        of_inner = storages_of(inner)
+        besides = {n: of_inner[n] for n in of_inner if n not in gathered and n not in shard}
         self._inner = [flat_view(*one) for one in besides.values()]
         read = {**besides, **self._read_rows(gathered, inner)}
         self._read = [flat_view(storage, torch.uint8) for storage, _ in read.values()]
-        leaves = _torch.leaves(param.unsharded_local)
-        if _torch.is_subclass(param.unsharded_local):
+        leaves = _torch.leaves(unsharded)
+        if _torch.is_subclass(unsharded):
             freed = {*gathered, *besides}
             param.parts = [leaf for leaf in leaves if _torch.storage_number(leaf) in freed]
         self._kept_parts = [param.unsharded, self._out, *leaves, *inner]
@@ -342,18 +342,29 @@ class ExtensionBucket:
             )
         return answer
 
-    def _fill(self, fill: Callable[..., object]) -> None:
-        """Let ``fill`` write the unsharded parameter without a change of any version counter."""
-        with _torch.preserved_versions(self._kept_parts):
-            fill(out=self._out)
+
+def _post_all_gather(
+    outputs: tuple[torch.Tensor, ...], _: None, dtype: torch.dtype, *, out: Any = None
+) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
+    """Build or fill the unsharded tensor of a wrapper subclass without hooks."""
+    (whole,) = outputs
+    if out is not None:
+        copy_unless_same(out, whole)
+        return None
+    whole = whole.to(dtype)
+    return whole, _torch.leaves(whole)
 
 
-def agree_formats(buckets: Sequence[ExtensionBucket], shards: Sequence[torch.Tensor]) -> None:
+def _free(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        _torch.free(tensor)
+
+
+def _agree_on_formats(buckets: Sequence[ExtensionBucket]) -> None:
     """Exchange the formats that each rank sends, before the first gather.
 
     Args:
         buckets: Buckets over one mesh, the same on all ranks.
-        shards: The shard of each.
 
     Raises:
         ExtensionError: On all ranks, if a hook failed on one, or the formats do not fit.
@@ -363,16 +374,15 @@ def agree_formats(buckets: Sequence[ExtensionBucket], shards: Sequence[torch.Ten
     said: list[Formats] | str
     cause = None
     try:
-        said = [bucket.encode(shard) for bucket, shard in zip(buckets, shards, strict=True)]
+        said = [bucket.encode(bucket.param.local) for bucket in buckets]
     except Exception as error:  # noqa: BLE001 - any failure of user code is told to all ranks
         said, cause = f"{type(error).__name__}: {error}", error
-    mesh = buckets[0].mesh
+    group = buckets[0].mesh.shard_group
     heard: list[Any] = [said]
     ranks = [dist.get_rank()]
-    if mesh.num_shards > 1:
-        assert mesh.shard_group is not None
-        heard = gather_objects(said, mesh.shard_group, "agreeing on what tensor subclasses send")
-        ranks = dist.get_process_group_ranks(mesh.shard_group)
+    if group is not None:
+        heard = gather_objects(said, group, "agreeing on what tensor subclasses send")
+        ranks = dist.get_process_group_ranks(group)
     told = zip(ranks, heard, strict=True)
     failures = [f"rank {rank}: {text}" for rank, text in told if isinstance(text, str)]
     if failures:
@@ -392,7 +402,316 @@ def gather_unknown(buckets: Sequence[Storage], channels: dict[ShardMesh, Channel
         if isinstance(bucket, ExtensionBucket) and not bucket.is_known:
             by_mesh.setdefault(bucket.mesh, []).append(bucket)
     for mesh, unknown in by_mesh.items():
-        shards = [bucket.param.local for bucket in unknown]
-        agree_formats(unknown, shards)
-        for bucket, shard in zip(unknown, shards, strict=True):
-            bucket.gather_first(shard, channels[mesh])
+        _agree_on_formats(unknown)
+        for bucket in unknown:
+            bucket.gather_first(bucket.param.local, channels[mesh])
+
+
+# Gradients that are tensor subclasses -------------------------------------------------------------
+
+_codecs: weakref.WeakKeyDictionary[ShardedParam, Codec | None] = weakref.WeakKeyDictionary()
+"""How the gradients of parameters are rebuilt; ``None`` for plain ones."""
+
+
+def _is_unknown(param: ShardedParam) -> bool:
+    """Return whether no rank has had a gradient yet that shows what it is made of."""
+    return param not in _codecs and _torch.is_wrapper_subclass(param.unsharded_local)
+
+
+def num_tensors(param: ShardedParam) -> int:
+    """Return how many tensors a gradient consists of; 1 if that is not known yet."""
+    codec = _codecs.get(param)
+    return 1 if codec is None else len(codec.names)
+
+
+def _agree_on_codecs(params: Sequence[ShardedParam], grads: Sequence[Any], mesh: ShardMesh) -> None:
+    """Find out what gradients are made of, from a rank that has one.
+
+    Collective: one all-gather of a small object for each mesh axis, unless all are known.
+    """
+    known: dict[int, Codec | None] = {}
+    unknown = [index for index, param in enumerate(params) if _is_unknown(param)]
+    for index in unknown:
+        waiting: Any = params[index].sharded.grad
+        if grads[index] is not None:
+            known[index] = codec_of(grads[index])
+        elif stage_of(params[index], waiting) == "unreplicated":
+            known[index] = codec_of(_torch.local_tensor(waiting))
+    if unknown:
+        known = agree(known, mesh, _united, "agreeing on what gradients are made of")
+    for index, codec in known.items():
+        _codecs[params[index]] = codec
+
+
+def _united(heard: dict[int, dict[int, Codec | None]]) -> dict[int, Codec | None]:
+    return dict(ChainMap(*heard.values()))
+
+
+class SplitReduction(Reduction):
+    """The reduction of gradients that may be tensor subclasses, of parameters of several buckets.
+
+    Each inner tensor travels like the gradient of a parameter of its own.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._plan_members()
+
+    def _plan_members(self) -> None:
+        self._spans, self._all_known = [], not any(map(_is_unknown, self.params))
+        self.members = []
+        for param in self.params:
+            start = len(self.members)
+            self.members += [param] * num_tensors(param)
+            self._spans.append((param, _codecs.get(param), slice(start, len(self.members))))
+        self._plan_messages()
+        self._plan_results()
+
+    def launch(self) -> None:
+        """Launch the reduce-scatter of all inner tensors.
+
+        Collective: it, and before it that of :func:`_agree_on_codecs`.
+        """
+        if not self._all_known:
+            _agree_on_codecs(self.params, self._grads, self._mesh)
+            self._plan_members()
+        parts: list[torch.Tensor | None] = []
+        for (_, codec, span), grad in zip(self._spans, self._grads, strict=True):
+            if grad is None or codec is None:
+                parts += [grad] * (span.stop - span.start)
+            else:
+                parts += codec.parts(grad)
+        self._grads = parts
+        super().launch()
+
+    def _take_unreplicated(self) -> Iterator[tuple[int, torch.Tensor]]:
+        for index, grad in super()._take_unreplicated():
+            _, codec, span = self._spans[index]
+            parts = [grad] if codec is None else codec.parts(grad)
+            yield from zip(range(span.start, span.stop), parts, strict=True)
+
+    def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
+        shards = self._shards_of(self.reduced)
+        flags = [1.0] * len(self.members)
+        if not (self._all_have_grads or self._gives_zeros):
+            flags = self.reduced[-self.num_flags :].tolist()
+        del self.reduced
+        for param, codec, span in self._spans:
+            if not flags[span.start] or _is_unknown(param):
+                continue
+            grad = shards[span.start]
+            if codec is not None:  # classes may demand equal storage offsets
+                grad = codec.rebuild(map(torch.clone, shards[span]))
+                grad = grad.to(self._final_dtypes[span.start])
+            yield param.sharded, grad, self._specs[span.start], self._are_lifted[span.start]
+
+
+# Gradients that their class encodes ---------------------------------------------------------------
+
+
+class GradExtension:
+    """The hooks of one parameter, and what they return for gradients of one dtype.
+
+    Attributes:
+        formats: The tensors that one rank sends another; agreed once some rank has had a gradient.
+    """
+
+    def __init__(self, param: ShardedParam) -> None:
+        self.param: ShardedParam = weakref.proxy(param)  # the key of what holds this
+        self.formats: Formats | None = None
+        self._metadata: Any = None
+
+    def encode(self, parts: torch.Tensor) -> list[torch.Tensor]:
+        """Call the first hook; return the tensors to send, with a row for each rank.
+
+        Args:
+            parts: The part of the gradient that each rank needs, [num_shards, shard_numel].
+        """
+        result = self._hook(GRAD_PRE)(parts, self.param.mesh.shard_axis)
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise self._broken("(tensors, metadata)", type(result).__name__)
+        tensors, self._metadata = result
+        if not isinstance(tensors, tuple) or not all(map(torch.is_tensor, tensors)):
+            raise self._broken("a tuple of tensors and metadata", type(tensors).__name__)
+        shapes = [list(tensor.shape) for tensor in tensors]
+        if any(shape[:1] != [len(parts)] for shape in shapes):
+            raise self._broken(f"tensors with a row for each of {len(parts)} ranks", shapes)
+        formats = row_formats_of(tensors)
+        if self.formats is not None and self.formats != formats:
+            raise self._broken(f"{in_words(self.formats)} as before", in_words(formats))
+        return list(tensors)
+
+    def decode(self, received: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        """Call the second hook, which fills ``out``, [shard_numel], with the sum over all ranks.
+
+        Args:
+            received: The tensors that all ranks sent to this one, a row from each.
+            out: The tensor to fill.
+        """
+        self._hook(GRAD_POST)(received, self._metadata, out)
+
+    def _hook(self, name: str) -> Any:
+        local = self.param.local
+        return bound_hook(getattr(local, name), local)
+
+    def _broken(self, expected: str, got: object) -> ExtensionError:
+        return ExtensionError(
+            f"Expected {GRAD_PRE} of {self.param.name} to return {expected}, got {got}"
+        )
+
+
+def row_formats_of(tensors: Sequence[torch.Tensor]) -> Formats:
+    """Return the formats of the rows that one rank gets of ``tensors``."""
+    return formats_of([tensor[0] for tensor in tensors])
+
+
+_extensions: weakref.WeakKeyDictionary[ShardedParam, dict[torch.dtype, GradExtension]]
+_extensions = weakref.WeakKeyDictionary()
+"""The hooks of each parameter, for gradients of each dtype."""
+
+_ALIGNMENT_NBYTES = 16
+"""Tensors within a row start at a multiple of this, so that any dtype can be viewed."""
+
+
+class EncodedReduction(Reduction):
+    """The reduction of encoded gradients: exchanged all to all, decoded and summed."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._extensions = [
+            _extensions.setdefault(param, {}).setdefault(self._dtype, GradExtension(param))
+            for param in self.params
+        ]
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """Encode the gradients, and send each rank its parts.
+
+        Collective: an all-to-all; before it those of :meth:`_encode_and_agree` for gradients that
+        no rank has had yet.
+        """
+        grads = self._grads
+        del self._grads
+        refuse_sparse(self.params, grads)
+        if all(one.formats is not None for one in self._extensions):
+            encoded = list(map(self._encode, range(len(grads)), grads))
+        else:
+            encoded = self._encode_and_agree(grads)
+        self._plan_rows()
+        sizes = self._mesh.num_shards, self._row_nbytes
+        rows = torch.zeros(*sizes, dtype=torch.uint8, device=self._mesh.device)
+        for tensors, places in zip(encoded, self._row_places, strict=True):
+            for tensor, place in zip(tensors or (), places, strict=tensors is not None):
+                _view(rows, *place).copy_(tensor)
+        has_grad = [grad is not None for grad in grads]
+        self._all_have_grads = all(has_grad)
+        rows[:, self._row_nbytes - self.num_flags :] = rows.new_tensor(has_grad)
+        self._received = _torch.empty_like(rows)
+        works = self._channel.exchange(self._received, rows)
+        stream = launching_stream(rows.device)
+        self._pending = Pending(works, self._channel.reducing, stream, [rows])
+
+    def _encode(self, index: int, grad: torch.Tensor | None) -> list[torch.Tensor] | None:
+        if grad is None:
+            return None
+        layout = self.params[index].layout
+        return self._extensions[index].encode(layout.stacked(grad.to(self._dtype)))
+
+    def _encode_and_agree(
+        self, grads: Sequence[torch.Tensor | None]
+    ) -> list[list[torch.Tensor] | None]:
+        """Encode, and exchange the formats of the encoded tensors.
+
+        Raises:
+            ExtensionError: On all ranks, if a hook failed on one, a gradient is a tensor subclass,
+                or formats differ.
+
+        Collective: one all-gather of a small object for each mesh axis.
+        """
+        encoded = list[list[torch.Tensor] | None]()
+        said: Any = {}
+        cause = None
+        for index, (param, grad) in enumerate(zip(self.params, grads, strict=True)):
+            codec = None if grad is None else codec_of(grad)
+            if codec is not None:
+                said = (
+                    f"Expected a plain gradient of {param.name} to pass to {GRAD_PRE}, got "
+                    f"{codec.kind.__name__}; let {POST} return a plain tensor"
+                )
+                break
+            try:
+                encoded.append(self._encode(index, grad))
+            except Exception as error:  # noqa: BLE001 - any failure of user code is told to all
+                said = f"{GRAD_PRE} of {param.name} failed: {type(error).__name__}: {error}"
+                cause = error
+                break
+            if encoded[-1] is not None:
+                said[index] = row_formats_of(encoded[-1])
+        op = "agreeing on the formats of encoded gradients"
+        said = agree(said, self._mesh, partial(_merged, self.params), op)
+        if isinstance(said, str):
+            raise ExtensionError(said) from cause
+        for index, formats in said.items():
+            self._extensions[index].formats = formats
+        return encoded
+
+    def _plan_rows(self) -> None:
+        """Plan the offsets of all tensors in a row, and the bytes of a row."""
+        self._row_places, end = [], 0
+        for extension in self._extensions:
+            places = []
+            for one in extension.formats or ():
+                places.append((end, one))
+                end += aligned(_nbytes(one), _ALIGNMENT_NBYTES)
+            self._row_places.append(places)
+        self._row_nbytes = aligned(end + self.num_flags, _ALIGNMENT_NBYTES)
+
+    @torch.no_grad()
+    def wait_and_average(self) -> None:
+        """Wait for the encoded parts of all ranks, sum and divide them."""
+        self._pending.wait()
+        rows = self._received
+        del self._pending, self._received
+        self.reduced = rows.new_zeros(self._numel, dtype=self._dtype)
+        for param, start, extension, places in zip(
+            self.params, self._starts, self._extensions, self._row_places, strict=True
+        ):
+            part = self.reduced[start : start + param.layout.param.shard_numel]
+            if extension.formats is not None:
+                total = part.to(torch.promote_types(part.dtype, torch.float32))
+                extension.decode(tuple(_view(rows, *place) for place in places), total)
+                part.copy_(total.div_(self._divisor))
+        self.reduced[-self.num_flags :] = rows[:, self._row_nbytes - self.num_flags :].amax(0)
+
+    def discard(self) -> None:
+        """Drop all gradients that are not in ``.grad`` yet."""
+        super().discard()
+        self.__dict__.pop("_received", None)
+
+
+def _merged(params: Sequence[ShardedParam], heard: dict[int, Any]) -> dict[int, Formats] | str:
+    """Return all known formats; or, as text, how hooks failed or the ranks differ."""
+    failures = [text for text in heard.values() if isinstance(text, str)]
+    if failures:
+        return "; ".join(dict.fromkeys(failures))
+    first: dict[int, tuple[int, Formats]] = {}
+    for rank, said in heard.items():
+        for index, formats in said.items():
+            first_rank, expected = first.setdefault(index, (rank, formats))
+            if formats != expected:
+                return (
+                    f"Expected {GRAD_PRE} of {params[index].name} to return the same on all "
+                    f"ranks, got {in_words(expected)} on rank {first_rank} and "
+                    f"{in_words(formats)} on rank {rank}"
+                )
+    return {index: formats for index, (_, formats) in first.items()}
+
+
+def _nbytes(one: Format) -> int:
+    return prod(one.shape) * one.dtype.itemsize
+
+
+def _view(rows: torch.Tensor, start: int, one: Format) -> torch.Tensor:
+    """View a tensor, [num_shards, ...], in rows of bytes."""
+    span = rows[:, start : start + _nbytes(one)]
+    return span.view(one.dtype).view(len(rows), *one.shape)
