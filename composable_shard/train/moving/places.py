@@ -15,9 +15,9 @@ in another part of it, knows neither its process groups nor its order.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -111,28 +111,20 @@ def rounds_of(
         bucket_nbytes: Bytes of messages, sent and received, that a rank has at a time; or those of
             one element, if that is more.
     """
-    rounds: list[list[Piece]] = []
-    loads: list[dict[int, int]] = []
-    reached: dict[int, int] = defaultdict(int)  # by rank, the last round that has a piece of it
+    rounds: list[list[Piece]] = [[]]
+    loads = Counter[int]()  # bytes of the last round, by rank
     for piece in pieces:
         itemsize = itemsizes[piece.tensor]
         most = max(1, bucket_nbytes // (COPIES_SENT * itemsize))
         for box in cut_box(piece.box, most):
-            costs = {piece.source: COPIES_SENT * box.numel * itemsize}
-            costs[piece.target] = box.numel * itemsize
-            index = max(reached[rank] for rank in costs)
-            while index < len(rounds) and any(
-                loads[index].get(rank, 0) + cost > bucket_nbytes for rank, cost in costs.items()
-            ):
-                index += 1
-            if index == len(rounds):
+            nbytes = box.numel * itemsize
+            costs = {piece.source: COPIES_SENT * nbytes, piece.target: nbytes}
+            if any(loads[rank] + cost > bucket_nbytes for rank, cost in costs.items()):
                 rounds.append([])
-                loads.append({})
-            rounds[index].append(Piece(piece.tensor, piece.source, piece.target, box))
-            for rank, cost in costs.items():
-                loads[index][rank] = loads[index].get(rank, 0) + cost
-                reached[rank] = index
-    return rounds
+                loads.clear()
+            rounds[-1].append(replace(piece, box=box))
+            loads.update(costs)
+    return [some for some in rounds if some]
 
 
 # Which part of a tensor each rank has -------------------------------------------------------------

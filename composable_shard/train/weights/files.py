@@ -80,8 +80,7 @@ def list_stored(source: str | os.PathLike[str]) -> list[Stored]:
         place = _in_folder(place)
     if place.suffix == ".json":
         return _by_index(place)
-    with _opened(place) as file:
-        return [_stored(file, name, place) for name in file.keys()]  # noqa: SIM118 (no mapping)
+    return _in_file(place)
 
 
 def _in_folder(folder: Path) -> Path:
@@ -110,21 +109,22 @@ def _by_index(index: Path) -> list[Stored]:
         ) from error
     found: list[Stored] = []
     for file_name in files:
-        with _opened(index.parent / file_name) as file:
-            there = set(file.keys())
-            for name in [name for name, home in weight_map.items() if home == file_name]:
-                if name not in there:
-                    raise ValueError(
-                        f"Expected '{name}' in {file_name}, as {index.name} says, got none; copy "
-                        "the whole checkpoint anew"
-                    )
-                found.append(_stored(file, name, index.parent / file_name))
+        there = {stored.name: stored for stored in _in_file(index.parent / file_name)}
+        for name in [name for name, home in weight_map.items() if home == file_name]:
+            if name not in there:
+                raise ValueError(
+                    f"Expected '{name}' in {file_name}, as {index.name} says, got none; copy the "
+                    "whole checkpoint anew"
+                )
+            found.append(there[name])
     return found
 
 
-def _stored(file: Any, name: str, place: Path) -> Stored:
-    view = file.get_tensor(name)  # of the mapped file: nothing is read
-    return Stored(name, place, tuple(view.shape), view.dtype)
+def _in_file(place: Path) -> list[Stored]:
+    with _opened(place) as file:
+        names = file.keys()
+        views = [(name, file.get_tensor(name)) for name in names]  # mapped: nothing is read
+        return [Stored(name, place, tuple(view.shape), view.dtype) for name, view in views]
 
 
 @contextlib.contextmanager
