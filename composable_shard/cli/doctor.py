@@ -128,38 +128,38 @@ def look() -> Machine:
 
 def judge(machine: Machine, num_ranks: int) -> Findings:
     """Return what the facts say about training with ``num_ranks`` ranks on this machine."""
-    found = Findings()
-    torch_version = tuple(int(part) for part in str(machine.versions["torch"]).split(".")[:2])
-    if torch_version < OLDEST_TORCH:
-        found.problems.append(
-            f"torch {machine.versions['torch']} is older than {'.'.join(map(str, OLDEST_TORCH))}: "
-            "install a later one"
-        )
-    if not any(machine.backends.values()):
-        found.problems.append("torch has no backend for collectives: install a build with gloo")
-    elif machine.device_type == "cuda" and not machine.backends["nccl"]:
-        found.problems.append("there are GPUs, but torch has no nccl: install a CUDA build")
-    if 0 < len(machine.devices) < num_ranks:
-        found.problems.append(
-            f"{num_ranks} ranks need as many devices, there are {len(machine.devices)}: "
-            "pass --ranks or --device cpu"
-        )
-    if not machine.devices and Path("/dev/nvidiactl").exists():
-        found.warnings.append(f"there is a GPU driver, but torch ({machine.build}) sees no GPU")
-    found.warnings += [
-        f"{name}={value} {how}"
-        for (name, value), how in SLOWS_DOWN.items()
-        if machine.variables[name] == value
-    ]
-    settings = [machine.variables[name] or "" for name in ALLOCATOR]
-    is_cuda = machine.device_type == "cuda" and machine.build.startswith("cuda")  # ROCm is "hip"
-    if is_cuda and not any("expandable_segments" in one for one in settings):
-        found.warnings.append(
-            "the caching allocator of CUDA has segments of fixed size, between which memory is "
-            "lost as unsharded parameters come and go: set "
-            f"{ALLOCATOR[0]}=expandable_segments:True"
-        )
-    return found
+    torch_version, num_devices = str(machine.versions["torch"]), len(machine.devices)
+    has_gpus, has_backend = machine.device_type == "cuda", any(machine.backends.values())
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    problems = {
+        f"torch {torch_version} is older than {oldest}: install a later one": (
+            tuple(map(int, torch_version.split(".")[:2])) < OLDEST_TORCH
+        ),
+        "torch has no backend for collectives: install a build with gloo": not has_backend,
+        "there are GPUs, but torch has no nccl: install a CUDA build": (
+            has_gpus and has_backend and not machine.backends["nccl"]
+        ),
+        f"{num_ranks} ranks need as many devices, there are {num_devices}: pass --ranks or "
+        "--device cpu": 0 < num_devices < num_ranks,
+    }
+    settings = "".join(machine.variables[name] or "" for name in ALLOCATOR)
+    warnings = {
+        f"there is a GPU driver, but torch ({machine.build}) sees no GPU": (
+            not machine.devices and Path("/dev/nvidiactl").exists()
+        ),
+        **{
+            f"{name}={value} {how}": machine.variables[name] == value
+            for (name, value), how in SLOWS_DOWN.items()
+        },
+        "the caching allocator of CUDA has segments of fixed size, between which memory is lost as "
+        f"unsharded parameters come and go: set {ALLOCATOR[0]}=expandable_segments:True": (
+            has_gpus and machine.build.startswith("cuda") and "expandable_segments" not in settings
+        ),  # ROCm is "hip"
+    }
+    return Findings(
+        [text for text, is_so in problems.items() if is_so],
+        [text for text, is_so in warnings.items() if is_so],
+    )
 
 
 SHARES, SENDS = "shared memory", "messages, because "

@@ -526,18 +526,14 @@ class RankTrace:
         """
         try:
             values = json.loads(text)
-            found = values.pop("format") if isinstance(values, dict) else type(values).__name__
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"Expected the trace of a rank in {source}, got {error!r}") from error
-        if found != FORMAT:
-            raise ValueError(f"Expected the format '{FORMAT}' in {source}, got {found!r}")
-        try:
+            if values.pop("format") != FORMAT:
+                raise ValueError(f"Expected the format '{FORMAT}'")
             groups = values["groups"].items()
             values["groups"] = {name: GroupFacts(*facts) for name, facts in groups}
             for field, kind in (("spans", Span), ("flights", Flight), ("memory", Sample)):
                 values[field] = [kind(*one) for one in values[field]]
             return cls(**values)
-        except (AttributeError, KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"Expected the trace of a rank in {source}, got {error!r}") from error
 
 

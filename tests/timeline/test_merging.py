@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,12 +173,10 @@ def test_messages(tmp_path: Path) -> None:
     assert message(lambda: merge(folder)) == (
         f"Expected files of ranks (rank-00000.json) in {folder}, got none"
     )
-    assert message(lambda: RankTrace.from_json("[]", "a file")) == (
-        "Expected the format 'composable_shard.trace 1' in a file, got 'list'"
-    )
-    assert message(lambda: RankTrace.from_json("{}", "a file")) == (
-        "Expected the trace of a rank in a file, got KeyError('format')"
-    )
-    assert message(lambda: RankTrace.from_json('{"format": "2"}', "a file")) == (
-        "Expected the format 'composable_shard.trace 1' in a file, got '2'"
-    )
+    for text, error in (
+        ("[]", "TypeError(\"'str' object cannot be interpreted as an integer\")"),
+        ("{}", "KeyError('format')"),
+        ('{"format": "2"}', "ValueError(\"Expected the format 'composable_shard.trace 1'\")"),
+    ):
+        said = message(partial(RankTrace.from_json, text, "a file"))
+        assert said == f"Expected the trace of a rank in a file, got {error}"
