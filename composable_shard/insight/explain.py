@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from math import prod
 
 from torch import nn
@@ -78,10 +79,6 @@ class GroupExplanation:
         """Bytes that it packs, copies and casts in one step."""
         return sum(copy.nbytes * copy.times for copy in self.copies)
 
-    def is_like(self, other: GroupExplanation) -> bool:
-        """Tell whether two groups differ in names alone."""
-        return self.without_names() == other.without_names()
-
     def without_names(self) -> object:
         """Return what groups that are alike have in common."""
         return (
@@ -137,7 +134,8 @@ class Explanation(Report):
 
     def sections(self) -> list[Section]:
         """Return the table of groups, then for each kind of group what is done and why."""
-        alike = _runs(self.groups)
+        runs = groupby(self.groups, GroupExplanation.without_names)
+        alike = [list(run) for _, run in runs]
         shown: list[Section] = [self._overview(alike), self._communication(alike)]
         for groups in alike:
             shown.append(Sentences(_title(groups), _told(groups[0])))
@@ -190,17 +188,6 @@ class Explanation(Report):
         )
         title = "Parking: bytes of this rank that parked() would free now"
         return Table(title, ("of", *kinds[:4], "freed", "left"), rows)
-
-
-def _runs(groups: tuple[GroupExplanation, ...]) -> list[list[GroupExplanation]]:
-    """Put neighbours that differ in names alone together."""
-    runs: list[list[GroupExplanation]] = []
-    for group in groups:
-        if runs and runs[-1][-1].is_like(group):
-            runs[-1].append(group)
-        else:
-            runs.append([group])
-    return runs
 
 
 def _title(groups: list[GroupExplanation]) -> str:
