@@ -1,4 +1,4 @@
-"""For authors of tensor subclasses: what the all-gather extension protocol promises, as one test.
+"""A test for authors of tensor subclasses: does a class keep the extension protocol?
 
 .. code-block:: python
 
@@ -52,11 +52,11 @@ from composable_shard.module import group_of
 from composable_shard.testing.oracle import apart
 from composable_shard.testing.ranks import RankError, run_threads
 
-# What the checks found, in words ------------------------------------------------------------------
+# Findings -----------------------------------------------------------------------------------------
 
 
 class Broken(AssertionError):
-    """A promise is broken; the text says which, and what was found instead."""
+    """A promise is broken; the text says which one, and what was found instead."""
 
 
 class Finding(NamedTuple):
@@ -92,7 +92,7 @@ class Report:
 
     @property
     def failures(self) -> tuple[Finding, ...]:
-        """What fails."""
+        """The findings of the checks that fail."""
         return tuple(finding for finding in self.findings if not finding.ok)
 
     def __iter__(self) -> Iterator[Finding]:
@@ -118,7 +118,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 @dataclass(frozen=True)
 class Case:
-    """What is checked, on how many ranks.
+    """A tensor of one shape, on a number of ranks.
 
     Attributes:
         make: Makes a tensor of a shape; called after seeding, so that all ranks make the same.
@@ -188,7 +188,7 @@ class OneWeight(nn.Module):
         self.compute = compute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Do what the author of the tensor says."""
+        """Compute as the author of the tensor says."""
         return self.compute(x, self.weight)
 
 
@@ -198,21 +198,21 @@ def whole_mesh() -> DeviceMesh:
 
 
 def shard_of(model: nn.Sequential) -> torch.Tensor:
-    """Return what this rank holds of the weight."""
+    """Return this rank's shard of the weight."""
     return local_tensor(model.get_parameter("0.weight"))
 
 
 def mine(output: torch.Tensor) -> list[torch.Tensor]:
-    """Return this rank's rows of what the whole batch gave."""
+    """Return this rank's rows of the output for the whole batch."""
     return [leaf[dist.get_rank() * ROWS :][:ROWS] for leaf in plain(output)]
 
 
 def plain(output: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors that an output is made of."""
+    """Return the plain tensors in an output."""
     return leaves(output.detach())
 
 
-# The hooks by themselves: what they are promised, what they must return ---------------------------
+# The hooks for all-gathers, called directly -------------------------------------------------------
 
 LOW = torch.bfloat16
 
@@ -229,7 +229,7 @@ class Gathers:
         self._buffers: list[torch.Tensor] = []
 
     def send(self) -> list[torch.Tensor]:
-        """Call the first hook; return what this rank sends."""
+        """Call the first hook; return the tensors that this rank sends."""
         hook = bound_hook(getattr(self.local, PRE), self.local)
         weight = self.model.get_parameter("0.weight")
         policy = MixedPrecisionPolicy(param_dtype=self.dtype)
@@ -249,7 +249,7 @@ class Gathers:
         return [tensor.detach() if tensor.ndim else tensor.detach().view(1) for tensor in flat]
 
     def arrive(self, sent: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Put what all ranks send into the buffers, the same ones at each gather."""
+        """Copy the tensors of all ranks to buffers, the same ones at each gather."""
         ranks = self.case.show(sent)
         whole = [torch.cat(parts) for parts in zip(*ranks, strict=True)]
         if not self._buffers:
@@ -265,7 +265,7 @@ class Gathers:
         return hook(arrived, self.metadata, self.dtype, **({} if out is None else {"out": out}))
 
     def first(self) -> tuple[torch.Tensor, set[int]]:
-        """Gather for the first time; return the unsharded tensor and where its storages lie."""
+        """Gather for the first time; return the unsharded tensor and the addresses of storages."""
         arrived = self.arrive(self.send())
         result = self.receive(arrived)
         if not (isinstance(result, tuple) and len(result) == 2):
@@ -284,12 +284,12 @@ class Gathers:
 
 
 def dtypes_of(local: torch.Tensor) -> list[torch.dtype]:
-    """Return the dtypes that a shard is asked to be gathered for."""
+    """Return the dtypes for which a shard is gathered."""
     return [local.dtype, LOW] if local.dtype.is_floating_point else [local.dtype]
 
 
 def places(tensor: torch.Tensor) -> list[int]:
-    """Return where the storages of a tensor lie."""
+    """Return the addresses of the storages of a tensor."""
     return [leaf.untyped_storage().data_ptr() for leaf in leaves(tensor)]
 
 
@@ -324,7 +324,7 @@ def sent(case: Case) -> None:
 
 
 def alike(mine: Any, theirs: Any) -> bool:
-    """Compare metadata, tensors by value, and objects that cannot be compared by attributes."""
+    """Compare metadata: tensors by value, objects without a comparison by their attributes."""
     if isinstance(mine, torch.Tensor) or type(mine) is not type(theirs):
         return isinstance(theirs, torch.Tensor) and same_bytes(mine, theirs)
     if isinstance(mine, (tuple, list)):
@@ -337,7 +337,7 @@ def alike(mine: Any, theirs: Any) -> bool:
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare bit by bit, also dtypes that know no comparison."""
+    """Compare bit by bit, which works for every dtype."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     first, second = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (one, other))
@@ -364,7 +364,7 @@ def _expect_unchanged(local: torch.Tensor, before: list[torch.Tensor], hook: str
 
 
 def gathered(case: Case) -> None:
-    """What comes back has the full shape, the dtype asked for, and the unsharded values."""
+    """The gathered tensor has the full shape, the requested dtype and the unsharded values."""
     whole = case.tensor()
     for dtype in dtypes_of(whole):
         gathers = Gathers(case, dtype)
@@ -413,13 +413,13 @@ def out(case: Case) -> None:
 
 HOOK_CHECKS = (sent, shard, gathered, out)
 
-# The hooks for gradients by themselves: what they are promised, what they must return -------------
+# The hooks for gradients, called directly ---------------------------------------------------------
 
 NUM_STEPS = 8
-"""Reductions of the same gradient: what one of them loses has to come with the others."""
+"""Reductions of the same gradient, whose errors must cancel out."""
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes of reduction, in which gradients come."""
+"""The dtypes of reduction."""
 
 
 class Reductions:
@@ -436,16 +436,16 @@ class Reductions:
         self._hooks = GradExtension(group.params[0])
 
     def parts(self) -> torch.Tensor:
-        """Return the gradient of this rank, [num_shards, shard_numel]; another on each."""
+        """Return the gradient of this rank, which differs by rank, [num_shards, shard_numel]."""
         generator = torch.Generator().manual_seed(self._rank)
         return torch.randn(self._case.num_ranks, self._numel, generator=generator).to(self._dtype)
 
     def encode(self) -> list[torch.Tensor]:
-        """Return what this rank sends."""
+        """Return the tensors that this rank sends."""
         return self._hooks.encode(self.parts())
 
     def decode(self, sent: list[list[torch.Tensor]]) -> torch.Tensor:
-        """Return what this rank makes of what all have sent."""
+        """Return the sum that this rank decodes from the tensors of all ranks."""
         received = tuple(
             torch.stack([rows[self._rank] for rows in of_all]) for of_all in zip(*sent, strict=True)
         )
@@ -463,13 +463,13 @@ class Reductions:
         return self.decode(self._case.show(self.encode()))
 
     def exact(self) -> torch.Tensor:
-        """Return what that sum is."""
+        """Return the exact sum."""
         parts: list[torch.Tensor] = self._case.show(self.parts())
         return torch.stack([one[self._rank] for one in parts]).sum(0, dtype=torch.float32)
 
 
 def gradient_sent(case: Case) -> None:
-    """What is sent for a gradient has a row for each rank, alike on all ranks and each time."""
+    """An encoded gradient has a row for each rank, with one format on all ranks in all steps."""
     for dtype in DTYPES:
         reductions = Reductions(case, dtype)
         for _ in range(2):
@@ -484,7 +484,7 @@ def gradient_sent(case: Case) -> None:
 
 
 def gradient_summed(case: Case) -> None:
-    """The sum of what ranks send is, in the mean over steps, that of their gradients."""
+    """The mean of decoded sums over several steps is the sum of the gradients."""
     for dtype in DTYPES:
         reductions = Reductions(case, dtype)
         exact = reductions.exact()
@@ -495,7 +495,7 @@ def gradient_summed(case: Case) -> None:
 
 
 def no_gradient(case: Case) -> None:
-    """Zero bytes, which a rank without a gradient sends, stand for a gradient of zeros."""
+    """Zero bytes, which a rank without a gradient sends, decode to zeros."""
     zeros = [torch.zeros_like(each) for each in Reductions(case).encode()]
     sent = case.show(zeros)
     try:
@@ -514,33 +514,33 @@ def no_gradient(case: Case) -> None:
 
 GRADIENT_CHECKS = (gradient_sent, gradient_summed, no_gradient)
 
-# The tensor in a model that ``fully_shard`` shards: trained, saved, copied, offloaded -------------
+# The tensor in a sharded model --------------------------------------------------------------------
 
 TOLERANCE_OF_LOW = 0.05
 STEPS = 3
 
 
 def training(case: Case) -> None:
-    """Training sharded gives what training unsharded on the same batches gives."""
+    """Training sharded equals training unsharded on the same batches."""
     for reshards in (True, False):
         _train(case, case.sharded(reshard_after_forward=reshards))
 
 
 def fewer_ranks(case: Case) -> None:
-    """Gathering again from fewer ranks (an int for reshard_after_forward) trains alike."""
+    """Training that gathers again from fewer ranks (an int reshard_after_forward) is equal."""
     fewer, rest = divmod(case.num_ranks, 2)
     if fewer > 1 and not rest:
         _train(case, case.sharded(reshard_after_forward=fewer))
 
 
 def offload(case: Case) -> None:
-    """Training with parameters offloaded to the CPU gives the same."""
+    """Training with parameters offloaded to the CPU is equal."""
     policy = CPUOffloadPolicy(pin_memory=False)
     _train(case, case.sharded(offload_policy=policy))
 
 
 def _train(case: Case, model: nn.Sequential) -> None:
-    """Compare outputs with those of an unsharded model, which sees the batches of all ranks."""
+    """Compare outputs with those of an unsharded model that gets the batches of all ranks."""
     reference = case.model()
     optimizers = [
         torch.optim.SGD(one.parameters(), lr=0.1, foreach=False) if case.trains else None
@@ -573,7 +573,7 @@ def mixed_precision(case: Case) -> None:
 
 
 def meta_device(case: Case) -> None:
-    """It can be made on the meta device, sharded, allocated and then filled."""
+    """It can be created on the meta device, sharded, allocated and then filled."""
     tensor = case.tensor(device="meta")
     if not tensor.is_meta:
         raise Broken(
@@ -664,7 +664,7 @@ MODEL_CHECKS = (
     deepcopy,
 )
 
-# Running the checks, on ranks that are threads ----------------------------------------------------
+# Running the checks -------------------------------------------------------------------------------
 
 TIMEOUT = 60.0
 
@@ -736,7 +736,7 @@ def check_extension(
 
 
 def _findings(cases: Sequence[Case], skip: Collection[str]) -> Iterator[Finding]:
-    """Run the checks; after a hook that is wrong, those that build on it are left out."""
+    """Run the checks; once a hook is wrong, skip the checks that build on it."""
     tensor = cases[0].tensor()
     found = _run(hooks, cases[:1])
     if found.ok and not hasattr(tensor, PRE):
@@ -759,7 +759,7 @@ def _name(check: Check) -> str:
 
 
 def _run(check: Check, cases: Sequence[Case], skip: Collection[str] = ()) -> Finding:
-    """Run one check in all cases; the first that fails is told."""
+    """Run one check in all cases; report the first failure."""
     name = _name(check)
     if name in skip:
         return Finding(name, True, "skipped")
@@ -782,7 +782,7 @@ def _in_words(error: RankError) -> str:
 
 
 def _board(num_ranks: int) -> Callable[[Any], list[Any]]:
-    """Return a function by which ranks that are threads show each other objects."""
+    """Return a function by which threads show each other objects."""
     shown: list[Any] = [None] * num_ranks
 
     def show(value: Any) -> list[Any]:

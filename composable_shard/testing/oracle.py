@@ -1,4 +1,4 @@
-"""The oracle: what every rank would be without sharding, and what differs from it.
+"""The oracle: whole models that train without sharding, and their comparison with a sharded one.
 
 One whole model for each rank computes with that rank's batches; their gradients are averaged in
 the order of ranks, and one optimizer steps for all. Nothing is communicated, so no collective of
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 from composable_shard.policy import MixedPrecisionPolicy
 
-# The oracle: what every rank would be without sharding, all of them in one process ----------------
+# The oracle: all ranks without sharding, in one process -------------------------------------------
 
 Build = Callable[[], nn.Module]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -91,7 +91,7 @@ class Unsharded:
 
     @contextlib.contextmanager
     def lend_buffers(self, model: nn.Module) -> Iterator[None]:
-        """Lend a model buffers in the dtype of the policy; copy back what they become."""
+        """Lend a model buffers in the dtype of the policy; copy their new values back."""
         lent: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         if self.policy.buffer_dtype is not None:
             for module in model.modules():
@@ -120,7 +120,7 @@ class Unsharded:
     # Gradients ------------------------------------------------------------------------------
 
     def take(self, reduces: bool) -> None:
-        """Take the gradients that a backward of every model has left; reduce them, or let wait."""
+        """Take the gradients of a backward of every model; reduce them, or let them wait."""
         params = dict(self.master.named_parameters())
         alone = len(self.models) == 1
         for waiting, model in zip(self.waiting, self.models, strict=True):
@@ -142,7 +142,7 @@ class Unsharded:
             self.reduce(at_once)
 
     def _is_summed_at_once(self, param: torch.Tensor) -> bool:
-        """Tell whether one rank alone adds a gradient to what is reduced, as precisely."""
+        """Tell whether a single rank adds an unsynced gradient to the reduced one without loss."""
         dtype, final = self.policy.reduction_dtype(param.dtype), self.policy.grad_dtype
         final = final or param.dtype
         return torch.promote_types(dtype, final) == final
@@ -153,7 +153,7 @@ class Unsharded:
         return any(self.waiting)
 
     def reduce(self, params: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Average what waits over the ranks, in their order; a rank without one counts as zeros.
+        """Average the waiting gradients in rank order; a rank without one counts as zeros.
 
         Args:
             params: For which parameters; for all if absent.
@@ -171,7 +171,7 @@ class Unsharded:
             self._note_size(name, self.reduced[name])
 
     def drop(self) -> None:
-        """Drop what a backward that failed has left in the models."""
+        """Drop the gradients of a failed backward."""
         for model in self.models:
             model.zero_grad()
 
@@ -212,7 +212,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-# Compares a sharded model with its oracle; what differs is told in words --------------------------
+# The comparison -----------------------------------------------------------------------------------
 
 RELATIVE = {
     torch.float64: 1e-12,
@@ -269,7 +269,7 @@ class Comparison:
         ]
 
     def grads(self, sharded: dict[str, nn.Parameter]) -> list[str]:
-        """Compare all gradients, but for sums whose reduced part this rank cannot tell apart."""
+        """Compare all gradients, except sums of reduced and waiting ones."""
         if self.oracle.waits_somewhere and self.oracle.has_folded:
             return []
         found = []
@@ -319,7 +319,7 @@ class Comparison:
 
 
 def apart(got: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:
-    """Return how far two tensors are apart at most, and the largest finite size of the second.
+    """Return the largest difference of two tensors, and the largest finite value of the second.
 
     Infinite is as far from any number as it can be, and NaN from all but NaN.
     """
@@ -342,7 +342,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _part_of(param: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-    """Return what this rank should have of `whole`, where `param` lies. Collective: none."""
+    """Return the part of `whole` that this rank has with the placements of `param`."""
     if not isinstance(param, DTensor):
         return whole.detach()
     return _torch.cut(whole.detach(), param.device_mesh, param.placements)

@@ -45,7 +45,7 @@ from composable_shard.core.transport.failures import go_on, is_lost
 
 Result = TypeVar("Result")
 
-# What a call on several ranks raises in the caller: which rank failed, how, and where -------------
+# The errors of a call -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class RankTimeout(RankError):
     """Some ranks did not finish in time, and none of the others raised."""
 
 
-# One rank's process: it joins a gloo process group and answers calls that come by a pipe ----------
+# The process of one rank --------------------------------------------------------------------------
 
 CALLS_PER_COLLECTION = 32
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
@@ -208,7 +208,7 @@ def _call(path: list[str], payload: bytes) -> Any:
 
 
 def same_random_state() -> None:
-    """Seed torch and Python alike. Without a device, torch notes a stack for each kind of one."""
+    """Seed torch and Python. Without a device, avoid torch.manual_seed, which records stacks."""
     has_device = torch.accelerator.is_available()
     (torch.manual_seed if has_device else torch.default_generator.manual_seed)(0)
     random.seed(0)
@@ -252,7 +252,7 @@ def _outlive_no_parent(folder: Path) -> None:
     threading.Thread(target=leave_after_parent, daemon=True, name="parent-watch").start()
 
 
-# N processes that stay: each is a rank of one gloo process group and waits for calls --------------
+# The processes of one world size ------------------------------------------------------------------
 
 # Seconds. After one rank failed, the others get GRACE to fail too before they count as hanging.
 GRACE = 5.0
@@ -321,7 +321,7 @@ class RankPool:
         return [pickle.loads(reply.result) for reply in replies]
 
     def stop(self, grace: float) -> None:
-        """End the processes: they leave when their pipe closes; who does not in time is killed."""
+        """Close the pipes, on which the processes exit; kill the rest after `grace` seconds."""
         self.alive = False
         for pipe in self._pipes:
             pipe.close()

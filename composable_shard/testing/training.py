@@ -1,4 +1,4 @@
-"""Following a training program with a sharded model and with its oracle."""
+"""Training programs, followed by a sharded model and by its oracle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from composable_shard.testing.programs import (
 )
 from composable_shard.testing.ranks import RankError, run_ranks
 
-# One rank's part in following a program with a sharded model and with its oracle ------------------
+# One rank that follows a program ------------------------------------------------------------------
 
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
 Within = Callable[[], contextlib.AbstractContextManager[list[str] | None]]
@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained, and how it is sharded; see `assert_trains_like_unsharded`."""
+    """The arguments of a training; see `assert_trains_like_unsharded`."""
 
     build: Build
     shard: Callable[..., object]
@@ -54,7 +54,7 @@ class Plan:
 
 
 class _Planned(Exception):
-    """The exception that a program wants."""
+    """The exception of `fail_forward` and `fail_backward`."""
 
 
 class Rehearsal:
@@ -84,7 +84,7 @@ class Rehearsal:
         self._found: list[str] = []
 
     def do(self, step: Step) -> list[str]:
-        """Do a step with both; return what differs after it."""
+        """Do a step with both models; return the differences after it."""
         getattr(self, f"_{step}")()
         found = self._found
         self._found = []
@@ -238,7 +238,7 @@ class Rehearsal:
         return model, self.plan.optimizer(model.parameters())
 
     def _is_exact(self) -> bool:
-        """Tell whether the sums are those of the oracle, bit by bit."""
+        """Tell whether sums must equal those of the oracle bit by bit."""
         dtypes = {param.dtype for param in self.oracle.master.parameters()}
         # Sums in float16 are divided in two parts, which rounds otherwise than one division. How
         # torch's kernels round a low-precision step depends on where in a tensor an element is.
@@ -251,7 +251,7 @@ class Rehearsal:
         )
 
     def _start_from_the_same(self) -> None:
-        """Give the oracle the sharded parameters, so that roundings do not add up."""
+        """Give the oracle the sharded parameters, so that rounding errors do not add up."""
         self._reshard()
         with torch.no_grad():
             for name, param in self.oracle.master.named_parameters():
@@ -286,7 +286,7 @@ def _fail_behind(module: nn.Module, args: object, output: object) -> None:
         output.register_hook(_raise_planned)
 
 
-# Asserting that a model trains sharded as it trains whole -----------------------------------------
+# The assertion ------------------------------------------------------------------------------------
 
 MAX_DIFFERENCES = 6
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -427,7 +427,7 @@ def _num_ranks(world_size: int | None, mesh: tuple[int, ...] | None) -> int:
 
 @dataclass(frozen=True)
 class _Difference:
-    """What differs on a rank after a step; step -1 is the start."""
+    """A difference on a rank after a step; step -1 is the start."""
 
     step: int
     rank: int
@@ -435,11 +435,11 @@ class _Difference:
 
 
 class _StepFailure(RuntimeError):
-    """Something was raised in a step."""
+    """An exception in a step."""
 
 
 def _follow(plan: Plan, steps: tuple[Step, ...]) -> list[_Difference]:
-    """Follow a program on this rank; a rank goes on where it differs, as the others do."""
+    """Follow a program on this rank; a difference does not end it, as others would wait."""
     rank = dist.get_rank()
     with plan.within() as said:
         rehearsal = Rehearsal(plan)
@@ -455,7 +455,7 @@ def _follow(plan: Plan, steps: tuple[Step, ...]) -> list[_Difference]:
 
 
 def _rehearse(plan: Plan, steps: tuple[Step, ...], num_ranks: int, timeout: float) -> str | None:
-    """Let ranks follow the program; tell what went wrong first."""
+    """Run the program on ranks; return the text of the first failure."""
     head = "Expected to train like the unsharded model, got"
     try:
         of_ranks = run_ranks(_follow, num_ranks, plan, steps, timeout=timeout)
