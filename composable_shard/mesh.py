@@ -325,8 +325,7 @@ def axis_of(mesh: DeviceMesh, axis: int) -> ShardMesh:
     Raises:
         ValueError: If this process cannot use the devices of the mesh.
     """
-    group, rank = mesh.get_group(axis), mesh.get_local_rank(axis)
-    return ShardMesh(mesh, group, mesh.size(axis), rank, None, 1, _device_of(mesh))
+    return _shard_mesh(mesh, axis)
 
 
 def _default_mesh() -> DeviceMesh:

@@ -50,35 +50,6 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
-def read_and_written(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the tensors that an operation reads and those that it writes, by its schema."""
-    reads, writes = list[torch.Tensor](), list[torch.Tensor]()
-    for index, argument in enumerate(func._schema.arguments):
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        tensors = tensors_of(value)
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        (writes if is_written else reads).extend(tensors)
-        if is_written and not argument.is_out:
-            reads += tensors
-    return reads, writes
-
-
-def is_view(func: Any) -> bool:
-    """Tell whether an operation gives another view of a memory, and does nothing to that."""
-    return bool(func.is_view) or func in _VIEWS
-
-
-_VIEWS = {
-    torch.ops.aten.set_.source_Storage_storage_offset,
-    torch.ops.aten.set_.source_Storage,
-    torch.ops.aten.set_.source_Tensor,
-    torch.ops.aten.lift_fresh.default,
-    torch.ops.aten._unsafe_view.default,
-}
-
-
 def reads_a_value(func: Any) -> bool:
     """Tell whether an operation gives a Python number."""
     return func is torch.ops.aten._local_scalar_dense.default
@@ -100,20 +71,6 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
         return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
     count = flop_registry.get(packet)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
-
-
-def is_on_distributed_tensors(types: Sequence[type]) -> bool:
-    """Tell whether an operation comes back as operations on local tensors."""
-    from torch.distributed.tensor import DTensor
-
-    return any(issubclass(kind, DTensor) for kind in types)
-
-
-def are_fake(types: Sequence[type]) -> bool:
-    """Tell whether an operation is on tensors without memory."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return any(issubclass(kind, FakeTensor) for kind in types)
 
 
 # Process groups within one process: of threads, and of ranks that are not there -------------------

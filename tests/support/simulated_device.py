@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 from composable_shard import _torch
 from composable_shard.core.transport import host, pending
@@ -304,7 +305,7 @@ class _Operations(_torch.DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         device = self._device
-        if device.is_paused or func.namespace in _ELSEWHERE or _torch.are_fake(types):
+        if device.is_paused or func.namespace in _ELSEWHERE or _are_fake(types):
             return func(*args, **kwargs)
         if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented  # it comes back as operations on plain tensors
@@ -319,10 +320,10 @@ class _Operations(_torch.DispatchMode):
         device, op = self._device, func.overloadpacket.__name__
         if any(t.layout != torch.strided for t in _torch.tensors_of(args, kwargs, result)):
             return  # of sparse ones the parts are noted
-        reads, writes = _torch.read_and_written(func, args, kwargs)
+        reads, writes = _read_and_written(func, args, kwargs)
         known = {_torch.storage_number(t) for t in (*reads, *writes)}
         made = [t for t in _torch.tensors_of(result) if _torch.storage_number(t) not in known]
-        if _torch.is_view(func):
+        if func.is_view or func in _VIEWS:
             return
         given = [device.is_of_host(t) for t in (*reads, *writes) if _has_memory(t)]
         is_on_host = pins or (bool(given) and all(given))
@@ -346,6 +347,32 @@ class _Operations(_torch.DispatchMode):
             device.wait_on_host(device.order.moment(device.current.name), "a copy")
 
 
+def _are_fake(types: Sequence[type]) -> bool:
+    return any(issubclass(kind, FakeTensor) for kind in types)
+
+
+def _read_and_written(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the tensors that an operation reads and those that it writes, by its schema."""
+    reads, writes = list[torch.Tensor](), list[torch.Tensor]()
+    for index, argument in enumerate(func._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        tensors = _torch.tensors_of(value)
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        (writes if is_written else reads).extend(tensors)
+        if is_written and not argument.is_out:
+            reads += tensors
+    return reads, writes
+
+
+_VIEWS = {
+    torch.ops.aten.set_.source_Storage_storage_offset,
+    torch.ops.aten.set_.source_Storage,
+    torch.ops.aten.set_.source_Tensor,
+    torch.ops.aten.lift_fresh.default,
+    torch.ops.aten._unsafe_view.default,
+}
 _ELSEWHERE = ("c10d", "_c10d_functional", "profiler")  # collectives are noted where they are called
 _ALLOCATES = {
     torch.ops.aten.empty.memory_format,
