@@ -15,15 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard.arguments import check_module, check_type
 from composable_shard.core import optimizers  # noqa: F401 - its hooks
+from composable_shard.core.agreement import ignore
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.hooks import install, register_forward_method
-from composable_shard.core.not_sharded import check_not_taken, ignore, top_modules
 from composable_shard.core.shard import (
     build_group,
+    check_not_taken,
     check_subclasses,
     commit,
     find_managed,
     plan_params,
+    top_modules,
 )
 from composable_shard.core.state_dict import install_state_dict_hooks
 from composable_shard.core.storage import ShardedParam

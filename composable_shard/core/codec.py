@@ -8,7 +8,6 @@ gradient.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,16 +15,12 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.nested import tensors_in
-from composable_shard.core.transport.process_groups import gather_objects
 from composable_shard.errors import ExtensionError
-from composable_shard.policy import MixedPrecisionPolicy
 
 # The hooks by which a class says what it sends and how it comes back ------------------------------
 
@@ -231,97 +226,6 @@ def copy_unless_same(out: torch.Tensor, source: torch.Tensor) -> None:
     pairs = zip(_torch.leaves(out), _torch.leaves(source), strict=True)
     if any(mine.data_ptr() != theirs.data_ptr() for mine, theirs in pairs):
         out.copy_(source)
-
-
-# A shard of a tensor subclass ---------------------------------------------------------------------
-
-
-def cut_shard(
-    name: str,
-    whole: torch.Tensor,
-    form: Any,
-    rank: int,
-    device: torch.device,
-    policy: MixedPrecisionPolicy,
-) -> torch.Tensor:
-    """Copy the shard of one rank out of a tensor subclass.
-
-    Args:
-        name: What messages call the parameter.
-        whole: All of it that is cut.
-        form: How it is cut.
-        rank: Whose shard.
-        device: Where it belongs; one on the meta device stays there.
-        policy: The dtypes of the parameter.
-
-    Raises:
-        ExtensionError: If the class cannot be cut that way, copied or gathered, or loses itself.
-    """
-    try:
-        shard = _of_class(whole, "split", form.shard_of(whole, rank))
-        shard = _of_class(whole, "detach", shard.detach())
-        viewed = shard
-        with contextlib.suppress(Exception):  # a class may do without, if it says so
-            viewed = shard.view(shard.shape)
-        _of_class(whole, "view", viewed)
-        if not has_extension(shard):
-            flatten([shard])
-            dtype = policy.compute_dtype(shard.dtype)
-            _of_class(whole, f"to({dtype})", shard.to(dtype))
-        copied = _torch.cloned(shard if shard.device.type == "meta" else shard.to(device))
-        return _of_class(whole, "new_zeros", copied)
-    except Exception as error:
-        is_ours = isinstance(error, ExtensionError)
-        got = str(error) if is_ours else f"{type(error).__name__}: {error}"
-        raise ExtensionError(
-            f"Expected parameter '{name}', a {type(whole).__name__} of shape {list(whole.shape)}, "
-            f"to be cut into {form.param.num_shards} shards along dim {form.dim}, got: {got}; "
-            "shard it over a number of ranks that its class can be cut for, or pass it in "
-            "ignored_params"
-        ) from error
-
-
-def agree_on_shards(failure: ExtensionError | None, meshes: Sequence[DeviceMesh]) -> None:
-    """Raise the same error on all ranks of some meshes if one of them could not cut its shards.
-
-    Args:
-        failure: What this rank's attempt raised.
-        meshes: Those of the parameters that are tensor subclasses; the same on all ranks.
-
-    Raises:
-        ExtensionError: On all ranks, with the text of every rank that failed.
-
-    Collective: an all-gather of a small object over each axis.
-    """
-    heard = {dist.get_rank(): None if failure is None else str(failure)}
-    groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
-    for group in dict.fromkeys(groups):
-        if group.size() > 1 and not _torch.is_fake(group):
-            for theirs in gather_objects(heard, group, "agreeing on how tensor subclasses are cut"):
-                heard.update(theirs)
-    failures = {rank: text for rank, text in heard.items() if text is not None}
-    if not failures:
-        return
-    texts = set(failures.values())
-    if len(failures) == len(heard) and len(texts) == 1:
-        raise ExtensionError(texts.pop()) from failure
-    told = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
-    raise ExtensionError(told) from failure
-
-
-def _of_class(whole: torch.Tensor, op: str, made: torch.Tensor) -> torch.Tensor:
-    """Return what an op has made of a parameter.
-
-    Raises:
-        ExtensionError: If it has lost a class that has hooks, or that decides what ops do.
-    """
-    kind = type(whole)
-    counts = _torch.is_subclass(whole) or hasattr(kind, PRE) or hasattr(kind, GRAD_PRE)
-    if counts and not isinstance(made, kind):
-        name = kind.__name__
-        got = type(made).__name__
-        raise ExtensionError(f"Expected {op} of {name} to return its own class, got {got}")
-    return made
 
 
 # What users set on a parameter --------------------------------------------------------------------

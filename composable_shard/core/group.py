@@ -21,7 +21,6 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.exposure import Exposure
-from composable_shard.core.not_sharded import GROUP
 from composable_shard.core.plugins import Plugins
 from composable_shard.core.program import Mode, Program
 from composable_shard.core.reduction import Reduction
@@ -44,15 +43,19 @@ _version, _local = attrgetter("_version"), attrgetter("local")
 _group_of_flight = attrgetter("group")
 
 
+_GROUP = "_composable_shard_group"
+"""The attribute of a sharded module that holds its group."""
+
+
 def group_of(module: nn.Module) -> ParamGroup | None:
     """Return the group of a sharded module."""
-    found: ParamGroup | None = module.__dict__.get(GROUP)
+    found: ParamGroup | None = module.__dict__.get(_GROUP)
     return found
 
 
 def set_group(module: nn.Module, group: ParamGroup) -> None:
     """Let a module belong to a group."""
-    module.__dict__[GROUP] = group
+    module.__dict__[_GROUP] = group
 
 
 ON_OTHER_RANKS = "on other ranks; move() it to a mesh that has this one first"

@@ -6,24 +6,96 @@ touched.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from composable_shard import _torch
-from composable_shard.core.codec import agree_on_shards, cut_shard, needs_extension
+from composable_shard.core.codec import GRAD_PRE, PRE, flatten, has_extension, needs_extension
 from composable_shard.core.features.extension import ExtensionBucket, gather_unknown
-from composable_shard.core.group import BucketFactory, ParamGroup
-from composable_shard.core.not_sharded import is_taken
+from composable_shard.core.group import BucketFactory, ParamGroup, group_of
 from composable_shard.core.storage import Bucket, ShardedParam, Slot, Storage
 from composable_shard.core.ties import Managed, owner_of_sharded, remember
 from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.process_groups import gather_objects
 from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh, ShardPlacementFn, own_mesh_of, placement_of, shard_dim
 from composable_shard.policy import MixedPrecisionPolicy, Offload, check_names, offload_of
+
+
+def is_taken(module: nn.Module) -> bool:
+    """Tell whether a function, ``fully_shard`` or ``replicate``, reduces a module's gradients.
+
+    It may be torch's own ``fully_shard``.
+    """
+    return "fully_shard" in _torch.composable_functions(module) or _torch.is_replicated(module)
+
+
+def top_modules(module: object) -> tuple[nn.Module, ...]:
+    """Return the modules of the argument, without those that lie inside another of them.
+
+    Raises:
+        TypeError: If it is not a module or a list of modules.
+        ValueError: If the list is empty, or a module is a container without a forward.
+    """
+    modules = [module] if isinstance(module, nn.Module) else module
+    if not isinstance(modules, (list, tuple)):
+        raise TypeError(
+            f"Expected module to be an nn.Module or a list of them, got {type(module).__name__}"
+        )
+    if not modules:
+        raise ValueError("Expected at least one module, got an empty list")
+    for index, member in enumerate(modules):
+        if not isinstance(member, nn.Module):
+            raise TypeError(
+                f"Expected a list of nn.Module, got {type(member).__name__} at index {index}"
+            )
+        if type(member).forward is nn.Module.forward and "forward" not in vars(member):
+            raise ValueError(
+                f"Expected a module with a forward, got the container {type(member).__name__}; "
+                "call fully_shard on its children, or on a list of them"
+            )
+    inner = {id(m) for top in modules for m in top.modules() if m is not top}
+    unique = {id(member): member for member in modules if id(member) not in inner}
+    return tuple(unique.values())
+
+
+def check_not_taken(modules: Iterable[nn.Module]) -> None:
+    """Refuse modules whose gradients another call, or another function, reduces.
+
+    Raises:
+        ValueError: If ``fully_shard``, ours or torch's, or ``replicate`` has one, or if a function
+            of torch has converted the parameters of a module around it.
+    """
+    for module in modules:
+        kind = type(module).__name__
+        if _torch.is_replicated(module):
+            raise ValueError(
+                f"Expected a module without torch's replicate or DistributedDataParallel, got "
+                f"{kind}; leave that out, or apply fully_shard to modules inside of it, before it, "
+                "or to one around it"
+            )
+        if is_taken(module):
+            raise ValueError(
+                f"Expected a module that is not sharded, got {kind}, which fully_shard was "
+                "applied to before; shard what was added to it, such as new adapters, alone"
+            )
+        if not any(isinstance(param, DTensor) for param in module.parameters()):
+            continue
+        for outer in _torch.modules_with_state():
+            is_of_torch = group_of(outer) is None and is_taken(outer)
+            if is_of_torch and any(module is inner for inner in outer.modules()):
+                raise ValueError(
+                    f"Expected fully_shard of {kind} before torch has converted the parameters "
+                    f"of {type(outer).__name__} around it, got it after; start with the inner "
+                    "modules"
+                )
 
 
 def find_managed(
@@ -220,13 +292,79 @@ def _own_shards(
             continue
         meshes[param.placement.mesh] = None
         try:
-            place = param.layout, param.mesh.shard_rank, param.device
-            shards.append(cut_shard(param.name, whole, *place, param.policy))
+            shards.append(_cut(param, whole))
         except ExtensionError as error:
             failure = failure or error
     if meshes:
-        agree_on_shards(failure, list(meshes))
+        _agree_on_shards(failure, list(meshes))
     return shards
+
+
+def _cut(param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
+    """Copy this rank's shard out of a tensor subclass; one on the meta device stays there.
+
+    Raises:
+        ExtensionError: If the class cannot be cut that way, copied or gathered, or loses itself.
+    """
+    kind = type(whole)
+    is_kept = _torch.is_subclass(whole) or hasattr(kind, PRE) or hasattr(kind, GRAD_PRE)
+
+    def kept(op: str, made: torch.Tensor) -> torch.Tensor:
+        if is_kept and not isinstance(made, kind):
+            name, got = kind.__name__, type(made).__name__
+            raise ExtensionError(f"Expected {op} of {name} to return its own class, got {got}")
+        return made
+
+    try:
+        shard = kept("split", param.layout.shard_of(whole, param.mesh.shard_rank))
+        shard = kept("detach", shard.detach())
+        viewed = shard
+        with contextlib.suppress(Exception):  # a class may do without, if it says so
+            viewed = shard.view(shard.shape)
+        kept("view", viewed)
+        if not has_extension(shard):
+            flatten([shard])
+            dtype = param.policy.compute_dtype(shard.dtype)
+            kept(f"to({dtype})", shard.to(dtype))
+        is_meta = shard.device.type == "meta"
+        return kept("new_zeros", _torch.cloned(shard if is_meta else shard.to(param.device)))
+    except Exception as error:
+        is_ours = isinstance(error, ExtensionError)
+        got = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        raise ExtensionError(
+            f"Expected parameter '{param.name}', a {kind.__name__} of shape {list(whole.shape)}, "
+            f"to be cut into {param.mesh.num_shards} shards along dim {param.layout.dim}, got: "
+            f"{got}; shard it over a number of ranks that its class can be cut for, or pass it in "
+            "ignored_params"
+        ) from error
+
+
+def _agree_on_shards(failure: ExtensionError | None, meshes: Sequence[DeviceMesh]) -> None:
+    """Raise the same error on all ranks of some meshes if one of them could not cut its shards.
+
+    Args:
+        failure: What this rank's attempt raised.
+        meshes: Those of the parameters that are tensor subclasses; the same on all ranks.
+
+    Raises:
+        ExtensionError: On all ranks, with the text of every rank that failed.
+
+    Collective: an all-gather of a small object over each axis.
+    """
+    heard = {dist.get_rank(): None if failure is None else str(failure)}
+    groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
+    for group in dict.fromkeys(groups):
+        if group.size() > 1 and not _torch.is_fake(group):
+            for theirs in gather_objects(heard, group, "agreeing on how tensor subclasses are cut"):
+                heard.update(theirs)
+    failures = {rank: text for rank, text in heard.items() if text is not None}
+    if not failures:
+        return
+    texts = set(failures.values())
+    if len(failures) == len(heard) and len(texts) == 1:
+        raise ExtensionError(texts.pop()) from failure
+    told = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+    raise ExtensionError(told) from failure
 
 
 def check_subclasses(planned: Sequence[ShardedParam], managed: Managed) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from composable_shard.api import check_calls, fully_shard
 from composable_shard.arguments import check_module
-from composable_shard.core.not_sharded import is_taken, top_modules
+from composable_shard.core.shard import is_taken, top_modules
 
 Policy = (
     int
