@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from composable_shard.insight.report import (
     Section,
     Table,
     count_text,
+    counted,
     nbytes_text,
     seconds_text,
 )
@@ -130,8 +131,8 @@ class Estimate(Report):
         replicas, shards = self.mesh_shape
         ranks = f"{shards} shards" + (f" x {replicas} replicas" if replicas > 1 else "")
         title = (
-            f"{count_text(self.num_parameters)} parameters in {self.num_groups} "
-            f"group{'s' * (self.num_groups != 1)} over {ranks}"
+            f"{count_text(self.num_parameters)} parameters in "
+            f"{counted(self.num_groups, 'group')} over {ranks}"
         )
         shown: list[Section] = [self._memory(title), self._communication()]
         shown += self._time()
@@ -260,7 +261,9 @@ def estimate(
     check_type("optimizer", optimizer, makes, "a function of parameters, a mapping or None")
     device_type = checked_device("device", device).type
     shape = _checked_shape(mesh_shape)
-    speeds = Speeds.of(flops, bandwidth, replica_bandwidth, latency)
+    speeds = Speeds.of(
+        flops=flops, bandwidth=bandwidth, replica_bandwidth=replica_bandwidth, latency=latency
+    )
     if dist.is_initialized():
         raise ShardError(
             "Expected estimate in a process without a process group, got one of backend "
@@ -303,21 +306,23 @@ def _weigh(
 ) -> Estimate:
     buckets = [bucket for group in rehearsal.groups for bucket in group.buckets]
     params = [param for bucket in buckets for param in bucket.params]
-    away = [param for param in params if is_accelerator and param.offload is not None]
+    away = {param for param in params if is_accelerator and param.offload is not None}
     offloaded_shards = sum(sharded_nbytes(one) for one in buckets if one.params[0] in away)
     layouts, offloaded = None, OptimizerBytes()
     if isinstance(optimizer, Mapping):
-        if away:
-            raise ValueError(
-                "Expected parameters on the device for an estimate of layouts, got "
-                f"'{away[0].name}', which is offloaded; leave out the offload_policy, or pass what "
-                "makes an optimizer of parameters"
-            )
+        for param in params:
+            if param in away:
+                raise ValueError(
+                    "Expected parameters on the device for an estimate of layouts, got "
+                    f"'{param.name}', which is offloaded; leave out the offload_policy, or pass "
+                    "what makes an optimizer of parameters"
+                )
         layouts, kept = plan_layouts(rehearsal.model, optimizer, at_once=is_accelerator)
     elif optimizer is not None:
-        here = [param.local for param in params if param in rehearsal.used and param not in away]
+        used = [param for param in params if param in rehearsal.used]
+        here = [param.local for param in used if param not in away]
         kept = optimizer_bytes(optimizer, here, at_once=is_accelerator)
-        there = [param.local for param in away if param in rehearsal.used]
+        there = [param.local for param in used if param in away]
         offloaded = optimizer_bytes(optimizer, there, at_once=False)
     else:
         kept = OptimizerBytes()
@@ -355,8 +360,7 @@ def _weigh(
 # How long a step takes, if compute and communication each run at one speed beside each other ------
 
 
-@dataclass(frozen=True)
-class Speeds:
+class Speeds(NamedTuple):
     """What the user says of the devices.
 
     Attributes:
@@ -372,19 +376,14 @@ class Speeds:
     latency: float
 
     @classmethod
-    def of(
-        cls,
-        flops: float | None,
-        bandwidth: float | None,
-        replica_bandwidth: float | None,
-        latency: float,
-    ) -> Speeds | None:
+    def of(cls, **said: float | None) -> Speeds | None:
         """Return the speeds, ``None`` if none are given.
 
         Raises:
             TypeError: If one is no number.
             ValueError: If only some are given, or one is not positive.
         """
+        flops, bandwidth = said["flops"], said["bandwidth"]
         if flops is None and bandwidth is None:
             return None
         if flops is None or bandwidth is None:
@@ -392,21 +391,15 @@ class Speeds:
                 "Expected both flops and bandwidth, or neither, got "
                 f"flops={flops!r} and bandwidth={bandwidth!r}"
             )
-        other = bandwidth if replica_bandwidth is None else replica_bandwidth
-        said = {
-            "flops": flops,
-            "bandwidth": bandwidth,
-            "replica_bandwidth": other,
-            "latency": latency,
-        }
-        numbers = {name: checked_number(name, value) for name, value in said.items()}
-        is_fast = all(number > 0 for name, number in numbers.items() if name != "latency")
-        if not (is_fast and numbers["latency"] >= 0):  # a speed that is NaN is none
+        if said["replica_bandwidth"] is None:
+            said["replica_bandwidth"] = bandwidth
+        speeds = cls(**{name: checked_number(name, value) for name, value in said.items()})
+        if not all(speed > 0 for speed in speeds[:3]) or not speeds.latency >= 0:  # NaN is no speed
             raise ValueError(
                 "Expected positive speeds and a latency of at least 0, got "
                 + ", ".join(f"{name}={value!r}" for name, value in said.items())
             )
-        return cls(**numbers)
+        return speeds
 
     def time_of(self, moments: Sequence[Moment], traffics: Sequence[StepTraffic]) -> StepTime:
         """Replay a recorded step: one lane computes, one communicates, each in order.

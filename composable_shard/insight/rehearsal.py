@@ -142,25 +142,19 @@ class LiveBytes(_torch.DispatchMode):
             self._totals[kind] -= self._counted.pop(key)[1]
         return is_counted
 
-    def die(self, key: int) -> None:
+    def _knows(self, tensor: torch.Tensor) -> bool:
+        return id(tensor.untyped_storage()) in self._known
+
+    def _remember(self, memory: torch.UntypedStorage) -> None:
+        key = id(memory)
+        self._known[key] = weakref.ref(memory, lambda _: self._die(key))
+
+    def _die(self, key: int) -> None:
         """Forget a storage that is no more."""
         del self._known[key]
         self._gathered.discard(key)
         kind, nbytes = self._counted.pop(key, ("", 0))
         self._totals[kind] -= nbytes
-
-    def _knows(self, tensor: torch.Tensor) -> bool:
-        return id(tensor.untyped_storage()) in self._known
-
-    def _remember(self, memory: torch.UntypedStorage) -> None:
-        key, mine = id(memory), weakref.ref(self)
-
-        def die(_: object) -> None:
-            live = mine()
-            if live is not None:
-                live.die(key)
-
-        self._known[key] = weakref.ref(memory, die)
 
 
 def _maker() -> str:
