@@ -339,6 +339,11 @@ def schedule(num_buckets: int) -> Iterator[tuple[Action, int]]:
             yield "finish", index
 
 
+def padded(nbytes: int) -> int:
+    """Return the bytes that a part occupies in a message: parts begin at multiples of 16."""
+    return -(-nbytes // 16) * 16
+
+
 @dataclass(frozen=True)
 class Sent:
     """The traffic of this rank in one all-to-all.
@@ -411,12 +416,13 @@ class BucketPlan:
         to: Counter[int] = Counter()
         received = 0
         for parcel in self.parcels:
-            itemsize = parcel.value_itemsize + (parcel.grad_itemsize if to_owner else 0)
+            itemsizes = [parcel.value_itemsize, *([parcel.grad_itemsize] if to_owner else [])]
             for peer, part in parcel.route.own_parts(to_owner=to_owner):
+                nbytes = sum(padded(part.numel * itemsize) for itemsize in itemsizes)
                 if parcel.route.is_owner == to_owner:
-                    received += part.numel * itemsize
+                    received += nbytes
                 else:
-                    to[peer] += part.numel * itemsize
+                    to[peer] += nbytes
         is_launched = any(parcel.route.parts(to_owner=to_owner) for parcel in self.parcels)
         return Sent(is_launched, to, received)
 

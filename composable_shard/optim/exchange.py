@@ -6,7 +6,7 @@ launched. Tensors travel as bytes, so tensors of several dtypes share a message.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from composable_shard import _torch
 from composable_shard.core.transport.failures import watched
-from composable_shard.optim.blocks import Box, Route
+from composable_shard.optim.blocks import Box, Route, padded
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Exchange:
     Args:
         ranks: The ranks that take part.
         out: The tensors that this rank sends to each rank, by place.
-        nbytes: The bytes that this rank receives from each rank, by place.
+        nbytes: The bytes that this rank receives from each rank, by place, with padding.
         doing: The purpose, for error messages.
     """
 
@@ -77,9 +77,9 @@ class Exchange:
         assert ranks.group is not None
         self._group, self._places, self._doing = ranks.group, ranks.places, doing
         sent = [tensor for place in ranks.places for tensor in out[place]]
-        counts = [sum(tensor.nbytes for tensor in out[place]) for place in ranks.places]
+        counts = [sum(padded(tensor.nbytes) for tensor in out[place]) for place in ranks.places]
         self._sent = torch.empty(sum(counts), dtype=torch.uint8, device=ranks.device)
-        _pack(self._sent, sent)
+        _torch.copy_all_(_parts(self._sent, sent), sent)
         received = [nbytes[place] for place in ranks.places]
         self._received = self._sent.new_empty(sum(nbytes))
         with watched(self._group, self._doing):
@@ -97,7 +97,8 @@ class Exchange:
     def write(self, into: list[list[torch.Tensor]]) -> None:
         """Wait for the all-to-all, and copy the received tensors from each rank to ``into``."""
         self.wait()
-        _unpack(self._received, [tensor for place in self._places for tensor in into[place]])
+        tensors = [tensor for place in self._places for tensor in into[place]]
+        _torch.copy_all_(tensors, _parts(self._received, tensors))
         self._received = self._received.new_empty(0)
 
 
@@ -115,7 +116,7 @@ def launch(ranks: Ranks, moves: Sequence[Move], *, to_owner: bool) -> Exchange |
             _keep_own(move, to_owner=False)
         for peer, box in move.route.own_parts(to_owner=to_owner):
             if move.route.is_owner == to_owner:
-                nbytes[peer] += box.numel * move.local.itemsize
+                nbytes[peer] += padded(box.numel * move.local.itemsize)
             else:
                 out[peer].append(_part(move, box))
     is_needed = any(move.route.parts(to_owner=to_owner) for move in moves)
@@ -164,32 +165,10 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor
 
 
-def _pack(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy tensors into a message of bytes, one behind the other."""
-    targets, sources = [], []
-    for part, tensor in _parts(message, tensors):
-        if _is_aligned(part, tensor):
-            targets.append(part.view(tensor.dtype).view(tensor.shape))
-            sources.append(tensor)
-        else:
-            part.copy_(tensor.contiguous().view(-1).view(torch.uint8))
-    _torch.copy_all_(targets, sources)
-
-
-def _unpack(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy a message to the tensors that it consists of."""
-    sources = [
-        (part if _is_aligned(part, tensor) else part.clone()).view(tensor.dtype).view(tensor.shape)
-        for part, tensor in _parts(message, tensors)
+def _parts(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """View a message of bytes as tensors like ``tensors``, one behind the other."""
+    parts = message.split([padded(tensor.nbytes) for tensor in tensors])
+    return [
+        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
     ]
-    _torch.copy_all_(list(tensors), sources)
-
-
-def _parts(
-    message: torch.Tensor, tensors: Sequence[torch.Tensor]
-) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    return zip(message.split([tensor.nbytes for tensor in tensors]), tensors, strict=True)
-
-
-def _is_aligned(part: torch.Tensor, tensor: torch.Tensor) -> bool:
-    return part.storage_offset() % tensor.itemsize == 0

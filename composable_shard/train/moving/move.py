@@ -22,7 +22,7 @@ from composable_shard.core.tree import check_at_rest
 from composable_shard.errors import ShardError
 from composable_shard.mesh import check_reshard
 from composable_shard.optim import exchange
-from composable_shard.optim.blocks import Box, whole
+from composable_shard.optim.blocks import Box, padded, whole
 from composable_shard.optim.exchange import part_of
 from composable_shard.optim.layouts import Fits
 from composable_shard.train.moving.cargo import Item, Possession, Tensors, Told, check_plain
@@ -275,7 +275,7 @@ class _Move:
                 received[places[piece.source]].append(_part(into, piece))
         device = _torch.device_for(group, self.owner.groups[0].mesh.device)
         over = exchange.Ranks(group, places[rank], tuple(range(len(places))), device)
-        nbytes = [sum(tensor.nbytes for tensor in tensors) for tensors in received]
+        nbytes = [sum(padded(tensor.nbytes) for tensor in tensors) for tensors in received]
         exchange.Exchange(over, sent, nbytes, self.ranks.doing).write(received)
 
 
