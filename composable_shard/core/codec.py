@@ -190,26 +190,24 @@ def flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
 
 # Memory of tensors that travel --------------------------------------------------------------------
 
-Storages = dict[int, tuple[torch.UntypedStorage, torch.dtype]]
-"""Storages by their number, each with the dtype of what lies in it."""
+Memory = dict[int, torch.Tensor]
+"""Flat views of whole storages, by the numbers of these."""
 
 
-def storages_of(tensors: Sequence[torch.Tensor]) -> Storages:
-    """Return the storages behind tensors that can be freed and allocated again."""
-    every = [leaf for tensor in tensors for leaf in _torch.leaves(tensor)]
-    return {
-        _torch.storage_number(leaf): (leaf.untyped_storage(), leaf.dtype)
-        for leaf in every
-        if leaf.untyped_storage().resizable()
-    }
+def memory_of(tensors: Sequence[torch.Tensor]) -> Memory:
+    """Return the memory behind tensors that can be freed and allocated again.
 
-
-def flat_view(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
-    """View all of a storage, as bytes where it does not divide into elements."""
-    if storage.nbytes() % dtype.itemsize:
-        dtype = torch.uint8
-    whole = torch.empty(0, dtype=dtype, device=storage.device)
-    return whole.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
+    A view is of bytes where its storage does not divide into elements.
+    """
+    found: Memory = {}
+    for leaf in (leaf for tensor in tensors for leaf in _torch.leaves(tensor)):
+        storage, dtype = leaf.untyped_storage(), leaf.dtype
+        if storage.resizable():
+            dtype = torch.uint8 if storage.nbytes() % dtype.itemsize else dtype
+            whole = torch.empty(0, dtype=dtype, device=storage.device)
+            whole.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
+            found[_torch.storage_number(leaf)] = whole
+    return found
 
 
 def padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
@@ -221,37 +219,36 @@ def padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return longer.view(-1)
 
 
-def copy_unless_same(out: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy ``source`` to ``out`` unless they lie in the same memory."""
-    pairs = zip(_torch.leaves(out), _torch.leaves(source), strict=True)
-    if any(mine.data_ptr() != theirs.data_ptr() for mine, theirs in pairs):
-        out.copy_(source)
-
-
 # What users set on a parameter --------------------------------------------------------------------
 
 
-class Attributes:
-    """What users set on one form of a parameter, ``param.tag = ...``, is there on the other.
+def share_attributes(sharded: nn.Parameter, other: nn.Parameter) -> Attributes | None:
+    """Let users find what they set on one form of a parameter, ``param.tag = ...``, on the other.
 
-    Both forms have one dict, unless the other is a tensor subclass, which keeps what is its own in
-    its dict. What was set, changed or deleted on one of them is then carried over when the forms
-    change places.
+    Both forms get one dict, unless the other is a tensor subclass, which keeps what is its own in
+    its dict.
 
     Args:
         sharded: The sharded form.
         other: An unsharded one, just made.
+
+    Returns:
+        Two dicts to carry attributes between; ``None`` if there is one.
     """
+    if type(other) in (nn.Parameter, DTensor):
+        other.__dict__ = sharded.__dict__
+        return None
+    return Attributes(sharded, other)
+
+
+class Attributes:
+    """Carries what was set, changed or deleted on one form when the forms change places."""
 
     def __init__(self, sharded: nn.Parameter, other: nn.Parameter) -> None:
         self.sharded, self._other = sharded, other
-        self.are_shared = type(other) in (nn.Parameter, DTensor)
         self._of_class = {"_is_param", *other.__dict__}
         self._carried: dict[str, object] = {}
-        if self.are_shared:
-            other.__dict__ = sharded.__dict__
-        else:
-            self.give()
+        self.give()
 
     def give(self) -> None:
         """Carry changes of the sharded form to the other, which is registered now."""
@@ -274,8 +271,6 @@ class Attributes:
         return not is_declared and next(tensors_in(value), None) is None
 
     def _carry(self, source: dict[str, object], target: dict[str, object]) -> None:
-        if self.are_shared:
-            return
         now = {name: value for name, value in source.items() if name not in self._of_class}
         for name in self._carried.keys() - now.keys():
             target.pop(name, None)

@@ -182,14 +182,6 @@ class _SavedGroup(NamedTuple):
     is_last_backward: bool
 
 
-class _Restored(NamedTuple):
-    """The parts of a saved group that are restored after the groups around it."""
-
-    name: str
-    prefetch: dict[str, list[str]]
-    is_last_backward: bool
-
-
 _LISTS = ("forward_prefetch", "backward_prefetch")
 _SAVED = "_composable_shard_saved"
 
@@ -249,7 +241,7 @@ def _restore_group(group: ParamGroup, saved: _SavedGroup) -> None:
         group.channels[mesh].restore(*channel)
     for hook, params in saved.hooks:
         hook.group, hook.params = group, params
-    group.__dict__[_SAVED] = _Restored(saved.name, saved.prefetch, saved.is_last_backward)
+    group.__dict__[_SAVED] = saved
     Tree([group])
     _join(group)
 

@@ -24,9 +24,6 @@ from composable_shard.core.layout import ParamLayout
 from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh
 
-# How a tensor of any shape and stride becomes rows that can be cut, and back ----------------------
-
-
 # How a tensor of any shape and stride lies in flat buffers ----------------------------------------
 
 
@@ -109,10 +106,7 @@ class TensorLayout:
     def _in_user_order(self, rows: torch.Tensor) -> torch.Tensor:
         if self.order is None:
             return rows
-        inverse = [0] * len(self.order)
-        for place, dim in enumerate(self.order):
-            inverse[dim] = place
-        return rows.permute(inverse)
+        return rows.permute(sorted(range(rows.ndim), key=self.order.__getitem__))  # its inverse
 
 
 def plan_tensor(tensor: torch.Tensor, dim: int | None, num_shards: int) -> TensorLayout:
@@ -127,18 +121,13 @@ def plan_tensor(tensor: torch.Tensor, dim: int | None, num_shards: int) -> Tenso
     shape = tuple(tensor.shape)
     if dim is None:
         return TensorLayout(shape, None, None, ParamLayout((num_shards,), 0, num_shards))
-    order = None if tensor.is_contiguous() else _order(tensor)
-    if order is None:
+    by_stride = tuple(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+    if tensor.is_contiguous() or not tensor.permute(by_stride).is_contiguous():
         return TensorLayout(shape, dim, None, ParamLayout(shape, dim, num_shards))
-    in_memory = tuple(shape[place] for place in order)
-    return TensorLayout(shape, dim, order, ParamLayout(in_memory, order.index(dim), num_shards))
-
-
-def _order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the dims by falling stride if the tensor is dense in that order."""
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
-    return order if tensor.permute(order).is_contiguous() else None
+    in_memory = ParamLayout(
+        tuple(shape[place] for place in by_stride), by_stride.index(dim), num_shards
+    )
+    return TensorLayout(shape, dim, by_stride, in_memory)
 
 
 def matching_pieces(

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.codec import Attributes
+from composable_shard.core.codec import share_attributes
 from composable_shard.core.plugins import Op, Phase
 from composable_shard.core.reduction import LocalReduction, Reduction, reduce_dtype, wide_dtype
 from composable_shard.core.storage import GatherOps, Regather, ShardedParam, Slot, Storage
@@ -153,10 +152,9 @@ class Program:
         reduced = []
         for param, sharded in zip(group.params, self.sharded, strict=True):
             unsharded = param.unsharded
-            if type(unsharded) in (nn.Parameter, DTensor):
-                unsharded.__dict__ = sharded.__dict__  # attributes hold on both forms
+            if param.attributes is None:
+                param.attributes = share_attributes(sharded, unsharded)
             else:
-                param.attributes = param.attributes or Attributes(sharded, unsharded)
                 param.attributes.sharded = sharded
             unsharded.requires_grad_(sharded.requires_grad)
             is_wider = reduce_dtype(param).itemsize > unsharded.dtype.itemsize

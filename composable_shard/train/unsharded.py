@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.arguments import check_flags, check_module
-from composable_shard.core.codec import Attributes
+from composable_shard.core.codec import Attributes, share_attributes
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import groups_in, owner_of
 from composable_shard.core.reduction import assign_grad
@@ -78,7 +78,7 @@ class FullParams:
     to_cpu: bool
     with_grads: bool
     writeback: bool
-    copies: dict[nn.Parameter, tuple[nn.Parameter, Attributes]] = field(default_factory=dict)
+    copies: dict[nn.Parameter, tuple[nn.Parameter, Attributes | None]] = field(default_factory=dict)
     digests: dict[nn.Parameter, tuple[list[int], list[int] | None]] = field(default_factory=dict)
     edits: list[_Edit | None] = field(default_factory=list)
 
@@ -116,7 +116,7 @@ class FullParams:
             copy = nn.Parameter(full, requires_grad=param.requires_grad)
         else:
             copy = owner.leaf_around(full)
-        self.copies[param] = copy, Attributes(param, copy)
+        self.copies[param] = copy, share_attributes(param, copy)
         if grad is not None:
             assign_grad(copy, grad)
         if self.writeback:
@@ -162,7 +162,8 @@ class FullParams:
     def register_sharded(self) -> None:
         """Register the sharded parameters again. Collective: none."""
         for _, attributes in self.copies.values():
-            attributes.take()
+            if attributes is not None:
+                attributes.take()
         for param, slots in self.slots.items():
             for slot in slots:
                 slot.module._parameters[slot.attribute] = param

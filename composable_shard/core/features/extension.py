@@ -40,19 +40,17 @@ from composable_shard.core.codec import (
     Codec,
     Format,
     Formats,
-    Storages,
+    Memory,
     bound_hook,
     check_alike,
     codec_of,
-    copy_unless_same,
-    flat_view,
     flatten,
     formats_of,
     has_extension,
     has_grad_extension,
     in_words,
+    memory_of,
     padded,
-    storages_of,
 )
 from composable_shard.core.layout import MessageCost, aligned
 from composable_shard.core.reduction import Reduction, refuse_sparse, stage_of
@@ -302,30 +300,30 @@ class ExtensionBucket:
         param.create_unsharded(fitting, is_encoded=has_extension(param.local))
         unsharded = param.unsharded_local
         self._out = tensor if is_padded else unsharded
-        gathered, shard = storages_of(self._gathered), storages_of([param.local])
-        of_inner = storages_of(inner)
-        besides = {n: of_inner[n] for n in of_inner if n not in gathered and n not in shard}
-        self._inner = [flat_view(*one) for one in besides.values()]
-        read = {**besides, **self._read_rows(gathered, inner)}
-        self._read = [flat_view(storage, torch.uint8) for storage, _ in read.values()]
+        gathered, of_inner = memory_of(self._gathered), memory_of(inner)
+        known = {*gathered, *memory_of([param.local])}
+        besides = {number: of_inner[number] for number in of_inner if number not in known}
+        self._inner = list(besides.values())
+        read = [*self._inner, *self._read_rows(gathered, inner)]
+        self._read = [memory.view(torch.uint8) for memory in read]
         leaves = _torch.leaves(unsharded)
         if _torch.is_subclass(unsharded):
             freed = {*gathered, *besides}
             param.parts = [leaf for leaf in leaves if _torch.storage_number(leaf) in freed]
         self._kept_parts = [param.unsharded, self._out, *leaves, *inner]
 
-    def _read_rows(self, gathered: Storages, inner: Sequence[torch.Tensor]) -> Storages:
-        """Return the gathered storages that are needed after the post hook, alike on all ranks.
+    def _read_rows(self, gathered: Memory, inner: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the gathered memory that is needed after the post hook, alike on all ranks.
 
         A class that does not name its inner tensors may need all of them.
         """
         unsharded = self.param.unsharded_local
         if self._releases_gathered:
-            return {}
+            return []
+        used = memory_of([unsharded, *inner])
         if _torch.is_subclass(unsharded) and not _torch.is_wrapper_subclass(unsharded):
-            return gathered
-        used = storages_of([unsharded, *inner])
-        return {number: one for number, one in gathered.items() if number in used}
+            used = gathered
+        return [memory for number, memory in gathered.items() if number in used]
 
     def memory_for_backward(self) -> Sequence[torch.Tensor]:
         """Return the memory of the unsharded parameter."""
@@ -349,7 +347,9 @@ def _post_all_gather(
     """Build or fill the unsharded tensor of a wrapper subclass without hooks."""
     (whole,) = outputs
     if out is not None:
-        copy_unless_same(out, whole)
+        pairs = zip(_torch.leaves(out), _torch.leaves(whole), strict=True)
+        if any(mine.data_ptr() != theirs.data_ptr() for mine, theirs in pairs):
+            out.copy_(whole)
         return None
     whole = whole.to(dtype)
     return whole, _torch.leaves(whole)
