@@ -52,6 +52,14 @@ def test_links_point_to_what_is_there() -> None:
                 assert is_member or anchor in anchors(Page(target)), f"{page}: {link}"
 
 
+def test_words_that_newcomers_search_for_are_in_headings() -> None:
+    words = "meta, autocast, ema, gradient (activation) checkpointing, oom, loss spike, slow, nan, "
+    words += "multi-node, elastic, slurm, reproducible, zero-1, zero-2, hsdp, muon, inference, "
+    words += "`generate`, qlora, fp8, vllm, profiler"
+    headings = " ".join(heading for page in site_pages() for heading in page.headings).lower()
+    assert [word for word in words.split(", ") if word not in headings] == []
+
+
 def test_lists_and_tables_stand_apart() -> None:
     """Without an empty line before it, the site shows a list or a table as text."""
     for page in PAGES:
