@@ -203,6 +203,32 @@ def test_states_that_are_not_elementwise_are_refused() -> None:
     assert re.fullmatch(text, str(caught.value))
 
 
+def test_plain_gradients_of_sharded_parameters_are_refused() -> None:
+    with fake_ranks(2):
+        layer = fully_shard(nn.Linear(4, 4))
+        layer.weight.grad = torch.ones(4, 4)
+        with pytest.raises(TypeError) as caught:
+            flat(torch.optim.SGD(layer.parameters())).step()
+    assert str(caught.value) == (
+        "Expected the gradient of a sharded parameter to be a DTensor of plain tensors, got Tensor"
+    )
+
+
+@on_ranks(2)
+def test_unsynced_gradients_are_reduced_by_a_step() -> None:
+    """Of sharded and of replicated parameters, which the stock step refuses."""
+
+    def run(net: Any, optimizer: Any) -> None:
+        with net.no_sync():
+            loss_of(net).backward()
+        if not hasattr(optimizer, "num_tensors"):
+            net.synchronize_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert two_ways(lambda: sharded(Net()), MAKES["momentum"], run) == []
+
+
 @pytest.mark.parametrize("kind", [Signed, Counting])
 @on_ranks(2)
 def test_an_optimizer_of_the_users_that_says_so_is_stepped_flat(kind: Any) -> None:
