@@ -24,7 +24,7 @@ from composable_shard.insight.group_steps import (
     ParameterExplanation,
     StepTraffic,
     Traffic,
-    sent_by_subclass,
+    messages_of,
     short,
     total,
 )
@@ -374,6 +374,6 @@ def _subclass_text(step: GroupStep, bucket: ExtensionBucket) -> str:
     who = f"{step.names_of([bucket.param])[0]} is a tensor subclass"
     if not has_extension(bucket.param.local):
         return f"{who} that travels inner tensor by inner tensor"
-    if sent_by_subclass(bucket) is None:
+    if messages_of(bucket) is None:
         return f"{who} whose hook says at the first gather what it sends"
     return f"{who} whose hook says what it sends"

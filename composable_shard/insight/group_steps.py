@@ -215,12 +215,11 @@ class Copy:
 
 def unsharded_nbytes(bucket: Storage) -> int | None:
     """Return the bytes of a gathered bucket; ``None`` before a subclass has said what it sends."""
-    if isinstance(bucket, ExtensionBucket):
-        sent = sent_by_subclass(bucket)
-        return None if sent is None else bucket.mesh.num_shards * sum(sent)
-    assert isinstance(bucket, Bucket)
-    numel = 0 if bucket.shares_storage else bucket.layout.unsharded_numel
-    return numel * bucket.compute_dtype.itemsize
+    if isinstance(bucket, Bucket):
+        numel = 0 if bucket.shares_storage else bucket.layout.unsharded_numel
+        return numel * bucket.compute_dtype.itemsize
+    sent = messages_of(bucket)
+    return None if sent is None else bucket.mesh.num_shards * sum(sent)
 
 
 def sharded_nbytes(bucket: Storage) -> int:
@@ -229,13 +228,17 @@ def sharded_nbytes(bucket: Storage) -> int:
     return sum(leaf.numel() * leaf.itemsize for leaf in leaves)
 
 
-def sent_by_subclass(bucket: ExtensionBucket) -> tuple[int, ...] | None:
-    """Return the bytes of each message of a subclass, as the ranks agreed, or will without hooks.
+def messages_of(bucket: Storage) -> tuple[int, ...] | None:
+    """Return the bytes of each message of a gather; ``None`` before a subclass has said them.
 
-    Its own hook is not called: it may communicate, and may count its calls.
+    The hook of a subclass is not called: it may communicate, and may count its calls.
     """
     if bucket.mesh.num_shards == 1:
         return ()
+    if isinstance(bucket, Bucket):
+        spans, itemsize = bucket.layout.message_spans, bucket.compute_dtype.itemsize
+        return tuple(numel * itemsize for _, numel in spans)
+    assert isinstance(bucket, ExtensionBucket)
     if bucket.formats is not None:
         return tuple(map(_padded_nbytes, zip(*bucket.formats, strict=True)))
     if has_extension(bucket.param.local):
@@ -306,7 +309,7 @@ class GroupStep:
             p for p in group.params if p.sharded.requires_grad or p.name in group.unsynced_names
         ]
         self.reductions = [
-            GradStep(self, kind is LocalReduction, buckets, params, dtype)
+            ReductionStep(self, kind is LocalReduction, buckets, params, dtype)
             for kind, buckets, params, dtype in reduced_together(group, trained)
         ]
 
@@ -316,11 +319,8 @@ class GroupStep:
         return [pair for bucket in self.group.buckets for pair in self._params_of(bucket)]
 
     def _params_of(self, bucket: Storage) -> Iterator[tuple[ShardedParam, ParameterExplanation]]:
-        sharded, gathered, travels = (
-            sharded_nbytes(bucket),
-            unsharded_nbytes(bucket),
-            "as a subclass",
-        )
+        sharded, gathered = sharded_nbytes(bucket), unsharded_nbytes(bucket)
+        travels = "as a subclass"
         for index, param in enumerate(bucket.params):
             layout = param.layout.param
             if isinstance(bucket, Bucket):
@@ -380,14 +380,7 @@ class GroupStep:
 
     def _gather_traffic(self, bucket: Storage) -> Traffic:
         """Return what the all-gather of one use sends: a launch for each bucket."""
-        if bucket.mesh.num_shards == 1:
-            return Traffic()
-        if isinstance(bucket, ExtensionBucket):
-            sent = sent_by_subclass(bucket)
-        else:
-            assert isinstance(bucket, Bucket)
-            spans, itemsize = bucket.layout.message_spans, bucket.compute_dtype.itemsize
-            sent = tuple(numel * itemsize for _, numel in spans)
+        sent = messages_of(bucket)
         if sent and isinstance(self.group.channels[bucket.mesh].all_gather, CustomAllGather):
             sent = (sum(sent),)
         return _launched(sent, bucket.mesh.num_shards)
@@ -456,7 +449,7 @@ def is_away(param: ShardedParam) -> bool:
     return _torch.has_streams(param.mesh.device) and param.offload is not None
 
 
-class GradStep:
+class ReductionStep:
     """Gradients of one group that are reduced together.
 
     Attributes:
