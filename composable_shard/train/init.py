@@ -341,5 +341,7 @@ def _send(bucket: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int)
     sent = numbers[0] if len(numbers) == 1 else torch.cat(numbers)
     dist.broadcast(sent, group=group, group_src=source)
     for leaf, own in zip(bucket, sent.split([len(own) for own in numbers]), strict=True):
-        if own.data_ptr() != leaf.data_ptr():
+        if own.data_ptr() == leaf.data_ptr():
+            count_write(leaf)  # the collective counts none
+        else:
             leaf.copy_(own.view(leaf.dtype).view(leaf.shape))

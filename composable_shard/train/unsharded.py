@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -48,13 +47,13 @@ class _Edit(NamedTuple):
     """What is to be written for one parameter; known before any of it is written.
 
     Attributes:
-        value: Its new value; ``None`` if it is the same.
-        grad: Its new gradient; ``None`` if there is none, or it is the same.
-        keeps_grad: Whether the gradient is the same, and reduced.
+        shape: The shape of its new value; ``None`` if it is the same value.
+        has_grad: Whether it has a gradient.
+        keeps_grad: Whether that is the same, and reduced.
     """
 
-    value: torch.Tensor | None
-    grad: torch.Tensor | None
+    shape: tuple[int, ...] | None
+    has_grad: bool
     keeps_grad: bool
 
 
@@ -70,7 +69,8 @@ class FullParams:
         writeback: Whether edits are to be written back.
         copies: The full copies, as long as they are registered.
         digests: Those of the copies and of their gradients, before they are edited.
-        edits: What is to be written back, for each parameter.
+        edited: What is registered at the end, for each parameter.
+        edits: What of that is to be written back.
     """
 
     slots: dict[nn.Parameter, list[_Slot]]
@@ -80,6 +80,7 @@ class FullParams:
     writeback: bool
     copies: dict[nn.Parameter, tuple[nn.Parameter, Attributes | None]] = field(default_factory=dict)
     digests: dict[nn.Parameter, tuple[list[int], list[int] | None]] = field(default_factory=dict)
+    edited: list[nn.Parameter | None] = field(default_factory=list)
     edits: list[_Edit | None] = field(default_factory=list)
 
     def register_full(self) -> None:
@@ -125,7 +126,7 @@ class FullParams:
             slot.module._parameters[slot.attribute] = copy
 
     @contextlib.contextmanager
-    def edited(self) -> Iterator[None]:
+    def noticing_edits(self) -> Iterator[None]:
         """Notice what was edited within; an exception on one rank is one on all that wait for it.
 
         Raises:
@@ -140,24 +141,23 @@ class FullParams:
         together = Together(meshes, "the writeback of unsharded()")
         with together.noting_failure():
             yield
-            self.edits = list(map(self._edit_of, self.slots))
+            places = [slots[0] for slots in self.slots.values()]
+            self.edited = [place.module._parameters.get(place.attribute) for place in places]
+            self.edits = list(map(self._edit_of, self.slots, self.edited))
         together.go_on()
 
     @torch.no_grad()
-    def _edit_of(self, param: nn.Parameter) -> _Edit | None:
+    def _edit_of(self, param: nn.Parameter, value: nn.Parameter | None) -> _Edit | None:
         """Return what is to be written for a parameter; ``None`` if it was taken away."""
-        place = self.slots[param][0]
-        value = place.module._parameters.get(place.attribute)
-        if value is None or param not in self.digests:
+        if value is None or param not in self.digests:  # of which the first rank tells
             return None
         known, known_grad = self.digests[param]
-        full, grad = value.detach().to(param.dtype), value.grad
-        is_same = digest(full) == known
-        keeps_grad = not self.with_grads
+        is_same = digest(value.detach().to(param.dtype)) == known
+        keeps_grad, grad = not self.with_grads, value.grad
         if grad is not None and isinstance(param.grad, DTensor):
             is_reduced = param.grad.placements == cast(DTensor, param).placements
             keeps_grad |= is_reduced and digest(grad) == known_grad
-        return _Edit(None if is_same else full, None if keeps_grad else grad, keeps_grad)
+        return _Edit(None if is_same else tuple(value.shape), grad is not None, keeps_grad)
 
     def register_sharded(self) -> None:
         """Register the sharded parameters again. Collective: none."""
@@ -177,23 +177,36 @@ class FullParams:
     def write_back(self) -> None:
         """Copy what was edited into the shards; a parameter that was taken away stays.
 
-        Collective: none; with ``rank0_only`` a broadcast of an object for each parameter.
+        Collective: none; with ``rank0_only`` a broadcast of an object over each mesh, and of each
+            value and gradient that was edited.
         """
-        edits = zip(self.slots, self.edits, strict=True)
         if self.rank0_only:
-            edits = zip(self.slots, list(starmap(_of_first, edits)), strict=True)
-        made = [(param, edit) for param, edit in edits if edit is not None]
-        for param, edit in made:
-            if edit.value is not None and edit.value.shape != param.shape:
+            said = {
+                mesh: _of_first(self.edits, mesh)
+                for mesh in dict.fromkeys(map(_mesh_of, self.slots))
+            }
+            self.edits = [said[_mesh_of(param)][at] for at, param in enumerate(self.slots)]
+        for (param, slots), edit in zip(self.slots.items(), self.edits, strict=True):
+            if edit is not None and edit.shape not in (None, tuple(param.shape)):
                 raise ValueError(
-                    f"Expected {self.slots[param][0]} to have shape {list(param.shape)} at the "
-                    f"end of unsharded(), got {list(edit.value.shape)}; edit values only"
+                    f"Expected {slots[0]} to have shape {list(param.shape)} at the end of "
+                    f"unsharded(), got {list(edit.shape or ())}; edit values only"
                 )
-        for param, edit in made:
-            if edit.value is not None:  # all ranks write, or their versions would differ
-                _torch.local_tensor(param).copy_(_shard_of(param, edit.value))
-            if not edit.keeps_grad:
-                _write_grad(param, edit.grad)
+        for param, value, edit in zip(self.slots, self.edited, self.edits, strict=True):
+            if edit is not None and edit.shape is not None:
+                # all ranks write, or their versions would differ
+                _torch.local_tensor(param).copy_(self._shard_of(param, value))
+            if edit is not None and not edit.keeps_grad:
+                grad = None if value is None else value.grad
+                _write_grad(param, self._shard_of(param, grad) if edit.has_grad else None)
+
+    def _shard_of(self, param: nn.Parameter, full: torch.Tensor | None) -> torch.Tensor:
+        """Cut this rank's part out of a full tensor; may be a view. Collective: see write_back."""
+        mesh = _mesh_of(param)
+        if self.rank0_only:  # pickled, and where others have no device of that number
+            full = _of_first(None if full is None else full.detach().cpu(), mesh)
+        assert full is not None
+        return _torch.cut(full.detach().to(mesh.device_type), mesh, cast(DTensor, param).placements)
 
 
 # One tensor -----------------------------------------------------------------------------------
@@ -203,39 +216,28 @@ def _mesh_of(param: nn.Parameter) -> DeviceMesh:
     return cast(DTensor, param).device_mesh
 
 
-def _of_first(param: nn.Parameter, edit: _Edit | None) -> _Edit | None:
-    """Return the edit of the first rank of the mesh of a parameter."""
-    if edit is not None:  # pickled, and where others have no device of that number
-        value, grad = (None if one is None else one.cpu() for one in edit[:2])
-        edit = _Edit(value, grad, edit.keeps_grad)
-    mesh, box = _mesh_of(param), [edit]
+def _of_first(said: Any, mesh: DeviceMesh) -> Any:
+    """Return what the first rank of a mesh says."""
+    box = [said]
     for axis in range(mesh.ndim):  # after axis k, all ranks that begin like the first have it
         dist.broadcast_object_list(box, group=mesh.get_group(axis), group_src=0)
     return box[0]
 
 
-def _shard_of(param: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
-    """Cut this rank's part out of a full tensor; may be a view. Collective: none."""
-    mesh = _mesh_of(param)
-    return _torch.cut(full.to(mesh.device_type), mesh, cast(DTensor, param).placements)
-
-
-def _write_grad(param: nn.Parameter, full: torch.Tensor | None) -> None:
-    """Make a full gradient the reduced gradient of a sharded parameter."""
+def _write_grad(param: nn.Parameter, shard: torch.Tensor | None) -> None:
+    """Give a sharded parameter a reduced gradient, or none."""
     sharded, present = cast(DTensor, param), param.grad
-    if full is None:
+    if shard is None:
         param.grad = None
-        return
-    shard = _shard_of(param, full)
-    if (
+    elif (
         isinstance(present, DTensor)
         and present.placements == sharded.placements
-        and present.dtype == full.dtype
+        and present.dtype == shard.dtype
     ):
         _torch.local_tensor(present).copy_(shard)
-        return
-    local = shard.clone().to(_torch.local_tensor(param).device)
-    assign_grad(param, distributed(local, sharded, sharded.placements))
+    else:
+        local = shard.clone().to(_torch.local_tensor(param).device)
+        assign_grad(param, distributed(local, sharded, sharded.placements))
 
 
 # Full parameters for a while: to look at, to edit, to save ----------------------------------------
@@ -291,7 +293,7 @@ def unsharded(
 
     Collective: one all-gather of each bucket of 64 MiB of parameters, and of gradients with
         ``with_grads``; a gather to the first rank with ``rank0_only``. None for the writeback, but
-        with ``rank0_only`` 8 bytes along each axis and a broadcast of an object for each parameter.
+        with ``rank0_only`` 8 bytes along each axis and a broadcast of what was edited.
     Memory: all full parameters (and gradients) at a time, on the first rank alone with
         ``rank0_only``; besides, a bucket of them on the device of compute.
     Source: ``FullyShardedDataParallel.summon_full_params`` (FSDP1).
@@ -333,7 +335,7 @@ def unsharded(
         group.is_opened = True
     try:
         params.register_full()
-        with params.edited():
+        with params.noticing_edits():
             yield
     finally:
         params.register_sharded()
