@@ -1,4 +1,4 @@
-"""A thread beside: it looks at what a rank waits for, and does what others wait for meanwhile."""
+"""A thread beside training: it watches waits, and does what other ranks may wait for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import MethodType
 
 PAUSE = 0.5
-"""Seconds from one time that everything is done to the next."""
+"""Seconds from one round of calls to the next."""
 
 _END = 2.0  # seconds that the interpreter waits for the thread
 
@@ -20,17 +20,17 @@ _Act = Callable[[], object]
 
 
 def do_beside(act: Callable[[], object]) -> None:
-    """Do something now and then, beside whatever else this process does or waits for.
+    """Call a function now and then on the thread.
 
     Args:
-        act: What is quick and may be called on any thread; of a method, until its object is gone.
-            What it raises is nobody's business.
+        act: The function: quick, and safe on any thread. A method is called until its object is
+            gone. Errors are dropped.
     """
     _acts.append(weakref.WeakMethod(act) if isinstance(act, MethodType) else lambda: act)
 
 
 def ask(act: Callable[[], object], seconds: float = 0.0) -> None:
-    """Have something done by the thread, once; wait for it for so long at most."""
+    """Call a function once on the thread; wait for it for so many seconds at most."""
     _thread.ensure()
     is_done = threading.Event()
 
@@ -71,8 +71,8 @@ class _Thread:
             for ref in list(_acts):
                 self._do(ref)
 
-    # What is asked and done ends with these calls: a variable of the loop would keep the last one,
-    # and with it its process group, until the next.
+    # These are methods because a variable of the loop would keep the last function, and with it its
+    # process group, until the next.
 
     def _answer_one(self) -> bool:
         try:
@@ -92,7 +92,7 @@ class _Thread:
             act()
 
     def _end(self) -> None:
-        """End the thread before the interpreter, which would abort if it ran on."""
+        """End the thread before the interpreter, which would abort otherwise."""
         if self._thread is not None and self._process == os.getpid():
             self.asked.put(None)
             self._thread.join(_END)

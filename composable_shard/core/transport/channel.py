@@ -1,4 +1,4 @@
-"""How one group of parameters talks to the ranks of one mesh."""
+"""The collectives of one parameter group over one mesh, and which implementation each uses."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Channel:
 
     Attributes:
         mesh: The ranks.
-        all_gather: How shards are gathered.
-        reduce_scatter: How gradients are reduced over the shards.
-        gathering: What it does when it gathers, for messages.
-        reducing: The same for reductions.
-        tags: Those of the messages of gathers and of reductions.
+        all_gather: The implementation of the all-gather of shards.
+        reduce_scatter: The implementation of the reduce-scatter of gradients.
+        gathering: The words of error messages for a gather.
+        reducing: The words of error messages for a reduction.
+        tags: The tags of messages: of gathers, and of reductions.
     """
 
     def __init__(self, mesh: ShardMesh) -> None:
@@ -65,19 +65,19 @@ class Channel:
         self.reduce_scatter: ReduceScatterLaunch
         self._gather_to: Callable[..., list[Waitable]]
         self._use_fastest()
-        # None where no axis shards, and nothing is called that needs it.
+        # None where no axis shards; no collective over the shards is called there.
         self._shard_group = self._reduce_group = cast(dist.ProcessGroup, mesh.shard_group)
         self.tags = 0, 1
         self._is_custom = False
         self.set_label("a group")
 
     def set_label(self, label: str) -> None:
-        """Let messages say which group this is."""
+        """Name the group in error messages."""
         self.gathering = f"gathering {label}"
         self.reducing = f"reducing the gradients of {label}"
 
     def set_tag(self, tag: int) -> None:
-        """Let the messages carry two tags made of one on which the ranks have agreed."""
+        """Derive both tags from one that the ranks have agreed on."""
         self.tags = 2 * tag, 2 * tag + 1
 
     # Choices --------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class Channel:
             )
 
     def use_memory(self, memory: Memory | None) -> None:
-        """Let collectives use memory of the backend's, or the tensors themselves if ``None``."""
+        """Run collectives over memory of the backend, or in place if ``None``."""
         if memory is None:
             self._use_fastest()
         else:
@@ -118,49 +118,49 @@ class Channel:
             self.reduce_scatter = CustomReduceScatter(ReduceScatterIn(memory))
 
     def separate_reductions(self, enable: bool) -> None:
-        """Let reductions run in a process group of their own. Collective: makes it, once."""
+        """Set whether reductions have a process group of their own. Collective: makes it, once."""
         group = self.mesh.shard_group
         if group is not None:
             self._reduce_group = subgroup(group, group.size()) if enable else group
 
     def saved(self) -> tuple[dict[str, Any], bool]:
-        """Return what of the choices is pickled: memory of a backend is not."""
+        """Return the choices that are pickled; memory of a backend is not."""
         names = ("all_gather", "reduce_scatter", "_is_custom") if self._is_custom else ()
         custom = {name: getattr(self, name) for name in names}
         return custom, self._reduce_group is not self.mesh.shard_group
 
     def restore(self, custom: dict[str, Any], is_separate: bool) -> None:
-        """Make the choices that :meth:`saved` returned. Collective: see separate_reductions."""
+        """Restore the choices of :meth:`saved`. Collective: see separate_reductions."""
         self.__dict__.update(custom)
         self.separate_reductions(is_separate)
 
     # Collectives ----------------------------------------------------------------------------
 
     def gather(self, outputs: Tensors, inputs: Tensors) -> list[Waitable]:
-        """Gather every input from the ranks that share the parameters.
+        """Gather every input [n] over the shards into its output [num_shards * n].
 
         Args:
-            outputs: What to write.
-            inputs: What to send.
+            outputs: The tensors to write.
+            inputs: The tensors to send.
         """
         return self._gather_from(self._shard_group, outputs, inputs)
 
     def gather_to(self, to: int, outputs: Tensors, inputs: Tensors) -> list[Waitable]:
-        """Gather every input on one of the ranks that share the parameters.
+        """Gather every input on one rank of the shards.
 
         Args:
-            to: Which of them.
-            outputs: What to write; of that rank alone.
-            inputs: What to send.
+            to: The rank, within the shard group.
+            outputs: The tensors to write; empty on the other ranks.
+            inputs: The tensors to send.
         """
         group = self._shard_group
         launch = partial(self._gather_to, outputs, inputs, group, self.tags[0], to)
         return self._launch(launch, group, self.gathering)
 
     def prepare_regather(self, num_ranks: int) -> None:
-        """Have the process group of ``num_ranks`` neighbours, before one of them may fail.
+        """Make the process group of ``num_ranks`` neighbours, while no rank has failed.
 
-        Collective: makes the group at the first time.
+        Collective: makes the group at the first call.
         """
         if self.mesh.shard_group is not None:
             subgroup(self.mesh.shard_group, num_ranks)
@@ -181,13 +181,13 @@ class Channel:
         return group is not None and self.reduce_scatter.averages(group, self.mesh.device)
 
     def reduce(self, outputs: Tensors, inputs: Tensors, divisor: float | None) -> list[Waitable]:
-        """Reduce every input over the ranks that share the parameters, and scatter it.
+        """Reduce every input [num_shards * n] over the shards, and scatter it into its output [n].
 
         Args:
-            outputs: What to write.
-            inputs: What to reduce.
-            divisor: What to divide the sum by, the number of ranks unless the reduce-scatter
-                ``divides``; ``None`` to leave it as it is.
+            outputs: The tensors to write.
+            inputs: The tensors to reduce.
+            divisor: The divisor of the sum; the number of ranks, unless the reduce-scatter
+                ``divides``. ``None`` keeps the sum.
         """
         group = self._reduce_group
         op: Any = dist.ReduceOp.SUM if divisor is None else dist.ReduceOp.AVG
@@ -197,11 +197,11 @@ class Channel:
         return self._launch(partial(launch, outputs, inputs, group, op, tag), group, self.reducing)
 
     def exchange(self, output: torch.Tensor, source: torch.Tensor) -> list[Waitable]:
-        """Send row r of ``source`` to rank r of those that share the parameters; all to all.
+        """Send row r of ``source`` to rank r of the shards: an all-to-all.
 
         Args:
-            output: What to write, [num_shards, n]: a row from each rank.
-            source: What to send, like it.
+            output: The tensor to write, [num_shards, n]: row r comes from rank r.
+            source: The tensor to send, [num_shards, n].
         """
         group = self._reduce_group
 
@@ -214,14 +214,14 @@ class Channel:
     def divides_over_replicas(self, dtype: torch.dtype) -> bool:
         """Tell whether :meth:`all_reduce` averages before it rounds to ``dtype``.
 
-        Gloo rounds each sum of two ranks, so it is given what is wide enough to be rounded once.
+        Gloo rounds each sum of two ranks, so it gets a wider dtype, and the result is rounded once.
         """
         group = self.mesh.replica_group
         is_gloo = group is not None and _torch.message_backend(group, self.mesh.device) == "gloo"
         return is_gloo and sum_dtype(dtype) != dtype
 
     def all_reduce(self, tensor: torch.Tensor) -> list[Waitable]:
-        """Average a tensor over the ranks that hold the same shards, in place."""
+        """Average a tensor over the replicas, in place."""
         group = self.mesh.replica_group
         assert group is not None
         divides = self.divides_over_replicas(tensor.dtype)
@@ -240,18 +240,18 @@ class Channel:
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup | None]:
-        """Those in which ranks may wait for this one."""
+        """The process groups in which ranks may wait for this one."""
         shards = self.mesh.shard_group
         return [shards, self.mesh.replica_group, self._reduce_group, *subgroups_of(shards)]
 
     def _launch(
         self, launch: Callable[[], list[Waitable]], group: dist.ProcessGroup, op: str
     ) -> list[Waitable]:
-        """Launch collectives; if that fails, say what they were for, here and to other ranks."""
+        """Launch collectives; if that fails, name the operation here and tell the other ranks."""
         if announced:
             go_on()
         is_seen = board_of(group) is not None
-        # Ranks that hold the same shards may have agreed on other tags.
+        # Replicas may have agreed on other tags.
         has_key = is_seen and group is not self.mesh.replica_group
         key = f"{self.tags[0]} {op}" if has_key else ""
         number = count_launch(group, key) if key else 0
@@ -271,7 +271,7 @@ class Channel:
 
 
 class _Launched:
-    """The works of one launch."""
+    """The works of one launch; watches the wait for them."""
 
     def __init__(self, works: list[Waitable], watch: Callable[[], watched]) -> None:
         self._works = works[::-1]

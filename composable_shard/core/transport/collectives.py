@@ -1,9 +1,9 @@
-"""Collectives of many tensors in one launch: those of c10d, and those that users bring.
+"""Collectives of many tensors in one launch: those of c10d, and custom ones.
 
-They return at once; waiting is the business of ``Pending``.
+A launch returns at once; ``Pending`` waits.
 
-A custom collective takes one flat tensor and gives one: what a group sends is copied into it, and
-what arrives is copied out. The built-in ones, which write in place, need neither.
+A custom collective reads one flat tensor and writes one, so inputs are copied in and outputs are
+copied out. Built-in collectives read and write in place.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class AllGatherLaunch(Protocol):
         """Launch the all-gather of each input [n] into its output [N * n].
 
         Args:
-            outputs: What to write.
-            inputs: What to send.
+            outputs: The tensors to write.
+            inputs: The tensors to send.
             group: The ranks.
-            tag: A number on which the ranks have agreed, to tell these messages from others.
+            tag: A number that the ranks have agreed on, which marks these messages.
         """
 
 
@@ -48,13 +48,13 @@ class ReduceScatterLaunch(Protocol):
     """Reduces many tensors at once.
 
     Attributes:
-        widens: Whether an input may be of a narrower dtype than its output, in which it is summed;
-            another one on each rank.
-        divides: Whether it divides a sum by any number before it is rounded.
-        reads_padding: Whether it may look at an input as a whole, so that padding must be zeros.
-        keeps_inputs: Whether what it launches keeps the inputs for as long as it needs them; those
-            of others are kept until it has been waited for.
-        copies_out: Whether waiting copies out of memory that belongs to the stream of the launch.
+        widens: Whether inputs may have a narrower dtype than the outputs, in which they are summed;
+            each rank may send another dtype.
+        divides: Whether it divides a sum by any number before it rounds.
+        reads_padding: Whether it may read padding, which must be zeros then.
+        keeps_inputs: Whether the launched work keeps the inputs as long as it needs them; if not,
+            the caller keeps them until the wait.
+        copies_out: Whether the wait copies out of memory that belongs to the launching stream.
     """
 
     widens: bool = False
@@ -73,24 +73,24 @@ class ReduceScatterLaunch(Protocol):
         """Launch the reduce-scatter of each input [N * n] into its output [n]; see all-gather.
 
         Args:
-            outputs: What to write.
-            inputs: What to send.
+            outputs: The tensors to write.
+            inputs: The tensors to send.
             group: The ranks.
-            op: A ``ReduceOp``, or, if it ``divides``, the number to divide the sum by.
+            op: A ``ReduceOp``, or the divisor of the sum if it ``divides``.
             tag: See all-gather.
         """
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return in what to add tensors of ``dtype``, that their sum is rounded to it only once."""
+    """Return the dtype in which to add tensors of ``dtype``, to round their sum only once."""
     is_half = dtype.is_floating_point and dtype.itemsize < 4
     return torch.float32 if is_half else dtype
 
 
 def may_read_padding(device: torch.device) -> bool:
-    """Tell whether backends look at all they send, as NCCL with ``TORCH_NCCL_NAN_CHECK=1`` does.
+    """Tell whether a backend may read padding, as NCCL does with ``TORCH_NCCL_NAN_CHECK=1``.
 
-    Those of the CPU do not.
+    Backends of the CPU read none.
     """
     return _torch.has_streams(device)
 
@@ -98,8 +98,8 @@ def may_read_padding(device: torch.device) -> bool:
 class EachAllGather(AllGatherLaunch):
     """One c10d launch for each tensor.
 
-    Hazard: two coalesced all-gathers in flight on one process group of gloo write its memory at the
-    same time, and corrupt it. Guard: this. Test: ``test_gloo_launches_no_coalesced_all_gather``.
+    Hazard: two coalesced all-gathers in flight on one process group of gloo corrupt its memory.
+    Guard: gloo launches none. Test: ``test_gloo_launches_no_coalesced_all_gather``.
     """
 
     def launch(
@@ -150,7 +150,7 @@ def _as_bytes(tensors: Sequence[torch.Tensor]) -> Tensors:
     return [tensor.view(torch.uint8) for tensor in tensors]
 
 
-# Communication that users bring along, and memory that a backend brings along ---------------------
+# Custom collectives, and memory that a backend allocates ------------------------------------------
 
 
 class _Allocates(ABC):
@@ -161,9 +161,9 @@ class _Allocates(ABC):
         """Return a contiguous buffer for the collective to read or write.
 
         Args:
-            size: Its shape.
+            size: The shape of the buffer.
             dtype: Its dtype.
-            device: Where it has to be.
+            device: Its device.
         """
 
 
@@ -228,9 +228,9 @@ class ReduceScatter(_Allocates):
 
 
 class Then:
-    """Does something when a collective has been waited for; until then keeps what it reads.
+    """Waits for a collective, then calls a function; keeps the sent tensor until then.
 
-    A custom collective may run where nothing orders it before the next use of that memory.
+    A custom collective may run on a stream that nothing orders before the next use of that memory.
     """
 
     def __init__(
@@ -287,10 +287,10 @@ def _launch_custom(
 
     Args:
         comm: The all-gather or reduce-scatter.
-        outputs: What to write, and of how many rows each is: one from or for each rank.
-        inputs: What to send, likewise.
+        outputs: The tensors to write, and their number of rows: one for each sending rank.
+        inputs: The tensors to send, and their number of rows: one for each receiving rank.
         group: The ranks.
-        op: Of a reduction.
+        op: The reduce op of a reduce-scatter.
     """
     (places, num_arriving), (sources, num_sent) = outputs, inputs
     by_dtype: dict[torch.dtype, list[int]] = {}
@@ -317,11 +317,11 @@ def _copy_each(into: Tensors, parts: Sequence[torch.Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory that a backend can use without staging of its own.
+    """Memory that a backend uses without a staging copy.
 
     Attributes:
-        allocate: Called with shape, dtype and device; returns a buffer.
-        register: Called with each buffer and the process group before a collective uses it.
+        allocate: Takes shape, dtype and device; returns a buffer.
+        register: Takes a buffer and the process group, before a collective uses the buffer.
     """
 
     allocate: Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
@@ -329,7 +329,7 @@ class Memory:
 
 
 class _In(_Allocates):
-    """Allocates from a memory, and makes buffers known to it."""
+    """Allocates and registers buffers in a memory."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -345,7 +345,7 @@ class _In(_Allocates):
 
 
 class AllGatherIn(_In, AllGather):
-    """The all-gather of c10d over memory of a backend's choice; never waits."""
+    """The all-gather of c10d over memory that the backend allocates; always asynchronous."""
 
     def __call__(
         self,
@@ -359,7 +359,7 @@ class AllGatherIn(_In, AllGather):
 
 
 class ReduceScatterIn(_In, ReduceScatter):
-    """The reduce-scatter of c10d over memory of a backend's choice; never waits."""
+    """The reduce-scatter of c10d over memory that the backend allocates; always asynchronous."""
 
     def __call__(
         self,

@@ -1,18 +1,19 @@
-"""What is raised when a collective fails: which rank is missing, at what, seen from which rank.
+"""The errors of a failed collective: which rank is missing, in which operation, on which rank.
 
-A process group in which a collective has failed is lost. Its ranks are no longer in step, and what
-one of them sent for the failed collective would be taken for a part of the next. Gloo closes its
-connections for that reason; ranks that share memory refuse to go on likewise.
+A process group in which a collective has failed is lost: its ranks are no longer in step, and a
+message of the failed collective would be taken for one of the next. So gloo closes its connections,
+and ranks that share memory refuse to go on likewise.
 
-A rank that fails by itself, in a hook of the user's for example, says so in the store of its
-process group (:func:`announce`), and so does one that waits for long. The thread of ``beside.py``
-watches every wait (:class:`watched`): it looks into the store while the wait lasts, and ends it
-when a rank has failed and does not come. Only process groups of gloo are watched, since waiting
-for others does not block.
+A rank that fails by itself, in a hook of the user for example, publishes that in the store of its
+process group (:func:`announce`). So does a rank that waits for long. The thread of ``beside.py``
+watches every wait (:class:`watched`): it polls the store while the wait lasts, and ends the wait
+when another rank has failed. Only process groups of gloo are watched, since waits of other backends
+do not block the host.
 
-Ranks that leave out what others do wait for each other: each for a collective that the next one has
-not come to. Those that wait for long say what they wait for and what they have launched, so each
-can tell, without a doubt and long before the time-out, that nobody will ever come.
+Ranks that run different collectives wait for each other, each for a collective that the next one
+does not launch. Ranks that wait for long publish the collective that they wait for, and the
+collectives that they have launched. If the waiting ranks form a cycle, it is a deadlock, and all of
+them raise, long before the time-out.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ _losses = weakref.WeakKeyDictionary()
 
 
 def lost(group: dist.ProcessGroup, peer: int, got: object) -> ShardError:
-    """Give ``group`` up; return the error that says so.
+    """Mark ``group`` as lost; return the error that says so.
 
     Args:
         group: The process group.
-        peer: The rank within it that was waited for.
-        got: What came instead.
+        peer: The awaited rank, within the group.
+        got: What this rank got instead.
     """
     rank = dist.get_process_group_ranks(group)[peer]
     error = ShardError(_bare(f"Expected rank {rank} to take part in a collective, got {got}"))
@@ -55,7 +56,7 @@ def lost(group: dist.ProcessGroup, peer: int, got: object) -> ShardError:
 
 
 def mismatch(group: dist.ProcessGroup, peer: int, own: str, got: str) -> RankMismatchError:
-    """Give ``group`` up, in which a rank sends other tensors than this one; return the error."""
+    """Mark ``group`` as lost, since a rank sends other tensors than this one; return the error."""
     rank = dist.get_process_group_ranks(group)[peer]
     error = RankMismatchError(
         f"Expected {own} from rank {rank} as on this one, got {got}; has a parameter been replaced "
@@ -71,7 +72,7 @@ def is_lost(group: dist.ProcessGroup) -> bool:
 
 
 def refuse_lost(group: dist.ProcessGroup) -> None:
-    """Raise ``ShardError`` if a collective of ``group`` has failed; see the top of this page."""
+    """Raise ``ShardError`` if a collective of ``group`` has failed."""
     if _losses and group in _losses:
         raise ShardError(
             "Expected a process group without failures, got one that had failed before: "
@@ -80,12 +81,11 @@ def refuse_lost(group: dist.ProcessGroup) -> None:
 
 
 def named(error: RuntimeError, op: str) -> RuntimeError:
-    """Return an error that says on which rank and at what a collective failed.
+    """Return an error that names the rank and the operation of a failed collective.
 
     Args:
-        error: What was raised, by a backend or by a collective of ours; returned as it is if it
-            says all that already.
-        op: What the rank was doing, such as "gathering group 'blocks.3'".
+        error: The error of the backend or of this library; returned as it is if it names both.
+        op: The operation, such as "gathering group 'blocks.3'".
     """
     said = f"Rank {dist.get_rank()} failed while "
     if isinstance(error, CommunicationError) or str(error).startswith(said):
@@ -98,7 +98,7 @@ _PARTED = "Expected all ranks to run the same, got "
 
 
 def _bare(text: str) -> str:
-    """Return only the sentence of a rank that found a deadlock, if a text ends with one."""
+    """Return the sentence about a deadlock alone, if a text ends with one."""
     return text[max(text.rfind(_PARTED), 0) :]
 
 
@@ -106,13 +106,13 @@ def _bare(text: str) -> str:
 
 
 class Wait(NamedTuple):
-    """What a rank waits for, and what it has launched before.
+    """The collective that a rank waits for, and those that it has launched.
 
     Attributes:
-        op: What it waits for, such as "gathering group 'blocks.3'".
-        key: Which collective of a model that is, the same on all ranks.
-        number: The how many-th of those it waits for.
-        launched: How many of each it has launched.
+        op: The operation, such as "gathering group 'blocks.3'".
+        key: The key of the collective, the same on all ranks.
+        number: The number of the awaited collective among those of its key.
+        launched: The number of launched collectives by key.
     """
 
     op: str
@@ -124,13 +124,13 @@ class Wait(NamedTuple):
 def never_comes(own: int, waits: Mapping[int, Wait]) -> int | None:
     """Return a rank that ``own`` waits for, and that waits for ``own`` itself or through others.
 
-    What a rank says of its wait stays true at least until all others have launched what it waits
-    for. So those of a circle of ranks, of which each has not launched what the one before waits
-    for, will wait for ever, however old what they have said is.
+    A published wait stays true until all other ranks have launched the awaited collective. So if
+    each rank of a cycle has not launched what the one before waits for, all wait for ever, however
+    old the published waits are.
 
     Args:
-        own: This rank; what it says is so now.
-        waits: What ranks say that wait, by rank.
+        own: This rank, whose wait is up to date.
+        waits: The published waits, by rank.
     """
 
     def missing_for(rank: int) -> list[int]:
@@ -152,35 +152,34 @@ def never_comes(own: int, waits: Mapping[int, Wait]) -> int | None:
     return None
 
 
-# What ranks tell each other -----------------------------------------------------------------------
+# What ranks publish -------------------------------------------------------------------------------
 
 _UNEVEN = "ranks whose batches end at different steps iterate by composable_shard.uneven()"
 ENDED = f"the end of its process; {_UNEVEN}"
-_PATIENCE = 1.0  # seconds that a wait may last before others are asked
-_ANSWER = 2.0  # seconds until an error is raised without what the others say
-_FAILED, _WAITS = "failed", "waits"  # keys: of whether anybody has said so, and who
+_PATIENCE = 1.0  # seconds that a wait may last before the store is polled
+_ANSWER = 2.0  # seconds to wait for the store before an error is raised without it
+_FAILED, _WAITS = "failed", "waits"  # keys of the store: whether any rank has, and for each rank
 _SIGNS_OF_A_TIME_OUT = ("time-out of", "Timed out", "timed out")
 _LOAD = 4000  # records of waits that all ranks together read each second, at most
-_NUM_TOLD = 8  # ranks whose whereabouts are told
-_NO_TAG = (1 << 31) - 1  # of a message that nobody sends
+_NUM_TOLD = 8  # ranks whose whereabouts a message tells
+_NO_TAG = (1 << 31) - 1  # the tag of a message that no rank sends
 _ANNOUNCED = "_composable_shard_is_announced"
 
 _boards: weakref.WeakKeyDictionary[dist.ProcessGroup, _Board | None]
 _boards = weakref.WeakKeyDictionary()
-announced: set[_Board] = set()  # those on which this rank says that it failed
+announced: set[_Board] = set()  # the boards on which this rank has published its failure
 _waits: list[watched] = []
 _launches: weakref.WeakKeyDictionary[dist.ProcessGroup, _Launches]
 _launches = weakref.WeakKeyDictionary()
 
 
 class _Board:
-    """What the ranks of one process group of gloo say in its store.
+    """The store of one process group of gloo, in which its ranks publish failures and waits.
 
-    Every method that reads or writes the store is called by the watcher's thread alone: the store
-    may not answer.
+    Only the watcher's thread calls the methods that use the store, since the store may not answer.
 
     Attributes:
-        num_failures: How often this rank has failed.
+        num_failures: The number of failures of this rank.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -198,7 +197,7 @@ class _Board:
         self._store.delete_key(f"{key} {self._place}")
 
     def _said(self, key: str) -> dict[int, str]:
-        """Return what the others say, by their ranks in the job."""
+        """Return what the other ranks have published, by their ranks in the job."""
         if not self._store.check([key]):
             return {}
         said = {
@@ -209,25 +208,25 @@ class _Board:
         return {rank: text for rank, text in said.items() if text}  # else taken back just now
 
     def failure(self) -> str | None:
-        """Return which rank has failed at what, if one has failed more often than this one.
+        """Return the failure of a rank that has failed more often than this one, if there is one.
 
-        Where all fail alike, nobody waits for what the others have left out.
+        Where all ranks fail alike, none waits for another.
         """
         found = []
         for rank, text in self._said(_FAILED).items():
             count, _, what = text.partition(" ")
             if int(count) > self.num_failures:
                 found.append(f"rank {rank} failed while {what}")
-        # One that failed by itself goes before those that failed as it did not come.
+        # The first cause goes before the failures that it led to on other ranks.
         follows = f": {CommunicationError.__name__}: "
         return min(found, key=lambda text: follows in text, default=None)
 
     def waits(self) -> dict[int, Wait]:
-        """Return what the others wait for, as far as they have waited for long, by rank."""
+        """Return by rank the waits of other ranks that have lasted for long."""
         return {rank: Wait(*json.loads(text)) for rank, text in self._said(_WAITS).items()}
 
     def whereabouts(self) -> str:
-        """Return where the others are, as far as they wait in collectives that are watched."""
+        """Return where the other ranks are, as far as their waits are watched."""
         waits = self.waits()
         told = [f"rank {rank} waits while {waits[rank].op}" for rank in list(waits)[:_NUM_TOLD]]
         away = [rank for place, rank in enumerate(self.ranks) if place != self._place]
@@ -243,10 +242,10 @@ class _Board:
         return "; ".join(told)
 
     def break_connections(self) -> None:
-        """Let all that this rank waits for in the group fail.
+        """Let all waits of this rank in the group fail.
 
-        Gloo closes all of its connections when a message is not there within its time-out; where
-        one is closed already, as the rank at its other end has done this, no other is.
+        Gloo closes all connections when a message is not there within its time-out, but none if one
+        is closed already, as after this call on the other rank. So there is a message for each.
         """
         group = self._group()
         if group is None:
@@ -259,7 +258,7 @@ class _Board:
 
 
 def board_of(group: dist.ProcessGroup) -> _Board | None:
-    """Return where ranks of ``group`` say that they failed, if waits in it are watched."""
+    """Return the board of ``group`` if its waits are watched."""
     try:
         return _boards[group]
     except KeyError:
@@ -268,13 +267,12 @@ def board_of(group: dist.ProcessGroup) -> _Board | None:
 
 
 def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Exception) -> None:
-    """Tell the other ranks that this one has failed, until it calls a collective again.
+    """Publish that this rank has failed, until it calls a collective again.
 
     Args:
-        groups: Whose ranks may wait for it.
-        op: What it was doing.
-        error: Why; it is announced once, however often it passes by. One of this rank's own gets a
-            note.
+        groups: The process groups whose ranks may wait for it.
+        op: The operation that failed.
+        error: The error, which is announced once and gets a note if this rank caused it.
 
     Collective: none.
     """
@@ -296,20 +294,20 @@ def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Excepti
             text = f"{board.num_failures} {op}: {type(error).__name__}: {reason}"
             ask(functools.partial(board.say, _FAILED, text))
     if announced:
-        ask(bool, _ANSWER)  # until it is said: who waits in the store lets nobody else use it
+        ask(bool, _ANSWER)  # until it is published: a rank that waits in the store blocks it
 
 
 def go_on() -> None:
-    """Take back that this rank has failed: it goes on and calls a collective."""
+    """Withdraw the failure of this rank, which calls a collective again."""
     while announced:
         ask(functools.partial(announced.pop().take_back, _FAILED))
 
 
 def count_launch(group: dist.ProcessGroup, key: str) -> int:
-    """Note that a collective is launched; return the how many-th it is of its ``key``.
+    """Count a launch; return its number among the launches of its ``key``.
 
-    Hazard: a rank of two threads waits in one, and launches in the other what is waited for. Guard:
-    the number is 0 from the first launch of a second thread on, for which nobody is accused. Test:
+    Hazard: a rank waits on one thread, and launches the awaited collective on another. Guard: once
+    a second thread launches, numbers are 0, and no deadlock is told. Test:
     ``test_of_ranks_with_several_threads_nothing_is_known``.
     """
     launches = _launches.get(group)
@@ -324,11 +322,11 @@ def count_launch(group: dist.ProcessGroup, key: str) -> int:
 
 @dataclass
 class _Launches:
-    """How many collectives this rank has launched in a process group.
+    """The launches of this rank in a process group.
 
     Attributes:
-        counts: Of each key.
-        thread: The only thread that has; 0 if there were several.
+        counts: The number of launches by key.
+        thread: The only thread that launches; 0 if there are several.
     """
 
     counts: dict[str, int]
@@ -336,17 +334,17 @@ class _Launches:
 
 
 class watched:
-    """Watch the wait for collectives inside, and say more of what fails there.
+    """Watch the wait for collectives inside, and explain its failure.
 
-    Hazard: another rank has failed, or calls another collective, and this one waits until its
-    time-out. Guard: a thread that looks what others say. Test:
+    Hazard: another rank has failed, or runs another collective, and this one waits until its
+    time-out. Guard: a thread polls what other ranks publish. Test:
     ``test_a_hook_that_fails_on_one_rank_is_an_error_on_all``.
 
     Args:
         group: The process group.
-        op: What this rank does, such as "gathering group 'blocks.3'".
-        key: Which collective of a model that is, the same on all ranks, if they may leave it out.
-        number: The how many-th of those it is; see :func:`count_launch`.
+        op: The operation, such as "gathering group 'blocks.3'".
+        key: The key of the collective, the same on all ranks, if a rank may leave it out.
+        number: Its number; see :func:`count_launch`.
 
     Raises:
         CommunicationError: In the place of any ``RuntimeError``, which is its cause.
@@ -402,7 +400,7 @@ class watched:
             raise told from error
 
     def explain(self, error: RuntimeError) -> RuntimeError:
-        """Return an error that says at what this rank failed, and what other ranks say of theirs.
+        """Return an error that names the operation of this rank, and the failures of others.
 
         Args:
             error: See :func:`named`.
@@ -430,7 +428,7 @@ class watched:
             )
 
     def look(self) -> None:
-        """Look at what others say, if it is time to. Called by the watcher."""
+        """Poll the store if it is time to. Called by the watcher."""
         board, now = self.board, time.monotonic()
         assert board is not None
         pause = PAUSE + len(board.ranks) / 2000  # they share the store
@@ -453,7 +451,7 @@ class watched:
             self._take_back(board)
 
     def _take_back(self, board: _Board) -> None:
-        """Wait no more; a deadlock stays said, for the other ranks to find it too."""
+        """Withdraw the wait; after a deadlock it stays, for the other ranks to find it too."""
         if _PARTED not in (self.failure or ""):
             board.take_back(_WAITS)
 
@@ -463,7 +461,7 @@ class watched:
         return Wait(self._op, self._key, self._number, launched)
 
     def _deadlock(self, board: _Board) -> str | None:
-        """Return who waits for this rank while it waits for them, if anybody does."""
+        """Return the sentence about a deadlock with another rank, if there is one."""
         if not self._number:
             return None
         waits, this = board.waits(), dist.get_rank()
@@ -479,7 +477,7 @@ class watched:
 
 
 def failure_in(group: dist.ProcessGroup) -> str | None:
-    """Return the failure of a rank that ends the waits in ``group``, if there is one."""
+    """Return the failure that ends the waits in ``group``, if there is one."""
     return next((one.failure for one in list(_waits) if one.board is _boards.get(group)), None)
 
 

@@ -25,10 +25,9 @@ downloads: dict[torch.device, Lane] = {}
 class Lane:
     """The copies in one direction of one device, in order, on a stream of their own.
 
-    Hazard: memory goes back to the compute stream, where tensors are allocated and freed, while a
-    copy still uses it; after an error, say, when nobody waits for it. Guard: the lane keeps the
-    tensors of the last copies, and the stream that launched a copy continues after it before its
-    tensors are let go; it is over by then. Test:
+    Hazard: memory goes back to the compute stream while a copy still uses it, for example after an
+    error, when nothing waits for the copy. Guard: the lane keeps the tensors of the last copies,
+    and the stream that launched a copy continues after it before its tensors are released. Test:
     ``test_tensors_are_kept_until_compute_continues_after_their_copy``.
 
     Args:
@@ -42,7 +41,7 @@ class Lane:
         self._kept: deque[tuple[torch.Stream, torch.Event, torch.Tensor, torch.Tensor]] = deque()
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """Launch a copy; memory of the host is another's to use after :meth:`settle`."""
+        """Launch a copy; memory of the host may be reused after :meth:`settle`."""
         self.is_busy = True
         with self.behind():
             into.copy_(source, non_blocking=True)
@@ -54,24 +53,24 @@ class Lane:
 
     @contextlib.contextmanager
     def behind(self) -> Iterator[None]:
-        """Let what is launched inside begin after the copies so far, and after compute.
+        """Give work to the lane, after its copies so far and after compute.
 
-        What is allocated inside belongs to the lane; see :meth:`departure`.
+        Memory that is allocated inside belongs to the lane; see :meth:`departure`.
         """
         self._stream.wait_stream(_torch.current_stream(self._device))
         with _torch.on_stream(self._stream):
             yield
 
     def arrival(self) -> Waitable:
-        """Return what makes the compute stream continue after all that was launched so far."""
+        """Return a work whose wait makes the compute stream continue after the copies so far."""
         return self._stream.record_event()
 
     def departure(self) -> Waitable:
-        """Return what makes the lane continue after the compute stream that waits.
+        """Return a work whose wait makes the lane continue after the compute stream that waits.
 
-        Hazard: that stream lets go of memory that was allocated behind the lane, which allocates
-        again behind another compute stream alone. Guard: it continues after this one, too. Test:
-        ``test_programs.py``, by the program "custom, offload, branches".
+        Hazard: that stream releases memory of the lane, which allocates again after another compute
+        stream alone. Guard: the lane continues after this one, too. Test:
+        ``test_nothing_is_seen_where_nothing_was_planted``, by "custom, offload, branches".
         """
         return _Departure(self._stream, self._device)
 
@@ -85,7 +84,7 @@ class Lane:
 
 @dataclass
 class _Departure:
-    """The moment when a compute stream has used what belongs to a lane."""
+    """The moment when a compute stream has used memory of a lane."""
 
     stream: torch.Stream
     device: torch.device
@@ -124,16 +123,16 @@ def download(source: torch.Tensor) -> torch.Tensor:
 
 
 def is_busy() -> bool:
-    """Tell whether something may be on its way that nobody has waited for."""
+    """Tell whether a copy may be under way that the host has not waited for."""
     lanes = [*uploads.values(), *downloads.values()]
     return any(lane.is_busy for lane in lanes)
 
 
 def settle() -> None:
-    """Wait, on the host, until what was launched so far has been copied, both ways.
+    """Wait, on the host, for all copies in both directions.
 
-    Hazard: code of the user's writes shards that a device is still to read. Guard: every pass ends
-    with this. Test: ``test_copies_may_be_late``.
+    Hazard: code of the user writes shards that a device has still to read. Guard: every forward and
+    backward ends with this. Test: ``test_copies_may_be_late``.
     """
     for lanes in (uploads, downloads):
         for lane in list(lanes.values()):

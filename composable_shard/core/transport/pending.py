@@ -1,11 +1,11 @@
-"""Every wait, and whatever has to stay alive until it.
+"""Waits for collectives, and the tensors and streams that they need.
 
-Memory goes back to the stream that it was allocated on, which uses it again at once. So what a
-collective needs is allocated, and let go of, on the stream that it is launched from. The stream of
-the backend starts after that one, and that one continues after the collective; :class:`Pending`
-sees to both, whatever stream waits for it. What lives longer, and is read on other streams, is the
-business of :class:`UsedStreams`. On the CPU there are no streams, and the works do the waiting; the
-code is the same. What is offloaded has streams of its own: see ``host.py``.
+Freed memory goes back to the stream that it was allocated on, which reuses it at once. So tensors
+of a collective are allocated and released on the launching stream. The backend's stream starts
+after that stream, which continues after the collective; :class:`Pending` ensures both, whatever
+stream waits. :class:`UsedStreams` tracks memory that lives longer and is read on other streams. The
+CPU has no streams, and runs the same code. Copies of offloaded shards have streams of their own:
+see ``host.py``.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Waitable(Protocol):
 class Pending:
     """Launched collectives.
 
-    Hazard: a tensor is let go of while the backend's stream still uses it. Guard: who has this
-    object has the tensors, allocated on ``stream``, until :meth:`wait` has ordered the two streams.
+    Hazard: a tensor is released while the backend's stream still uses it. Guard: this object keeps
+    the tensors, allocated on ``stream``, until :meth:`wait` has ordered the two streams.
 
     Args:
-        works: The collectives, in the order in which to wait for them.
-        op: What they do, for messages.
-        stream: From which they are launched; ``None`` on the CPU.
-        owned: Tensors that nobody else keeps for them.
+        works: The collectives, in the order of their waits.
+        op: The operation, for messages.
+        stream: The launching stream; ``None`` on the CPU.
+        owned: Tensors that nothing else keeps for them.
     """
 
     __slots__ = ("_is_broken", "_op", "_owned", "_stream", "_works")
@@ -64,7 +64,7 @@ class Pending:
         self._works = [stream.record_event()]
 
     def wait(self) -> None:
-        """Order the consumer after the collectives and let go of the tensors; idempotent.
+        """Order the consumer after the collectives and release the tensors; idempotent.
 
         Raises:
             CommunicationError: If a collective fails.
@@ -85,7 +85,7 @@ class Pending:
         self._is_broken = False
 
     def drop(self) -> None:
-        """Wait until nothing writes to the tensors any more, whatever became of the collectives."""
+        """Wait until nothing writes to the tensors any more, even if collectives have failed."""
         while self._works:
             with contextlib.suppress(RuntimeError):
                 self._works.pop().wait()
@@ -93,25 +93,25 @@ class Pending:
 
 
 class UsedStreams:
-    """The streams that work on some memory is given to.
+    """The streams that use some memory.
 
     Hazard: memory goes back to the stream that it was allocated on while another one uses it.
-    Guard: that one waits for all others first. Test: ``tests/streams/test_planted_faults.py``.
+    Guard: that stream waits for all others first. Test: ``tests/streams/test_planted_faults.py``.
 
     Args:
-        device: Where the memory is.
+        device: The device of the memory.
 
     Attributes:
-        home: That which has filled the memory; ``None`` on the CPU.
+        home: The stream that has filled the memory; ``None`` on the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._has_streams = _torch.has_streams(device)
-        self._owner: torch.Stream | None = None  # that of the allocation, until it is freed
+        self._owner: torch.Stream | None = None  # the allocating stream, until it is freed
         self.home: torch.Stream | None = None
         self._used: list[torch.Stream] = []
-        self._last: torch.Stream | None = None  # that of the gradients, if there are any
+        self._last: torch.Stream | None = None  # the stream of the gradients, if there are any
 
     def fill(self) -> None:
         """Note that the current stream fills the memory, and allocates it unless it was kept."""
@@ -126,7 +126,7 @@ class UsedStreams:
         self._used.clear()
 
     def use(self) -> None:
-        """Let the current stream use what was made on that of the memory."""
+        """Let the current stream use the memory."""
         if self.home is None:
             return
         stream = _torch.current_stream(self._device)
@@ -137,7 +137,7 @@ class UsedStreams:
         self._last = stream
 
     def at_owner(self) -> contextlib.AbstractContextManager[object]:
-        """Give work to the stream of the allocation, after all that use it, to free it there."""
+        """Give work to the allocating stream, after all streams that use the memory."""
         return self._gathered(self._owner) if self._has_streams else _HERE
 
     def freed(self) -> None:
@@ -145,11 +145,11 @@ class UsedStreams:
         self._owner = None
 
     def where_filled(self) -> contextlib.AbstractContextManager[object]:
-        """Give work to the stream that has filled the memory last, after all that have used it."""
+        """Give work to the stream that filled the memory, after all streams that use it."""
         return self._gathered(self.home)
 
     def where_used(self) -> contextlib.AbstractContextManager[object]:
-        """Give work to the stream that has used the memory last, after all others that have."""
+        """Give work to the stream that used the memory last, after all others that use it."""
         return self._gathered(self._last) if self._has_streams else _HERE
 
     def _gathered(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
@@ -160,7 +160,7 @@ class UsedStreams:
         return _HERE if is_current else _torch.on_stream(stream)
 
     def _let_wait(self, stream: torch.Stream) -> None:
-        """Let a stream continue after all that have used, or filled, the memory."""
+        """Let a stream continue after all streams that use the memory."""
         users = {*self._used, self._owner, self.home, _torch.current_stream(self._device)}
         for other in users - {stream, None}:
             if other is not None:
@@ -168,12 +168,12 @@ class UsedStreams:
 
 
 def launching_stream(device: torch.device) -> torch.Stream | None:
-    """Return the stream that is given work now; ``None`` on the CPU."""
+    """Return the current stream; ``None`` on the CPU."""
     return _torch.current_stream(device) if _torch.has_streams(device) else None
 
 
 def stream_beside(device: torch.device) -> torch.Stream | None:
-    """Return a stream for what goes on between collectives, beside compute; ``None`` on the CPU."""
+    """Return the stream for work between collectives, beside compute; ``None`` on the CPU."""
     if not _torch.has_streams(device):
         return None
     return beside_compute.get(device) or beside_compute.setdefault(
@@ -193,13 +193,13 @@ _HERE = contextlib.nullcontext()
 
 
 def on_stream_beside(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Run what is inside on ``stream``, as :func:`run_beside` does, unless it is current."""
+    """Give work to ``stream``, as :func:`run_beside` does, unless it is current."""
     is_here = stream is None or stream == _torch.current_stream(stream.device)
     return _HERE if is_here else run_beside(stream)
 
 
 def run_beside(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Run what is inside on ``stream``, after what the compute stream has; it continues after."""
+    """Give work to ``stream`` after that of the compute stream, which continues after it."""
     return _HERE if stream is None else _beside(stream)
 
 

@@ -1,4 +1,4 @@
-"""Process groups that the library makes, and the small objects that their ranks tell each other."""
+"""Process groups that the library makes, and small objects and numbers that ranks exchange."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _LONGEST_EXIT = 30.0  # seconds until the interpreter ends all the same
 
 
 def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
-    """Return the process group of the ``num_ranks`` neighbours that this rank is one of.
+    """Return the process group of ``num_ranks`` neighbours, this rank among them.
 
-    With ``num_ranks`` the size of ``group``, it has the same ranks and is another group still, so
-    that its collectives run beside those of ``group``.
+    If ``num_ranks`` is the size of ``group``, it has the same ranks, but is another group, whose
+    collectives run beside those of ``group``.
 
     Args:
         group: A process group.
-        num_ranks: How many of its ranks; divides their number.
+        num_ranks: The number of ranks, which divides the size of ``group``.
 
     Collective: makes the group at the first call for ``group`` and ``num_ranks``.
     """
@@ -52,7 +52,7 @@ def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
 
 
 def subgroups_of(group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
-    """Return the process groups that were made of ``group``, and have this rank."""
+    """Return the process groups of this rank that :func:`subgroup` has made of ``group``."""
     return [] if group is None else list(_made.get(group, {}).values())
 
 
@@ -81,16 +81,16 @@ def end_process_groups() -> None:
 
 atexit.register(end_process_groups)
 
-# Small objects that ranks tell each other once, such as what tensor types send --------------------
+# Small objects and numbers that ranks exchange ----------------------------------------------------
 
 
 def gather_objects(said: object, group: dist.ProcessGroup, op: str) -> list[Any]:
-    """Return what the ranks of ``group`` say, in their order.
+    """Return the objects of all ranks of ``group``, in rank order.
 
     Args:
-        said: What this rank says; pickled.
+        said: The object of this rank, which is pickled.
         group: The ranks.
-        op: What this is for, such as "agreeing on what is sent"; for messages.
+        op: The operation, such as "agreeing on what is sent", for messages.
 
     Raises:
         CommunicationError: If a rank has ended, or does not answer within the time-out.
@@ -109,12 +109,12 @@ def agree(
     merge: Callable[[dict[int, Any]], Any],
     op: str,
 ) -> Any:
-    """Return what the ranks of a mesh say together: over the shards, then over the replicas.
+    """Return the merged objects of all ranks of a mesh: over the shards, then the replicas.
 
     Args:
-        said: What this rank says; pickled.
+        said: The object of this rank, which is pickled.
         mesh: The ranks.
-        merge: Makes one of what some ranks say, by their numbers in the job.
+        merge: Merges the objects of some ranks, by their ranks in the job.
         op: See :func:`gather_objects`.
 
     Collective: an all-gather of the objects over each axis of more than one rank.
@@ -126,17 +126,17 @@ def agree(
 
 
 class SmallAllReduce:
-    """An all-reduce of a few numbers over all ranks of a mesh, launched and not waited for.
+    """An all-reduce of a few numbers over all ranks of a mesh, which is launched at once.
 
     Args:
-        numbers: What this rank says, on the device of the mesh or on the host. From the host they
-            travel by gloo if there is gloo, so that they wait for no kernel.
-        op: How it is reduced.
+        numbers: The numbers of this rank, on the device of the mesh or on the host. From the host
+            they travel by gloo if there is gloo, so that they wait for no kernel.
+        op: The reduce op.
         mesh: The ranks.
-        doing: What this is for, for messages.
+        doing: The operation, for messages.
 
-    Collective: an all-reduce; over the shards, and then over the replicas, where the ranks of the
-        mesh are not those of the default process group.
+    Collective: an all-reduce over the default process group, or, if that has other ranks than the
+        mesh, one over the shards and one over the replicas.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class SmallAllReduce:
         self._launch()
 
     def wait(self) -> list[Any]:
-        """Return what the ranks say together; the host waits for nothing else."""
+        """Return the reduced numbers; the host waits for nothing else."""
         device = self._numbers.device
         beside: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if _torch.has_streams(device):
@@ -167,7 +167,7 @@ class SmallAllReduce:
             return self._numbers.tolist()
 
     def _launch(self) -> None:
-        """Reduce over the next process group, if there is one left."""
+        """Launch the all-reduce over the next process group, if there is one left."""
         self._work = None
         if self._groups:
             self._number = count_launch(self._groups[0], self._doing)
@@ -179,7 +179,7 @@ class SmallAllReduce:
 def compare(
     text: str, ranks: dist.ProcessGroup, device: torch.device, *numbers: int
 ) -> tuple[bool, list[int]]:
-    """Tell whether all ranks say the same text, and the largest of each of some numbers.
+    """Tell whether all ranks have the same text, and return the maximum of each number.
 
     Collective: one all-reduce of 16 bytes, and 8 for each number.
     """
@@ -193,12 +193,12 @@ def compare(
 def raise_first_difference(
     heard: Sequence[Sequence[str]], ranks: Sequence[int], what: str
 ) -> NoReturn:
-    """Tell where a rank first says something else than the first one.
+    """Raise an error that names the first difference between the facts of two ranks.
 
     Args:
-        heard: What the ranks say, facts in order; not all the same.
-        ranks: What messages call them.
-        what: What should be the same, such as "model".
+        heard: The facts of each rank, in order; not all ranks have the same.
+        ranks: The ranks as messages call them.
+        what: The subject of the facts, such as "model".
 
     Raises:
         RankMismatchError: Always.

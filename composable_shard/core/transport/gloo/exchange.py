@@ -1,7 +1,7 @@
 """A collective of ranks of one host: each publishes tensors for the others, and reads theirs.
 
-A message is a slab: a table that says which tensors it consists of, and the tensors behind it.
-``mailbox.py`` says how one is shown to others, and when its memory is free again.
+A message is a slab: a table of its tensors, and the tensors behind it. ``mailbox.py`` publishes it,
+and says when its memory is free again.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from composable_shard.core.transport.failures import ENDED, failure_in, lost, mi
 from composable_shard.core.transport.gloo.mailbox import GIVEN_UP, Entry, Mailbox, mailbox_of
 from composable_shard.core.transport.gloo.shared_memory import View
 
-# What lies in a slab ------------------------------------------------------------------------------
+# The layout of a slab -----------------------------------------------------------------------------
 
 _DTYPES = [
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64),
     *(torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     *(torch.uint16, torch.uint32, torch.uint64, torch.complex32),
-]  # by the number that says which one it is
+]  # a dtype's place here is its number in the table
 _ALIGNMENT = 64  # bytes
 
 
 class Form(NamedTuple):
-    """What a message consists of: ``num_parts`` tensors of each dtype and number of elements.
+    """The tensors of a message: ``num_parts`` equal parts of each.
 
     Attributes:
-        numels: Of the tensors.
-        dtypes: Of the tensors.
-        num_parts: How many parts, of so many elements each, lie one behind another.
+        numels: The number of elements of a part of each tensor.
+        dtypes: The dtype of each tensor.
+        num_parts: The number of parts, which lie one behind another.
     """
 
     numels: tuple[int, ...]
@@ -47,17 +47,17 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Form:
-        """Return that of a message of these tensors, as they are."""
+        """Return the form of a message of these tensors, in one part each."""
         return cls(tuple(t.numel() for t in tensors), tuple(t.dtype for t in tensors), 1)
 
 
 class _Plan(NamedTuple):
-    """Where the tensors of a form lie in a slab, behind a table that says what they are.
+    """Where the tensors of a form lie in a slab.
 
     Attributes:
-        table: That table.
-        offsets: Where each tensor begins.
-        nbytes: How long the slab is.
+        table: The table at the beginning, which lists the tensors.
+        offsets: The offset of each tensor.
+        nbytes: The size of the slab.
     """
 
     table: bytes
@@ -80,10 +80,10 @@ def _plan(form: Form) -> _Plan:
 
 # One collective -----------------------------------------------------------------------------------
 
-_NUM_YIELDS = 20  # looks before the first nap
-_NAPS = 2e-5, 1e-3  # seconds: the shortest and the longest
-_NAP_SHARE = 0.1  # of the time already waited
-_LONG = 0.05  # seconds after which a rank looks whether the other has ended
+_NUM_YIELDS = 20  # polls before the first nap
+_NAPS = 2e-5, 1e-3  # seconds of the shortest and the longest nap
+_NAP_SHARE = 0.1  # a nap's share of the time already waited
+_LONG = 0.05  # seconds between two checks whether the other rank has ended
 
 
 class Exchange:
@@ -91,17 +91,17 @@ class Exchange:
 
     Args:
         group: The process group.
-        tag: A number on which the ranks have agreed.
-        ranks: Those to exchange with; each of them exchanges with this one.
-        form: What this rank publishes.
-        fill: Writes it, given where each tensor of the form begins; ``None`` if nobody reads it.
+        tag: A number that the ranks have agreed on.
+        ranks: The ranks to exchange with; each of them exchanges with this one.
+        form: The form of this rank's message.
+        fill: Writes the message, given the address of each tensor; ``None`` if no rank reads it.
 
     Attributes:
-        form: What this rank publishes.
+        form: The form of this rank's message.
 
     Raises:
-        ShardError: Here and below, if a rank has ended, does not do its part within the time-out
-            of the process group, has given up, or did not so before. The group is lost then.
+        ShardError: Here and in all methods, if a rank has ended, has given up, or is not there
+            within the time-out of the process group, which is lost then.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Exchange:
     ) -> None:
         self._unread: list[int] = []
         self._views: list[View] = []
-        self._is_published = True  # what has not begun owes nothing
+        self._is_published = True  # nothing is due before it has begun
         mailbox = mailbox_of(group)
         assert mailbox is not None
         self._group, self.form = group, form
@@ -131,29 +131,29 @@ class Exchange:
             fill([slab.address + offset for offset in plan.offsets])
         publish = partial(mailbox.publish, self._key, slab, list(ranks))
         if not publish():
-            for rank in ranks:  # one by one, to name the one that is late
+            for rank in ranks:  # one by one, to name a late rank
                 self._wait(rank, partial(mailbox.make_room, [rank]))
             self._wait(ranks[0], publish)
         self._is_published = True
 
     def is_there(self) -> bool:
-        """Tell whether all others have published, so that nothing is left to wait for."""
+        """Tell whether all other ranks have published."""
         mailbox, key = self._mailbox, self._key
         return all(mailbox.look(mailbox.peers[rank], key) for rank in tuple(self._unread))
 
     def read(
         self, rank: int, part: int = 0, dtypes: Sequence[torch.dtype] = ()
     ) -> list[torch.Tensor]:
-        """Wait for what a rank publishes; return it, to be read until :meth:`finish`.
+        """Wait for a rank's message; return its tensors, which are there until :meth:`finish`.
 
         Args:
-            rank: Which one.
-            part: Which part of each tensor, if they have several.
-            dtypes: Those that are expected; any if absent.
+            rank: The rank.
+            part: The part of each tensor.
+            dtypes: The expected dtypes; any if absent.
 
         Raises:
-            RankMismatchError: If the tensors are not as many as this rank publishes, or not as
-                long, or of other dtypes.
+            RankMismatchError: If the number of tensors, their sizes or their dtypes differ from
+                those of this rank.
         """
         entry = self._entry(rank)
         view = self._mailbox.peers[rank].file.view(entry.start, entry.nbytes)
@@ -175,7 +175,7 @@ class Exchange:
         ]
 
     def _entry(self, rank: int) -> Entry:
-        """Wait for what a rank publishes."""
+        """Wait for the entry of a rank's message."""
         look = partial(self._mailbox.look, self._mailbox.peers[rank], self._key)
         entry: Entry = look() or self._wait(rank, look)
         if entry.nbytes == GIVEN_UP:
@@ -183,7 +183,7 @@ class Exchange:
         return entry
 
     def _form_of(self, view: View, rank: int, nbytes: int) -> Form:
-        """Return what a message says that it consists of, which is not what was expected."""
+        """Return the form of an unexpected message."""
         num_tensors = int.from_bytes(view.bytes(8), sys.byteorder)
         if not 0 <= num_tensors <= nbytes // 16:
             raise lost(self._group, rank, "a message that is not whole")
@@ -192,40 +192,40 @@ class Exchange:
         return Form(tuple(words[1::2]), dtypes, self.form.num_parts)
 
     def copy_to(self, rank: int, places: Sequence[int]) -> None:
-        """Wait for what a rank publishes; copy each tensor to an address.
+        """Wait for a rank's message; copy each tensor to an address.
 
         Args:
-            rank: Which one.
+            rank: The rank.
             places: The addresses, in this process.
 
         Raises:
-            RankMismatchError: If it is not what this rank publishes, as :meth:`read` says.
+            RankMismatchError: See :meth:`read`.
         """
         published = self.read(rank, dtypes=self.form.dtypes)
         for theirs, place in zip(published, places, strict=True):
             ctypes.memmove(place, theirs.data_ptr(), theirs.nbytes)
 
     def forget_pages(self) -> None:
-        """Let what was read so far not count as memory of this rank until it is read again."""
+        """Stop counting the pages that were read as memory of this rank, until the next read."""
         for view in self._views:
             view.forget_pages()
 
     def finish(self) -> None:
-        """Tell the others that this rank has read."""
+        """Tell the other ranks that this rank has read their messages."""
         self.forget_pages()
         self._views.clear()
         if self._unread:
             self._mailbox.has_read(self._key, self._unread)
 
     def __del__(self) -> None:
-        """Note that this rank gives up what it has not finished."""
+        """Note that this rank gives up an unfinished exchange."""
         if self._views:
             self.forget_pages()
         if self._unread or not self._is_published:
             self._note((self._key, self._unread, self._is_published))
 
     def _wait(self, rank: int, look: Callable[[], Any]) -> Any:
-        """Look until there is something; return it."""
+        """Poll until ``look`` returns something; return it."""
         for _ in range(_NUM_YIELDS):
             if seen := look():
                 return seen
@@ -246,7 +246,7 @@ class Exchange:
                     got = ENDED
                 elif now - start > (time_out := _torch.timeout_of(self._group)):
                     got = f"no sign of it within the time-out of {time_out:.0f} s"
-            if seen := look():  # also what was there when it ended
+            if seen := look():  # a rank that has ended may have published before
                 return seen
             if got is not None:
                 raise lost(self._group, rank, got)

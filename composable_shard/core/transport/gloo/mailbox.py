@@ -1,21 +1,20 @@
-"""Tensors that ranks of one host publish for each other in shared memory, and read.
+"""Messages that ranks of one host publish for each other in shared memory.
 
-A rank publishes a message: it copies its tensors into a slab of its own memory and writes an entry
-behind those it has written before. Each of the others reads the slab when it needs the values, and
-says so with a word in its own memory. Then the slab is free again.
-What was published is a copy: its source may change or go at once, and whatever becomes of a model
-or of a rank, what others read stays as it was.
+A rank publishes a message: it copies tensors into a slab of its own memory, and appends an entry to
+its ring. Each of the other ranks reads the slab when it needs the values, and acknowledges that
+with a word in its own memory. Then the slab is free again. A message is a copy, so its source may
+change or go at once.
 
-Which entry is for which collective is told by its tag, on which the ranks have agreed, and by its
-number among those of that tag. So an interrupt in the middle of one never makes the next one read
-what was meant for it. A rank that gives one up before it has published says that, too.
+An entry names its collective: the tag, which the ranks have agreed on, and the number among the
+collectives of that tag. So an interrupted collective never makes the next one read its message. A
+rank that gives up a collective before it has published appends an entry that says so.
 
-Everybody writes his own memory alone. The words of control are, in the memory of each rank:
+Each rank writes its own memory alone. The control words in the memory of a rank are:
 
-- how many entries it has published;
-- for each rank, how many of that one's entries it has taken note of;
-- the entries, in a ring;
-- for each rank, which of that one's messages it has read (acknowledgements).
+- the number of entries that it has published;
+- for each other rank, how many of its entries this rank has taken note of;
+- the ring of entries;
+- for each other rank, the acknowledgements of its messages.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ from composable_shard.core.transport.gloo.shared_memory import (
 )
 from composable_shard.errors import ShardError
 
-NUM_ENTRIES = 256  # of the ring
-NUM_ACKS = 1 << 14  # messages to a rank that it may leave unread
+NUM_ENTRIES = 256  # in the ring
+NUM_ACKS = 1 << 14  # unread messages at a time
 _ENTRY = 6  # words: its number, tag, number of its tag, place of the acknowledgement, start, nbytes
 GIVEN_UP = -1  # in the place of nbytes
 
@@ -58,11 +57,10 @@ Key = tuple[int, int]  # a tag, and which of its collectives
 
 
 def _order_memory() -> None:
-    """Keep what this thread has done to memory before apart from what it does after.
+    """Order this thread's accesses to memory before the call before those after it.
 
-    Hazard: a processor that is not an x86 shows others a word before what it stands for. Guard:
-    atomic operations, one that releases and one that acquires behind it. No test: it takes such a
-    processor, and luck.
+    Hazard: a processor other than x86 shows a control word before the memory that it announces.
+    Guard: a release and an acquire, by a lock. No test: it would need such a processor, and luck.
     """
     with _fence:
         pass
@@ -71,13 +69,13 @@ def _order_memory() -> None:
 
 
 class Entry(NamedTuple):
-    """What a rank has published.
+    """An entry that a rank has published.
 
     Attributes:
-        number: Of the entry, from 1.
-        ack: Where to say that it was read.
-        start: Of the slab in the file of that rank.
-        nbytes: Of the slab; :data:`GIVEN_UP` if there is none.
+        number: Its number, from 1.
+        ack: The place of its acknowledgements.
+        start: The start of the slab in the file of that rank.
+        nbytes: The size of the slab; :data:`GIVEN_UP` if there is none.
     """
 
     number: int
@@ -87,14 +85,14 @@ class Entry(NamedTuple):
 
 
 class Peer:
-    """Another rank of the process group, whose memory this one reads.
+    """Another rank of the process group, whose memory this rank reads.
 
     Attributes:
-        rank: Which one.
-        words: Its words of control.
-        num_taken: How many of its entries were taken note of.
-        arrived: Those that this rank has not read.
-        unwanted: What this rank is not going to read, and has not arrived.
+        rank: The rank.
+        words: Its control words.
+        num_taken: How many of its entries this rank has taken note of.
+        arrived: The entries of messages that this rank has not read.
+        unwanted: Collectives whose message this rank will not read, and has not seen yet.
     """
 
     def __init__(self, rank: int, file: PeerFile, end: int) -> None:
@@ -112,12 +110,12 @@ class Peer:
 
 
 class Mailbox:
-    """What this rank publishes in one process group, and what it reads there.
+    """The messages that this rank publishes and reads in one process group.
 
     Hazard: two threads take note of the same entry. Guard: a lock.
 
-    Hazard: a forked process writes for its parent, or into what that one has taken since. Guard: it
-    is refused before it takes, writes or returns anything. Test:
+    Hazard: a forked process writes in place of its parent. Guard: it is refused before it takes,
+    writes or returns anything. Test:
     ``test_a_forked_process_writes_nowhere_that_its_parent_has_taken_since``.
 
     Args:
@@ -125,7 +123,7 @@ class Mailbox:
         shared: The memory that its ranks share.
 
     Attributes:
-        peers: By rank, those whose memory this rank reads, and which read its own.
+        peers: The ranks that share memory with this one.
     """
 
     def __init__(self, group: dist.ProcessGroup, shared: Shared) -> None:
@@ -147,7 +145,7 @@ class Mailbox:
 
     @staticmethod
     def num_words(num_ranks: int) -> int:
-        """Return how many words of control each rank of a group has."""
+        """Return the number of control words of each rank of a group."""
         return 1 + num_ranks + NUM_ENTRIES * _ENTRY + num_ranks * NUM_ACKS
 
     def next_key(self, tag: int) -> Key:
@@ -157,12 +155,12 @@ class Mailbox:
         return tag, count
 
     def publish(self, key: Key, slab: Slab, ranks: Sequence[int]) -> bool:
-        """Show a slab to some ranks; ``False`` if it has to wait until they take note of others.
+        """Publish a slab for some ranks; ``False`` if the ring or the acknowledgements are full.
 
         Args:
-            key: Of the collective.
-            slab: What to show.
-            ranks: Them.
+            key: The collective.
+            slab: The message.
+            ranks: The ranks that will read it.
         """
         with self._lock:
             if not self.has_room(ranks):
@@ -186,7 +184,7 @@ class Mailbox:
             return self._own.take(nbytes)
 
     def look(self, peer: Peer, key: Key) -> Entry | None:
-        """Return what a peer has published for a collective, if it has."""
+        """Return the entry that a peer has published for a collective, if it has."""
         self.refuse_fork()
         entry = peer.arrived.get(key)
         if entry is None:
@@ -195,7 +193,7 @@ class Mailbox:
         return entry
 
     def take_note(self, peer: Peer) -> None:
-        """Take note of what a peer has published."""
+        """Take note of the entries that a peer has published."""
         words, own_place = peer.words, 1 + peer.rank
         count = words[0]
         if count == peer.num_taken:
@@ -212,11 +210,11 @@ class Mailbox:
             self._words[own_place] = peer.num_taken
 
     def has_read(self, key: Key, ranks: list[int]) -> None:
-        """Tell others that this rank has what they published, and needs it no more.
+        """Acknowledge the messages of a collective.
 
         Args:
-            key: Of the collective.
-            ranks: Them; each is taken away once it is told.
+            key: The collective.
+            ranks: The ranks that sent them; each is removed once its message is acknowledged.
         """
         with self._lock:
             _order_memory()
@@ -231,26 +229,26 @@ class Mailbox:
                 ranks.pop()
 
     def go_on(self) -> None:
-        """Do what others may wait for, and say what this rank uses no more."""
+        """Take note of all entries, and acknowledge messages that this rank has given up."""
         self.catch_up()
         self.let_go()
 
     def catch_up(self) -> None:
-        """Take note of what others say, which they may wait for.
+        """Take note of the entries of all peers.
 
-        Hazard: this rank gets nothing of what they gather, so that it never looks. Guard: it looks
-        whenever it begins something, and now and then on a thread beside. Test:
-        ``test_a_rank_that_gets_nothing_takes_note``.
+        Hazard: a rank that reads no messages never takes note, and the rings of the others fill up.
+        Guard: it does so whenever a collective begins, and now and then on the thread of
+        ``beside.py``. Test: ``test_a_rank_that_gets_nothing_takes_note``.
         """
         self.refuse_fork()
         for peer in self.peers.values():
             self.take_note(peer)
 
     def let_go(self) -> None:
-        """Say which collectives this rank has given up, and which slabs it uses no more.
+        """Tell the other ranks which collectives this rank has given up.
 
         Hazard: garbage is collected at any time and on any thread, also while the lock is held.
-        Guard: an exchange that goes leaves a note, and this does the rest. Test:
+        Guard: an exchange that is collected only leaves a note, which is handled here. Test:
         ``test_an_exchange_may_go_while_the_lock_is_held``.
         """
         while self.given_up:
@@ -268,7 +266,7 @@ class Mailbox:
 
     @property
     def num_unread(self) -> int:
-        """How many messages somebody has still to read, or to use."""
+        """The number of messages that some rank has still to read."""
         self.let_go()
         with self._lock:
             self._take_back()
@@ -277,7 +275,7 @@ class Mailbox:
     def _arrive(self, peer: Peer, key: Key, entry: Entry) -> None:
         if key in peer.unwanted:
             peer.unwanted.discard(key)
-            self._acknowledge(peer, entry)  # nothing of it was read
+            self._acknowledge(peer, entry)
         elif entry.nbytes != GIVEN_UP or key not in peer.arrived:
             peer.arrived[key] = entry
 
@@ -287,7 +285,7 @@ class Mailbox:
             self._words[acks + peer.rank * NUM_ACKS + entry.ack] = entry.number
 
     def _take_back(self) -> None:
-        """Take back the slabs that all have read."""
+        """Take back the slabs that all ranks have read."""
         acks, peers = 1 + self._num_ranks + NUM_ENTRIES * _ENTRY + self._rank * NUM_ACKS, self.peers
         for published in list(self._unread):
             place, number, ranks = acks + published.ack, published.number, published.ranks
@@ -300,12 +298,12 @@ class Mailbox:
                 heappush(self._free_acks, published.ack)
 
     def make_room(self, ranks: Iterable[int]) -> bool:
-        """Take note of what others say, who may wait likewise; see :meth:`has_room`."""
+        """Take note of all entries, since other ranks may wait likewise; see :meth:`has_room`."""
         self.catch_up()
         return self.has_room(ranks)
 
     def has_room(self, ranks: Iterable[int]) -> bool:
-        """Tell whether some ranks have taken note of what the next entry overwrites."""
+        """Tell whether the ranks have taken note of the entry that the next one overwrites."""
         place, most = 1 + self._rank, self._num_published - NUM_ENTRIES
         return most < 0 or all(self.peers[rank].words[place] > most for rank in ranks)
 
@@ -318,7 +316,7 @@ class Mailbox:
         self._num_published = self._words[0] = number
 
     def refuse_fork(self) -> None:
-        """Raise an error in a process that was forked from the one that this belongs to."""
+        """Raise an error in a process that was forked from the owner of this mailbox."""
         if os.getpid() != self._process:
             raise ShardError(
                 "Expected the process that made a process group to use it, got one that was forked "
@@ -328,7 +326,7 @@ class Mailbox:
 
 @dataclass(eq=False)
 class _Published:
-    """A message that some ranks have still to read."""
+    """A message that some ranks have still to acknowledge."""
 
     number: int
     ack: int
@@ -346,7 +344,7 @@ _is_warned = False
 
 
 def mailbox_of(group: dist.ProcessGroup) -> Mailbox | None:
-    """Return what this rank shares with others of ``group``; ``None`` if it is with nobody.
+    """Return the mailbox of this rank in ``group``; ``None`` if it shares memory with no rank.
 
     Args:
         group: A process group that sends tensors of the CPU.
@@ -366,19 +364,19 @@ def mailbox_of(group: dist.ProcessGroup) -> Mailbox | None:
 
 
 def near_ranks(group: dist.ProcessGroup) -> list[int]:
-    """Return the ranks within ``group`` with which this one shares memory. Collective: once."""
+    """Return the ranks within ``group`` that share memory with this one. Collective: once."""
     mailbox = mailbox_of(group)
     return [] if mailbox is None else list(mailbox.peers)
 
 
 def why_apart(group: dist.ProcessGroup) -> dict[int, str]:
-    """Return why this rank shares no memory with others of ``group``, by their ranks."""
+    """Return by rank why other ranks of ``group`` share no memory with this one."""
     mailbox_of(group)
     return _reasons[group]
 
 
 def _tell(group: dist.ProcessGroup, shared: Shared) -> None:
-    """Log how this rank talks to each other one; warn once of what could be faster."""
+    """Log how this rank communicates with each other one; warn once if that could be faster."""
     ranks = dist.get_process_group_ranks(group)
     rank, name = ranks[group.rank()], group.group_name
     if shared.files:

@@ -1,7 +1,7 @@
-"""All-gather and reduce-scatter from rank to rank on the CPU, for gloo, whose own are slow.
+"""All-gather and reduce-scatter from rank to rank on the CPU, as those of gloo are slow.
 
-Ranks on the same host read what the others publish in shared memory (``exchange.py``). Others send:
-every rank its shard to every other, straight into place.
+Ranks of one host read messages that the others publish in shared memory (``exchange.py``). Between
+hosts every rank sends its shard to every other, straight into place.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from composable_shard.core.transport.gloo.mailbox import near_ranks
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.errors import ShardError
 
-CHUNK_NUMEL = 1 << 17  # elements summed at once: their sum fits into a cache
-CHUNK_NBYTES = 1 << 18  # copied at once to several places
+CHUNK_NUMEL = 1 << 17  # elements summed at once, so that their sum fits into a cache
+CHUNK_NBYTES = 1 << 18  # bytes copied at once, if there are several destinations
 _SUM, _AVERAGE = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
 class DirectAllGather(AllGatherLaunch):
-    """Every rank, or one, gets the shard of every other, straight into place."""
+    """Every rank, or one rank, receives the shards of all others, straight into place."""
 
     def launch(
         self,
@@ -43,7 +43,7 @@ class DirectAllGather(AllGatherLaunch):
         tag: int,
         to: int | None = None,
     ) -> list[Waitable]:
-        """Launch the all-gather, or the gather on rank ``to``: the others have no outputs then."""
+        """Launch the all-gather, or the gather on rank ``to``; others have no outputs then."""
         near, far = _peers_of(group)
         rank, shards = group.rank(), _sendable(inputs)
         sizes = [own.nbytes for own in shards]
@@ -62,7 +62,7 @@ class DirectAllGather(AllGatherLaunch):
             _copy_shards(shards, *own_places)
         if not near:
             return works
-        # All that share memory take part, so that they count alike.
+        # All ranks that share memory take part, so that they number their collectives alike.
         published = [] if to in far else shards
 
         def fill(addresses: list[int]) -> None:
@@ -70,7 +70,7 @@ class DirectAllGather(AllGatherLaunch):
 
         exchange = Exchange(group, tag, near, Form.of(published), None if to == rank else fill)
         if not receives:
-            exchange.finish()  # what the others publish is not for this one
+            exchange.finish()  # this rank needs none of the published shards
             return works
         reading = _Reading(exchange, near, outputs, sizes)
         if exchange.is_there():  # the sooner it is read, the less memory is shared
@@ -79,18 +79,18 @@ class DirectAllGather(AllGatherLaunch):
 
 
 def _places(outputs: Tensors, nbytes: Sequence[int], rank: int) -> list[int]:
-    """Return the addresses at which the shards of a rank belong, of so many bytes each."""
+    """Return the address of each shard of a rank in the outputs, given the sizes in bytes."""
     return [out.data_ptr() + rank * size for out, size in zip(outputs, nbytes, strict=True)]
 
 
 def _copy_shards(shards: Tensors, *into: list[int]) -> None:
-    """Copy each shard to its address in every list of them."""
+    """Copy each shard to its address in every list."""
     for own, *places in zip(shards, *into, strict=True):
         copy_bytes(own.data_ptr(), own.nbytes, *places)
 
 
 def copy_bytes(source: int, nbytes: int, *into: int) -> None:
-    """Copy from an address of this process to others, by pieces that a cache holds meanwhile."""
+    """Copy from one address to others, in chunks that stay in a cache in between."""
     piece = CHUNK_NBYTES if len(into) > 1 else max(nbytes, 1)
     for start in range(0, nbytes, piece):
         count = min(piece, nbytes - start)
@@ -99,10 +99,10 @@ def copy_bytes(source: int, nbytes: int, *into: int) -> None:
 
 
 class _Messages:
-    """Messages to and from ranks that cannot be read, waited for together.
+    """Messages to and from ranks of other hosts, and the wait for all of them.
 
-    A failure is raised by :meth:`wait`, when nothing is left to launch: who is there gets what it
-    waits for, and blames the right rank.
+    :meth:`wait` raises failures, also those of launches: then every rank that is there has got its
+    message, and blames the right rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
@@ -115,7 +115,7 @@ class _Messages:
         self._launch(self._group.recv, into, peer)
 
     def receive_shards(self, outputs: Tensors, peers: list[int]) -> None:
-        """Receive those of several ranks, each straight into its place."""
+        """Receive the shards of several ranks, each straight into its place."""
         gathered = [out.view(self._group.size(), -1) for out in _sendable(outputs)]
         for peer in peers:
             for parts in gathered:
@@ -134,10 +134,10 @@ class _Messages:
         self._failures.append((lost(self._group, peer, f"the error '{error}'"), error))
 
     def wait(self) -> bool:
-        """Wait for all, also if one fails: the others are still written to.
+        """Wait for all messages, even if one fails, since the others still arrive.
 
-        Hazard: a message that comes after its time-out is written into memory that was freed
-        meanwhile. Guard: no work is kept, and gloo writes for none that is gone. Test:
+        Hazard: a message that arrives after its time-out is written to freed memory. Guard: no work
+        is kept, and gloo writes nothing for a work that is gone. Test:
         ``test_what_writes_a_late_message_is_not_kept``.
         """
         works, self._works = self._works[::-1], []
@@ -154,13 +154,13 @@ class _Messages:
 
 
 class _Reading:
-    """Copies the shards that ranks of this host have published into their places.
+    """Copies the published shards of ranks of this host into their places.
 
     Args:
-        exchange: In which they are published.
-        near: Those ranks.
-        outputs: What to write.
-        sizes: How many bytes each shard has.
+        exchange: The exchange that publishes them.
+        near: The ranks.
+        outputs: The tensors to write.
+        sizes: The size of each shard in bytes.
     """
 
     def __init__(
@@ -182,11 +182,11 @@ class _Reading:
 
 
 class DirectReduceScatter(ReduceScatterLaunch):
-    """Every rank gets its part from every other and sums.
+    """Every rank receives its part from all others, and adds the parts.
 
-    The sum is taken in rank order, so that every shard of a gradient is rounded alike, and in
-    float32 at least: one of half precision is rounded once, when it has been divided. Ranks of this
-    host are read as they are, and widened as they are added; what is sent is cast before.
+    Parts are added in rank order, so that all shards of a gradient round alike, and in float32 at
+    least, so that half precision is rounded once, after the division. Parts of ranks of this host
+    are widened as they are added; parts for other hosts are cast before they are sent.
     """
 
     widens = True
@@ -241,7 +241,7 @@ class DirectReduceScatter(ReduceScatterLaunch):
 
 
 def _kept(own: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Keep a part until the others are there, where the sum will be."""
+    """Keep this rank's part in the output until the other parts are there."""
     if own.dtype != out.dtype:
         return out.copy_(own)
     copy_bytes(own.data_ptr(), own.nbytes, out.data_ptr())  # in a fifth of torch's time
@@ -249,7 +249,7 @@ def _kept(own: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 class _Summing:
-    """Takes the sums, after the messages before it."""
+    """Computes the sums, once the messages before it have arrived."""
 
     def __init__(
         self, sums: list[_RankOrderSum], exchange: Exchange | None, near: list[int], rank: int
@@ -265,7 +265,7 @@ class _Summing:
         exchange = self._exchange
         if exchange is not None:
             for peer in near:
-                place = self._rank - (self._rank > peer)  # they leave their own part out
+                place = self._rank - (self._rank > peer)  # a message leaves its own rank's part out
                 for total, part in zip(sums, exchange.read(peer, place), strict=True):
                     total.parts[peer] = part
         longest = min(CHUNK_NUMEL, max((total.out.numel() for total in sums), default=0))
@@ -276,24 +276,24 @@ class _Summing:
         for total in sums:
             total.take(scratch)
             if exchange is not None and total.out.numel() > CHUNK_NUMEL:
-                exchange.forget_pages()  # so that no more than one tensor's count twice
+                exchange.forget_pages()  # so that only one tensor at a time counts twice
         if exchange is not None and near:
             exchange.finish()
         return True
 
 
 class _RankOrderSum:
-    """Sums the parts of all ranks in their order, chunk by chunk.
+    """Sums the parts of all ranks in rank order, chunk by chunk.
 
-    The sum of a chunk is taken in a scratch that stays in the cache until it is rounded.
+    The sum of a chunk is computed in a scratch buffer that stays in the cache until it is rounded.
 
     Args:
-        out: Where the sum goes, or the average.
-        divisor: What to divide by.
+        out: The output, for the sum divided by ``divisor``.
+        divisor: The divisor.
 
     Attributes:
-        out: See above.
-        parts: Those of all ranks, by rank. That of this one may be ``out``.
+        out: The output.
+        parts: The parts by rank. This rank's part may be ``out``.
     """
 
     def __init__(self, out: torch.Tensor, divisor: float) -> None:
@@ -302,7 +302,7 @@ class _RankOrderSum:
         self._divisor = divisor
 
     def take(self, scratch: Mapping[torch.dtype, torch.Tensor]) -> None:
-        """Take the sum, in a scratch of each dtype."""
+        """Compute the sum, given a scratch buffer for each dtype."""
         parts = [self.parts.pop(rank) for rank in sorted(self.parts)]
         wide = sum_dtype(self.out.dtype)
         is_wide = {part.dtype for part in parts} == {wide}
@@ -323,14 +323,14 @@ class _RankOrderSum:
 
 @lru_cache(maxsize=64)
 def _as_tensor(number: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return a number as a tensor; torch would make one, and cast it, for every chunk."""
+    """Return a number as a tensor, which torch would otherwise make and cast for every chunk."""
     return torch.tensor(number, dtype=dtype, device="cpu")
 
 
 def _peers_of(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
-    """Sort the other ranks into those to read from and those to exchange messages with.
+    """Return the other ranks: those that share memory with this one, and those that do not.
 
-    Both begin with the next rank, so that no rank is everybody's first.
+    Both lists begin with the next rank, so that not all ranks begin with the same one.
     """
     refuse_lost(group)
     rank, num_ranks, near = group.rank(), group.size(), near_ranks(group)
@@ -341,7 +341,7 @@ def _peers_of(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
 
 
 def _sendable(tensors: Sequence[torch.Tensor]) -> Tensors:
-    """Gloo knows no 8-bit floats: send their bytes."""
+    """View 8-bit floats, which gloo does not know, as bytes."""
     return [
         tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
         for tensor in tensors

@@ -1,12 +1,11 @@
 """Memory that ranks of one host share: each writes its own and reads that of the others.
 
-For every process group a rank has a file that exists in memory alone (``memfd``). It passes the
-file, open for reading, to each rank that it can reach through a Unix socket, and a descriptor that
-tells of the end of its process. Nothing is asked of the system that it refuses to unprivileged
-processes, and nobody writes where another one owns the memory.
+For every process group a rank has a file in memory (``memfd``). Through a Unix socket it passes the
+file, open for reading, to each rank that it can reach, with a descriptor that tells when its
+process ends. Unprivileged processes may do all this, and no rank writes memory of another.
 
-The file begins with some words of control; ``mailbox.py`` says what they mean. Behind them lie
-slabs, pieces in which tensors wait until the others have read them.
+The file begins with the control words, which ``mailbox.py`` explains. Behind them lie slabs, in
+which tensors wait until the other ranks have read them.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from composable_shard.errors import ShardError
 
 SWITCH = "COMPOSABLE_SHARD_SHARED_MEMORY"
 IDLE_USES = 8
-"""A slab that was not taken while so many others were goes back to the system. Forward uses fewer
-slabs than backward, and memory is short where backward begins."""
+"""A free slab goes back to the system once so many others were taken. Forward uses fewer slabs than
+backward, and memory is short where backward begins."""
 
 _MAP_FIXED = 0x10  # of mmap(2)
-_NUM_MAPPED = 16  # pieces of a file of others that stay mapped while they are not in use
+_NUM_MAPPED = 16  # pieces of a peer's file that stay mapped while they are not in use
 _DONTNEED, _COLLAPSE = mmap.MADV_DONTNEED, 25  # of madvise(2)
 _HUGE_NBYTES = 2 * 1024 * 1024  # of a huge page, on most processors; others refuse to make one
 
@@ -60,25 +59,25 @@ def _libc() -> ctypes.CDLL:
 
 
 class _Piece:
-    """A piece of a file that is mapped, without a descriptor, until nobody refers to its memory.
+    """A piece of a file that stays mapped until nothing refers to its memory.
 
     Python's own ``mmap`` keeps a descriptor for every piece, and aligns to small pages alone.
 
-    Hazard: the collector of garbage ends a mapping before it calls the ``__del__`` of what uses it,
-    and the system gives the addresses to somebody else at once. Guard: what has ended forgets no
+    Hazard: the garbage collector ends a mapping before it calls the ``__del__`` of its user, and
+    the system hands the addresses out again at once. Guard: a mapping that has ended forgets no
     pages. Test: ``test_what_has_ended_forgets_no_pages_of_others``.
 
     Args:
-        file: Its descriptor.
-        start: Where the piece begins in it.
-        nbytes: How long it is, in whole pages.
-        access: See ``mmap(2)``.
-        alignment: Of its address.
+        file: The descriptor of the file.
+        start: The start of the piece in the file.
+        nbytes: Its size, in whole pages.
+        access: The access of ``mmap(2)``.
+        alignment: The alignment of its address.
 
     Attributes:
-        nbytes: See above.
-        address: Where it is mapped.
-        memory: What is there.
+        nbytes: Its size.
+        address: Its address.
+        memory: Its memory.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class _Piece:
         self._advise, self._forget = _libc().madvise, _DONTNEED  # globals may be gone at the end
 
     def forget_pages(self) -> None:
-        """Let its pages not count as memory of this process until they are used here again."""
+        """Stop counting its pages as memory of this process, until this process uses them again."""
         if self._mapping.alive:
             self._advise(self.address, self.nbytes, self._forget)
 
@@ -119,13 +118,13 @@ def _round_up(nbytes: int, to: int = mmap.PAGESIZE) -> int:
 
 
 class Slab:
-    """A piece of the own file.
+    """A piece of this rank's file, for one message.
 
     Attributes:
-        start: Where it begins in the file.
-        nbytes: How long it is.
-        address: Where it is mapped.
-        last_use: When it was taken last, counted in uses of slabs.
+        start: Its start in the file.
+        nbytes: Its size.
+        address: Its address.
+        last_use: The number of slabs taken when it was taken last.
     """
 
     def __init__(self, file: int, start: int, nbytes: int, alignment: int) -> None:
@@ -142,13 +141,13 @@ class OwnFile:
     """The file of this rank for one process group.
 
     Args:
-        num_words: Words of control at its beginning, zeros.
+        num_words: The number of control words at its beginning.
 
     Attributes:
-        words: The words.
+        words: The control words, zeros at first.
 
     Raises:
-        OSError: If the system has no such files.
+        OSError: If the system has no files in memory.
     """
 
     def __init__(self, num_words: int) -> None:
@@ -180,15 +179,15 @@ class OwnFile:
         return slab
 
     def give_back(self, slab: Slab) -> None:
-        """Take a slab back that nobody reads any more."""
+        """Take back a slab that no rank reads any more."""
         _torch.poison(slab.address, slab.nbytes)
         self._free.append(slab)
 
     def _new(self, nbytes: int) -> Slab:
-        """Lengthen the file by a slab, whose pages are huge as far as they can be.
+        """Append a slab to the file, of huge pages where possible.
 
-        Others read those three times as fast, since the system copies them page by page, and they
-        come in a quarter of the time. One small page has to be there for it to become a huge one.
+        Huge pages are read three times as fast and allocated in a quarter of the time. One small
+        page has to be there to become a huge one.
         """
         num_huge = nbytes // _HUGE_NBYTES
         alignment = _HUGE_NBYTES if num_huge else mmap.PAGESIZE
@@ -206,7 +205,7 @@ class OwnFile:
         return slab
 
     def _return_idle(self) -> None:
-        """Give the memory of slabs back to the system that others have been taken in place of."""
+        """Give the memory of slabs that were not taken for long back to the system."""
         for slab in list(self._free):
             if self._num_uses - slab.last_use > IDLE_USES:
                 self._return(slab)
@@ -221,10 +220,10 @@ class PeerFile:
 
     Args:
         file: Its descriptor, which is closed with this object.
-        num_words: As in :class:`OwnFile`.
+        num_words: The number of control words.
 
     Attributes:
-        words: The words of control.
+        words: The control words.
     """
 
     def __init__(self, file: int, num_words: int) -> None:
@@ -235,11 +234,11 @@ class PeerFile:
         self.words = memoryview(piece.memory).cast("B").cast("q")
 
     def view(self, start: int, nbytes: int) -> View:
-        """Look at a slab.
+        """View a slab.
 
         Args:
-            start: Where it begins.
-            nbytes: How long it is.
+            start: Its start in the file.
+            nbytes: Its size.
 
         Raises:
             ShardError: If it cannot be mapped.
@@ -256,10 +255,10 @@ class PeerFile:
 
 
 class View:
-    """A slab of another rank, until nobody refers to this object.
+    """A slab of another rank.
 
-    What was looked at counts as memory of this process, too, until its pages are forgotten. That is
-    not done by a ``__del__``, where Python drops an interrupt.
+    Pages that were read count as memory of this process, too, until :meth:`forget_pages`, which no
+    ``__del__`` calls here, since Python drops an interrupt there.
     """
 
     def __init__(self, piece: _Piece) -> None:
@@ -271,7 +270,7 @@ class View:
         return bytes(memoryview(self._memory)[:nbytes])
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return what begins at ``start``, [numel]; it may be read and not be written."""
+        """Return the tensor [numel] that begins at ``start``, which may only be read."""
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
@@ -281,19 +280,19 @@ def _last_error() -> str:
     return os.strerror(ctypes.get_errno())
 
 
-# Which ranks can share memory, and how they come by each other's files ----------------------------
+# Which ranks can share memory, and how they get each other's files --------------------------------
 
 
 @dataclass
 class Shared:
-    """What a rank shares with others of its process group.
+    """The memory that a rank shares with others of its process group.
 
     Attributes:
-        own: Its own file; ``None`` if it can share with nobody.
-        files: Those of others, by rank.
-        ends: By rank, the descriptor that tells of the end of that rank's process.
-        reasons: By rank, why it shares nothing with the others.
-        on_this_host: Those of all others that run on this host.
+        own: Its own file; ``None`` if it can share with no rank.
+        files: The files of other ranks, by rank.
+        ends: By rank, the descriptor that tells when the process of that rank ends.
+        reasons: By rank, why no memory is shared with that rank.
+        on_this_host: The other ranks that run on this host.
     """
 
     own: OwnFile | None
@@ -308,12 +307,12 @@ def share(group: dist.ProcessGroup, num_words: int) -> Shared:
 
     Args:
         group: A process group that sends tensors of the CPU.
-        num_words: Words of control at the beginning of each file.
+        num_words: The number of control words at the beginning of each file.
 
     Collective: three all-gathers of small objects.
 
-    Hazard: something fails on one rank alone, and others wait for it, or take it for one that
-    shares. Guard: every failure is a reason, which both ranks of a pair know in the end. Test:
+    Hazard: something fails on one rank alone, and others wait for it, or expect it to share.
+    Guard: every failure is a reason, which both ranks of a pair know in the end. Test:
     ``test_a_rank_that_cannot_share_is_sent_messages``.
     """
     rank, own_host = group.rank(), _host()
@@ -346,7 +345,7 @@ def _hear(said: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def _hear_reasons(shared: Shared, group: dist.ProcessGroup) -> None:
-    """Take over the reasons that others have for not sharing with this rank."""
+    """Adopt the reasons of other ranks for not sharing with this rank."""
     rank = group.rank()
     for peer, reasons in enumerate(_hear(shared.reasons, group)):
         if rank in reasons:
@@ -356,7 +355,7 @@ def _hear_reasons(shared: Shared, group: dist.ProcessGroup) -> None:
 
 
 def _host() -> int:
-    """Return a number that no other running system has."""
+    """Return a number that identifies the running system."""
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
@@ -365,7 +364,7 @@ def _host() -> int:
 
 
 def _open_door(num_ranks: int, num_words: int) -> tuple[_Door | None, str]:
-    """Return a door, or why there is none."""
+    """Return a door, or the reason why there is none."""
     if os.environ.get(SWITCH) == "0":
         return None, f"{SWITCH}=0 is set"
     needs = "memfd_create", "pidfd_open", "posix_fallocate"
@@ -380,16 +379,16 @@ def _open_door(num_ranks: int, num_words: int) -> tuple[_Door | None, str]:
 class _Door:
     """A Unix socket through which other processes pass their files to this one.
 
-    Its name is random, and known to whoever lists the sockets of the host; so a visitor shows a
-    secret besides, which only ranks of the process group have heard.
+    Its name is random, but anybody can list the sockets of the host. So a visitor also shows a
+    secret, which only ranks of the process group know.
 
     Args:
-        num_ranks: How many may come.
-        num_words: See :class:`OwnFile`.
+        num_ranks: How many ranks may come.
+        num_words: The number of control words.
 
     Attributes:
         own: The file of this process.
-        card: How to find the door, and the secret.
+        card: The name of the socket, and the secret.
     """
 
     def __init__(self, num_ranks: int, num_words: int) -> None:
@@ -408,10 +407,10 @@ class _Door:
             self.close = stack.pop_all().close
 
     def pass_to(self, card: tuple[str, bytes], rank: int) -> str | None:
-        """Pass the own file, for reading, through the door of another process.
+        """Pass this rank's file, for reading, through the door of another process.
 
         Returns:
-            Why that is not possible, if it is not.
+            The reason why that is not possible, if it is not.
         """
         try:
             with _new_socket() as visit:
@@ -422,7 +421,7 @@ class _Door:
         return None
 
     def take_in(self, shared: Shared, num_words: int) -> None:
-        """Take the files of those who have come."""
+        """Take the files of the ranks that have come."""
         expected = {
             _secret_of(self.card, peer): peer
             for peer in shared.on_this_host
@@ -440,7 +439,7 @@ class _Door:
                         os.close(file)
                     if peer is not None and is_cut:
                         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-                    continue  # somebody else
+                    continue  # a stranger
                 for file in found:
                     os.set_inheritable(file, False)
                 file, shared.ends[peer] = found
@@ -452,7 +451,7 @@ class _Door:
                 shared.reasons[peer] = f"a rank cannot take the memory of another: {error}"
 
 
-_VISIT = 30.0  # seconds, of what another process on this host has done already
+_VISIT = 30.0  # seconds to wait for what another process has already done
 _SECRET_NBYTES = 32
 
 
@@ -471,7 +470,7 @@ def _secret_of(card: tuple[str, bytes], rank: int) -> bytes:
 
 
 def has_ended(end: int, seconds: float) -> bool:
-    """Wait for the end of a process, by its descriptor; tell whether it came."""
+    """Wait for the end of a process, by its descriptor; tell whether it has ended."""
     poll = select.poll()
     poll.register(end, select.POLLIN)
     return bool(poll.poll(1000 * seconds))
