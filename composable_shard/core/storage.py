@@ -655,7 +655,7 @@ class Bucket:
 
     def free(self) -> bool:
         """Free the unsharded buffer; return whether arrays of NumPy share it."""
-        if not self.shares_storage:
+        if not self.shares_storage and hasattr(self, "unsharded"):
             self.has_arrays = not _torch.free(self.unsharded)
         return self.has_arrays
 

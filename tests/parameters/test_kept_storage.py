@@ -63,6 +63,7 @@ def test_pointers_stay_and_numbers_are_those_of_the_unsharded_model(
 ) -> None:
     policy = MixedPrecisionPolicy(*dtypes)
     reference, model = two_nets(2, reshard_after_forward=reshard, mp_policy=policy)
+    model.set_keep_unsharded_storage(False)  # before the first gather
     model.set_keep_unsharded_storage(True)
     gathered = note_gathered(model)
     first = gather(model)
