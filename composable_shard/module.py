@@ -41,7 +41,8 @@ from composable_shard.core.group import (
 )
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.reduction import assign_grad, clear, is_partial
-from composable_shard.core.storage import carry_over, grad_dtype_asked
+from composable_shard.core.registered import carry_over
+from composable_shard.core.storage import grad_dtype_asked
 from composable_shard.core.transport.collectives import (
     AllGather,
     ReduceScatter,

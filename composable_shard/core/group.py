@@ -20,18 +20,20 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.exposure import Exposure
 from composable_shard.core.plugins import Plugins
 from composable_shard.core.program import Mode, Program
 from composable_shard.core.reduction import Reduction
+from composable_shard.core.registered import (
+    Exposure,
+    check_materialized,
+    is_substituted,
+    take_over_registered,
+)
 from composable_shard.core.storage import (
     GatherOps,
     ShardedParam,
     Storage,
-    check_materialized,
-    take_over_registered,
 )
-from composable_shard.core.substituted import is_substituted
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import announce
 from composable_shard.core.transport.pending import UsedStreams, compute_stream

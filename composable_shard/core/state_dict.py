@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup, State
-from composable_shard.core.storage import ShardedParam, carry_over, grad_dtype_asked
+from composable_shard.core.registered import carry_over
+from composable_shard.core.storage import ShardedParam, grad_dtype_asked
 from composable_shard.core.transport import host
 from composable_shard.errors import ShardError
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from contextlib import nullcontext
 from functools import partial
 from operator import is_
@@ -40,7 +40,7 @@ from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import may_read_padding
 from composable_shard.core.transport.host import Lane, upload, upload_lane
 from composable_shard.core.transport.pending import Pending, Waitable, launching_stream
-from composable_shard.errors import MaterializationError, ShardError, StaleParameterError
+from composable_shard.errors import StaleParameterError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import (
     CPUOffloadPolicy,
@@ -364,96 +364,6 @@ def _refuse_stale(name: str, _: torch.Tensor) -> None:
     raise StaleParameterError(
         f"Expected the backward of a forward before its parameters were replaced, got '{name}' "
         "replaced by a load or a conversion in between; run backward before replacing them"
-    )
-
-
-def take_over_registered(params: Sequence[ShardedParam], label: str) -> None:
-    """Take over sharded parameters that users have replaced, by a load or a conversion.
-
-    Args:
-        params: The parameters of a group.
-        label: The group as messages call it.
-
-    Raises:
-        ShardError: If one does not fit, with all that do not. Nothing is taken over then.
-    """
-    found = [param.find_registered() for param in params]
-    misfits = [
-        text
-        for param, tensor in zip(params, found, strict=True)
-        if (text := _misfit(param, tensor)) is not None
-    ]
-    if misfits:
-        raise ShardError(
-            f"Expected the parameters of {label} as fully_shard made them, got "
-            f"{', '.join(misfits)}; change values by load_state_dict or in place"
-        )
-    for param, tensor in zip(params, found, strict=True):
-        assert tensor is not None
-        local = _torch.local_tensor(tensor)
-        if tensor is not param.sharded:
-            carry_over(param.sharded.__dict__, grad_dtype_asked(param.sharded), tensor)
-            param.sharded = tensor
-            param.put(tensor)
-        param.local, param.dtype = local, local.dtype
-        param.outer = _torch.storage_number(tensor)
-
-
-def carry_over(
-    attributes: Mapping[str, Any], asked_of_old: tuple[bool, torch.dtype | None], new: nn.Parameter
-) -> None:
-    """Give a parameter the attributes and the ``grad_dtype`` of the one that it replaces.
-
-    Args:
-        attributes: Those of the old parameter.
-        asked_of_old: See :func:`grad_dtype_asked`.
-        new: The parameter.
-    """
-    has_asked, asked = asked_of_old
-    for name, value in attributes.items():
-        if name != LIFTED:
-            new.__dict__.setdefault(name, value)
-    fits = new.grad is None or asked in (None, new.grad.dtype)
-    if has_asked and new.is_leaf and new.grad_dtype == new.dtype and fits:
-        new.grad_dtype = asked
-
-
-def _misfit(param: ShardedParam, found: torch.Tensor | None) -> str | None:
-    """Return how a registered parameter differs from the expected shard, if it does."""
-    if found is None:
-        return f"none for '{param.name}'"
-    if not isinstance(found, DTensor):
-        return f"a plain tensor for '{param.name}'"
-    expected, spec = _torch.spec_of(param.sharded), _torch.spec_of(found)
-    local = _torch.local_tensor(found)
-    if local is param.local and _torch.storage_number(found) != param.outer:
-        return f"a new .data, which DTensor ignores, for '{param.name}'"
-    for kind, got, own in (
-        ("shape", list(spec.shape), list(expected.shape)),
-        ("placements", spec.placements, expected.placements),
-        ("mesh", spec.mesh, expected.mesh),
-        ("local shape", list(local.shape), list(param.local.shape)),
-    ):
-        if got != own:
-            return f"one of {kind} {got} for '{param.name}' of {kind} {own}"
-    return None
-
-
-def check_materialized(params: Sequence[ShardedParam], label: str) -> None:
-    """Raise ``MaterializationError`` if shards are not where they belong, with the remedy."""
-    wrong = [param for param in params if param.local.device != param.device]
-    if not wrong:
-        return
-    place = wrong[0].device
-    if any(param.local.is_meta for param in wrong):
-        remedy = "call init_sharded(model, seed=...), or load values by load_sharded()"
-    elif wrong[0].offload is not None:
-        remedy = "leave the module there, since its policy offloads them"
-    else:
-        remedy = f"call module.to('{place}') before training"
-    places = ", ".join(f"{param.name} on {param.local.device}" for param in wrong)
-    raise MaterializationError(
-        f"Expected the parameters of {label} on {place}, got {places}; {remedy}"
     )
 
 

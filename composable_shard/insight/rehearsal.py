@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch, core
-from composable_shard.core import hooks, nested, optimizers, reduction, storage, substituted
+from composable_shard.core import hooks, nested, optimizers, reduction, storage
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.storage import Bucket, ShardedParam
 from composable_shard.core.transport.collectives import (
@@ -36,7 +36,7 @@ from composable_shard.module import group_of
 # Frames of the core stand behind what the library allocates, but for those that cast what modules
 # take and give, which is part of compute.
 _CORE = f"{core.__name__}."
-_COMPUTES = {module.__name__ for module in (hooks, nested, optimizers, substituted)}
+_COMPUTES = {module.__name__ for module in (hooks, nested, optimizers)}
 
 
 class Live(NamedTuple):
