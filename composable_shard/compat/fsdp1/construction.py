@@ -172,7 +172,12 @@ def resolve_device(scope: Scope, choices: Choices) -> torch.device:
         RuntimeError: If parameters lie on several devices.
         ValueError: If they, ``device_id`` and the current device do not go together.
     """
-    asked = _asked_device(choices)
+    accelerator, current = torch.accelerator.current_accelerator(check_available=True), _CPU
+    if accelerator is not None:
+        current = torch.device(accelerator.type, torch.accelerator.current_device_index())
+    asked = _asked_device(choices, current)
+    if asked == _CPU:
+        current = _CPU
     found = {param.device for param in scope.params() if not param.is_meta}
     elsewhere = found - {_CPU}
     if len(elsewhere) > 1:
@@ -185,10 +190,6 @@ def resolve_device(scope: Scope, choices: Choices) -> torch.device:
             f"Expected parameters on one device, got them on the CPU and {elsewhere.pop()}; please "
             "pass in device_id to compute on the latter"
         )
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    current = _CPU
-    if accelerator is not None and (asked is None or asked.type != "cpu"):
-        current = torch.device(accelerator.type, torch.accelerator.current_device_index())
     compute = elsewhere.pop() if elsewhere else current
     if asked is not None and asked != compute:
         raise ValueError(
@@ -203,28 +204,25 @@ def resolve_device(scope: Scope, choices: Choices) -> torch.device:
     return compute
 
 
-def _asked_device(choices: Choices) -> torch.device | None:
+def _asked_device(choices: Choices, current: torch.device) -> torch.device | None:
     device_id, mesh = choices.device_id, choices.device_mesh
     if device_id is None:
         return _CPU if mesh is not None and mesh.device_type == "cpu" else None
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if isinstance(device_id, int):
-        if isinstance(device_id, bool) or accelerator is None:
+        if isinstance(device_id, bool) or current == _CPU:
             raise ValueError(
                 f"Expected device_id to be a device of this machine, got {device_id!r}"
-                + ("" if accelerator else " without an accelerator; pass torch.device('cpu')")
+                + (" without an accelerator; pass torch.device('cpu')" if current == _CPU else "")
             )
-        asked = torch.device(accelerator.type, device_id)
-    else:
-        asked = torch.device(device_id)
+        return torch.device(current.type, device_id)
+    asked = torch.device(device_id)
     if asked.type == "cpu":
         return _CPU
-    if accelerator is None or accelerator.type != asked.type:
+    if asked.type != current.type:
         raise ValueError(
             f"Expected device_id to be a device of this machine, got {asked}, which is not there"
         )
     if asked.index is None:
-        current = torch.device(asked.type, torch.accelerator.current_device_index())
         warnings.warn(
             f"device_id {asked} of {_rank()} does not have an explicit index: the current device, "
             f"{current}, is used; pass it, or set another one before",
