@@ -142,9 +142,9 @@ class Possession:
         """
         told, tensors = Told({}, {}, [], []), Tensors()
 
-        def add(key: Key, value: Any, param: int | None = None) -> None:
+        def add(key: Key, what: str, value: Any, param: int | None = None) -> None:
             if isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.ndim):
-                told.items[key] = self._described(key, value, param)
+                told.items[key] = self._described(what, value, param)
                 tensors[key] = _torch.local_part(value).detach()
             elif isinstance(value, torch.Tensor):
                 told.values[key] = value.cpu(), value.device.type != "cpu"
@@ -152,21 +152,26 @@ class Possession:
                 told.values[key] = value, False
 
         for index, param in enumerate(self.params):
-            add(("parameter", index), param.sharded, index)
+            add(("parameter", index), f"parameter '{param.name}'", param.sharded, index)
             if param.sharded.grad is not None:
-                add(("gradient", index), param.sharded.grad, index)
+                what = f"the gradient of '{param.name}'"
+                add(("gradient", index), what, param.sharded.grad, index)
         for name, tensor in self._plain().items():
             if not isinstance(tensor, DTensor):
-                add(("plain", name), tensor[None] if not tensor.ndim else tensor)
+                add(("plain", name), f"'{name}'", tensor[None] if not tensor.ndim else tensor)
         for place, optimizer in enumerate(self._optimizers):
             numbers = {id(param): index for index, param in self._stepped[place].items()}
-            self._states.append(_states_of(optimizer))
-            for stepped, own in self._states[place].items():
+            known = optimizer.state
+            if isinstance(optimizer, LayoutOptimizer):
+                known = optimizer.sharded_states()
+            self._states.append(known)
+            for stepped, own in known.items():
                 moved = self._indices.get(id(stepped))
+                of = "" if moved is None else f" of '{self.params[moved].name}'"
                 for name, value in own.items() if id(stepped) in numbers else ():
                     if moved is not None or not isinstance(value, DTensor):
                         key = ("state", place, numbers[id(stepped)], name)
-                        add(key, value, moved)
+                        add(key, f"state '{name}'{of}", value, moved)
                         told.states.append(key)
             told.settings.append([{**group, "params": []} for group in optimizer.param_groups])
         return told, tensors
@@ -180,33 +185,21 @@ class Possession:
                     "move to more ranks, got one that is not; such a model is moved by a checkpoint"
                 )
 
-    def _described(self, key: Key, tensor: torch.Tensor, param: int | None) -> Item:
+    def _described(self, what: str, tensor: torch.Tensor, param: int | None) -> Item:
         local = _torch.local_part(tensor)
-        check_plain(self._what(key), local)
+        check_plain(what, local)
         item = Item(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
         if param is None or not isinstance(tensor, DTensor):
             return item
         placement = self.params[param].placement
-        item = item._replace(param=param, dim=sharded_dim(self._what(key), tensor, placement))
+        item = item._replace(param=param, dim=sharded_dim(what, tensor, placement))
         sizes = _sizes(item, placement)
         if sizes != local.shape:
             raise ShardError(
-                f"Expected shape {list(sizes)} of {self._what(key)} on this rank, got "
-                f"{list(local.shape)}; such a model is moved by a checkpoint"
+                f"Expected shape {list(sizes)} of {what} on this rank, got {list(local.shape)}; "
+                "such a model is moved by a checkpoint"
             )
         return item
-
-    def _what(self, key: Key) -> str:
-        """Return what messages call a tensor."""
-        if key[0] in ("parameter", "gradient"):
-            name = self.params[int(key[1])].name
-            return f"{key[0]} '{name}'" if key[0] == "parameter" else f"the gradient of '{name}'"
-        if key[0] == "plain":
-            return f"'{key[1]}'"
-        stepped = self._stepped[int(key[1])][int(key[2])]
-        index = self._indices.get(id(stepped))
-        of = f" of '{self.params[index].name}'" if index is not None else ""
-        return f"state '{key[3]}'{of}"
 
     def _plain(self) -> dict[str, torch.Tensor]:
         """Return parameters and buffers that are not sharded, by name."""
@@ -392,12 +385,6 @@ class Possession:
             sharded.local, sharded.place = nothing, None
         for group in self.groups:
             group.leave()
-
-
-def _states_of(optimizer: Optimizer) -> Mapping[torch.Tensor, dict[str, Any]]:
-    if isinstance(optimizer, LayoutOptimizer):
-        return optimizer.sharded_states()
-    return optimizer.state
 
 
 def _sizes(item: Item, placement: ParamPlacement) -> tuple[int, ...]:
