@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import is_
@@ -26,6 +27,8 @@ ATOMS: frozenset[type] = frozenset(
     ]
 )
 """Types that hold no tensors and are worth telling apart quickly."""
+
+_CHANGEABLE = (list, set, deque, Mapping)
 
 _VALUES: Any = type({}.values())
 _ITEMS: Any = type({}.items())
@@ -92,7 +95,8 @@ def map_tensors(
                 "its tensors by themselves"
             )
         shown = make(mapped)
-    if given is not None:
+    # Registered containers may make other items each time they are opened.
+    if given is not None and (isinstance(value, _CHANGEABLE) or dataclasses.is_dataclass(value)):
         given.append(Given(value, shown, mapped))
     return shown
 

@@ -81,14 +81,14 @@ class ModelOutput(collections.OrderedDict):  # type: ignore[type-arg]
 
 
 class Registered:
-    """A container that only a registration makes known."""
+    """A container that only a registration makes known, by lists that are made for it."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self.tensors = tensors
 
 
 register_pytree_node(
-    Registered, lambda own: (list(own.tensors), None), lambda tensors, _: Registered(*tensors)
+    Registered, lambda own: ([list(own.tensors)], None), lambda lists, _: Registered(*lists[0])
 )
 
 
