@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import pairwise, product
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -115,7 +115,7 @@ def full_copy(tensor: torch.Tensor, name: str) -> torch.Tensor:
     mesh, placements, local = tensor.device_mesh, tensor.placements, _torch.local_tensor(tensor)
     whole = cast(DTensor, tensor.detach())
     if local.device.type != mesh.device_type:
-        whole = distributed(local.detach().to(mesh.device_type), tensor, placements)
+        whole = _torch.local_like(tensor, local.detach().to(mesh.device_type))
     kind, counts = type(local), _torch.is_subclass_of_user(local)
     try:
         full, cause = whole.full_tensor(), None
@@ -133,13 +133,6 @@ def full_copy(tensor: torch.Tensor, name: str) -> torch.Tensor:
     is_local = all(p.is_replicate() or mesh.size(axis) == 1 for axis, p in enumerate(placements))
     # The inner tensors of a subclass may still be under way: copying waits for them.
     return full.clone() if is_local or _torch.is_wrapper_subclass(full) else full
-
-
-def distributed(local: torch.Tensor, like: DTensor, placements: Sequence[Any]) -> DTensor:
-    """Make a local tensor a DTensor of the shape and mesh of another. Collective: none."""
-    return DTensor.from_local(
-        local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -23,24 +23,15 @@ from composable_shard.core.codec import Attributes, share_attributes
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import groups_in, owner_of
 from composable_shard.core.reduction import assign_grad
-from composable_shard.core.storage import remember_stand_in
+from composable_shard.core.storage import Slot, remember_stand_in
 from composable_shard.core.ties import owner_of_sharded
 from composable_shard.core.tree import check_at_rest
 from composable_shard.errors import MaterializationError
-from composable_shard.module import group_of
-from composable_shard.train.full import digest, distributed
+from composable_shard.train.full import digest
 from composable_shard.train.ranks import Together
 from composable_shard.train.weights.gathering import full_copies
 
 # From sharded parameters to full ones and back: what ``unsharded`` is made of ---------------------
-
-
-class _Slot(NamedTuple):
-    module: nn.Module
-    attribute: str
-
-    def __str__(self) -> str:
-        return f"'{self.attribute}' of {type(self.module).__name__}"
 
 
 class _Edit(NamedTuple):
@@ -73,7 +64,7 @@ class FullParams:
         edits: What of that is to be written back.
     """
 
-    slots: dict[nn.Parameter, list[_Slot]]
+    slots: dict[nn.Parameter, list[Slot]]
     rank0_only: bool
     to_cpu: bool
     with_grads: bool
@@ -91,12 +82,12 @@ class FullParams:
         for param, slots in self.slots.items():
             if _torch.local_tensor(param).is_meta:
                 raise MaterializationError(
-                    f"Expected materialized parameters, got {slots[0]} on meta; call "
+                    f"Expected materialized parameters, got {_told(slots)} on meta; call "
                     "init_sharded(model, seed=...)"
                 )
         present = [p for p in self.slots if self.with_grads and p.grad is not None]
         tensors = cast(list[DTensor], [*self.slots, *(param.grad for param in present)])
-        names = [str(self.slots[param][0]) for param in (*self.slots, *present)]
+        names = [_told(self.slots[param]) for param in (*self.slots, *present)]
         device = torch.device("cpu") if self.to_cpu else None
         with torch.inference_mode(False), torch.no_grad():
             fulls = full_copies(tensors, names, first_only=self.rank0_only, device=device)
@@ -108,7 +99,7 @@ class FullParams:
     def _register(
         self,
         param: nn.Parameter,
-        slots: Sequence[_Slot],
+        slots: Sequence[Slot],
         full: torch.Tensor,
         grad: torch.Tensor | None,
     ) -> None:
@@ -123,7 +114,7 @@ class FullParams:
         if self.writeback:
             self.digests[param] = digest(full), None if grad is None else digest(grad)
         for slot in slots:
-            slot.module._parameters[slot.attribute] = copy
+            slot.put(copy)
 
     @contextlib.contextmanager
     def noticing_edits(self) -> Iterator[None]:
@@ -141,8 +132,7 @@ class FullParams:
         together = Together(meshes, "the writeback of unsharded()")
         with together.noting_failure():
             yield
-            places = [slots[0] for slots in self.slots.values()]
-            self.edited = [place.module._parameters.get(place.attribute) for place in places]
+            self.edited = [slots[0].get() for slots in self.slots.values()]
             self.edits = list(map(self._edit_of, self.slots, self.edited))
         together.go_on()
 
@@ -166,7 +156,7 @@ class FullParams:
                 attributes.take()
         for param, slots in self.slots.items():
             for slot in slots:
-                slot.module._parameters[slot.attribute] = param
+                slot.put(param)
         for param, (copy, _) in self.copies.items():
             owner = owner_of_sharded(param)
             if owner is not None:  # optimizers must not train the copy from now on
@@ -189,7 +179,7 @@ class FullParams:
         for (param, slots), edit in zip(self.slots.items(), self.edits, strict=True):
             if edit is not None and edit.shape not in (None, tuple(param.shape)):
                 raise ValueError(
-                    f"Expected {slots[0]} to have shape {list(param.shape)} at the end of "
+                    f"Expected {_told(slots)} to have shape {list(param.shape)} at the end of "
                     f"unsharded(), got {list(edit.shape or ())}; edit values only"
                 )
         for param, value, edit in zip(self.slots, self.edited, self.edits, strict=True):
@@ -210,6 +200,10 @@ class FullParams:
 
 
 # One tensor -----------------------------------------------------------------------------------
+
+
+def _told(slots: Sequence[Slot]) -> str:
+    return f"'{slots[0].name}' of {type(slots[0].module).__name__}"
 
 
 def _mesh_of(param: nn.Parameter) -> DeviceMesh:
@@ -237,7 +231,7 @@ def _write_grad(param: nn.Parameter, shard: torch.Tensor | None) -> None:
         _torch.local_tensor(present).copy_(shard)
     else:
         local = shard.clone().to(_torch.local_tensor(param).device)
-        assign_grad(param, distributed(local, sharded, sharded.placements))
+        assign_grad(param, _torch.local_like(param, local))
 
 
 # Full parameters for a while: to look at, to edit, to save ----------------------------------------
@@ -319,7 +313,7 @@ def unsharded(
         offload_to_cpu=offload_to_cpu,
         with_grads=with_grads,
     )
-    modules = list(_opened_modules(module, recurse))
+    modules = [m for m in module.modules() if recurse or owner_of(m) is owner_of(module)]
     own = {group: None for m in modules if (group := owner_of(m)) is not None}
     for group in own:
         check_at_rest(group, "unsharded")
@@ -345,26 +339,9 @@ def unsharded(
         params.write_back()
 
 
-def _opened_modules(module: nn.Module, recurse: bool) -> Iterator[nn.Module]:
-    """Yield the modules below, but those of nested groups unless ``recurse``."""
-    if recurse:
-        yield from module.modules()
-        return
-    own, seen = owner_of(module), set[nn.Module]()
-    left = [module]
-    while left:
-        current = left.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        yield current
-        children = [c for c in current.children() if group_of(c) is None or group_of(c) is own]
-        left += reversed(children)
-
-
 def _slots_in(
     modules: Sequence[nn.Module], groups: Sequence[ParamGroup]
-) -> dict[nn.Parameter, list[_Slot]]:
+) -> dict[nn.Parameter, list[Slot]]:
     """Return the DTensors in ``modules`` with all of their places, those in ``modules`` first.
 
     A parameter that is tied across groups has places elsewhere, which hold the same copy. One that
@@ -376,11 +353,11 @@ def _slots_in(
         groups: Those that own parameters in them and are not open.
     """
     within = set(modules)
-    slots: dict[nn.Parameter, list[_Slot]] = {}
+    slots: dict[nn.Parameter, list[Slot]] = {}
     for module in modules:
         for attribute, param in module._parameters.items():
             if isinstance(param, DTensor):
-                slots.setdefault(param, []).append(_Slot(module, attribute))
+                slots.setdefault(param, []).append(Slot.of(module, attribute))
     known = {one.slots[0].get(): (group, one) for group in groups for one in group.params}
     for param in list(slots):
         if param not in known and owner_of_sharded(param) is not None:
@@ -391,6 +368,5 @@ def _slots_in(
         is_opened = registered in slots or (is_whole and is_outside)
         if isinstance(registered, DTensor) and is_opened:
             places = slots.setdefault(registered, [])
-            others = (_Slot(holder, attribute) for holder, attribute, _ in one.slots)
-            places += [place for place in others if place not in places]
+            places += [place for place in one.slots if place not in places]
     return slots

@@ -200,7 +200,11 @@ class Route:
         return stages
 
     def room(self, key: object, nbytes: int) -> torch.Tensor:
-        """Return bytes to send or to receive: for the same key always the same ones."""
+        """Return bytes to send or to receive: for the same key always the same ones.
+
+        They are free again when a message has been copied out. Messages to different ranks may be
+        on the way at the same time.
+        """
         room = self._rooms.pop(key, None)
         if room is None or len(room) < nbytes:
             room = None  # or both would be held
@@ -295,7 +299,8 @@ class Message:
         outputs = [full.view(-1).view(torch.uint8) for full in self._whole.values()]
         for place, gather in enumerate(self.gathers):
             if self._slots and gather.is_given:
-                outputs.append(self._room(place, gather.num_ranks * gather.inputs[-1]))
+                nbytes = gather.num_ranks * gather.inputs[-1]
+                outputs.append(self._route.room((self._to, place), nbytes))
             self._outputs.append(outputs)
             outputs = []
 
@@ -334,13 +339,6 @@ class Message:
         shape = tuple(one.entry.tensor.shape)
         return _torch.empty(*shape, dtype=one.dtype, device=self._route.device)
 
-    def _room(self, what: object, nbytes: int) -> torch.Tensor:
-        """Return bytes that are free again when the message has been copied out.
-
-        Messages to different ranks may be on the way at the same time.
-        """
-        return self._route.room((self._to, what), nbytes)
-
     # In one message -------------------------------------------------------------------------
 
     def _slot(self, one: Planned, message: torch.Tensor) -> torch.Tensor:
@@ -349,7 +347,7 @@ class Message:
         return message[..., place.start : place.stop].view(one.dtype)
 
     def _pack(self) -> torch.Tensor:
-        message = self._room("sent", self._packed_nbytes)
+        message = self._route.room((self._to, "sent"), self._packed_nbytes)
         into, values = list[torch.Tensor](), list[torch.Tensor]()
         for one in self._slots:
             own = one.values()

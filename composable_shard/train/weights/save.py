@@ -196,14 +196,12 @@ class Writing:
         names = list(self._names)
         if len(names) > 1:
             part = self._output.part(INDEX)
-            part.write_text(json.dumps(self._index(), indent=2, sort_keys=True) + "\n")
+            homes = {one.name: self._names[index] for one, index in self._homes.items()}
+            index = {"metadata": {"total_size": self.nbytes}, "weight_map": homes}
+            part.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
             _sync(part)
             names.append(INDEX)
         self._output.publish(names)
-
-    def _index(self) -> dict[str, dict[str, int] | dict[str, str]]:
-        weight_map = {one.name: self._names[index] for one, index in self._homes.items()}
-        return {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map}
 
     def _discard(self) -> None:
         """Remove what was written; on each rank all that it sees, as others may have ended."""
