@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import copy
 import copyreg
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -135,14 +136,20 @@ def _initialize(
 
 def _copy_settings(source: ParamGroup, target: ParamGroup, memo: Memo) -> None:
     """Give a copy the choices of its source; prefetched groups that are not copied drop out."""
-    settings = target.settings
-    settings.__dict__.update(source.settings.__dict__)
-    for name in ("forward_prefetch", "backward_prefetch"):
-        targets: Sequence[ParamGroup] | None = getattr(source.settings, name)
-        if targets is not None:
-            setattr(settings, name, [memo[id(group)] for group in targets if id(group) in memo])
+    choices = source.settings.__dict__
+    target.settings.__dict__.update(choices)
+    target.settings.__dict__.update(_lists(choices, lambda group: memo.get(id(group))))
     for mesh, channel in source.channels.items():
         target.channels[mesh].__dict__.update(channel.__dict__)
+
+
+def _lists(settings: Mapping[str, Any], other: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return the lists of prefetched groups, with what ``other`` returns of each, if anything."""
+    found = {name: settings[name] for name in ("forward_prefetch", "backward_prefetch")}
+    return {
+        name: None if some is None else [one for one in map(other, some) if one is not None]
+        for name, some in found.items()
+    }
 
 
 # Pickles --------------------------------------------------------------------------------------
@@ -176,13 +183,11 @@ class _SavedGroup(NamedTuple):
     policy: MixedPrecisionPolicy
     name: str
     settings: dict[str, Any]
-    prefetch: dict[str, list[str]]
     channels: dict[ShardMesh, tuple[dict[str, Any], bool]]
     hooks: list[tuple[StateDictHook, Params]]
     is_last_backward: bool
 
 
-_LISTS = ("forward_prefetch", "backward_prefetch")
 _SAVED = "_composable_shard_saved"
 
 
@@ -218,7 +223,8 @@ def restore_module(module: nn.Module, saved: SavedModule) -> ParamGroup:
 
 
 def _reduce_group(group: ParamGroup) -> tuple[Any, ...]:
-    settings = {**group.settings.__dict__, "hook_stream": None}
+    choices = group.settings.__dict__
+    settings = {**choices, "hook_stream": None, **_lists(choices, attrgetter("name"))}
     saved = _SavedGroup(
         group.modules,
         group.params,
@@ -226,7 +232,6 @@ def _reduce_group(group: ParamGroup) -> tuple[Any, ...]:
         group.policy,
         group.name,
         settings,
-        {name: [one.name for one in some] for name in _LISTS if (some := settings.pop(name))},
         {mesh: channel.saved() for mesh, channel in group.channels.items()},
         hooks_of_state_dicts(group),
         group.tree.is_last_backward,
@@ -237,6 +242,7 @@ def _reduce_group(group: ParamGroup) -> tuple[Any, ...]:
 def _restore_group(group: ParamGroup, saved: _SavedGroup) -> None:
     _initialize(group, saved.modules, saved.params, saved.mesh, saved.policy)
     group.settings.__dict__.update(saved.settings)
+    group.settings.__dict__.update(_lists(saved.settings, lambda name: None))
     for mesh, channel in saved.channels.items():
         group.channels[mesh].restore(*channel)
     for hook, params in saved.hooks:
@@ -263,8 +269,7 @@ def _join(group: ParamGroup) -> None:
     by_name = {found.__dict__[_SAVED].name: found for found in groups}
     for found in groups:
         note_owners(found)
-        for name, targets in found.__dict__[_SAVED].prefetch.items():
-            setattr(found.settings, name, [by_name[one] for one in targets if one in by_name])
+        found.settings.__dict__.update(_lists(found.__dict__[_SAVED].settings, by_name.get))
 
 
 def _below(module: nn.Module) -> Iterator[nn.Module]:

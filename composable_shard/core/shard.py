@@ -242,19 +242,15 @@ def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]
         params: The parameters.
         shards: This rank's shard of each.
     """
-    kinds: dict[tuple[object, ...], list[int]] = {}
-    for index, (param, shard) in enumerate(zip(params, shards, strict=True)):
+    kinds: dict[tuple[object, ...], list[tuple[ShardedParam, torch.Tensor]]] = {}
+    for param, shard in zip(params, shards, strict=True):
         dtypes = shard.dtype, param.policy.compute_dtype(shard.dtype)
-        own = index if needs_extension(shard) else None
-        kinds.setdefault((param.mesh, *dtypes, shard.device, own), []).append(index)
-    buckets: list[Storage] = []
-    for indices in kinds.values():
-        some = [params[index] for index in indices], [shards[index] for index in indices]
-        if needs_extension(some[1][0]):
-            buckets.append(ExtensionBucket(some[0][0], some[1][0]))
-        else:
-            buckets.append(Bucket(*some))
-    return buckets
+        own = param if needs_extension(shard) else None
+        kinds.setdefault((param.mesh, *dtypes, shard.device, own), []).append((param, shard))
+    return [
+        Bucket(*zip(*pairs, strict=True)) if kind[-1] is None else ExtensionBucket(*pairs[0])
+        for kind, pairs in kinds.items()
+    ]
 
 
 def create_unsharded(buckets: Sequence[Storage], channels: dict[ShardMesh, Channel]) -> None:

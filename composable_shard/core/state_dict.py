@@ -106,12 +106,7 @@ def _before_save(group: ParamGroup, params: Params, module: nn.Module, *_: objec
         module._parameters[attribute] = param.sharded
 
 
-def _after_save(
-    group: ParamGroup,
-    params: Params,
-    module: nn.Module,
-    *_: object,
-) -> None:
+def _after_save(group: ParamGroup, params: Params, module: nn.Module, *_: object) -> None:
     """Go back to compute, if this was in the middle of it."""
     if group.is_unsharded_registered:
         for attribute, param in _owned(group, params).items():
