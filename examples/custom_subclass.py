@@ -1,6 +1,6 @@
 """A weight whose rows travel as int8: a tensor subclass, checked, then trained on two ranks.
 
-Gathering sends about a quarter of the bytes of fp32 weights: a byte for each, a scale for each row.
+A gather sends about a quarter of the bytes of fp32: one byte for each element, one scale a row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STAYS |= {aten.empty_like, aten.zeros_like, aten.new_zeros, aten._to_copy, aten.
 
 
 class Int8Rows(torch.Tensor):
-    """A weight in full precision, of which int8 rows with a scale each are gathered."""
+    """A weight in full precision that is gathered as int8 rows with one scale each."""
 
     @staticmethod
     def __new__(cls, full: torch.Tensor) -> Int8Rows:
@@ -55,22 +55,22 @@ class Int8Rows(torch.Tensor):
         return return_and_correct_aliasing(func, args, kwargs, out)
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], None]:
-        """Send int8 rows, and the scale of each."""
+        """Send int8 rows and their scales."""
         scales = self.full.abs().amax(1, keepdim=True).clamp_min(1e-12) / 127
         return ((self.full / scales).round().to(torch.int8), scales), None
 
     def fsdp_post_all_gather(
-        self, arrived: Any, metadata: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
+        self, gathered: Any, metadata: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> Any:
-        """Multiply them again; autograd sees a plain weight."""
-        rows, scales = arrived
+        """Return rows times scales; autograd sees a plain weight."""
+        rows, scales = gathered
         if out is None:
-            return (rows * scales).to(dtype), arrived
+            return (rows * scales).to(dtype), gathered
         return out.copy_(rows * scales)
 
 
 def train(steps: int) -> list[float]:
-    """Train on this rank's batches to turn vectors round; return the losses."""
+    """Learn to reverse vectors, on this rank's batches; return the losses."""
     layers = [nn.Linear(32, 32) for _ in range(2)]
     for layer in layers:
         layer.weight = nn.Parameter(Int8Rows(layer.weight.detach()))
@@ -90,7 +90,7 @@ def train(steps: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    # Rounding changes a weight by half of one of 127 steps.
+    # Rounding changes a weight by at most half of a step, and there are 127 steps.
     print(check_extension(lambda shape: Int8Rows(torch.randn(shape)), tolerance=0.02))
     for rank, found in enumerate(run_ranks(train, 2, steps=100)):
         print(f"rank {rank}: loss {found[0]:.3f} at first, {found[-1]:.3f} at last")

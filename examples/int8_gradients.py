@@ -1,11 +1,11 @@
-"""Gradients that travel as int8: blocks with a scale each, and error feedback.
+"""Gradients that travel as int8: blocks with one scale each, and error feedback.
 
     python examples/int8_gradients.py
     python examples/train_lm.py --int8-gradients
 
-A gradient takes about a quarter of the bytes of fp32 on the wire. What rounding loses is
-remembered and added to the next gradient, so it is sent later rather than never. The memory of it
-takes as many bytes on every rank as the whole gradient.
+A gradient takes about a quarter of the bytes of fp32 on the wire. The rounding error of each
+gradient is added to the next one, so no part of a gradient is lost. The error takes as much memory
+on every rank as the unsharded gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCK = 128  # elements that share a scale
 
 
 class Int8Gradients(torch.Tensor):
-    """A weight like any other, but for its gradient on the wire."""
+    """A weight with a gradient that travels as int8."""
 
     @staticmethod
     def __new__(cls, full: torch.Tensor) -> Int8Gradients:
@@ -62,22 +62,22 @@ class Int8Gradients(torch.Tensor):
         return return_and_correct_aliasing(func, args, kwargs, out)
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], None]:
-        """Send the weight as it is."""
+        """Send the weight unchanged."""
         return (self.full,), None
 
     def fsdp_post_all_gather(
-        self, arrived: Any, metadata: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
+        self, gathered: Any, metadata: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> Any:
-        """Let what arrives be the weight; under mixed precision it is cast."""
-        (full,) = arrived
+        """Return the gathered weight, cast under mixed precision."""
+        (full,) = gathered
         if out is None:
-            return full.to(dtype), arrived
+            return full.to(dtype), gathered
         return out if full.dtype == dtype else out.copy_(full)
 
     def fsdp_pre_reduce_scatter(
         self, grad: torch.Tensor, mesh: Any
     ) -> tuple[tuple[torch.Tensor, ...], None]:
-        """Send int8 blocks, and the scale of each; remember what is lost."""
+        """Send int8 blocks and their scales; keep the rounding error."""
         exact = grad.float() if self.lost is None else grad + self.lost
         blocks = nn.functional.pad(exact, (0, -exact.shape[1] % block_of(exact)))
         blocks = blocks.unflatten(1, (-1, block_of(exact)))
@@ -88,24 +88,24 @@ class Int8Gradients(torch.Tensor):
         return (rounded.to(torch.int8), scales), None
 
     def fsdp_post_reduce_scatter(self, received: Any, metadata: None, out: torch.Tensor) -> None:
-        """Sum in fp32 what all ranks sent, in the order of ranks."""
+        """Sum the parts of all ranks in fp32, in rank order."""
         out.zero_()
         for blocks, scales in zip(*received, strict=True):
             out += (blocks * scales).flatten()[: len(out)]
 
 
-torch.serialization.add_safe_globals([Int8Gradients])  # for checkpoints, which load no others
+torch.serialization.add_safe_globals([Int8Gradients])  # checkpoints load only known classes
 
 
 def block_of(parts: torch.Tensor) -> int:
-    """Return how many elements share a scale; no more than there are."""
+    """Return how many elements share a scale."""
     return min(BLOCK, parts.shape[1])
 
 
 def send_int8_gradients(model: nn.Module) -> None:
     """Let the gradients of a model travel as int8; call it before ``fully_shard``.
 
-    Ties stay ties. Frozen parameters have no gradient, and scalars nothing to cut.
+    Tied parameters stay tied. Frozen parameters and scalars stay as they are.
     """
     sent: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -118,7 +118,7 @@ def send_int8_gradients(model: nn.Module) -> None:
 
 
 def train(steps: int, int8: bool) -> list[float]:
-    """Train on this rank's batches to turn vectors round; return the losses."""
+    """Learn to reverse vectors, on this rank's batches; return the losses."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     if int8:

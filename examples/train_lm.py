@@ -1,21 +1,20 @@
 """Train a small byte-level GPT with its parameters sharded over ranks.
 
     python examples/train_lm.py                          two ranks on the CPU, or one on each GPU
-    python examples/train_lm.py --resume                 go on from the newest checkpoint
+    python examples/train_lm.py --resume                 resume from the newest checkpoint
     python examples/train_lm.py --optimizer muon         Muon steps the matrices of the blocks
     torchrun --nproc-per-node 4 examples/train_lm.py     on the ranks that torchrun starts
 
-With ``torchrun --max-restarts``, ranks that are started again after one of them died go on from the
-newest checkpoint by themselves.
+With ``torchrun --max-restarts``, ranks resume from the newest checkpoint after one of them died.
 
-What this shows of the library is all in ``build``: ``fully_shard`` on each block, then on the
-root. With ``--trace FOLDER`` a few steps are recorded as a timeline. The rest is a training loop as
-for one device: AdamW, a schedule, gradient clipping, checkpoints by
-``torch.distributed.checkpoint``. The model, its text and its ranks are in ``lm/``.
+``build`` shards the model: ``fully_shard`` on each block, then on the root. ``--trace FOLDER``
+records a timeline of a few steps. The rest is a training loop as for one device: AdamW, a schedule,
+gradient clipping, checkpoints by ``torch.distributed.checkpoint``. The model, its text and its
+ranks are in ``lm/``.
 
-The weights at the start and the batches do not depend on the number of ranks, so neither do the
-losses, but for rounding. On the CPU the same command gives bitwise the same losses again, and so
-does a run that was stopped (``--stop-at``) and resumed: see ``losses.jsonl`` in its folder.
+Initial weights and batches do not depend on the number of ranks, so losses differ only by rounding.
+On the CPU the same command gives bitwise the same losses again, and so does a run that was stopped
+(``--stop-at``) and resumed: see ``losses.jsonl`` in its folder.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ from lm.text import NO_TARGET, Text, held_out_batches, load_text, training_batch
 
 UNTRACED_STEPS, TRACED_STEPS = 10, 3
 MUON_LR = 5.0
-"""Muon's learning rate, by AdamW's: so its updates have the root mean square of AdamW's first
-ones, the learning rate. ``match_rms_adamw`` alone scales them to a fifth, as in long runs."""
+"""Muon's learning rate, relative to AdamW's. ``match_rms_adamw`` scales updates to a root mean
+square of a fifth of the learning rate. AdamW's first updates have five times that."""
 
 
 def build(options: Options, place: Place) -> GPT:
     """Build the model and shard it over all ranks."""
-    torch.manual_seed(options.seed)  # every rank draws the same weights, then keeps its shard
+    torch.manual_seed(options.seed)  # every rank draws the same weights and keeps its shard
     model = GPT(options.layers, options.width, options.heads, options.context).to(place.device)
     if options.int8_gradients:
         send_int8_gradients(model)
@@ -68,9 +67,9 @@ def build(options: Options, place: Place) -> GPT:
 
 
 def make_optimizer(model: GPT, options: Options) -> Optimizer:
-    """Make the optimizer: AdamW of everything, or Muon of the matrices of the blocks.
+    """Make the optimizer: AdamW for all parameters, or Muon for the matrices of the blocks.
 
-    Each rank steps some of these as a whole. Queries, keys and values are matrices of their own.
+    Each rank steps some whole matrices. Queries, keys and values are separate matrices.
     """
     adamw = partial(AdamW, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     if options.optimizer == "adamw":
@@ -87,7 +86,7 @@ def make_optimizer(model: GPT, options: Options) -> Optimizer:
 
 
 def learning_rate(step: int, options: Options) -> float:
-    """Return the learning rate of a step: a line up, then half a cosine down to a tenth."""
+    """Return the learning rate of a step: linear warm-up, then a cosine decay to a tenth."""
     rising = (step + 1) / options.warmup
     falling = 0.55 + 0.45 * math.cos(math.pi * step / options.steps)
     return options.lr * min(rising, falling)
@@ -95,7 +94,7 @@ def learning_rate(step: int, options: Options) -> float:
 
 @dataclass(frozen=True)
 class Training:
-    """What a rank trains, on what, and where."""
+    """The model, optimizer and text of a rank."""
 
     options: Options
     place: Place
@@ -105,7 +104,7 @@ class Training:
 
     @property
     def num_rows(self) -> int:
-        """Rows of a batch that are this rank's."""
+        """Number of this rank's rows of a batch."""
         return self.options.batch // self.place.num_ranks
 
     def update(self, step: int) -> float:
@@ -130,7 +129,7 @@ class Training:
         return sum_over_ranks(loss.detach()) / self.place.num_ranks
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss, in nats, summed over the targets that count."""
+        """Return the loss in nats, summed over all targets except ``NO_TARGET``."""
         logits = self.model(inputs.to(self.place.device)).float().flatten(0, 1)
         targets = targets.to(self.place.device).flatten()
         return F.cross_entropy(logits, targets, ignore_index=NO_TARGET, reduction="sum")
@@ -151,9 +150,9 @@ class Training:
 
     @torch.no_grad()
     def sample(self, prompt: bytes) -> bytes:
-        """Let the model write on from a prompt.
+        """Generate text from a prompt.
 
-        Every rank takes part, since each forward gathers parameters, and draws the same bytes.
+        Every rank takes part, because each forward gathers, and draws the same bytes.
         """
         generator = torch.Generator().manual_seed(self.options.seed)
         written = list(prompt)
@@ -172,7 +171,7 @@ def sum_over_ranks(value: Tensor) -> float:
 
 
 def recording(model: GPT, options: Options) -> AbstractContextManager[Timeline | None]:
-    """Record a few steps, after some in which everything happens for the first time."""
+    """Record a few steps, after the first ones."""
     if options.trace is None:
         return nullcontext()
     skip = min(UNTRACED_STEPS, options.steps // 2)

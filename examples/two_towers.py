@@ -1,21 +1,21 @@
 """Train two towers on ranks that have different amounts of pictures and text.
 
     python examples/two_towers.py                        three ranks on the CPU, or one on each GPU
-    python examples/two_towers.py --check                and beside them one unsharded process
-    python examples/two_towers.py --text-only            as if all pictures were lost
+    python examples/two_towers.py --check                compare with one unsharded process
+    python examples/two_towers.py --text-only            without all pictures
     torchrun --nproc-per-node 4 examples/two_towers.py   on the ranks that torchrun starts
 
-The model reads captions byte by byte, and looks at the picture that belongs to them, if there is
-one. Three things differ between ranks, and each takes one line:
+The model reads captions byte by byte and looks at their picture, if they have a picture. Three
+differences between ranks need one line each:
 
-- A rank without a picture in its batch calls ``sit_out`` in the place of the picture tower.
-- A rank that has no batch left takes part in the steps of the others, by ``uneven``.
-- Batches have different numbers of bytes: ``weigh`` makes gradients those of the mean over all.
+- A rank without a picture in its batch calls ``sit_out`` instead of the picture tower.
+- A rank without another batch takes part in the steps of the others, by ``uneven``.
+- Batches have different numbers of bytes: ``weigh`` averages gradients over all bytes.
 
-So the ranks train as one process does on all of their batches together. ``--check`` shows it: it
-trains that process, too, and compares the losses of all steps. All is computed in float64, so that
-rounding does not hide a difference. On the CPU, the same command gives bitwise the same losses
-again. Model and samples are in ``towers/``.
+So the ranks train as one process does on all of their batches together. With ``--check``, that
+process trains, too, and the losses of all steps are compared. All computation is in float64, so
+that rounding does not hide a difference. On the CPU, the same command gives bitwise the same
+losses again. Model and samples are in ``towers/``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from towers.samples import (
 NUM_RANKS = 3  # on the CPU
 LARGEST_NORM = 1.0
 LARGEST_DIFFERENCE = 1e-9  # of losses, relative: rounding alone
-DTYPE = torch.float64  # in float32 rounding grows, within hundreds of steps, to what one can see
+DTYPE = torch.float64  # in float32, rounding becomes visible within hundreds of steps
 
 Options = argparse.Namespace
 
@@ -65,7 +65,7 @@ def build(options: Options, skip: Skip) -> TwoTowers:
 
 
 def shard(model: TwoTowers, place: Place) -> TwoTowers:
-    """Shard the model over all ranks, each block as a group of its own."""
+    """Shard the model over all ranks, with a group for each block."""
     mesh = init_device_mesh(place.device.type, (place.num_ranks,))
     for block in (*model.text.blocks, *model.pictures.blocks):
         fully_shard(block, mesh=mesh)
@@ -76,13 +76,13 @@ def shard(model: TwoTowers, place: Place) -> TwoTowers:
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean loss in nats over all bytes that are to be predicted."""
+    """Return the mean loss in nats over all target bytes."""
     logits = model(batch.inputs, batch.pictures, batch.rows).flatten(0, 1)
     return F.cross_entropy(logits, batch.targets.flatten(), ignore_index=NO_TARGET)
 
 
 class Training:
-    """What a rank trains, on what, and where."""
+    """The model, optimizer and batches of a rank."""
 
     def __init__(self, options: Options, place: Place, documents: Sequence[Document]) -> None:
         self._options, self._place, self._documents = options, place, documents
@@ -92,11 +92,11 @@ class Training:
         self.losses: list[float] = []
 
     def train_epoch(self, epoch: int) -> float:
-        """Train until no rank has a batch left, note each step's loss, and return that of all."""
-        total = num_tokens_of_all = 0.0
+        """Train until no rank has another batch, note each step's loss, and return their mean."""
+        total = total_tokens = 0.0
         ranks = self._place.rank, self._place.num_ranks
-        own = batches_of_rank(self._documents, *ranks, epoch, self._options.tokens)
-        for samples in uneven(self.model, own):
+        batches = batches_of_rank(self._documents, *ranks, epoch, self._options.tokens)
+        for samples in uneven(self.model, batches):
             with weigh(self.model) as weighing:
                 if samples is None:
                     num_tokens, loss = 0, sit_out(self.model)
@@ -109,21 +109,22 @@ class Training:
             self._optimizer.zero_grad()
             self.losses.append(weighing.loss)
             total += weighing.loss * weighing.total
-            num_tokens_of_all += weighing.total
+            total_tokens += weighing.total
         self._schedule.step()
-        return total / num_tokens_of_all
+        return total / total_tokens
 
     @torch.no_grad()
     def held_out_loss(self, samples: Sequence[Sample]) -> float:
         """Return the mean loss of samples, in nats per byte; each rank does its share."""
         total = torch.zeros(2, dtype=torch.float64, device=self._place.device)
         ranks = self._place.rank, self._place.num_ranks
-        own = batches_of_rank([[sample] for sample in samples], *ranks, 0, self._options.tokens)
-        for some in uneven(self.model, own):
-            if some is None:
+        documents = [[sample] for sample in samples]
+        batches = batches_of_rank(documents, *ranks, 0, self._options.tokens)
+        for batch_samples in uneven(self.model, batches):
+            if batch_samples is None:
                 sit_out(self.model)
                 continue
-            batch = self._collate(some)
+            batch = self._collate(batch_samples)
             total[0] += loss_of(self.model, batch) * batch.num_tokens
             total[1] += batch.num_tokens
         dist.all_reduce(total)
@@ -142,12 +143,12 @@ def train_unsharded(
     schedule = CosineAnnealingLR(optimizer, options.epochs)
     losses = []
     for epoch in range(options.epochs):
-        of_ranks = (
+        batches_of_all = (
             batches_of_rank(documents, rank, num_ranks, epoch, options.tokens)
             for rank in range(num_ranks)
         )
-        for batches in zip_longest(*of_ranks, fillvalue=[]):
-            batch = collate([one for some in batches for one in some], device, DTYPE)
+        for batches in zip_longest(*batches_of_all, fillvalue=[]):
+            batch = collate([sample for samples in batches for sample in samples], device, DTYPE)
             loss = loss_of(model, batch)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
@@ -162,10 +163,10 @@ def check(losses: Sequence[float], expected: Sequence[float]) -> None:
     """Compare the losses of all steps with those of the unsharded process.
 
     Raises:
-        ArithmeticError: If they differ by more than rounding does.
+        ArithmeticError: If they differ by more than rounding.
     """
     pairs = zip(losses, expected, strict=True)
-    difference = max(abs(one - other) / other for one, other in pairs)
+    difference = max(abs(loss - oracle) / oracle for loss, oracle in pairs)
     print(f"largest difference from one unsharded process: {difference:.1e}")
     if not difference <= LARGEST_DIFFERENCE:
         raise ArithmeticError(
@@ -174,12 +175,12 @@ def check(losses: Sequence[float], expected: Sequence[float]) -> None:
 
 
 def without_pictures(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples as if their pictures were lost."""
+    """Return the samples without their pictures."""
     return [Sample(sample.text) for sample in samples]
 
 
 def describe(options: Options, documents: Sequence[Document], num_ranks: int) -> None:
-    """Print what each rank has in the first epoch."""
+    """Print the number and sizes of each rank's batches in the first epoch."""
     for rank in range(num_ranks):
         batches = batches_of_rank(documents, rank, num_ranks, 0, options.tokens)
         num_tokens = [sum(sample.num_tokens for sample in batch) for batch in batches]
@@ -232,18 +233,18 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     add = parser.add_argument
     add("--epochs", type=int, default=6, help="passes through the documents")
     add("--documents", type=int, default=120, help="albums and sheets to train on")
-    add("--held-out", type=int, default=120, help="captions that are not trained on")
+    add("--held-out", type=int, default=120, help="held-out captions")
     add("--tokens", type=int, default=512, help="bytes of a rank's batch, at most")
     add("--layers", type=int, default=1, help="blocks of each tower")
     add("--width", type=int, default=64, help="features of a byte, and of a patch")
     add("--heads", type=int, default=4, help="attention heads")
     add("--lr", type=float, default=4e-3, help="highest learning rate")
-    add("--seed", type=int, default=0, help="of the weights and the samples")
-    add("--ranks", type=int, help=f"to start; {NUM_RANKS}, or one per GPU, if absent")
-    add("--device", choices=("cpu", "cuda"), help="where to compute; a GPU if there is one")
-    add("--text-only", action="store_true", help="train as if all pictures were lost")
-    add("--check", action="store_true", help="train one unsharded process, too, and compare")
-    add("--json", type=Path, help="a file for the losses")
+    add("--seed", type=int, default=0, help="seed of the weights and the samples")
+    add("--ranks", type=int, help=f"ranks to start; by default {NUM_RANKS}, or one per GPU")
+    add("--device", choices=("cpu", "cuda"), help="device; by default a GPU if there is one")
+    add("--text-only", action="store_true", help="train without the pictures")
+    add("--check", action="store_true", help="also train one unsharded process, and compare")
+    add("--json", type=Path, help="file for the losses")
     options = parser.parse_args(arguments)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     asked = options.ranks or (NUM_RANKS if options.device == "cpu" else None)

@@ -1,10 +1,10 @@
-"""Send the weights of a training to an engine that generates, again and again while it trains.
+"""Send the weights of a model to an inference engine, again and again while it trains.
 
-The first ranks train a sharded model; the others are an engine with another layout: matrices cut
-for tensor parallelism. Every rank that trains sends each rank of the engine just those rows and
-columns that the one has and the other needs, straight from shard to shard, in one all-to-all for
-each bucket: no rank ever holds the whole model, and every byte that is needed is sent once. What
-has not changed since the last time is not sent again. After each update the engine generates.
+The first ranks train a sharded model. The others are an engine with another sharding: matrices
+split for tensor parallelism. Every training rank sends each rank of the engine just the rows and
+columns that it needs, from shard to shard, in one all-to-all for each bucket. So no rank ever holds
+the whole model, and every needed byte is sent once. Unchanged tensors are not sent again. After
+each update the engine generates.
 
     torchrun --nproc-per-node 4 examples/weights_to_engine.py
     torchrun --nproc-per-node 5 examples/weights_to_engine.py --engine 3 --check
@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard import changed_since, fully_shard, iter_full, local_shards
 
-TEXT = "weights"  # each of its letters tells which one is next
+TEXT = "weights"  # its letters differ, so each letter determines the next
 VOCABULARY, WIDTH, HIDDEN, NUM_BLOCKS = 128, 24, 48, 2
 
 # The model ----------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Predicts the next character from the last one; its embedding is not trained."""
+    """Predicts the next character from the last one; its embedding is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Model(nn.Module):
 
 
 def cut_dim(name: str) -> int | None:
-    """Return which dim of a tensor the ranks of the engine share; ``None`` if each has all."""
+    """Return the dim over which the engine shards a tensor; ``None`` if it replicates it."""
     if name.endswith(("up.weight", "up.bias", "head.weight")):
         return 0
     return 1 if name.endswith("down.weight") else None
@@ -72,7 +72,7 @@ def cut_dim(name: str) -> int | None:
 # From shard to shard ------------------------------------------------------------------------------
 
 Box = tuple[tuple[int, int], ...]
-"""From where to where, in each dim of a full tensor."""
+"""Start and end in each dim of a full tensor."""
 
 
 class Transfer(NamedTuple):
@@ -85,31 +85,30 @@ class Transfer(NamedTuple):
 
 
 def nbytes_of(box: Box) -> int:
-    """Return the bytes of a part, all of which are float32."""
+    """Return the bytes of a float32 part."""
     return torch.Size(end - start for start, end in box).numel() * 4
 
 
 def part_of(tensor: torch.Tensor, lies_at: Box, box: Box) -> torch.Tensor:
-    """View what of a box a tensor contains that is itself another box of the full tensor."""
+    """Return a view of ``box`` in a tensor that holds the box ``lies_at`` of the full tensor."""
     pairs = zip(lies_at, box, strict=True)
     return tensor[tuple(slice(start - origin, end - origin) for (origin, _), (start, end) in pairs)]
 
 
-def overlap(one: Box, other: Box) -> Box | None:
-    """Return what both contain."""
-    pairs = zip(one, other, strict=True)
+def overlap(left: Box, right: Box) -> Box | None:
+    """Return the intersection of two boxes, if there is any."""
+    pairs = zip(left, right, strict=True)
     box = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
     return box if all(start < end for start, end in box) else None
 
 
 class Plan:
-    """Who sends which part to whom, in buckets. Every rank makes the same one.
+    """The parts that each rank sends to each other rank, in buckets; the same on all ranks.
 
     Args:
-        held: What each rank that trains holds, by its number: pairs of a name and a box.
-        wanted: What each rank of the engine needs.
-        bucket_nbytes: How many bytes all ranks together send at once, at most, but for a larger
-            tensor alone.
+        held: The shards of each training rank, by rank: pairs of a name and a box.
+        wanted: The boxes that each rank of the engine needs, by rank and name.
+        bucket_nbytes: Bytes of a bucket, of all ranks together. A larger tensor is a bucket.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class Plan:
         self._bucket_nbytes = bucket_nbytes
         senders: dict[str, dict[Box, int]] = {}
         for rank, parts in held.items():
-            for name, box in parts:  # of ranks that hold the same, the first one sends
+            for name, box in parts:  # the first rank that holds a box sends it
                 senders.setdefault(name, {}).setdefault(box, rank)
         self._transfers: dict[str, list[Transfer]] = {}
         for target, boxes in wanted.items():
@@ -147,12 +146,12 @@ class Plan:
             yield bucket
 
 
-def exchange(bucket: Sequence[Transfer], own: dict[str, list[tuple[Box, torch.Tensor]]]) -> int:
-    """Send and receive the parts of a bucket; return how many bytes this rank has received.
+def exchange(bucket: Sequence[Transfer], held: dict[str, list[tuple[Box, torch.Tensor]]]) -> int:
+    """Send and receive the parts of a bucket; return the bytes that this rank has received.
 
     Args:
-        bucket: Who sends what to whom.
-        own: By name, what this rank holds, and which part of the full tensor that is.
+        bucket: The transfers between all ranks.
+        held: The shards of this rank and their boxes, by name.
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
 
@@ -160,32 +159,31 @@ def exchange(bucket: Sequence[Transfer], own: dict[str, list[tuple[Box, torch.Te
         return [
             part_of(tensor, lies_at, box)
             for name, _, _, box in transfers
-            for lies_at, tensor in own[name]
+            for lies_at, tensor in held[name]
             if overlap(lies_at, box) == box
         ]
 
-    def counts(parts: Sequence[Sequence[Transfer]]) -> list[int]:
-        return [sum(nbytes_of(transfer.box) for transfer in some) // 4 for some in parts]
+    def counts(of_peers: Sequence[Sequence[Transfer]]) -> list[int]:
+        return [sum(nbytes_of(transfer.box) for transfer in peer) // 4 for peer in of_peers]
 
-    to = [[t for t in bucket if t.source == rank and t.target == peer] for peer in range(num_ranks)]
-    come = [
-        [t for t in bucket if t.target == rank and t.source == peer] for peer in range(num_ranks)
-    ]
-    sent = [part.reshape(-1) for some in to for part in places(some)]
-    into = [part for some in come for part in places(some)]
-    received = torch.empty(sum(counts(come)))
-    message = torch.cat(sent) if sent else torch.empty(0)
-    dist.all_to_all_single(received, message, counts(come), counts(to))
-    for part, values in zip(into, received.split([p.numel() for p in into]), strict=True):
+    peers = range(num_ranks)
+    outgoing = [[t for t in bucket if t.source == rank and t.target == peer] for peer in peers]
+    incoming = [[t for t in bucket if t.target == rank and t.source == peer] for peer in peers]
+    inputs = [part.reshape(-1) for transfers in outgoing for part in places(transfers)]
+    outputs = [part for transfers in incoming for part in places(transfers)]
+    received = torch.empty(sum(counts(incoming)))
+    message = torch.cat(inputs) if inputs else torch.empty(0)
+    dist.all_to_all_single(received, message, counts(incoming), counts(outgoing))
+    for part, values in zip(outputs, received.split([p.numel() for p in outputs]), strict=True):
         part.copy_(values.view(part.shape))
     return received.nbytes
 
 
-# The ranks that train -----------------------------------------------------------------------------
+# The training ranks -------------------------------------------------------------------------------
 
 
 class Trainer:
-    """A rank that trains."""
+    """A training rank."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         torch.manual_seed(0)
@@ -198,7 +196,7 @@ class Trainer:
         self._sent: dict[str, tuple[int, ...]] = {}
 
     def train(self, num_steps: int) -> None:
-        """Learn which character follows which."""
+        """Train to predict the next character."""
         tokens = torch.tensor([ord(character) for character in TEXT])
         for _ in range(num_steps):
             loss = nn.functional.cross_entropy(self.model(tokens), tokens.roll(-1))
@@ -207,15 +205,15 @@ class Trainer:
             self._optimizer.zero_grad()
 
     def held(self) -> dict[str, list[tuple[Box, torch.Tensor]]]:
-        """Return what this rank holds of the model now."""
+        """Return the shards of this rank and their boxes."""
         found: dict[str, list[tuple[Box, torch.Tensor]]] = {}
         for shard in local_shards(self.model):
-            box = tuple((one.start, one.stop) for one in shard.box)
+            box = tuple((dim.start, dim.stop) for dim in shard.box)
             found.setdefault(shard.name, []).append((box, shard.tensor))
         return found
 
     def changed(self) -> list[str]:
-        """Return what the engine does not have as it is now, and take it for sent."""
+        """Return the names of tensors that have changed since the last call."""
         names = changed_since(self.model, self._sent)
         self._sent = {shard.name: shard.version for shard in local_shards(self.model)}
         return names
@@ -225,7 +223,7 @@ class Trainer:
 
 
 class Engine:
-    """A rank that generates: it holds its columns and rows of matrices, and all of the rest."""
+    """A rank of the engine: it holds its columns and rows of matrices, and all other tensors."""
 
     def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
         self._group = group
@@ -248,18 +246,18 @@ class Engine:
         }
 
     def held(self) -> dict[str, list[tuple[Box, torch.Tensor]]]:
-        """Return what is to be received."""
+        """Return the weights of this rank and their boxes."""
         return {name: [(self.boxes[name], tensor)] for name, tensor in self.weights.items()}
 
     def generate(self, num_characters: int) -> str:
-        """Return what follows the first letter, one most likely character after another."""
+        """Generate text from the first letter, always with the most likely character."""
         text = TEXT[0]
         while len(text) < num_characters:
             text += chr(int(self._logits(torch.tensor([ord(text[-1])])).argmax()))
         return text
 
     def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Compute what the model does. Collective: an all-reduce for each block and the head."""
+        """Run the model. Collective: an all-reduce for each block and the head."""
         get, functional = self.weights.__getitem__, nn.functional
         x = get("embed.weight")[tokens]
         for index in range(NUM_BLOCKS):
@@ -280,48 +278,48 @@ class Engine:
 
 
 def update(member: Trainer | Engine, plan: Plan) -> dict[str, int]:
-    """Bring the engine what has changed; return what this rank has received."""
-    said = [member.changed() if isinstance(member, Trainer) else None]
-    dist.broadcast_object_list(said, src=0)
-    names, own = said[0] or [], member.held()
-    received = [exchange(bucket, own) for bucket in plan.buckets(names)]
+    """Send the changed tensors to the engine; return how much this rank has received."""
+    changed = [member.changed() if isinstance(member, Trainer) else None]
+    dist.broadcast_object_list(changed, src=0)
+    names, held = changed[0] or [], member.held()
+    received = [exchange(bucket, held) for bucket in plan.buckets(names)]
     largest = max(received, default=0)
     return {"tensors": len(names), "nbytes": sum(received), "largest": largest}
 
 
 def is_equal(member: Trainer | Engine, engine: Sequence[int]) -> bool:
-    """Compare the weights of the engine with the whole tensors, which the first rank sends."""
+    """Compare the weights of the engine with full tensors from rank 0."""
     if isinstance(member, Trainer):
         for _, full in iter_full(member.model, rank0_only=True, process_group=member.group):
             for rank in engine:
                 dist.send(full, rank)
         return True
     same = True
-    for name, own in member.weights.items():
+    for name, weight in member.weights.items():
         box, dim = member.boxes[name], cut_dim(name)
         shape = [end for _, end in box]
         if dim is not None:
             shape[dim] = VOCABULARY if name == "head.weight" else HIDDEN
         full = torch.empty(shape)
         dist.recv(full, 0)
-        same &= torch.equal(own, part_of(full, tuple((0, length) for length in shape), box))
+        same &= torch.equal(weight, part_of(full, tuple((0, length) for length in shape), box))
     return same
 
 
 def run(options: argparse.Namespace) -> None:
-    """Train, update and generate, as one of the ranks."""
+    """Train, update and generate on one rank."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     trainers = list(range(num_ranks - options.engine))
     engine = list(range(num_ranks - options.engine, num_ranks))
-    mesh = DeviceMesh("cpu", trainers, mesh_dim_names=("shard",))  # all ranks make it
+    mesh = DeviceMesh("cpu", trainers, mesh_dim_names=("shard",))  # made on all ranks
     group = dist.new_group(engine)
     member = Trainer(mesh) if rank in trainers else Engine(engine, group)
     held = [(name, box) for name, parts in member.held().items() for box, _ in parts]
-    told: list[list[tuple[str, Box]]] = [[]] * num_ranks
-    dist.all_gather_object(told, held)
+    boxes: list[list[tuple[str, Box]]] = [[]] * num_ranks
+    dist.all_gather_object(boxes, held)
     plan = Plan(
-        {rank: told[rank] for rank in trainers},
-        {rank: dict(told[rank]) for rank in engine},
+        {rank: boxes[rank] for rank in trainers},
+        {rank: dict(boxes[rank]) for rank in engine},
         options.bucket_bytes,
     )
     lines = []
@@ -342,14 +340,14 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Read the command line and be one of torchrun's ranks."""
+    """Read the command line and run on this rank of torchrun."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", type=int, default=2, help="how many ranks generate")
-    parser.add_argument("--updates", type=int, default=5, help="how often weights are sent")
-    parser.add_argument("--steps", type=int, default=2, help="steps between two of them")
-    parser.add_argument("--bucket-bytes", type=int, default=16384, help="sent at once, at most")
-    parser.add_argument("--check", action="store_true", help="compare with whole tensors")
-    parser.add_argument("--json", type=Path, help="a folder for what each rank has seen")
+    parser.add_argument("--engine", type=int, default=2, help="number of ranks that generate")
+    parser.add_argument("--updates", type=int, default=5, help="number of updates of the engine")
+    parser.add_argument("--steps", type=int, default=2, help="training steps between two updates")
+    parser.add_argument("--bucket-bytes", type=int, default=16384, help="largest bucket")
+    parser.add_argument("--check", action="store_true", help="compare with full tensors")
+    parser.add_argument("--json", type=Path, help="folder for the figures of each rank")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     if not 0 < options.engine < dist.get_world_size():

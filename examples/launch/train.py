@@ -1,13 +1,13 @@
-"""A training that may be stopped, killed and started again, on one machine or on many.
+"""A training that you may stop, kill and start again, on one machine or on many.
 
     torchrun --nproc-per-node 2 examples/launch/train.py --checkpoint-dir runs/launch
 
-It goes on from the newest complete checkpoint in its folder, which all ranks must see, on however
-many ranks it is started again. The files beside this one start it by torchrun on several machines,
-Slurm, Kubernetes and Ray Train; ``docs/many_machines.md`` explains them.
+It resumes from the newest complete checkpoint in its folder, on any number of ranks. All ranks must
+see the folder. The other files here start it by torchrun on several machines, Slurm, Kubernetes and
+Ray Train; ``docs/many_machines.md`` explains them.
 
-The model is a toy: what is to be copied is ``main``. Batches depend on the step alone, so that on
-the CPU the same number of ranks gives bitwise the same losses, however often it was interrupted.
+The model is a toy: copy ``main``. Batches depend on the step alone. So on the CPU, the same number
+of ranks gives bitwise the same losses after any interruption.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from torch.optim import AdamW, Optimizer
 from composable_shard import fully_shard
 from composable_shard.train.checkpoint import complete_checkpoints, save_checkpoint
 
-WIDTH, NUM_LAYERS, KEPT = 64, 4, 2  # of the model, and how many checkpoints stay
+WIDTH, NUM_LAYERS = 64, 4
+KEPT = 2  # checkpoints
 
 
 def build(device: torch.device) -> nn.Module:
@@ -55,12 +56,12 @@ def batch(step: int, num_rows: int, device: torch.device) -> tuple[Tensor, Tenso
     """Return this rank's rows of the batch of a step."""
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(num_rows, WIDTH, generator=generator)
-    own = inputs.chunk(dist.get_world_size())[dist.get_rank()].to(device)
-    return own, own.square().mean(1, keepdim=True)
+    rows = inputs.chunk(dist.get_world_size())[dist.get_rank()].to(device)
+    return rows, rows.square().mean(1, keepdim=True)
 
 
 def state_of(model: nn.Module, optimizer: Optimizer, step: int) -> dict[str, Any]:
-    """Return everything that goes into a checkpoint."""
+    """Return the state of a checkpoint."""
     return {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer),
@@ -69,9 +70,9 @@ def state_of(model: nn.Module, optimizer: Optimizer, step: int) -> dict[str, Any
 
 
 def resume(model: nn.Module, optimizer: Optimizer, folder: Path) -> int:
-    """Read the newest complete checkpoint, if there is one; return the steps that are done."""
+    """Load the newest complete checkpoint, if there is any; return its number of steps."""
     newest: list[Path | None] = [None]
-    if dist.get_rank() == 0:  # decides for all: they must not disagree
+    if dist.get_rank() == 0:  # rank 0 chooses, because all ranks must load the same one
         newest = [*complete_checkpoints(folder)[-1:], None][:1]
     dist.broadcast_object_list(newest, src=0)
     if newest[0] is None:
@@ -84,7 +85,7 @@ def resume(model: nn.Module, optimizer: Optimizer, folder: Path) -> int:
 
 
 def save(model: nn.Module, optimizer: Optimizer, folder: Path, step: int) -> None:
-    """Write a checkpoint, and remove those before the last ones."""
+    """Write a checkpoint, and remove older ones."""
     target = folder / f"step-{step:06d}"
     save_checkpoint(state_of(model, optimizer, step), target)
     if dist.get_rank() == 0:
@@ -93,13 +94,13 @@ def save(model: nn.Module, optimizer: Optimizer, folder: Path, step: int) -> Non
 
 
 class Losses:
-    """One line for each step, in a file that the first rank writes."""
+    """A file with one line for each step, written by rank 0."""
 
     def __init__(self, file: Path, steps_done: int) -> None:
         self._file = file if dist.get_rank() == 0 else None
         if self._file is not None:
             known = file.read_text().splitlines(keepends=True) if file.exists() else []
-            file.write_text("".join(known[:steps_done]))  # what came later is done again
+            file.write_text("".join(known[:steps_done]))  # later steps are run again
 
     def add(self, step: int, loss: float) -> None:
         """Write the loss of a step."""
@@ -109,14 +110,14 @@ class Losses:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train on one rank of those that were started."""
+    """Train on this rank."""
     options = read_options(arguments)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    is_ours = not dist.is_initialized()  # Ray Train has started it already
+    is_ours = not dist.is_initialized()  # Ray Train starts the process group itself
     if is_ours:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -154,14 +155,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Train a toy, and go on after whatever happened.")
+    parser = argparse.ArgumentParser(description="Train a toy, and resume after any interruption.")
     parser.add_argument("--checkpoint-dir", type=Path, default=Path("runs/launch"))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--checkpoint-every", type=int, default=20, help="steps")
     parser.add_argument("--batch", type=int, default=48, help="rows of a step, over all ranks")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step")
     parser.add_argument(
-        "--timeout", type=float, default=600, help="seconds until a rank that is silent is given up"
+        "--timeout", type=float, default=600, help="seconds to wait for a silent rank"
     )
     return parser.parse_args(arguments)
 

@@ -1,11 +1,11 @@
 """The folder of a run: its settings, its losses, and its newest sharded checkpoints.
 
-    <folder>/run.json        what the losses depend on, to refuse a resume that would change them
-    <folder>/losses.jsonl    one line for each step done: {"step": 1, "loss": 5.54...}
+    <folder>/run.json        settings that change the losses; a resume must have the same
+    <folder>/losses.jsonl    one line for each step: {"step": 1, "loss": 5.54...}
     <folder>/step-000200/    model, optimizer and progress after 200 steps, a file from each rank
 
-A checkpoint has its name only when it is complete, and the one before it is kept, should a file of
-the newest be damaged. The position in the text is the step: see ``text.py``.
+A checkpoint gets its name only when it is complete. The checkpoint before the newest one is kept,
+in case a file of the newest is damaged. The step is the position in the text: see ``text.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Settings = dict[str, int | float | str]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come.
+    """The progress of a run.
 
     Attributes:
         step: number of steps done.
@@ -98,7 +98,7 @@ class RunFolder:
             "optimizer": get_optimizer_state_dict(model, optimizer),
             "progress": asdict(progress),
         }
-        if dist.get_rank() == 0 and target.exists():  # a damaged one that was not resumed from
+        if dist.get_rank() == 0 and target.exists():  # a damaged checkpoint, which nobody resumed
             shutil.rmtree(target)
         save_checkpoint(state, target)
         if dist.get_rank() == 0:
@@ -108,9 +108,9 @@ class RunFolder:
                     shutil.rmtree(old)
 
     def load(self, model: nn.Module, optimizer: Optimizer) -> Progress:
-        """Read the newest checkpoint in place, and forget losses after it (on every rank).
+        """Load the newest checkpoint, and drop later losses (called on every rank).
 
-        The number of ranks may differ from the one that wrote it.
+        It may have been written by another number of ranks.
         """
         state: dict[str, Any] = {
             "model": get_model_state_dict(model),
@@ -141,7 +141,7 @@ class RunFolder:
 
 
 def _write_whole(file: Path, text: str) -> None:
-    """Write a file that is never seen half-written."""
+    """Write a file atomically."""
     part = file.with_suffix(".part")
     part.write_text(text)
     os.replace(part, file)

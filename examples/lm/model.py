@@ -1,6 +1,6 @@
 """A small byte-level GPT: rotary attention, squared-ReLU feed-forward, RMS norms before each.
 
-Nothing in this file knows about sharding: the model is written as for one device.
+Nothing in this file knows about sharding: the model is written for one device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line of the example, and what is refused before any rank starts."""
+"""The command line of the example, and checks before any rank starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lm.checkpoint import RunFolder, Settings
 from lm.ranks import is_restarted, num_ranks_here
 from lm.text import load_text
 
-# What a loss depends on: a resumed run must share these.
+# The losses depend on these options: a resumed run must have the same values.
 DECISIVE = (
     *("steps", "batch", "optimizer", "lr", "warmup", "clip", "seed"),
     *("layers", "width", "heads", "context", "device", "param_dtype", "int8_gradients"),
@@ -22,7 +22,7 @@ DECISIVE = (
 
 @dataclass(frozen=True)
 class Options:
-    """The command line; ``read_options`` says what each option means."""
+    """The command line; ``_parser`` explains each option."""
 
     steps: int
     batch: int
@@ -52,7 +52,7 @@ class Options:
     trace: Path | None
 
     def decisive(self, digest: str) -> Settings:
-        """Return what the losses depend on, with the digest of the text."""
+        """Return all values on which the losses depend, with the digest of the text."""
         return {name: getattr(self, name) for name in DECISIVE} | {"text": digest}
 
 
@@ -65,7 +65,7 @@ def read_options(arguments: Sequence[str] | None) -> Options:
     values["stop_at"] = min(values["steps"], values["stop_at"] or values["steps"])
     try:
         values["ranks"] = num_ranks_here(values["ranks"], values["device"])
-        if is_restarted():  # by torchrun: go on where the ranks that died had come to
+        if is_restarted():  # by torchrun: resume from the newest checkpoint
             values["resume"] = RunFolder(values["checkpoint_dir"]).newest() is not None
             values["overwrite"] = not values["resume"]
         options = Options(**values)
@@ -111,10 +111,10 @@ def _parser() -> argparse.ArgumentParser:
         help="muon steps the matrices of the blocks, and AdamW the rest",
     )
     training("--lr", type=float, default=3e-3, help="highest learning rate of AdamW")
-    training("--warmup", type=_positive, default=20, help="steps until it is reached")
+    training("--warmup", type=_positive, default=20, help="steps until the highest learning rate")
     training("--clip", type=float, default=1.0, help="largest norm of the gradient")
-    training("--seed", type=int, default=0, help="of the weights, the batches and the sample")
-    training("--text", type=Path, help="file to train on; the documentation of Python if absent")
+    training("--seed", type=int, default=0, help="seed of weights, batches and sample")
+    training("--text", type=Path, help="file to train on; by default the documentation of Python")
 
     model = parser.add_argument_group("model").add_argument
     model("--layers", type=_positive, default=4, help="blocks")
@@ -126,10 +126,10 @@ def _parser() -> argparse.ArgumentParser:
     ranks(
         "--ranks",
         type=_positive,
-        help="to start; 2, or one per GPU, if absent; torchrun decides its own",
+        help="ranks to start; by default 2, or one per GPU; ignored under torchrun",
     )
     ranks("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
-    ranks("--param-dtype", choices=("float32", "bfloat16"), default="float32", help="and in what")
+    ranks("--param-dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in")
     ranks("--int8-gradients", action="store_true", help="send int8 instead of fp32 gradients")
 
     folder = parser.add_argument_group("checkpoints")
@@ -137,15 +137,15 @@ def _parser() -> argparse.ArgumentParser:
     folder.add_argument("--checkpoint-every", type=_positive, default=100, help="steps")
     folder.add_argument("--stop-at", type=_positive, help="end after this step, as if interrupted")
     start = folder.add_mutually_exclusive_group()
-    start.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    start.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
     start.add_argument("--overwrite", action="store_true", help="drop an earlier run's checkpoints")
 
     output = parser.add_argument_group("output").add_argument
     output("--log-every", type=_positive, default=50, help="steps between two lines")
     output("--sample-bytes", type=int, default=300, help="bytes to write when training has ended")
-    output("--prompt", default="The ", help="what these continue")
-    output("--temperature", type=float, default=0.7, help="how bold they are")
-    output("--trace", metavar="FOLDER", type=Path, help="record a few steps as a timeline there")
+    output("--prompt", default="The ", help="text that the sample continues")
+    output("--temperature", type=float, default=0.7, help="temperature of the sample")
+    output("--trace", metavar="FOLDER", type=Path, help="record a timeline of a few steps there")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""The processes that train together: those of ``torchrun``, or ranks of our own on this machine."""
+"""The ranks that train together: those of ``torchrun``, or processes that this module starts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# A rank that died fails the others after this long, rather than leaving them to wait.
+# The time-out of the process group.
 PATIENCE = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a job runs: which of how many ranks, and on what device."""
+    """The rank and the device of this process."""
 
     rank: int
     num_ranks: int
@@ -29,7 +29,7 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that talks to the terminal and owns the files."""
+        """Whether this rank prints and writes files."""
         return self.rank == 0
 
 
@@ -51,7 +51,7 @@ def _num_restarts() -> int:
 
 
 def num_ranks_here(asked: int | None, device_type: str) -> int:
-    """Return how many ranks will train: torchrun's, those asked for, or what suits the machine."""
+    """Return the number of ranks: torchrun's, ``asked``, or a default for the machine."""
     if under_torchrun():
         return int(os.environ["WORLD_SIZE"])
     if device_type == "cuda":
@@ -69,12 +69,12 @@ def run_on_ranks(job: Job, num_ranks: int, device_type: str) -> None:
     """Run a job on every rank, and return when it has ended.
 
     Args:
-        job: what each rank does; picklable.
+        job: called on each rank; picklable.
         num_ranks: number of ranks.
         device_type: "cuda" (one device for each rank) or "cpu" (one thread for each rank).
     """
-    # Read when a rank's libraries load: one thread each, so that ranks do not fight for cores and
-    # sums are always taken in the same order; and the workspace that cuBLAS needs for the latter.
+    # Libraries read these when they load. With one thread, ranks do not compete for cores and sums
+    # have a fixed order. cuBLAS needs the workspace for a fixed order.
     if device_type == "cpu":
         os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -91,8 +91,8 @@ def run_on_ranks(job: Job, num_ranks: int, device_type: str) -> None:
 
 
 def _start(rank: int, job: Job, num_ranks: int, device_type: str, meeting_point: Path) -> None:
-    # Sent to a rank when its parent dies, which may have been told to ignore it: ranks left behind
-    # would go on to write the files of a run that somebody resumes.
+    # A rank gets SIGINT when its parent dies. If the rank ignored it, as its parent may, it would
+    # continue to write files of a run that somebody resumes.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _work(job, rank, num_ranks, device_type, rank, meeting_point)
 
@@ -119,10 +119,9 @@ def _work(
 
 
 def _torchrun_store() -> dist.Store:
-    """Return where the ranks of this attempt meet.
+    """Return a store for the rendezvous of this attempt.
 
-    The store of torchrun outlives restarts, and ranks would look for each other at the addresses
-    that the ranks before them left there.
+    The store of torchrun outlives restarts, and still contains the addresses of the ranks before.
     """
     store, _, _ = next(dist.rendezvous("env://"))
     return dist.PrefixStore(f"attempt-{_num_restarts()}", store)

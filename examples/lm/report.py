@@ -1,4 +1,4 @@
-"""What a run says: a bar and lines while it trains, a table and a sample when it has ended."""
+"""The output of a run: a progress bar and lines during training, then a table and a sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 2**20
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes this rank has held: on its CUDA device, or else of resident memory."""
+    """Return the peak memory of this rank in bytes: on its CUDA device, or resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -32,7 +32,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def local_nbytes(parameters: Iterable[Tensor]) -> int:
-    """Return the bytes of the parameters' parts that this rank holds."""
+    """Return the bytes of this rank's shards of the parameters."""
     local = (p.to_local() if isinstance(p, DTensor) else p for p in parameters)
     return sum(part.nbytes for part in local)
 
@@ -48,7 +48,7 @@ class Ticker:
     """The progress bar, and the lines above it.
 
     Args:
-        place: this rank; only the first one writes.
+        place: this rank; only rank 0 writes.
         num_steps: steps of the whole run.
         step: steps done before.
         tokens_per_step: bytes of text that a step trains on, over all ranks.
@@ -73,7 +73,7 @@ class Ticker:
         self._bar.update()
 
     def write_line(self, loss: float, learning_rate: float) -> None:
-        """Say how it goes, with the speed since the last line (called on every rank)."""
+        """Print the loss, and the speed since the last line (called on every rank)."""
         peaks = on_every_rank(peak_memory(self._place.device))
         now = (self.step, time.perf_counter())
         num_steps, seconds = (new - old for new, old in zip(now, self._last_line, strict=True))
@@ -86,13 +86,13 @@ class Ticker:
             )
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Close the bar."""
         self._bar.close()
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to.
+    """The results of a run.
 
     Attributes:
         loss_before: held-out loss before the first step, in nats per byte.
@@ -100,8 +100,8 @@ class Summary:
         unsharded_nbytes: bytes of all parameters.
         sharded_nbytes: bytes of the parameters that each rank holds.
         peaks: peak memory of each rank, in bytes.
-        prompt: text that the model was given.
-        sample: text that it wrote after that.
+        prompt: input text of the model.
+        sample: text that the model generated from it.
     """
 
     loss_before: float

@@ -1,7 +1,7 @@
-"""The text to learn from, and which piece of it each rank sees at each step.
+"""The text to learn from, and the pieces that each rank sees at each step.
 
-What a rank sees is a pure function of the seed, the step and the rank. There is no iterator whose
-position would have to be saved: a run that resumes at a step sees what the first run saw there.
+The batch of a rank is a pure function of the seed, the step and the rank. So a resumed run sees the
+same batches, and a checkpoint needs no position of an iterator.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ NO_TARGET = -1  # marks positions that no loss counts
 
 @dataclass(frozen=True)
 class Text:
-    """A text in bytes, cut into what is trained on and what is held out.
+    """A text in bytes, split into a training part and a held-out part.
 
     Attributes:
         train: uint8, ``[num_train]``.
         held_out: uint8, ``[num_held_out]``: every tenth piece of 4 KiB.
-        digest: names the text's content, so that a resumed run can tell that it is the same.
+        digest: of the whole text, so that a resumed run can check that it is the same.
     """
 
     train: Tensor
@@ -59,15 +59,15 @@ class Text:
 
 
 def load_text(path: Path | None, context: int) -> Text:
-    """Read the text of a file, or without one the documentation inside this Python."""
+    """Read a file, or by default the documentation inside of this Python."""
     return Text.from_bytes(path.read_bytes() if path else python_documentation(), context)
 
 
 def python_documentation() -> bytes:
     """Return the reference documentation that ``help()`` shows, as one text.
 
-    Its topics repeat whole paragraphs of each other. Each paragraph is kept once, or the held-out
-    text would be known from training.
+    Its topics repeat whole paragraphs of each other. Each paragraph is kept once, or training would
+    see the held-out text.
     """
     from pydoc_data.topics import topics  # half a megabyte: read only if it is used
 
@@ -84,15 +84,15 @@ def training_batch(
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's rows of the batch of a step.
 
-    All ranks draw the whole batch and take their rows: the batch does not depend on how many
-    ranks there are.
+    All ranks draw the whole batch and take their rows, so the batch does not depend on the number
+    of ranks.
 
     Args:
         train: uint8, ``[num_train]``.
         context: bytes in a row.
-        rows: which rows of the batch are this rank's.
+        rows: this rank's rows of the batch.
         num_rows: rows of the whole batch.
-        seed: of the run.
+        seed: seed of the run.
         step: from 0.
 
     Returns:
@@ -109,7 +109,7 @@ def held_out_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield this rank's share of the held-out text, as many batches on every rank.
 
-    A forward is a collective: ranks whose share is smaller fill it up with rows that do not count.
+    A forward is a collective, so ranks with a smaller share add rows that the loss ignores.
 
     Args:
         held_out: uint8, ``[num_held_out]``.
@@ -119,8 +119,7 @@ def held_out_batches(
         num_ranks: number of ranks that share the text.
 
     Yields:
-        Inputs and targets, int64, ``[rows, context]`` each; targets are ``NO_TARGET`` where
-        nothing counts.
+        Inputs and targets, int64, ``[rows, context]`` each; ignored targets are ``NO_TARGET``.
     """
     num_windows = -(-(len(held_out) - 1) // context)
     num_windows = -(-num_windows // num_ranks) * num_ranks

@@ -1,7 +1,7 @@
 """A text tower, a picture tower, and a head in which the text looks at the picture.
 
-Nothing in this file knows about sharding. What becomes of a tower that has nothing to do is the
-caller's to say.
+Nothing in this file knows about sharding. The caller passes a function that replaces the picture
+tower for batches without pictures.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PATCH = 4  # pixels of a side
 NUM_PATCHES = (SIDE // PATCH) ** 2
 
 Skip = Callable[[nn.Module], Tensor | float]
-"""Called in the place of a tower that has nothing to do; returns a zero."""
+"""A function that is called instead of a tower without input; it returns a zero."""
 
 
 class TextTower(nn.Module):
-    """Understand each byte by those before it."""
+    """Encode each byte from the bytes before it."""
 
     def __init__(self, num_layers: int, width: int, num_heads: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class TextTower(nn.Module):
 
 
 class Convolution(nn.Module):
-    """Let every patch look at those around it."""
+    """Let every patch look at its neighbours."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -97,13 +97,13 @@ class Head(nn.Module):
 
 
 class TwoTowers(nn.Module):
-    """Predict the next byte of lines, of which some come with a picture.
+    """Predict the next byte of lines; some lines have a picture.
 
     Args:
         num_layers: blocks of each tower.
         width: features of a byte, and of a patch; a multiple of twice ``num_heads``.
         num_heads: attention heads.
-        skip: what is called instead of the picture tower if there are no pictures.
+        skip: called instead of the picture tower if there are no pictures.
     """
 
     def __init__(self, num_layers: int, width: int, num_heads: int, skip: Skip) -> None:
@@ -119,8 +119,8 @@ class TwoTowers(nn.Module):
 
         Args:
             tokens: bytes as int64, ``[batch, time]``.
-            pictures: those that there are, ``[num_pictures, 3, SIDE, SIDE]``.
-            rows: whose they are, int64, ``[num_pictures]``.
+            pictures: ``[num_pictures, 3, SIDE, SIDE]``.
+            rows: the row of ``tokens`` for each picture, int64, ``[num_pictures]``.
 
         Returns:
             Logits, ``[batch, time, 256]``.

@@ -1,7 +1,7 @@
-"""What the towers learn from: pictures with captions, and sums, all of them made up.
+"""Samples to learn from, all of them made up: pictures with captions, and sums.
 
-Samples come in documents of one kind, as they do elsewhere: an album of pictures, or a sheet of
-sums. So a batch may well hold no picture at all.
+As in real data, a document has samples of one kind: it is an album of pictures or a sheet of sums.
+So a batch may contain no picture.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHAPES = {  # 6 by 6 pixels
     "disc": (" #### ", "######", "######", "######", "######", " #### "),
 }
 PLACES = {"top left": (1, 1), "top right": (1, 9), "bottom left": (9, 1), "bottom right": (9, 9)}
-LOSS_OF_PICTURES = 1 / 8  # as many captions have lost theirs
+LOSS_OF_PICTURES = 1 / 8  # share of captions without their picture
 END = "\n"
 CONTEXT = 4 * len("green square bottom right, ")  # bytes of the longest caption, and of an end
 NO_TARGET = -1  # marks positions that no loss counts
@@ -29,7 +29,7 @@ NO_TARGET = -1  # marks positions that no loss counts
 
 @dataclass(frozen=True)
 class Sample:
-    """A line of text, and the picture that it belongs to.
+    """A line of text and its picture.
 
     Attributes:
         text: ASCII, without its end.
@@ -41,7 +41,7 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        """How many bytes are to be predicted: those of the text and its end."""
+        """Number of bytes to predict: the text and its end."""
         return len(self.text) + 1
 
 
@@ -57,13 +57,13 @@ def draw_documents(count: int, seed: int) -> list[Document]:
 
 
 def draw_album(source: random.Random) -> Document:
-    """Draw up to a dozen pictures with captions, of which some have lost their picture."""
+    """Draw up to a dozen captions; most of them have a picture."""
     samples = [draw_scene(source) for _ in range(source.randint(1, 12))]
     return [Sample(s.text) if source.random() < LOSS_OF_PICTURES else s for s in samples]
 
 
 def draw_scene(source: random.Random) -> Sample:
-    """Draw one to four things, and say which they are, and where."""
+    """Draw a picture of one to four things, and a caption with their shapes and places."""
     noise = torch.Generator().manual_seed(source.getrandbits(32))
     picture = 0.2 * torch.randn(3, SIDE, SIDE, generator=noise)
     said = []
@@ -81,7 +81,7 @@ def draw_scene(source: random.Random) -> Sample:
 def draw_sheet(source: random.Random) -> Document:
     """Draw some dozens of sums."""
     pairs = [(source.randint(0, 9), source.randint(0, 9)) for _ in range(source.randint(20, 60))]
-    return [Sample(f"{one} + {other} = {one + other}") for one, other in pairs]
+    return [Sample(f"{left} + {right} = {left + right}") for left, right in pairs]
 
 
 def batches_of_rank(
@@ -89,8 +89,8 @@ def batches_of_rank(
 ) -> list[list[Sample]]:
     """Return the batches of a rank in an epoch: its share of the documents, in a new order.
 
-    A batch has as many samples as ``max_tokens`` allow, at least one. So batches have different
-    numbers of samples and tokens, and ranks different numbers of batches.
+    A batch has as many samples as ``max_tokens`` allow, but at least one. So batches have different
+    numbers of samples and tokens, and ranks have different numbers of batches.
     """
     order = list(documents)
     random.Random(epoch).shuffle(order)
@@ -111,10 +111,10 @@ class Batch:
 
     Attributes:
         inputs: Bytes, an end before each line; int64, ``[batch, time]``.
-        targets: The bytes after these, or ``NO_TARGET``; int64, ``[batch, time]``.
-        num_tokens: How many targets there are.
-        pictures: Those that are there, ``[num_pictures, 3, SIDE, SIDE]``.
-        rows: Which samples have them; int64, ``[num_pictures]``.
+        targets: The next bytes, or ``NO_TARGET``; int64, ``[batch, time]``.
+        num_tokens: Number of targets.
+        pictures: ``[num_pictures, 3, SIDE, SIDE]``.
+        rows: The sample of each picture; int64, ``[num_pictures]``.
     """
 
     inputs: Tensor
@@ -125,7 +125,7 @@ class Batch:
 
 
 def collate(samples: Sequence[Sample], device: torch.device, dtype: torch.dtype) -> Batch:
-    """Make tensors of samples; pictures are of ``dtype``."""
+    """Turn samples into tensors; pictures get ``dtype``."""
     longest = max(sample.num_tokens for sample in samples)
     inputs = torch.full((len(samples), longest), ord(END))
     targets = torch.full((len(samples), longest), NO_TARGET)
