@@ -30,7 +30,7 @@ from composable_shard.arguments import (
 from composable_shard.core.hooks import groups_in
 from composable_shard.errors import MaterializationError, ShardError
 from composable_shard.mesh import start_process_group
-from composable_shard.train.full import boxes_of, count_write, full_copy, sharded_axes
+from composable_shard.train.full import count_write, full_copy, sharded_axes
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.entries import Entry, contents_of, listed, materialize
 
@@ -167,11 +167,8 @@ class _Wholes(TorchFunctionMode):
             fn(module)
         for key, full in self._full.items():
             entry = self._entries[key]
-            plain = entry.plain
-            assert plain is not None
-            for box, own in boxes_of(entry.tensor):
-                plain[own].copy_(full[box])
-            count_write(entry.local)
+            assert isinstance(entry.tensor, DTensor)
+            entry.local.copy_(_torch.cut(full, entry.tensor.device_mesh, entry.tensor.placements))
             entry.tensor.requires_grad_(full.requires_grad)
         self._full.clear()
 
