@@ -71,6 +71,30 @@ def bound_hook(hook: Any, tensor: torch.Tensor) -> Any:
     return hook
 
 
+def checked_result(hook: str, name: str, result: Any) -> tuple[Sequence[torch.Tensor], Any]:
+    """Return the tensors and the metadata that the first hook of a protocol has returned.
+
+    Args:
+        hook: The hook.
+        name: What messages call the parameter.
+        result: What it returned.
+
+    Raises:
+        ExtensionError: If that is something else.
+    """
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise ExtensionError(
+            f"Expected {hook} of {name} to return (tensors, metadata), got {type(result).__name__}"
+        )
+    tensors, metadata = result
+    if not isinstance(tensors, Sequence) or not all(map(torch.is_tensor, tensors)):
+        raise ExtensionError(
+            f"Expected {hook} of {name} to return a tuple of tensors and metadata, got "
+            f"{type(tensors).__name__} as its first element"
+        )
+    return tensors, metadata
+
+
 # What travels -------------------------------------------------------------------------------------
 
 

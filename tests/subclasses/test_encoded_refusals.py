@@ -50,7 +50,8 @@ HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "one tensor": (
         lambda self, grad, mesh: (grad, None),
-        f"{FAILS}ExtensionError: {RETURN}a tuple of tensors and metadata, got Tensor",
+        f"{FAILS}ExtensionError: {RETURN}a tuple of tensors and metadata, got Tensor as "
+        "its first element",
     ),
     "no rows": (
         lambda self, grad, mesh: ((grad, grad.sum()), None),

@@ -43,6 +43,7 @@ from composable_shard.core.codec import (
     Memory,
     bound_hook,
     check_alike,
+    checked_result,
     codec_of,
     flatten,
     formats_of,
@@ -135,11 +136,6 @@ class ExtensionBucket:
     def encode(self, shard: Any) -> Formats:
         """Call the pre hook; return the formats of the tensors that this rank is about to send."""
         inputs, metadata = self._call_pre(shard)
-        if isinstance(inputs, torch.Tensor) or not isinstance(inputs, Sequence):
-            raise ExtensionError(
-                f"Expected {PRE} of {self.param.name} to return a tuple of tensors and metadata, "
-                f"got {type(inputs).__name__} as its first element"
-            )
         flat, rebuild = flatten(inputs)
         tensors = [self._gathered_dim_first(tensor) for tensor in flat]
         self._message = _Message(shard, tensors, rebuild, metadata)
@@ -163,13 +159,7 @@ class ExtensionBucket:
                 f"{inspect.signature(hook)}"
             )
         with torch.inference_mode(False), torch.no_grad():
-            result = hook(*full[:num_args])
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise ExtensionError(
-                f"Expected {PRE} of {param.name} to return (tensors, metadata), "
-                f"got {type(result).__name__}"
-            )
-        return result
+            return checked_result(PRE, param.name, hook(*full[:num_args]))
 
     def _gathered_dim_first(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim == 0:
@@ -528,11 +518,7 @@ class GradExtension:
             parts: The part of the gradient that each rank needs, [num_shards, shard_numel].
         """
         result = self._hook(GRAD_PRE)(parts, self.param.mesh.shard_axis)
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise self._broken("(tensors, metadata)", type(result).__name__)
-        tensors, self._metadata = result
-        if not isinstance(tensors, tuple) or not all(map(torch.is_tensor, tensors)):
-            raise self._broken("a tuple of tensors and metadata", type(tensors).__name__)
+        tensors, self._metadata = checked_result(GRAD_PRE, self.param.name, result)
         shapes = [list(tensor.shape) for tensor in tensors]
         if any(shape[:1] != [len(parts)] for shape in shapes):
             raise self._broken(f"tensors with a row for each of {len(parts)} ranks", shapes)
