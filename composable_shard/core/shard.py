@@ -1,6 +1,6 @@
 """From a plain module to a sharded one: who takes part, can it be done, then all at once.
 
-Imports group, storage, ties, features. Everything that can fail happens before the module is
+Imports group, storage, ties, extension. Everything that can fail happens before the module is
 touched.
 """
 
@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from composable_shard import _torch
 from composable_shard.core.codec import GRAD_PRE, PRE, flatten, has_extension, needs_extension
-from composable_shard.core.features.extension import ExtensionBucket, gather_unknown
+from composable_shard.core.extension import ExtensionBucket, gather_unknown
 from composable_shard.core.group import BucketFactory, ParamGroup, group_of
 from composable_shard.core.storage import Bucket, ShardedParam, Slot, Storage
 from composable_shard.core.ties import Managed, owner_of_sharded, remember

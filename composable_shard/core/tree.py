@@ -19,14 +19,14 @@ from torch.autograd.graph import Node
 from composable_shard import _torch
 from composable_shard.core.agreement import agree_on_model, refuse_replicated, warn_of_plain
 from composable_shard.core.backward import Backward
-from composable_shard.core.features.order_check import OrderCheck, order_checks
-from composable_shard.core.features.trace import Listener, Trace
 from composable_shard.core.finalization import Finalization
 from composable_shard.core.group import Flights, ParamGroup, State, group_of
 from composable_shard.core.nested import Given
+from composable_shard.core.order_check import OrderCheck, order_checks
 from composable_shard.core.plugins import Feature, Plugins
 from composable_shard.core.tape import NO_PLAN, Interval, Plan, Tape, Visit
 from composable_shard.core.ties import refuse_unowned
+from composable_shard.core.trace import Listener, Trace
 from composable_shard.core.transport import host
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.errors import ShardError

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from composable_shard.arguments import check_int, check_module, check_type
 from composable_shard.core.codec import has_extension
-from composable_shard.core.features.extension import ExtensionBucket
+from composable_shard.core.extension import ExtensionBucket
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
 from composable_shard.core.storage import Bucket
 from composable_shard.core.transport.channel import Channel

@@ -12,7 +12,7 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.codec import Format, flatten, has_extension
-from composable_shard.core.features.extension import ExtensionBucket, num_tensors
+from composable_shard.core.extension import ExtensionBucket, num_tensors
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.layout import message_numels
 from composable_shard.core.program import reduced_together

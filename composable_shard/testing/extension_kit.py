@@ -45,7 +45,7 @@ from composable_shard.core.codec import (
     in_words,
     needs_extension,
 )
-from composable_shard.core.features.extension import GradExtension, row_formats_of
+from composable_shard.core.extension import GradExtension, row_formats_of
 from composable_shard.core.layout import ParamLayout
 from composable_shard.errors import ExtensionError
 from composable_shard.module import group_of
