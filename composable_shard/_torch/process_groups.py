@@ -67,6 +67,13 @@ def reduce_scatter_flat(
     return cast(dist.Work, reduce_scatter(*_as_real(outputs, inputs), _options_for(op)))
 
 
+def reduce_scatter_single(
+    output: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, op: Any
+) -> dist.Work:
+    """Reduce-scatter one tensor into another."""
+    return reduce_scatter_flat([output], [whole], group, op)
+
+
 @lru_cache
 def _options_for(op: Any) -> Any:
     options = dist.ReduceScatterOptions()

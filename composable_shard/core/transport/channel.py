@@ -12,16 +12,15 @@ import torch.distributed as dist
 from composable_shard import _torch
 from composable_shard.core.transport.collectives import (
     AllGather,
-    AllGatherIn,
     AllGatherLaunch,
     CoalescedAllGather,
     CoalescedReduceScatter,
     CustomAllGather,
     CustomReduceScatter,
     EachAllGather,
+    InMemory,
     Memory,
     ReduceScatter,
-    ReduceScatterIn,
     ReduceScatterLaunch,
     Tensors,
     Then,
@@ -114,8 +113,9 @@ class Channel:
         if memory is None:
             self._use_fastest()
         else:
-            self.all_gather = CustomAllGather(AllGatherIn(memory))
-            self.reduce_scatter = CustomReduceScatter(ReduceScatterIn(memory))
+            self.all_gather = CustomAllGather(InMemory(memory, _torch.all_gather_single))
+            reduce_scatter = InMemory(memory, _torch.reduce_scatter_single)
+            self.reduce_scatter = CustomReduceScatter(reduce_scatter)
 
     def separate_reductions(self, enable: bool) -> None:
         """Set whether reductions have a process group of their own. Collective: makes it, once."""
@@ -232,7 +232,7 @@ class Channel:
             work = dist.all_reduce(summed, op, group=group, async_op=True)
             if work is None or not divides:
                 return [] if work is None else [work]
-            return [Then(work, summed, lambda: tensor.copy_(summed.div_(group.size())))]
+            return [Then(work, lambda: tensor.copy_(summed.div_(group.size())))]
 
         return self._launch(launch, group, self.reducing)
 

@@ -228,16 +228,16 @@ class ReduceScatter(_Allocates):
 
 
 class Then:
-    """Waits for a collective, then calls a function; keeps the sent tensor until then.
+    """Waits for a collective, if there is one, then calls a function, once.
 
-    A custom collective may run on a stream that nothing orders before the next use of that memory.
+    Keeps the sent tensor until then, since a custom collective may run on a stream that nothing
+    orders before the next use of that memory.
     """
 
     def __init__(
-        self, work: Waitable | None, sent: torch.Tensor, then: Callable[[], object]
+        self, work: Waitable | None, then: Callable[[], object], sent: torch.Tensor | None = None
     ) -> None:
-        self._work = work
-        self._sent: torch.Tensor | None = sent
+        self._work, self._sent = work, sent
         self._then: Callable[[], object] | None = then
 
     def wait(self) -> bool:
@@ -252,7 +252,7 @@ class Then:
 class CustomAllGather(AllGatherLaunch):
     """Gathers by a custom all-gather: one call for each dtype."""
 
-    def __init__(self, comm: AllGather) -> None:
+    def __init__(self, comm: AllGather | InMemory) -> None:
         self.comm = comm
 
     def launch(
@@ -267,7 +267,7 @@ class CustomReduceScatter(ReduceScatterLaunch):
     reads_padding = True
     copies_out = True
 
-    def __init__(self, comm: ReduceScatter) -> None:
+    def __init__(self, comm: ReduceScatter | InMemory) -> None:
         self.comm = comm
 
     def launch(
@@ -306,7 +306,7 @@ def _launch_custom(
         work = comm(arrived, sent, group, *op, async_op=True)
         parts = arrived.view(num_arriving, -1).split(numels, dim=1)
         into = [places[index].view(num_arriving, -1) for index in indices]
-        works.append(Then(work, sent, partial(_copy_each, into, parts)))
+        works.append(Then(work, partial(_copy_each, into, parts), sent))
     return works
 
 
@@ -328,49 +328,34 @@ class Memory:
     register: Callable[[torch.Tensor, dist.ProcessGroup], object] = lambda *_: None
 
 
-class _In(_Allocates):
-    """Allocates and registers buffers in a memory."""
+class InMemory(_Allocates):
+    """A collective of c10d over memory that the backend allocates; always asynchronous.
 
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
+    Args:
+        memory: The memory.
+        launch: Launches it, given output, input, process group, and the op of a reduction.
+    """
+
+    def __init__(self, memory: Memory, launch: Callable[..., dist.Work]) -> None:
+        self._memory, self._launch = memory, launch
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         return _torch.without_values(self._memory.allocate(size, dtype, device))
 
-    def _register(self, *tensors: torch.Tensor, group: dist.ProcessGroup) -> None:
-        for tensor in tensors:
-            self._memory.register(tensor, group)
-
-
-class AllGatherIn(_In, AllGather):
-    """The all-gather of c10d over memory that the backend allocates; always asynchronous."""
-
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output: torch.Tensor,
+        own: torch.Tensor,
         group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> Waitable | None:
-        self._register(output_tensor, input_tensor, group=group)
-        return _torch.all_gather_single(output_tensor, input_tensor, group)
-
-
-class ReduceScatterIn(_In, ReduceScatter):
-    """The reduce-scatter of c10d over memory that the backend allocates; always asynchronous."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> Waitable | None:
-        self._register(output_tensor, input_tensor, group=group)
-        return _torch.reduce_scatter_flat([output_tensor], [input_tensor], group, op)
+        *op: Any,
+        async_op: bool,
+    ) -> Waitable:
+        """Launch it, over buffers that are registered first."""
+        for buffer in (output, own):
+            self._memory.register(buffer, group)
+        return self._launch(output, own, group, *op)
 
 
 def backend_memory(mesh: ShardMesh, label: str) -> Memory:

@@ -264,14 +264,6 @@ class Mailbox:
                     self._write(key, -1, 0, GIVEN_UP)
                 self.given_up.popleft()
 
-    @property
-    def num_unread(self) -> int:
-        """The number of messages that some rank has still to read."""
-        self.let_go()
-        with self._lock:
-            self._take_back()
-            return len(self._unread)
-
     def _arrive(self, peer: Peer, key: Key, entry: Entry) -> None:
         if key in peer.unwanted:
             peer.unwanted.discard(key)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from composable_shard.core.transport.collectives import (
     AllGatherLaunch,
     ReduceScatterLaunch,
     Tensors,
+    Then,
     sum_dtype,
 )
 from composable_shard.core.transport.failures import lost, refuse_lost
@@ -72,7 +73,7 @@ class DirectAllGather(AllGatherLaunch):
         if not receives:
             exchange.finish()  # this rank needs none of the published shards
             return works
-        reading = _Reading(exchange, near, outputs, sizes)
+        reading = Then(None, partial(_read_shards, exchange, near, outputs, sizes))
         if exchange.is_there():  # the sooner it is read, the less memory is shared
             reading.wait()
         return [*works, reading]
@@ -153,32 +154,11 @@ class _Messages:
         return True
 
 
-class _Reading:
-    """Copies the published shards of ranks of this host into their places.
-
-    Args:
-        exchange: The exchange that publishes them.
-        near: The ranks.
-        outputs: The tensors to write.
-        sizes: The size of each shard in bytes.
-    """
-
-    def __init__(
-        self, exchange: Exchange, near: list[int], outputs: Tensors, sizes: list[int]
-    ) -> None:
-        self._exchange = exchange
-        self._near = near
-        self._outputs = outputs
-        self._sizes = sizes
-
-    def wait(self) -> bool:
-        near, self._near = self._near, []
-        outputs, self._outputs = self._outputs, []
-        for peer in near:
-            self._exchange.copy_to(peer, _places(outputs, self._sizes, peer))
-        if near:
-            self._exchange.finish()
-        return True
+def _read_shards(exchange: Exchange, near: list[int], outputs: Tensors, sizes: list[int]) -> None:
+    """Copy the published shards of ranks of this host, of so many bytes each, into their places."""
+    for peer in near:
+        exchange.copy_to(peer, _places(outputs, sizes, peer))
+    exchange.finish()
 
 
 class DirectReduceScatter(ReduceScatterLaunch):
@@ -234,7 +214,7 @@ class DirectReduceScatter(ReduceScatterLaunch):
         for total, full, out in zip(sums, inputs, outputs, strict=True):
             own = full.detach().view(num_ranks, -1)[rank]
             total.parts[rank] = own if is_there else _kept(own, out)
-        summing = _Summing(sums, exchange, near, rank)
+        summing = Then(None, partial(_take_sums, sums, exchange, near, rank))
         if is_there:
             summing.wait()
         return [*works, summing]
@@ -248,38 +228,26 @@ def _kept(own: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out
 
 
-class _Summing:
-    """Computes the sums, once the messages before it have arrived."""
-
-    def __init__(
-        self, sums: list[_RankOrderSum], exchange: Exchange | None, near: list[int], rank: int
-    ) -> None:
-        self._sums = sums
-        self._exchange = exchange
-        self._near = near
-        self._rank = rank
-
-    def wait(self) -> bool:
-        sums, self._sums = self._sums, []
-        near, self._near = self._near, []
-        exchange = self._exchange
-        if exchange is not None:
-            for peer in near:
-                place = self._rank - (self._rank > peer)  # a message leaves its own rank's part out
-                for total, part in zip(sums, exchange.read(peer, place), strict=True):
-                    total.parts[peer] = part
-        longest = min(CHUNK_NUMEL, max((total.out.numel() for total in sums), default=0))
-        scratch = {
-            dtype: _torch.empty(longest, dtype=dtype, device="cpu")
-            for dtype in {sum_dtype(total.out.dtype) for total in sums}
-        }
-        for total in sums:
-            total.take(scratch)
-            if exchange is not None and total.out.numel() > CHUNK_NUMEL:
-                exchange.forget_pages()  # so that only one tensor at a time counts twice
-        if exchange is not None and near:
-            exchange.finish()
-        return True
+def _take_sums(
+    sums: list[_RankOrderSum], exchange: Exchange | None, near: list[int], rank: int
+) -> None:
+    """Compute the sums, once the messages before have arrived."""
+    for peer in near:
+        assert exchange is not None
+        place = rank - (rank > peer)  # a message leaves its own rank's part out
+        for total, part in zip(sums, exchange.read(peer, place), strict=True):
+            total.parts[peer] = part
+    longest = min(CHUNK_NUMEL, max((total.out.numel() for total in sums), default=0))
+    scratch = {
+        dtype: _torch.empty(longest, dtype=dtype, device="cpu")
+        for dtype in {sum_dtype(total.out.dtype) for total in sums}
+    }
+    for total in sums:
+        total.take(scratch)
+        if exchange is not None and total.out.numel() > CHUNK_NUMEL:
+            exchange.forget_pages()  # so that only one tensor at a time counts twice
+    if exchange is not None:
+        exchange.finish()
 
 
 class _RankOrderSum:
