@@ -121,7 +121,7 @@ def _reset(module: nn.Module) -> None:
 
 def _planned(model: nn.Module, *, needs_all: bool) -> tuple[list[Entry], list[Entry]]:
     """Return the tensors of a model, and those of them that must be initialized."""
-    entries = contents_of(model, "init_sharded").entries
+    entries = contents_of(model, "init_sharded")
     known = {id(entry.tensor) for entry in entries}
     entries += [Entry((name,), b) for name, b in model.named_buffers() if id(b) not in known]
     for entry in entries:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -144,8 +145,9 @@ class Ground(NamedTuple):
     roles: tuple[Role, ...]
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, roles: Sequence[Role]) -> Ground:
-        """Return the ranks of a mesh.
+    @lru_cache(maxsize=64)
+    def of(cls, mesh: DeviceMesh, roles: tuple[Role, ...]) -> Ground:
+        """Return the ranks of a mesh: the same object each time, which is pickled once.
 
         Raises:
             ShardError: If they do not ascend. Process groups sort their ranks, so what lies where
@@ -157,7 +159,7 @@ class Ground(NamedTuple):
                 "Expected a mesh whose ranks ascend along each axis for a model to move, got "
                 f"{ranks.tolist()}; such a model is moved by a checkpoint"
             )
-        return cls(tuple(ranks.flatten().tolist()), tuple(mesh.shape), tuple(roles))
+        return cls(tuple(ranks.flatten().tolist()), tuple(mesh.shape), roles)
 
     def holding(self, shape: Sequence[int], dim: int | None) -> Holding:
         """Return how a tensor lies there that is sharded on a dim, or on none."""

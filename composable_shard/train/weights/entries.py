@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -65,20 +64,8 @@ class Entry:
         return f"{names} of shape {list(tensor.shape)}, {tensor.dtype}{kind}{place}"
 
 
-class Contents(NamedTuple):
-    """The tensors of a model.
-
-    Attributes:
-        entries: Its parameters and persistent buffers.
-        left_on_meta: Names of the buffers that no checkpoint has and that have no values yet.
-    """
-
-    entries: list[Entry]
-    left_on_meta: list[str]
-
-
-def contents_of(module: nn.Module, doing: str) -> Contents:
-    """List the tensors of a model, those of sharded modules as shards.
+def contents_of(module: nn.Module, doing: str) -> list[Entry]:
+    """List the parameters and persistent buffers of a model, those of sharded modules as shards.
 
     Args:
         module: The model.
@@ -101,22 +88,19 @@ def contents_of(module: nn.Module, doing: str) -> Contents:
     return listed_in(module)
 
 
-def listed_in(module: nn.Module) -> Contents:
+def listed_in(module: nn.Module) -> list[Entry]:
     """List the tensors of a model as it is; of what is gathered, the shards. Collective: none."""
     names: dict[object, list[str]] = {}
     tensors: dict[object, torch.Tensor] = {}
-    left_on_meta: list[str] = []
-    for name, tensor, is_persistent in _registered(module):
+    for name, tensor, is_persistent in registered(module):
         if is_persistent:
             key = _identity(tensor)
             names.setdefault(key, []).append(name)
             tensors.setdefault(key, tensor)
-        elif tensor.is_meta:
-            left_on_meta.append(name)
-    return Contents([Entry(tuple(names[key]), tensors[key]) for key in tensors], left_on_meta)
+    return [Entry(tuple(names[key]), tensors[key]) for key in tensors]
 
 
-def _registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Yield names, tensors and whether a checkpoint has them; tied ones under each name."""
     for path, inner in module.named_modules(remove_duplicate=False):
         steps = [step for step in path.split(".") if step and step not in WRAPPERS]

@@ -19,12 +19,12 @@ from composable_shard.errors import ShardError
 from composable_shard.train.full import boxes_of, count_write, same_bits
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.entries import (
-    Contents,
     Entry,
     Rename,
     contents_of,
     listed,
     materialize,
+    registered,
     renamed,
 )
 from composable_shard.train.weights.files import Reader, Stored, library, list_stored, progress_bar
@@ -303,15 +303,15 @@ def load_sharded(
         check_path("source", source)
         check_flags(strict=strict, broadcast_from_rank0=broadcast_from_rank0, progress=progress)
         check_function("rename", rename)
-        contents = contents_of(model, "load_sharded")
+        entries = contents_of(model, "load_sharded")
     shows = progress and ranks.is_first
     arguments = f"strict {strict}, {'no ' if rename is None else ''}rename"
     stored = _agree_on_stored(
-        ranks, contents, arguments, source, sends=broadcast_from_rank0, shows=shows
+        ranks, entries, arguments, source, sends=broadcast_from_rank0, shows=shows
     )
     expected = f"names from rename for '{source}'"
     names = renamed([one.name for one in stored], rename, ranks, expected)
-    matches, missing, unexpected = match(contents.entries, stored, names, source)
+    matches, missing, unexpected = match(entries, stored, names, source)
     if strict:
         _check_names(missing, unexpected, source)
     _check_values(matches, source)
@@ -320,18 +320,20 @@ def load_sharded(
         reading.run(model, advance)
     partly = "; the model is partly loaded, load it again"
     ranks.agree([], "tensors", f"to load '{source}'", remedy=partly)
-    if contents.left_on_meta and ranks.is_first:
+    volatile = [(name, one) for name, one, is_persistent in registered(model) if not is_persistent]
+    left_on_meta = [name for name, buffer in volatile if buffer.is_meta]
+    if left_on_meta and ranks.is_first:
         warnings.warn(
-            f"No checkpoint has the non-persistent buffers {listed(contents.left_on_meta)}, which "
+            f"No checkpoint has the non-persistent buffers {listed(left_on_meta)}, which "
             "are still on the meta device; compute them as the constructor of their module does",
             stacklevel=2,
         )
-    return Loaded(missing, unexpected, contents.left_on_meta, len(matches))
+    return Loaded(missing, unexpected, left_on_meta, len(matches))
 
 
 def _agree_on_stored(
     ranks: Ranks,
-    contents: Contents,
+    entries: Sequence[Entry],
     arguments: str,
     source: str | os.PathLike[str],
     *,
@@ -346,7 +348,7 @@ def _agree_on_stored(
                 library("tqdm")
             stored = list_stored(source)
     facts = [f"{arguments}, broadcast_from_rank0 {sends}"]
-    facts += [one.fact() for one in contents.entries]
+    facts += [one.fact() for one in entries]
     if not sends:
         facts += [one.fact() for one in stored]
     what = "model, checkpoint and arguments of load_sharded()"

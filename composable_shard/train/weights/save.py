@@ -292,7 +292,7 @@ def save_full(
         check_function("rename", rename)
         check_dtype("dtype", dtype)
         check_flags(overwrite=overwrite, progress=progress)
-        entries = contents_of(model, "save_full").entries
+        entries = contents_of(model, "save_full")
     output = Output(Path(target), overwrite=overwrite)
     shows = progress and ranks.is_first
     if ranks.is_first:

@@ -225,7 +225,7 @@ def iter_full(
         check_flags(rank0_only=rank0_only)
         asked.check()
         place = None if device is None else checked_device("device", device)
-        entries = contents_of(model, "iter_full").entries
+        entries = contents_of(model, "iter_full")
     with ranks.noting_failure():
         planned = asked.planned(entries)
     facts = [f"bucket_bytes {bucket_bytes}, rank0_only {rank0_only}, {asked.fact()}"]
@@ -358,7 +358,7 @@ def costs_of(model: nn.Module, bucket_nbytes: int) -> PassCosts:
 
     Collective: none.
     """
-    routes, planned = Routes(), Asked().planned(listed_in(model).entries)
+    routes, planned = Routes(), Asked().planned(listed_in(model))
     buckets = [Bucket(run, routes, None) for run in runs_within(planned, bucket_nbytes)]
     gathers = [[gather for m in bucket.messages for gather in m.gathers] for bucket in buckets]
     traffic = sum((num_ranks - 1) * sum(own) for num_ranks, own, *_ in chain(*gathers))
@@ -461,7 +461,7 @@ def local_shards(model: nn.Module) -> Iterator[LocalShard]:
         [[(slice(0, 2, None), torch.Size([2, 2]))], [(slice(2, 3, None), torch.Size([1, 2]))]]
     """
     _watch_steps()
-    for entry in contents_of(model, "local_shards").entries:
+    for entry in contents_of(model, "local_shards"):
         local, version = entry.local.detach(), _version(entry)
         boxes = list(boxes_of(entry.tensor))
         for box, own in boxes:
