@@ -106,16 +106,22 @@ class LiveBytes(_torch.DispatchMode):
             elif id(memory) not in self._counted:
                 self._counted[id(memory)] = kind, memory.nbytes()
                 self._totals[kind] += memory.nbytes()
-        self.look()
+        if kind == "gathered":
+            self.look()
+        self.peak = max(self.peak, self.now, key=sum)
 
     def look(self) -> None:
-        """Note how much lives now."""
+        """Look how large gathered memory is now, which is resized unseen."""
+        resized = (self._known[key]() for key in self._gathered)
+        nbytes = sum(memory.nbytes() for memory in resized if memory is not None)
+        self._totals["gathered"] = nbytes
         self.peak = max(self.peak, self.now, key=sum)
 
     def forget(self) -> None:
         """Count what lives now as what was there before, but for what is gathered."""
         self._counted.clear()
         self._totals.clear()
+        self.look()
         self.restart()
 
     def restart(self) -> None:
@@ -125,9 +131,7 @@ class LiveBytes(_torch.DispatchMode):
     @property
     def now(self) -> Live:
         """What lives."""
-        resized = (self._known[key]() for key in self._gathered)
-        gathered = sum(memory.nbytes() for memory in resized if memory is not None)
-        return Live(gathered, self._totals["gradients"], self._totals["activations"])
+        return Live(*(self._totals[kind] for kind in Live._fields))
 
     def call_gradient(self, grad: torch.Tensor) -> None:
         """Count a tensor as the gradient of an unsharded parameter from now on."""
