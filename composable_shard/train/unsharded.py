@@ -132,7 +132,8 @@ class FullParams:
         together = Together(meshes, "the writeback of unsharded()")
         with together.noting_failure():
             yield
-            self.edited = [slots[0].get() for slots in self.slots.values()]
+            for param, slots in self.slots.items():
+                self.edited.append(slots[0].get() if param in self.copies else None)
             self.edits = list(map(self._edit_of, self.slots, self.edited))
         together.go_on()
 
