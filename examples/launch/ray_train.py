@@ -3,10 +3,10 @@
     RAY_TRAIN_V2_ENABLED=1 python examples/launch/ray_train.py --workers 16 --gpus \
         --storage /shared/ray -- --checkpoint-dir /shared/run
 
-Run it on a cluster of Ray on whose nodes this repository is installed. What follows ``--`` are
-options of ``train.py``. When a worker or its node dies, Ray starts all workers again, elsewhere if
-need be, and they go on from the newest checkpoint. Checkpoints are those of ``train.py``: sharded,
-and written by all workers into a folder that all of them see. Ray's own are not used.
+Run it on a Ray cluster with this repository installed on all nodes. Arguments after ``--`` are
+options of ``train.py``. If a worker or its node dies, Ray restarts all workers, on other nodes if
+necessary, and they resume from the newest checkpoint. All workers write the sharded checkpoints of
+``train.py`` into a folder that all of them see. Ray's own checkpoints are not used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def train_on_worker(config: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Ask Ray for workers and let them train."""
+    """Train on Ray workers."""
     options = read_options(arguments)
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -50,10 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Train on the workers of Ray.")
-    parser.add_argument("--workers", type=int, default=2, help="one for each GPU, or CPU")
+    parser.add_argument("--workers", type=int, default=2, help="number of workers, each one rank")
     parser.add_argument("--gpus", action="store_true", help="give each worker a GPU")
-    parser.add_argument("--storage", help="folder for what Ray writes")
-    parser.add_argument("--max-failures", type=int, default=10, help="restarts; -1 for no end")
+    parser.add_argument("--storage", help="folder for Ray's files")
+    parser.add_argument("--max-failures", type=int, default=10, help="restarts; -1: unlimited")
     parser.add_argument("arguments", nargs="*", help="options of train.py, after --")
     return parser.parse_args(arguments)
 
