@@ -106,6 +106,7 @@ class Tree:
         self.post_optim_event: Waitable | None = None
         self.finalization = Finalization(self)
         self._frame: FrameType | None = None  # of the outermost call
+        self._has_graph = False  # whether that call began with gradients enabled
         self._backward: Backward | None = None
         self.ran_inside: dict[ParamGroup, None] = {}
         self._spare: dict[ParamGroup, None] = {}  # stay, as forward probably needs them next
@@ -170,7 +171,7 @@ class Tree:
             if len(group.modules) > 1:
                 group.note_run(module)
             call.versions = sum(map(_version, group.program.freed))
-            checkpoints = _torch.notes_of_checkpoints(with_graph_around=False)
+            checkpoints = _torch.notes_of_checkpoints(with_graph_around=self._has_graph)
             if checkpoints or torch.is_grad_enabled():
                 interval = self._interval_of(checkpoints) if checkpoints else None
                 call.visit = self.tape.enter(group, interval)
@@ -237,7 +238,7 @@ class Tree:
         self.prepare_gather()
         if not self._has_streams:  # otherwise the allocator keeps freed memory
             _torch.keep_spare()
-        self._frame = _torch.module_call_frame()
+        self._frame, self._has_graph = _torch.module_call_frame(), torch.is_grad_enabled()
         self.tape.begin_forward(outermost)
         for feature in self.plugins.features:
             feature.begin_forward(self)

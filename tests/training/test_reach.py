@@ -140,6 +140,11 @@ def test_ranks_that_go_past_one_of_two_parts_train_alike(
     check(MODELS[model][:2], program, ("q", "", "p"), mesh=(ranks,), is_bare=is_bare)
 
 
+def test_ranks_keep_parts_alike_for_a_checkpoint_whose_input_needs_no_gradient_on_some() -> None:
+    blocks = B("p", group="g"), B("q", group="g", **REENTRANT)
+    check(blocks, "tt", ("p", "", "", ""), mesh=(4,), reshard=2, is_bare=True, own="after")
+
+
 def test_ranks_of_replicas_that_reach_other_scalars_train_alike() -> None:
     for program in ("tasaato", "taso"):
         check(MODELS["scalars"], program, ("", "p q r", "q", "p r"), mesh=(2, 2))
