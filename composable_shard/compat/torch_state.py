@@ -38,17 +38,29 @@ class TrainingState(Enum):
         return hash(self.name)
 
 
-class _ReadOnly:
-    """Refuses what torch's states have and this one has not, and every assignment."""
+class TorchState:
+    """What is read of torch's ``FSDPState``, and of its ``FSDPParamGroup``, which is the same here.
 
+    It refuses whatever else torch's have, and every assignment. ``_reshard_after_forward`` says
+    whether backward gathers by itself, so that a forward may do with less. It is False: the group
+    that ends forward may stay for backward. A pipeline schedule of torch before 2.15 goes through
+    all states of a context and their groups to have the gradients of a stage reduced. Here there
+    are none, and one call does everything.
+    """
+
+    all_states: tuple[()] = ()
+    _reshard_after_forward = False
     _group: ParamGroup
-    _offered: tuple[str, ...]
+
+    def __init__(self, group: ParamGroup) -> None:
+        self.__dict__["_group"] = group
 
     def __getattr__(self, name: str) -> Any:
         # A copy being made has no attributes yet.
         label = self._group.label if "_group" in self.__dict__ else "a sharded module"
         raise TorchStateError(
-            f"Expected to read {', '.join(self._offered)} alone of torch's private state of "
+            "Expected to read _training_state, _fsdp_param_group, _fsdp_param_groups, _comm_ctx, "
+            "_reshard_after_forward, is_unsharded alone of torch's private state of "
             f"{label}, got {name}; use the methods of composable_shard.FSDPModule"
         )
 
@@ -62,42 +74,27 @@ class _ReadOnly:
         is_running = bool(self._group.tree.call_stack)
         return TrainingState.FORWARD if is_running else TrainingState.IDLE
 
-
-class TorchParamGroup(_ReadOnly):
-    """What is read of torch's ``FSDPParamGroup``.
-
-    ``_reshard_after_forward`` says whether backward gathers by itself, so that a forward may do
-    with less. It is False: the group that ends forward may stay for backward.
-    """
-
-    _offered = ("_training_state", "_reshard_after_forward", "is_unsharded")
-    _reshard_after_forward = False
-
-    def __init__(self, group: ParamGroup) -> None:
-        self.__dict__["_group"] = group
-
     @property
     def is_unsharded(self) -> bool:
         """Whether the unsharded parameters are valid."""
         return self._group.state is State.UNSHARDED
 
+    @property
+    def _fsdp_param_group(self) -> TorchState | None:
+        return self if self._group.params else None
 
-class TorchState(_ReadOnly):
-    """What is read of torch's ``FSDPState``.
-
-    A pipeline schedule of torch before 2.15 goes through all states of a context and their groups
-    to have the gradients of a stage reduced. Here there are none, and one call does everything.
-    """
-
-    _offered = ("_training_state", "_fsdp_param_group", "_fsdp_param_groups", "_comm_ctx")
-    all_states: tuple[()] = ()
-
-    def __init__(self, group: ParamGroup) -> None:
-        self.__dict__["_group"] = group
+    @property
+    def _fsdp_param_groups(self) -> list[TorchState]:
+        return [self] if self._group.params else []
 
     @property
     def _state_ctx(self) -> TorchState:
         return self
+
+    @property
+    def _comm_ctx(self) -> object:
+        """The same object for trees that wait for each other's reductions."""
+        return self._group.tree.in_flight
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduce what all microbatches left, wait, and free.
@@ -105,19 +102,6 @@ class TorchState(_ReadOnly):
         Collective: the reductions of a backward.
         """
         self._group.tree.finish_backwards()
-
-    @property
-    def _comm_ctx(self) -> object:
-        """The same object for trees that wait for each other's reductions."""
-        return self._group.tree.in_flight
-
-    @property
-    def _fsdp_param_group(self) -> TorchParamGroup | None:
-        return TorchParamGroup(self._group) if self._group.params else None
-
-    @property
-    def _fsdp_param_groups(self) -> list[TorchParamGroup]:
-        return [TorchParamGroup(self._group)] if self._group.params else []
 
 
 class _States(dict[Any, Any]):

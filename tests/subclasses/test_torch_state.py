@@ -95,15 +95,15 @@ def test_the_moments_are_those_of_torch() -> None:
     assert not any(reshards for iteration in ours for _, _, reshards in iteration)
 
 
-def text(names: str, name: str) -> str:
+def text(name: str) -> str:
     return (
-        f"Expected to read {names} alone of torch's private state of the root group, got {name}; "
-        "use the methods of composable_shard.FSDPModule"
+        "Expected to read _training_state, _fsdp_param_group, _fsdp_param_groups, _comm_ctx, "
+        "_reshard_after_forward, is_unsharded alone of torch's private state of the root group, "
+        f"got {name}; use the methods of composable_shard.FSDPModule"
     )
 
 
 def test_the_state_is_for_reading_a_little_alone() -> None:
-    names = "_training_state, _fsdp_param_group, _fsdp_param_groups, _comm_ctx"
     with fake_ranks(2):
         state = fully_shard(nn.Linear(4, 4))._get_fsdp_state()
         (group,) = state._fsdp_param_groups
@@ -112,8 +112,7 @@ def test_the_state_is_for_reading_a_little_alone() -> None:
         assert not hasattr(state, "_mp_policy")
         with pytest.raises(ShardError) as caught:
             state._is_last_backward = True
-        assert str(caught.value) == text(names, "_is_last_backward")
+        assert str(caught.value) == text("_is_last_backward")
         with pytest.raises(ShardError) as caught:
             _ = group.fsdp_params
-        names = "_training_state, _reshard_after_forward, is_unsharded"
-        assert str(caught.value) == text(names, "fsdp_params")
+        assert str(caught.value) == text("fsdp_params")
