@@ -9,7 +9,7 @@ gradient.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -122,10 +122,15 @@ def in_words(formats: Formats) -> str:
     return f"[{', '.join(map(str, formats))}]"
 
 
-def check_alike(name: str, ranks: Sequence[int], formats: Sequence[Formats]) -> None:
-    """Raise ``ExtensionError`` unless what each of ``ranks`` sends can be gathered together."""
-    first = formats[0]
-    for rank, theirs in zip(ranks, formats, strict=True):
+def check_alike(name: str, formats: Mapping[int, Formats]) -> None:
+    """Raise ``ExtensionError`` unless what the ranks send can be gathered together.
+
+    Args:
+        name: What messages call the parameter.
+        formats: What each rank sends, by its number.
+    """
+    first_rank, first = next(iter(formats.items()))
+    for rank, theirs in formats.items():
         alike = len(theirs) == len(first) and all(
             a.dtype == b.dtype and a.shape[1:] == b.shape[1:]
             for a, b in zip(theirs, first, strict=True)
@@ -133,7 +138,7 @@ def check_alike(name: str, ranks: Sequence[int], formats: Sequence[Formats]) -> 
         if not alike:
             raise ExtensionError(
                 f"Expected {PRE} of {name} to return tensors of the same number, dtypes and "
-                f"trailing dims on all ranks, got {in_words(first)} on rank {ranks[0]} and "
+                f"trailing dims on all ranks, got {in_words(first)} on rank {first_rank} and "
                 f"{in_words(theirs)} on rank {rank}"
             )
 

@@ -58,7 +58,7 @@ from composable_shard.core.reduction import Reduction, refuse_sparse, stage_of
 from composable_shard.core.storage import GatherOps, ShardedParam, Storage
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Pending, launching_stream
-from composable_shard.core.transport.process_groups import agree, gather_objects
+from composable_shard.core.transport.process_groups import agree
 from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh
 
@@ -359,33 +359,36 @@ def _agree_on_formats(buckets: Sequence[ExtensionBucket]) -> None:
     Raises:
         ExtensionError: On all ranks, if a hook failed on one, or the formats do not fit.
 
-    Collective: one all-gather of a small object.
+    Collective: one all-gather of a small object for each mesh axis.
     """
+    mesh, rank = buckets[0].mesh, dist.get_rank()
     said: list[Formats] | str
     cause = None
     try:
         said = [bucket.encode(bucket.param.local) for bucket in buckets]
     except Exception as error:  # noqa: BLE001 - any failure of user code is told to all ranks
         said, cause = f"{type(error).__name__}: {error}", error
-    group = buckets[0].mesh.shard_group
-    heard: list[Any] = [said]
-    ranks = [dist.get_rank()]
-    if group is not None:
-        heard = gather_objects(said, group, "agreeing on what tensor subclasses send")
-        ranks = dist.get_process_group_ranks(group)
-    told = zip(ranks, heard, strict=True)
-    failures = [f"rank {rank}: {text}" for rank, text in told if isinstance(text, str)]
+    heard = agree({rank: said}, mesh, _united, "agreeing on what tensor subclasses send")
+    told = sorted(heard.items())
+    failures = [f"rank {number}: {text}" for number, text in told if isinstance(text, str)]
     if failures:
         raise ExtensionError(f"{PRE} failed on " + "; ".join(failures)) from cause
-    for bucket, *formats in zip(buckets, *heard, strict=True):
-        check_alike(bucket.param.name, ranks, formats)
-        bucket.formats = formats
+    group = mesh.shard_group
+    ranks = [rank] if group is None else dist.get_process_group_ranks(group)
+    for index, bucket in enumerate(buckets):
+        check_alike(bucket.param.name, {number: formats[index] for number, formats in told})
+        bucket.formats = [heard[number][index] for number in ranks]
+
+
+def _united(heard: dict[int, dict[int, Any]]) -> dict[int, Any]:
+    return dict(ChainMap(*heard.values()))
 
 
 def gather_unknown(buckets: Sequence[Storage], channels: dict[ShardMesh, Channel]) -> None:
     """Gather for the first time the buckets whose unsharded parameter is not known yet.
 
-    Collective: for each mesh, one all-gather of a small object and one of each such parameter.
+    Collective: for each mesh, one all-gather of a small object for each axis, and one of each such
+        parameter.
     """
     by_mesh: dict[ShardMesh, list[ExtensionBucket]] = {}
     for bucket in buckets:
@@ -431,10 +434,6 @@ def _agree_on_codecs(params: Sequence[ShardedParam], grads: Sequence[Any], mesh:
         known = agree(known, mesh, _united, "agreeing on what gradients are made of")
     for index, codec in known.items():
         _codecs[params[index]] = codec
-
-
-def _united(heard: dict[int, dict[int, Codec | None]]) -> dict[int, Codec | None]:
-    return dict(ChainMap(*heard.values()))
 
 
 class SplitReduction(Reduction):

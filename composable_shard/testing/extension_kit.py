@@ -313,7 +313,7 @@ def sent(case: Case) -> None:
     """All ranks send tensors of the same number, dtypes and trailing dims, with equal metadata."""
     gathers = Gathers(case, case.tensor().dtype)
     formats = formats_of(gathers.send())
-    check_alike("the tensor", range(case.num_ranks), case.show(formats))
+    check_alike("the tensor", dict(enumerate(case.show(formats))))
     metadata = case.show(gathers.metadata)
     for rank, theirs in enumerate(metadata):
         if not alike(theirs, metadata[0]):

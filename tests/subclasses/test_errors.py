@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.two_tensor import TwoTensor
 
 from composable_shard import ExtensionError, fully_shard
@@ -116,6 +117,15 @@ def test_a_mistake_on_one_rank(
     run: Callable[..., list[str]], bad_pre: str, bad_rank: int | None, text: str
 ) -> None:
     assert run(fail_once_then_work, 2, bad_pre, bad_rank, timeout=30) == [text, text]
+
+
+@on_ranks(4)
+def test_a_mistake_on_one_replica() -> None:
+    model = nn.Sequential(nn.Linear(3, 4, bias=False))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh)
+    set_hooks(model[0].weight._local_tensor, "raising" if dist.get_rank() == 3 else "good")
+    assert refused(model) == FAILED.format(3, "KeyError: 'scale'")
 
 
 @on_ranks(2)
