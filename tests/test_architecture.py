@@ -196,20 +196,17 @@ def test_pure_modules_import_neither_torch_nor_the_rest_of_the_core() -> None:
         assert names <= set(sys.stdlib_module_names), module
 
 
-def test_only_a_class_and_the_options_of_fsdp1_come_from_the_fsdp_of_torch() -> None:
+def test_only_the_class_to_inherit_from_comes_from_the_fsdp_of_torch() -> None:
     taken = {
         (layer_of(name_of(module)), name, members)
         for module in MODULES
-        if module.parent != Path("compat/fsdp1")
         for name, members in imports(module)
         if name.startswith("torch.distributed.fsdp")
         or name == "torch.distributed._composable"
         or (name == "torch.distributed" and "fsdp" in members)
     }
     inherited = ("torch.distributed.fsdp", ("FSDPModule",))
-    assert {one for one in taken if one[0] != "compat"} == {("api", *inherited)}
-    options = {member for layer, _, members in taken if layer == "compat" for member in members}
-    assert not options & {"FSDPModule", "FullyShardedDataParallel", "fully_shard"}
+    assert taken == {("api", *inherited)}
     named = [module for module in MODULES if "distributed.fsdp" in (ROOT / module).read_text()]
     for module in named:
         for node in nodes(module):

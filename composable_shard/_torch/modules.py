@@ -132,19 +132,6 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm)
 
 
-def chosen_by_policy(
-    policy: Any, root: nn.Module, left_alone: Collection[nn.Module], arguments: dict[str, Any]
-) -> dict[nn.Module, dict[str, Any]]:
-    """Return the modules that a wrap policy of torch picks, with the arguments of each."""
-    chosen: dict[nn.Module, dict[str, Any]] = policy._run_policy(root, left_alone, arguments)
-    return chosen
-
-
-def exempt_classes(precision: Any) -> tuple[type[nn.Module], ...]:
-    """Return the classes whose instances a ``MixedPrecision`` of torch leaves in their dtype."""
-    return tuple(precision._module_classes_to_ignore)
-
-
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Return the names of a module's own buffers that state dicts leave out."""
     return module._non_persistent_buffers_set

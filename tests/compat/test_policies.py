@@ -71,16 +71,18 @@ def is_small(module: nn.Module) -> bool:
 
 
 def sized(**kwargs: Any) -> Any:
-    return partial(theirs.size_based_auto_wrap_policy, **kwargs)
+    return lambda of: partial(of.size_based_auto_wrap_policy, **kwargs)
 
 
 POLICIES: dict[str, Any] = {
-    "always": theirs.always_wrap_policy,
-    "classes": theirs.ModuleWrapPolicy({Layer, nn.Embedding}),
-    "nested_classes": theirs.ModuleWrapPolicy([Layer, nn.Linear]),
-    "custom": theirs.CustomPolicy(is_small),
-    "lambda": partial(theirs.lambda_auto_wrap_policy, lambda_fn=is_small),
-    "transformer": partial(theirs.transformer_auto_wrap_policy, transformer_layer_cls={Layer}),
+    "always": lambda of: of.always_wrap_policy,
+    "classes": lambda of: of.ModuleWrapPolicy({Layer, nn.Embedding}),
+    "nested_classes": lambda of: of.ModuleWrapPolicy([Layer, nn.Linear]),
+    "custom": lambda of: of.CustomPolicy(is_small),
+    "lambda": lambda of: partial(of.lambda_auto_wrap_policy, lambda_fn=is_small),
+    "transformer": lambda of: partial(
+        of.transformer_auto_wrap_policy, transformer_layer_cls={Layer}
+    ),
     "size": sized(min_num_params=100),
     "size_default": sized(),
     "size_leaves": sized(min_num_params=50, force_leaf_modules={Layer}),
@@ -91,8 +93,8 @@ POLICIES: dict[str, Any] = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_policies_choose_what_those_of_torch_choose(name: str) -> None:
     containers = {"layers", "heads"}  # without a forward: never wrapped by ours
-    wanted = [n for n in theirs_choose(Model(), POLICIES[name]) if n not in containers]
-    assert ours_choose(Model(), POLICIES[name]) == wanted
+    wanted = [n for n in theirs_choose(Model(), POLICIES[name](theirs)) if n not in containers]
+    assert ours_choose(Model(), POLICIES[name](ours)) == wanted
     assert name != "always" or len(wanted) == len(list(Model().modules())) - 3
 
 
@@ -139,8 +141,8 @@ def test_a_module_at_several_places_is_wrapped_once_and_what_is_ignored_or_wrapp
         (
             ours.CustomPolicy(lambda module: None),  # type: ignore[arg-type, return-value]
             ValueError,
-            "The lambda_fn passed to CustomPolicy should return False/True or a kwarg dict, but it "
-            "returned None",
+            "Expected lambda_fn to return a bool or a dict of arguments, got NoneType for "
+            "Embedding",
         ),
     ],
 )

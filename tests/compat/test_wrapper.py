@@ -369,7 +369,7 @@ def in_variable(value: str) -> Any:
 CASES: dict[str, Callable[[], object]] = {
     "TypeError: Expected module to be an nn.Module, got str": lambda: wrap("layer"),
     "TypeError: Expected sharding_strategy to be a "
-    "torch.distributed.fsdp.api.ShardingStrategy, got builtins.str": lambda: wrap(
+    "composable_shard.compat.fsdp1.options.ShardingStrategy, got builtins.str": lambda: wrap(
         sharding_strategy="FULL_SHARD"
     ),
     "TypeError: Expected use_orig_params to be a builtins.bool, got builtins.int": lambda: wrap(
@@ -457,7 +457,7 @@ def last_gets(**arguments: Any) -> CustomPolicy:
 NO_RESET = (
     "Expected Nothing on the meta device to have reset_parameters(), got none; pass param_init_fn"
 )
-OFFLOAD = "Expected cpu_offload to be a torch.distributed.fsdp.api.CPUOffload, got "
+OFFLOAD = "Expected cpu_offload to be a composable_shard.compat.fsdp1.options.CPUOffload, got "
 REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (four, {"auto_wrap_policy": last_gets(strategy="full")}, "got an unexpected keyword arg"),
     (four, {"auto_wrap_policy": last_gets(cpu_offload=True)}, f"{OFFLOAD}builtins.bool"),

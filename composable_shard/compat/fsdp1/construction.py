@@ -15,18 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import ShardingStrategy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from composable_shard import (
     DataParallelMeshDims,
     FSDPModule,
     MaterializationError,
-    _torch,
     fully_shard,
     sync_module_states,
 )
 from composable_shard.api import check_calls
+from composable_shard.compat.fsdp1.options import (
+    ShardingStrategy,
+)
 from composable_shard.compat.fsdp1.policies import (
     AutoWrapPolicy,
     Choices,
@@ -528,7 +529,7 @@ def chosen_below(
     chosen = choose(root, policy, left_alone, scope.ignored_params, arguments)
     precision = arguments["mixed_precision"]
     if precision is not None:
-        exempt = _torch.exempt_classes(precision)
+        exempt = precision.exempt_classes()
         for module in root.modules():
             if isinstance(module, exempt) and module is not root and module not in left_alone:
                 own = ExemptPrecision.of(module, precision)

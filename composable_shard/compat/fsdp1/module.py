@@ -13,13 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictType,
-)
 
 from composable_shard import FSDPModule, ShardError, _torch, clip_grad_norm_, unsharded
 from composable_shard.compat.fsdp1 import state_dicts
@@ -33,6 +26,13 @@ from composable_shard.compat.fsdp1.construction import (
     scope_of,
     shard,
     wrap_below,
+)
+from composable_shard.compat.fsdp1.options import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
 )
 from composable_shard.compat.fsdp1.policies import (
     AutoWrapPolicy,

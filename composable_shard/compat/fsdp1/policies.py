@@ -10,10 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
-from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, _torch
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from composable_shard.compat.fsdp1.options import (
+    BackwardPrefetch,
+    CPUOffload,
+    CustomPolicy,
+    MixedPrecision,
+    ModuleWrapPolicy,
+    ShardingStrategy,
+)
 
 # Strategy, precision and offload ------------------------------------------------------------------
 
@@ -38,7 +44,7 @@ def offload_policy(offload: CPUOffload | None) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
 
 
-@dataclass
+@dataclass(frozen=True)
 class ExemptPrecision(MixedPrecision):
     """The precision of a module that computes in its own dtype, between casts.
 
@@ -157,10 +163,10 @@ def choose(
         TypeError: If ``policy`` is neither.
         ValueError: If the function of a ``CustomPolicy`` returns neither a bool nor a dict.
     """
-    if isinstance(policy, (ModuleWrapPolicy, CustomPolicy)):
-        chosen = _torch.chosen_by_policy(policy, root, left_alone, arguments)
-        chosen.pop(root, None)
-        return chosen
+    if isinstance(policy, CustomPolicy):
+        below = (module for module in inside_out(root, set(left_alone)) if module is not root)
+        answers = ((module, policy.arguments_for(module)) for module in below)
+        return {module: {**arguments, **own} for module, own in answers if own is not None}
     if not callable(policy) or isinstance(policy, type):
         raise TypeError(
             "Expected auto_wrap_policy to be a function, a ModuleWrapPolicy or a CustomPolicy, got "

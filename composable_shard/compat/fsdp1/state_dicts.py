@@ -10,7 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import (
+from torch.distributed.tensor import DTensor, Shard
+
+from composable_shard import _torch
+from composable_shard.compat.fsdp1.options import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -22,9 +25,6 @@ from torch.distributed.fsdp import (
     StateDictSettings,
     StateDictType,
 )
-from torch.distributed.tensor import DTensor, Shard
-
-from composable_shard import _torch
 from composable_shard.train.weights.gathering import full_copies
 
 # State dicts of a wrapped model: full, sharded or local, under the names of the plain model -------

@@ -1,0 +1,237 @@
+"""The enumerations, configurations and policies that ``FullyShardedDataParallel`` takes.
+
+Source: the names, fields and defaults of ``torch.distributed.fsdp`` and its ``wrap``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
+
+
+class ShardingStrategy(Enum):
+    """Choose which ranks share parameters, and when the unsharded ones are freed.
+
+    ``FULL_SHARD`` frees parameters after forward, ``SHARD_GRAD_OP`` after backward, ``NO_SHARD``
+    never: it replicates them. ``HYBRID_SHARD`` and ``_HYBRID_SHARD_ZERO2`` are the first two within
+    a node, replicated over the nodes.
+    """
+
+    FULL_SHARD = auto()
+    SHARD_GRAD_OP = auto()
+    NO_SHARD = auto()
+    HYBRID_SHARD = auto()
+    _HYBRID_SHARD_ZERO2 = auto()
+
+
+class BackwardPrefetch(Enum):
+    """Choose when backward gathers the next parameters: a hint without effect.
+
+    The order of the last iteration is recorded, and the next group is gathered ahead by it.
+    """
+
+    BACKWARD_PRE = auto()
+    BACKWARD_POST = auto()
+
+
+class StateDictType(Enum):
+    """Choose whether a state dict has full tensors, DTensors, or this rank's plain shards."""
+
+    FULL_STATE_DICT = auto()
+    LOCAL_STATE_DICT = auto()
+    SHARDED_STATE_DICT = auto()
+
+
+@dataclass(frozen=True)
+class CPUOffload:
+    """Choose whether shards, gradients and optimizer states are kept on the CPU."""
+
+    offload_params: bool = False
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Choose the dtypes of compute, reduction and buffers.
+
+    Args:
+        param_dtype: Dtype of compute; ``None`` keeps that of the parameters.
+        reduce_dtype: Dtype in which gradients are reduced; ``None`` means that of compute.
+        buffer_dtype: Dtype of floating-point buffers during forward.
+        keep_low_precision_grads: Whether sharded gradients stay in the dtype of the reduction.
+        cast_forward_inputs: Whether a module below the root casts its inputs to ``param_dtype``.
+        cast_root_forward_inputs: Whether the root does.
+        _module_classes_to_ignore: With an ``auto_wrap_policy``, modules that compute in the dtype
+            of their parameters, between casts from and to ``param_dtype``.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (
+        *(BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm),
+    )
+
+    def exempt_classes(self) -> tuple[type[nn.Module], ...]:
+        """Return the classes of modules that compute in the dtype of their parameters."""
+        return tuple(self._module_classes_to_ignore)
+
+
+@dataclass(frozen=True)
+class StateDictConfig:
+    """Choose whether the tensors of a model's state dict are on the CPU."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class FullStateDictConfig(StateDictConfig):
+    """The choices for full tensors; with ``rank0_only`` the dicts of other ranks are empty."""
+
+    rank0_only: bool = False
+
+
+@dataclass(frozen=True)
+class LocalStateDictConfig(StateDictConfig):
+    """The choices for this rank's shards."""
+
+
+@dataclass(frozen=True)
+class ShardedStateDictConfig(StateDictConfig):
+    """The choices for DTensors."""
+
+
+@dataclass(frozen=True)
+class OptimStateDictConfig:
+    """Choose whether the tensors of an optimizer's state dict are on the CPU."""
+
+    offload_to_cpu: bool = True
+
+
+@dataclass(frozen=True)
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """The choices for full tensors; with ``rank0_only`` the dicts of other ranks are empty."""
+
+    rank0_only: bool = False
+
+
+@dataclass(frozen=True)
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """The choices for this rank's shards."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """The choices for DTensors."""
+
+
+@dataclass(frozen=True)
+class StateDictSettings:
+    """The choices for the state dicts of a wrapper and of its optimizer."""
+
+    state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
+    state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
+    optim_state_dict_config: OptimStateDictConfig = field(default_factory=FullOptimStateDictConfig)
+
+
+# Which modules below get a wrapper of their own ---------------------------------------------------
+
+
+class ModuleWrapPolicy:
+    """Wrap the instances of some classes.
+
+    Example:
+        >>> ModuleWrapPolicy({nn.Linear})(nn.Linear(1, 1), recurse=False)
+        True
+    """
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        self._module_classes = tuple(module_classes)
+
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        """Answer as a function policy does."""
+        return recurse or isinstance(module, self._module_classes)
+
+    def __repr__(self) -> str:
+        return f"ModuleWrapPolicy({sorted(c.__name__ for c in self._module_classes)})"
+
+
+class CustomPolicy:
+    """Wrap the modules that a function picks.
+
+    Args:
+        lambda_fn: Returns for a module whether to wrap it, or a dict of arguments that replace
+            those of the root there.
+    """
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        self._lambda_fn = lambda_fn
+
+    def arguments_for(self, module: nn.Module) -> dict[str, Any] | None:
+        """Return the arguments of the wrapper for a module; ``None`` if it gets no wrapper.
+
+        Raises:
+            ValueError: If the function returns neither a bool nor a dict.
+        """
+        answer = self._lambda_fn(module)
+        if not isinstance(answer, (bool, dict)):
+            raise ValueError(
+                "Expected lambda_fn to return a bool or a dict of arguments, got "
+                f"{type(answer).__name__} for {type(module).__name__}"
+            )
+        if not answer:
+            return None
+        return answer if isinstance(answer, dict) else {}
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Wrap every module that has a forward."""
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    lambda_fn: Callable[[nn.Module], bool],
+) -> bool:
+    """Wrap the modules for which ``lambda_fn`` returns ``True``."""
+    return recurse or lambda_fn(module)
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    transformer_layer_cls: Collection[type[nn.Module]],
+) -> bool:
+    """Wrap the instances of some classes; bind them by ``functools.partial``."""
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = 100_000_000,
+    force_leaf_modules: Collection[type[nn.Module]] = (nn.MultiheadAttention,),
+    exclude_wrap_modules: Collection[type[nn.Module]] = (nn.ModuleList, nn.ModuleDict),
+) -> bool:
+    """Wrap modules with at least ``min_num_params`` elements that no wrapper below has taken.
+
+    Example:
+        >>> size_based_auto_wrap_policy(nn.Linear(9, 9), False, 90, min_num_params=50)
+        True
+    """
+    unfit = force_leaf_modules if recurse else exclude_wrap_modules
+    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(unfit))
