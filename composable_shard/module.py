@@ -42,7 +42,7 @@ from composable_shard.core.group import (
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.reduction import assign_grad, clear, is_partial
 from composable_shard.core.registered import carry_over
-from composable_shard.core.storage import grad_dtype_asked
+from composable_shard.core.storage import ShardedParam, grad_dtype_asked
 from composable_shard.core.transport.collectives import (
     AllGather,
     ReduceScatter,
@@ -443,8 +443,8 @@ class FSDPModule(TorchFSDPModule):
         for group in self._groups(recurse=True):
             for reduction in group.reductions:
                 reduction.discard()
-            for param in group.params:
-                clear(param.sharded, to_none=set_to_none)
+        for param in self._params():
+            clear(param.sharded, to_none=set_to_none)
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
@@ -463,9 +463,8 @@ class FSDPModule(TorchFSDPModule):
             >>> all(p.grad is None and not p.requires_grad for p in model.parameters())
             True
         """
-        for group in self._groups(recurse=True):
-            for param in group.params:
-                param.sharded.requires_grad_(requires_grad)
+        for param in self._params():
+            param.sharded.requires_grad_(requires_grad)
         return super(TorchFSDPModule, self).requires_grad_(requires_grad)  # type: ignore[misc]
 
     def _apply(self, fn: _Conversion, recurse: bool = True) -> Any:
@@ -1068,6 +1067,12 @@ class FSDPModule(TorchFSDPModule):
             return [self._group()]
         modules = cast(nn.Module, self).modules()
         return list(dict.fromkeys(g for m in modules if (g := group_of(m)) is not None))
+
+    def _params(self) -> list[ShardedParam]:
+        """Return the parameters below, of which a group of several modules has more."""
+        below = set(cast(nn.Module, self).modules())
+        params = (param for group in self._groups(recurse=True) for param in group.params)
+        return [param for param in params if any(slot.module in below for slot in param.slots)]
 
 
 class GradientReductionHandle:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 Reshard = bool | int | None
 
@@ -266,3 +266,17 @@ def test_unsynced_gradients_are_zeroed(by: str, hybrid: bool, foreach: str) -> N
         for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(full(param), expected, rtol=1e-4, atol=1e-5)
         follow_values(model.parameters(), reference.parameters())
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+@on_ranks(2)
+def test_a_module_of_a_list_freezes_and_clears_its_own_parameters(reshard: Reshard) -> None:
+    model: Any = Net(2)
+    fully_shard(list(model.blocks), reshard_after_forward=reshard)
+    fully_shard(model)
+    loss_of(model).backward()
+    model.blocks[0].requires_grad_(False)
+    model.blocks[0].zero_grad()
+    for index, block in enumerate(model.blocks):
+        found = {(param.requires_grad, param.grad is not None) for param in block.parameters()}
+        assert found == {(index == 1, index == 1)}
