@@ -8,7 +8,7 @@ first: one number each, and the whole description only if the numbers differ.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,10 @@ from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import watched
 from composable_shard.core.transport.process_groups import (
     compare,
+    first_difference,
     gather_objects,
-    raise_first_difference,
 )
-from composable_shard.errors import ShardError
+from composable_shard.errors import RankMismatchError, ShardError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 
@@ -122,9 +122,9 @@ def agree_on_model(groups: Sequence[Any]) -> None:
         groups: The groups of a tree.
 
     Raises:
-        RankMismatchError: On all ranks, with the first difference to rank 0.
+        RankMismatchError: On all ranks, with the first difference.
 
-    Collective: one all-reduce of 40 bytes for each process group of more than one rank; another for
+    Collective: one all-reduce of 48 bytes for each process group of more than one rank; another for
         what was sharded on the meta device; more only if it raises.
     """
     channels = [(group, channel) for group in groups for channel in group.channels.values()]
@@ -133,8 +133,11 @@ def agree_on_model(groups: Sequence[Any]) -> None:
         channel.set_label(group.label)
         for ranks in channel.mesh.process_groups:
             process_groups.setdefault(ranks, []).append((group, channel))
+    told: dict[dist.ProcessGroup, list[str]] = {}
+    differs = False  # those who hear of a difference tell the next process group
     for ranks, members in process_groups.items():
         facts = [line for group, channel in members for line in _facts(group, channel.mesh)]
+        told[ranks] = facts
         filled = [
             (f"'{param.name}' of {group.label}", local)
             for group, channel in members
@@ -143,32 +146,56 @@ def agree_on_model(groups: Sequence[Any]) -> None:
             if channel.mesh.shard_group is ranks
             if (local := _local_of(param)).is_cpu and not _torch.is_subclass(local)
         ]
-        tag = _agree(ranks, members[0][1].mesh.device, facts, len(members), filled)
+        device = members[0][1].mesh.device
+        tag, differs = _agree(ranks, device, facts, len(members), filled, differs)
         for place, (_, channel) in enumerate(members):
             if channel.mesh.shard_group is ranks:
                 channel.set_tag(tag + place)
+    if differs:
+        raise RankMismatchError(_difference(told))
 
 
 _Filled = list[tuple[str, torch.Tensor]]
 """The shards that users have filled, with the names of their parameters."""
 
 
+_OP = "comparing the model with that of the other ranks"
+
+
 def _agree(
-    ranks: dist.ProcessGroup, device: torch.device, facts: list[str], num_tags: int, filled: _Filled
-) -> int:
-    """Compare ``facts`` over ``ranks``; return the first of ``num_tags`` tags for all of them."""
+    ranks: dist.ProcessGroup,
+    device: torch.device,
+    facts: list[str],
+    num_tags: int,
+    filled: _Filled,
+    differs: bool,
+) -> tuple[int, bool]:
+    """Compare ``facts`` over ``ranks``.
+
+    Returns:
+        The first of ``num_tags`` tags for all of them, and whether any of them knows a difference.
+    """
     global _last_tag
-    op = "comparing the model with that of the other ranks"
-    with watched(ranks, op):
-        numbers = (_last_tag, len(filled), -len(filled))
-        is_same, (last, most, fewest) = compare("\n".join(facts), ranks, device, *numbers)
-    if not is_same:
-        heard = gather_objects(facts, ranks, op)
-        raise_first_difference(heard, range(ranks.size()), "model")
+    with watched(ranks, _OP):
+        numbers = (_last_tag, len(filled), -len(filled), int(differs))
+        is_same, (last, most, fewest, heard) = compare("\n".join(facts), ranks, device, *numbers)
     _last_tag = max(_last_tag, last + num_tags)
-    if 0 < most == -fewest and _torch.backend_name(ranks, device) != "fake":
+    if is_same and 0 < most == -fewest and _torch.backend_name(ranks, device) != "fake":
         _warn_of_same_rows(ranks, device, filled)
-    return last + 1
+    return last + 1, not is_same or bool(heard)
+
+
+def _difference(told: Mapping[dist.ProcessGroup, list[str]]) -> str:
+    """Return the first difference, the same on all ranks: what one hears it tells in the next."""
+    texts: list[str] = []
+    for ranks, facts in [*told.items()] * 2:
+        heard = gather_objects((facts, texts), ranks, _OP)
+        texts = [text for _, theirs in heard for text in theirs]
+        lines = [theirs for theirs, _ in heard]
+        if any(theirs != facts for theirs in lines):
+            numbers = dist.get_process_group_ranks(ranks)
+            texts.append(first_difference(lines, numbers, "model"))
+    return texts[0]
 
 
 def _warn_of_same_rows(ranks: dist.ProcessGroup, device: torch.device, filled: _Filled) -> None:

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard import _torch
 from composable_shard.arguments import check_process_group
-from composable_shard.core.transport.process_groups import raise_first_difference
-from composable_shard.errors import CommunicationError, ShardError
+from composable_shard.core.transport.process_groups import first_difference
+from composable_shard.errors import CommunicationError, RankMismatchError, ShardError
 
 _log = logging.getLogger("composable_shard")
 
@@ -135,7 +135,8 @@ class Ranks:
             if failure is not None:
                 raise ShardError(f"Expected {theirs}, got on rank {rank}: {failure}{remedy}")
         if len({digest for digest, *_ in heard}) > 1:
-            raise_first_difference(self.gather(list(facts)), self.numbers, what)
+            text = first_difference(self.gather(list(facts)), self.numbers, what)
+            raise RankMismatchError(text)
 
     @contextlib.contextmanager
     def naming_failures(self) -> Iterator[None]:

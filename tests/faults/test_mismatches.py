@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
 from composable_shard.errors import RankMismatchError
@@ -88,6 +89,20 @@ def test_a_model_that_differs_between_ranks(case: Case, first: str, second: str)
     failure = caught.value.agreed()
     assert failure.exception_type is RankMismatchError
     assert failure.message == ALIKE.format(first, second)
+
+
+def other_shape_on_a_mesh(shapes: list[int]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(net(shapes[dist.get_rank()]), mesh=mesh)(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize(("shapes", "ranks"), [([6, 6, 6, 7], (2, 3)), ([6, 6, 7, 7], (0, 2))])
+def test_a_model_that_differs_between_replicas(shapes: list[int], ranks: tuple[int, int]) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(other_shape_on_a_mesh, 4, shapes, timeout=30)
+    said = [f"on rank {r}: {PARAMETER.format('0.weight', [shapes[r], 4])}" for r in ranks]
+    expected = f"Expected the same model on all ranks, got {'; '.join(said)}"
+    assert caught.value.agreed().message == expected
 
 
 def right() -> list[float]:

@@ -9,14 +9,13 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from composable_shard import _torch, mesh
 from composable_shard.core.transport.failures import count_launch, watched
-from composable_shard.errors import RankMismatchError
 from composable_shard.mesh import ShardMesh
 
 # Process groups that the library makes: the default one, those of parts of it, and their end ------
@@ -190,18 +189,13 @@ def compare(
     return largest == -negated_smallest, most
 
 
-def raise_first_difference(
-    heard: Sequence[Sequence[str]], ranks: Sequence[int], what: str
-) -> NoReturn:
-    """Raise an error that names the first difference between the facts of two ranks.
+def first_difference(heard: Sequence[Sequence[str]], ranks: Sequence[int], what: str) -> str:
+    """Return a message that names the first difference between the facts of two ranks.
 
     Args:
         heard: The facts of each rank, in order; not all ranks have the same.
         ranks: The ranks as messages call them.
         what: The subject of the facts, such as "model".
-
-    Raises:
-        RankMismatchError: Always.
     """
     first = heard[0]
     place = next(place for place, theirs in enumerate(heard) if theirs != first)
@@ -211,7 +205,7 @@ def raise_first_difference(
         min(len(first), len(theirs)),
     )
     said = [facts[index] if index < len(facts) else "nothing more" for facts in (first, theirs)]
-    raise RankMismatchError(
+    return (
         f"Expected the same {what} on all ranks, got on rank {ranks[0]}: {said[0]}; on rank "
         f"{ranks[place]}: {said[1]}"
     )
