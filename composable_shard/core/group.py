@@ -767,7 +767,5 @@ class Flights:
         if not flight.go_on():
             return
         if flight.program.returns_over_replicas:  # a device may not have room for several
-            for other in self._later:
-                if other.num_run == 1:
-                    other.go_on()
+            self._later = [other for other in self._later if other.num_run > 1 or other.go_on()]
         self._later.append(flight)
