@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from composable_shard import _torch
 from composable_shard.core.transport.failures import watched
+from composable_shard.core.transport.process_groups import subgroup
 from composable_shard.optim.blocks import Box, Route, padded
 
 
@@ -37,6 +38,15 @@ class Ranks:
     def count(self) -> int:
         """How many there are."""
         return len(self.places)
+
+    def group_of_exchanges(self) -> dist.ProcessGroup:
+        """Return the process group of exchanges; on gloo one of their own, as two run at a time.
+
+        See the hazard of ``_torch.gloo_of_one_worker``. Collective: makes it, at the first call.
+        """
+        assert self.group is not None
+        is_gloo = _torch.backend_name(self.group, self.device) == "gloo"
+        return subgroup(self.group, self.group.size()) if is_gloo else self.group
 
 
 @dataclass(frozen=True)
@@ -74,8 +84,7 @@ class Exchange:
         nbytes: Sequence[int],
         doing: str = _MOVING,
     ) -> None:
-        assert ranks.group is not None
-        self._group, self._places, self._doing = ranks.group, ranks.places, doing
+        self._group, self._places, self._doing = ranks.group_of_exchanges(), ranks.places, doing
         sent = [tensor for place in ranks.places for tensor in out[place]]
         counts = [sum(padded(tensor.nbytes) for tensor in out[place]) for place in ranks.places]
         self._sent = torch.empty(sum(counts), dtype=torch.uint8, device=ranks.device)
@@ -84,7 +93,7 @@ class Exchange:
         self._received = self._sent.new_empty(sum(nbytes))
         with watched(self._group, self._doing):
             self._work = dist.all_to_all_single(
-                self._received, self._sent, received, counts, ranks.group, async_op=True
+                self._received, self._sent, received, counts, self._group, async_op=True
             )
 
     def wait(self) -> None:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from composable_shard import _torch
 from composable_shard.arguments import check_int, check_module, check_type
 from composable_shard.core.storage import sharded_form
-from composable_shard.core.transport.process_groups import gather_objects, subgroup
+from composable_shard.core.transport.process_groups import gather_objects
 from composable_shard.errors import ShardError
 from composable_shard.mesh import places_of
 from composable_shard.optim.blocks import (
@@ -588,7 +588,7 @@ class Owners(Generic[Mesh]):
 def ranks_of(param: Param) -> Ranks:
     """Return the ranks that hold a parameter.
 
-    Collective: makes their process group, for a mesh of several axes and for gloo.
+    Collective: makes their process group, for a mesh of several axes.
     """
     mesh = param.mesh
     if mesh is None:
@@ -603,9 +603,6 @@ def ranks_of(param: Param) -> Ranks:
         names = mesh.mesh_dim_names
         assert names is not None  # of a mesh of several axes, see resolve_mesh
         group = _torch.flat_axis(mesh, tuple(names[axis] for axis in axes)).get_group()
-    if _torch.backend_name(group, device) == "gloo":
-        # Two exchanges are under way at a time; see the hazard of _torch.gloo_of_one_worker.
-        group = subgroup(group, group.size())
     place_of = places_of(mesh)
     places = tuple(place_of[rank] for rank in dist.get_process_group_ranks(group))
     return Ranks(group, places[group.rank()], places, device)
