@@ -186,6 +186,7 @@ def change_after_forward(model: Any, x: torch.Tensor) -> None:
 
 
 def change_after_unshard(model: Any, x: torch.Tensor) -> None:
+    model[1].set_reshard_after_forward(False)  # a gather in backward would have other values
     model[1].unshard()
     with torch.no_grad():
         for param in model[1].parameters():
