@@ -127,12 +127,12 @@ def agree_on_model(groups: Sequence[Any]) -> None:
     Collective: one all-reduce of 48 bytes for each process group of more than one rank; another for
         what was sharded on the meta device; more only if it raises.
     """
-    channels = [(group, channel) for group in groups for channel in group.channels.values()]
-    process_groups: dict[dist.ProcessGroup, list[tuple[Any, Channel]]] = {}
-    for group, channel in channels:
-        channel.set_label(group.label)
-        for ranks in channel.mesh.process_groups:
-            process_groups.setdefault(ranks, []).append((group, channel))
+    process_groups: dict[dist.ProcessGroup, _Members] = {}
+    for group in groups:
+        for channel in group.channels.values():
+            channel.set_label(group.label)
+            for ranks in channel.mesh.process_groups:
+                process_groups.setdefault(ranks, []).append((group, channel))
     told: dict[dist.ProcessGroup, list[str]] = {}
     differs = False  # those who hear of a difference tell the next process group
     for ranks, members in process_groups.items():
@@ -146,8 +146,7 @@ def agree_on_model(groups: Sequence[Any]) -> None:
             if channel.mesh.shard_group is ranks
             if (local := _local_of(param)).is_cpu and not _torch.is_subclass(local)
         ]
-        device = members[0][1].mesh.device
-        tag, differs = _agree(ranks, device, facts, len(members), filled, differs)
+        tag, differs = _agree(ranks, members, facts, filled, differs)
         for place, (_, channel) in enumerate(members):
             if channel.mesh.shard_group is ranks:
                 channel.set_tag(tag + place)
@@ -159,27 +158,26 @@ _Filled = list[tuple[str, torch.Tensor]]
 """The shards that users have filled, with the names of their parameters."""
 
 
+_Members = list[tuple[Any, Channel]]
+"""The groups that communicate over a process group, with their channels."""
+
 _OP = "comparing the model with that of the other ranks"
 
 
 def _agree(
-    ranks: dist.ProcessGroup,
-    device: torch.device,
-    facts: list[str],
-    num_tags: int,
-    filled: _Filled,
-    differs: bool,
+    ranks: dist.ProcessGroup, members: _Members, facts: list[str], filled: _Filled, differs: bool
 ) -> tuple[int, bool]:
     """Compare ``facts`` over ``ranks``.
 
     Returns:
-        The first of ``num_tags`` tags for all of them, and whether any of them knows a difference.
+        The first tag of the members, and whether any of the ranks knows a difference.
     """
     global _last_tag
+    device = members[0][1].mesh.device
     with watched(ranks, _OP):
         numbers = (_last_tag, len(filled), -len(filled), int(differs))
         is_same, (last, most, fewest, heard) = compare("\n".join(facts), ranks, device, *numbers)
-    _last_tag = max(_last_tag, last + num_tags)
+    _last_tag = max(_last_tag, last + len(members))
     if is_same and 0 < most == -fewest and _torch.backend_name(ranks, device) != "fake":
         _warn_of_same_rows(ranks, device, filled)
     return last + 1, not is_same or bool(heard)

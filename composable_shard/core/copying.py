@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -48,8 +48,9 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
     Collective: none.
     Memory: this rank's shards once more.
     """
-    groups = _groups_below(module, memo)
-    for group in groups:
+    found = dict.fromkeys(map(group_of, module.modules()))
+    groups = [group for group in found if group is not None and id(group) not in memo]
+    for group in groups:  # those that are not being copied already, the outer ones first
         group.check_awake("to be copied")
     for group in groups:
         group.reshard()
@@ -57,23 +58,14 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
         for param in group.params:
             memo[id(param)] = object.__new__(ShardedParam)
             memo[id(param.sharded)] = _copied_sharded(param, memo.get(id(param.sharded)))
-    copied = _copied_module(module, memo)
+    copied = memo[id(module)] = object.__new__(type(module))
+    copied.__setstate__(copy.deepcopy(module.__getstate__(), memo))
     for group in groups:
         _fill(group, memo)
     for group in reversed(groups):  # as fully_shard is called: the inner ones first
         note_owners(memo[id(group)])
         join_tree(memo[id(group)]).is_last_backward = group.tree.is_last_backward
     return copied
-
-
-def _groups_below(module: nn.Module, memo: Memo) -> list[ParamGroup]:
-    """Return the groups below that are not being copied already, the outer ones first."""
-    found = dict.fromkeys(
-        group
-        for inner in module.modules()
-        if (group := group_of(inner)) is not None and id(group) not in memo
-    )
-    return list(found)
 
 
 @torch.no_grad()
@@ -95,14 +87,6 @@ def _copied_sharded(param: ShardedParam, copied: nn.Parameter | None) -> nn.Para
     return copied
 
 
-def _copied_module(module: nn.Module, memo: Memo) -> nn.Module:
-    """Copy the attributes of a module as ``copy.deepcopy`` would, without making one anew."""
-    copied = object.__new__(type(module))
-    memo[id(module)] = copied
-    copied.__setstate__(copy.deepcopy(module.__getstate__(), memo))
-    return copied
-
-
 def _fill(group: ParamGroup, memo: Memo) -> None:
     """Make the object that took the place of a group's copy a group."""
     params = []
@@ -118,20 +102,8 @@ def _fill(group: ParamGroup, memo: Memo) -> None:
         params.append(filled)
     copied: ParamGroup = memo[id(group)]
     modules = tuple(copy.deepcopy(module, memo) for module in group.modules)
-    _initialize(copied, modules, params, group.mesh, group.policy)
+    init_group(copied, modules, params, group.mesh, group.policy)
     _copy_settings(group, copied, memo)
-
-
-def _initialize(
-    group: ParamGroup,
-    modules: tuple[nn.Module, ...],
-    params: Sequence[ShardedParam],
-    mesh: ShardMesh,
-    policy: MixedPrecisionPolicy,
-) -> None:
-    """Initialize an empty group around sharded DTensors that exist."""
-    shards = [_torch.local_tensor(param.sharded) for param in params]
-    init_group(group, modules, params, shards, mesh, policy)
 
 
 def _copy_settings(source: ParamGroup, target: ParamGroup, memo: Memo) -> None:
@@ -240,7 +212,7 @@ def _reduce_group(group: ParamGroup) -> tuple[Any, ...]:
 
 
 def _restore_group(group: ParamGroup, saved: _SavedGroup) -> None:
-    _initialize(group, saved.modules, saved.params, saved.mesh, saved.policy)
+    init_group(group, saved.modules, saved.params, saved.mesh, saved.policy)
     group.settings.__dict__.update(saved.settings)
     group.settings.__dict__.update(_lists(saved.settings, lambda name: None))
     for mesh, channel in saved.channels.items():

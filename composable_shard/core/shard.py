@@ -200,11 +200,11 @@ def build_group(
 
     Collective: for tensor subclasses, one small object for each mesh axis.
     """
-    originals = dict(zip(planned, managed.slots, strict=True))
     with torch.no_grad():
         shards = _own_shards(planned, list(managed.slots))
     group: ParamGroup = object.__new__(ParamGroup)
-    init_group(group, modules, planned, shards, mesh, policy, originals)
+    made_of = dict(zip(planned, zip(shards, managed.slots, strict=True), strict=True))
+    init_group(group, modules, planned, mesh, policy, made_of)
     return group
 
 
@@ -213,23 +213,26 @@ def init_group(
     group: ParamGroup,
     modules: tuple[nn.Module, ...],
     params: Sequence[ShardedParam],
-    shards: Sequence[torch.Tensor],
     mesh: ShardMesh,
     policy: MixedPrecisionPolicy,
-    originals: Mapping[ShardedParam, nn.Parameter] | None = None,
+    made_of: Mapping[ShardedParam, tuple[torch.Tensor, nn.Parameter]] | None = None,
 ) -> None:
     """Initialize an empty group; copy shards into buckets, where they are from then on.
 
-    With ``originals``, the sharded parameters are made too.
+    With ``made_of``, the sharded parameters are made too, of the shard and the original of each.
     """
     with torch.inference_mode(False):
+        if made_of is None:
+            shards = [_torch.local_tensor(param.sharded) for param in params]
+        else:
+            shards = [shard for shard, _ in made_of.values()]
         buckets = build_buckets(params, shards)
         for bucket in buckets:
             for param, local in zip(bucket.params, bucket.locals, strict=True):
-                if originals is None:
+                if made_of is None:
                     param.hold(local)
                 else:  # around the place in the bucket: a DTensor keeps the storage offset
-                    param.create_sharded(local, originals[param])
+                    param.create_sharded(local, made_of[param][1])
     factory = BucketFactory(build_buckets, are_of_kind, create_unsharded)
     group.__init__(modules, buckets, factory, mesh, policy.without_override())  # type: ignore[misc]
     group.params = list(params)  # in the order of the modules, and not of the buckets

@@ -128,7 +128,13 @@ def claim_ties(managed: Managed, modules: Sequence[nn.Module]) -> tuple[Managed,
         if not inside or (not own and known.param is not None):
             continue
         if known.param is not None:
-            _check_unchanged(known, managed.names.get(original, inside[0].name))
+            if not known.is_unchanged:
+                name = managed.names.get(original, inside[0].name)
+                raise ValueError(
+                    f"Expected parameter '{name}' to be tied before its group was used, got one "
+                    f"that is tied to '{known.param.name}' of a group that was gathered, loaded or "
+                    "changed; apply fully_shard to all modules that share it before"
+                )
             claims.taken_over.append(known)
         if len(inside) == len(places):
             slots[original] = places
@@ -151,18 +157,6 @@ def _remove(group: ParamGroup, param: ShardedParam) -> None:
     for known in unchanged:
         if known.param is not None:
             known.version = known.param.version()
-
-
-def _check_unchanged(known: _Original, name: str) -> None:
-    if known.is_unchanged:
-        return
-    param = known.param
-    assert param is not None
-    raise ValueError(
-        f"Expected parameter '{name}' to be tied before its group was used, got one that is tied "
-        f"to '{param.name}' of a group that was gathered, loaded or changed; apply fully_shard to "
-        "all modules that share it before"
-    )
 
 
 def remember(

@@ -13,10 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
-from composable_shard import (
-    ExtensionError,
-    fully_shard,
-)
+from composable_shard import ExtensionError, fully_shard
 from composable_shard.testing import RankError, fake_ranks, run_ranks
 from subclasses.lossless import POST, PRE, Lossless, as_type
 
