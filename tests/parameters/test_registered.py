@@ -289,16 +289,6 @@ def clips_what_was_listed(
     optimizer.zero_grad()
 
 
-def clears_by_hand(
-    model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer, target: Target
-) -> None:
-    loss = model(x).square().sum()
-    clear_by_hand(model)
-    loss.backward()
-    average_if_whole(model)
-    optimizer.step()
-
-
 def clamps_after_a_log(
     model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer, target: Target
 ) -> None:
@@ -357,13 +347,12 @@ def steps_data_by_hand(
 
 LOOPS: list[Loop] = [
     clips_what_was_listed,
-    clears_by_hand,
     clamps_after_a_log,
     interpolates_a_target,
     steps_by_hand,
     steps_data_by_hand,
 ]
-LOOPS_OF_KEPT = [clears_by_hand, steps_by_hand, steps_data_by_hand]
+LOOPS_OF_KEPT = [steps_by_hand, steps_data_by_hand]
 
 
 @pytest.mark.brief(5)
