@@ -560,7 +560,7 @@ class Bucket:
         """Return the operations that gather these shards, which may lie outside ``sharded``."""
         if self.shares_storage:
             return GatherOps((), (), (), ())
-        ops = _AllGather(self, shards, channel).ops()
+        ops = _AllGather(self, shards, channel).ops(keeps_storage=keeps_storage)
         return ops._replace(free=()) if keeps_storage else ops
 
     def free(self) -> bool:
@@ -635,9 +635,9 @@ class Bucket:
         _torch.free(self.unsharded)
 
 
-def _memory_ops(tensor: torch.Tensor, *, is_checked: bool = False) -> tuple[Op, Op]:
+def _memory_ops(tensor: torch.Tensor, *, may_stay: bool = False) -> tuple[Op, Op]:
     """Return the operations that allocate and free the memory of a tensor."""
-    if is_checked or _torch.is_big(tensor):
+    if may_stay or _torch.is_big(tensor):
         return (lambda: _torch.allocate(tensor)), (lambda: _torch.free(tensor))
     return _torch.memory_ops(tensor)
 
@@ -664,10 +664,10 @@ class _AllGather:
         if self._casts:
             _torch.free(self._source)
 
-    def ops(self) -> GatherOps:
-        """Return the operations."""
+    def ops(self, *, keeps_storage: bool) -> GatherOps:
+        """Return the operations. Memory that is there stays: builtins would allocate it anew."""
         bucket, source, staging = self._bucket, self._source, self._bucket.staging
-        allocate, free = _memory_ops(bucket.unsharded, is_checked=bucket.has_arrays)
+        allocate, free = _memory_ops(bucket.unsharded, may_stay=keeps_storage or bucket.has_arrays)
         if bucket.mesh.num_shards == 1:
             copy = partial(self._copy_in, bucket.whole)
             wait_for_copy = [self._wait_for_copy] if bucket.is_uploaded else []

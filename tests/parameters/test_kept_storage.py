@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import fsdp
 
 from composable_shard import MixedPrecisionPolicy
+from composable_shard._torch.memory import poisoned_memory
 
 Pointers = list[int]
 
@@ -58,6 +59,7 @@ DTYPES = (torch.bfloat16, torch.float32)
     ],
 )
 @on_ranks("ranks")
+@poisoned_memory(False)  # which looks after all memory, not only after what stays
 def test_pointers_stay_and_numbers_are_those_of_the_unsharded_model(
     reshard: bool | int | None, dtypes: tuple[torch.dtype, ...]
 ) -> None:
