@@ -124,8 +124,8 @@ def agree_on_model(groups: Sequence[Any]) -> None:
     Raises:
         RankMismatchError: On all ranks, with the first difference.
 
-    Collective: one all-reduce of 48 bytes for each process group of more than one rank; another for
-        what was sharded on the meta device; more only if it raises.
+    Collective: all-reduces of 48 and of 24 bytes for each process group of more than one rank;
+        another for what was sharded on the meta device; more only if it raises.
     """
     process_groups: dict[dist.ProcessGroup, _Members] = {}
     for group in groups:
@@ -150,6 +150,9 @@ def agree_on_model(groups: Sequence[Any]) -> None:
         for place, (_, channel) in enumerate(members):
             if channel.mesh.shard_group is ranks:
                 channel.set_tag(tag + place)
+    for ranks, members in process_groups.items():  # and, of what one hears last, the first ones
+        _, (heard,) = compare("", ranks, members[0][1].mesh.device, int(differs))
+        differs = bool(heard)
     if differs:
         raise RankMismatchError(_difference(told))
 

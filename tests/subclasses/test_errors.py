@@ -121,9 +121,8 @@ def test_a_mistake_on_one_rank(
 
 @on_ranks(4)
 def test_a_mistake_on_one_replica() -> None:
-    model = nn.Sequential(nn.Linear(3, 4, bias=False))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    fully_shard(model, mesh=mesh)
+    model = fully_shard(nn.Sequential(nn.Linear(3, 4, bias=False)), mesh=mesh)
     set_hooks(model[0].weight._local_tensor, "raising" if dist.get_rank() == 3 else "good")
     assert refused(model) == FAILED.format(3, "KeyError: 'scale'")
 

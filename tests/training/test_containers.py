@@ -353,9 +353,6 @@ def test_a_change_of_what_is_cast_is_refused(kind: str, wraps: bool) -> None:
     assert tensors_of(kept) == [given]
 
 
-# Values that hold themselves ----------------------------------------------------------------------
-
-
 def test_a_tensor_to_be_changed_in_what_holds_itself_is_refused() -> None:
     text = (
         "Expected inputs and outputs without containers that hold themselves, got a list with "
