@@ -181,9 +181,6 @@ def test_a_subclass_without_hooks_travels_by_its_inner_tensors(
             optimizer.zero_grad()
 
 
-# What hooks get -----------------------------------------------------------------------------------
-
-
 seen: list[tuple[Any, ...]] = []
 
 
