@@ -200,9 +200,9 @@ def _unsharded_parameters(model: nn.Module, steps: Sequence[GroupStep]) -> Itera
         if not some:
             continue
         nbytes = sum(param.numel() * param.itemsize for param in some.values())
-        problem = f"{counted(len(some), 'parameter')} of {nbytes_text(nbytes)} whole on every rank"
+        problem = f"{counted(len(some), 'parameter')} of {nbytes_text(nbytes)} not sharded"
         if trained:
-            problem += ", whose gradients no rank hears from the others"
+            problem += "; gradients are not averaged across ranks"
         yield Advice(
             "unsharded parameters",
             tuple(some),

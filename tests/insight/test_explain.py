@@ -211,13 +211,12 @@ def test_what_is_whole_on_every_rank() -> None:
     assert found == [
         (
             ("before.weight",),
-            "1 parameter of 256 KiB whole on every rank, whose gradients no rank hears from the "
-            "others",
+            "1 parameter of 256 KiB not sharded; gradients are not averaged across ranks",
             "apply fully_shard to a module around them, or reduce their gradients yourself",
         ),
         (
             ("after.bias",),
-            "1 parameter of 32 B whole on every rank",
+            "1 parameter of 32 B not sharded",
             "apply fully_shard to a module around them",
         ),
         (
