@@ -22,11 +22,10 @@ from composable_shard.core.backward import Backward
 from composable_shard.core.finalization import Finalization
 from composable_shard.core.group import Flights, ParamGroup, State, group_of
 from composable_shard.core.nested import Given
-from composable_shard.core.order_check import OrderCheck, order_checks
+from composable_shard.core.observers import Listener, OrderCheck, Trace, order_checks
 from composable_shard.core.plugins import Feature, Plugins
 from composable_shard.core.tape import NO_PLAN, Interval, Plan, Tape, Visit
 from composable_shard.core.ties import refuse_unowned
-from composable_shard.core.trace import Listener, Trace
 from composable_shard.core.transport import host
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.errors import ShardError
@@ -127,7 +126,7 @@ class Tree:
 
     @property
     def listener(self) -> Listener | None:
-        """The function that is called with every event; see `features/trace.py`."""
+        """The function that is called with every event; see `observers.py`."""
         return self._trace.hear
 
     @listener.setter

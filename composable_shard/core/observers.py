@@ -1,7 +1,7 @@
-"""Compares with the other ranks what comes next, to find why a program hangs. Imports plugins.
+"""The features that observe a step: events for a listener, and a check of the order on all ranks.
 
-Ranks that call different collectives, or the same ones in different order, wait for each other
-until the process group's time-out, and nothing says which group it was. With
+Imports plugins. Ranks that call different collectives, or the same ones in different order, wait
+for each other until the process group's time-out, and no message says which group it was. With
 ``COMPOSABLE_SHARD_CHECK=1`` in the environment of all ranks, they exchange a number before every
 gather and reduction and at the end of every forward and backward: ranks that disagree raise the
 same error.
@@ -10,7 +10,7 @@ same error.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,55 @@ import torch.distributed as dist
 from composable_shard.core.plugins import Feature, Op, Phase
 from composable_shard.core.transport.process_groups import compare
 from composable_shard.errors import RankMismatchError
+
+# Events for a listener ----------------------------------------------------------------------------
+
+Listener = Callable[[str, str], None]
+"""Called with an event, such as ``all_gather``, and the name of a group."""
+
+_EVENTS: dict[Phase, tuple[str, ...]] = {
+    "pre_forward": ("pre_forward",),
+    "gather": ("begin_all_gather",),
+    "regather": ("begin_regather",),
+    "gathered": ("all_gather",),
+    "await_gather": ("begin_wait_for_all_gather",),
+    "wait": ("waited_for_all_gather", "wait_for_all_gather"),
+    "freed": ("reshard",),
+    "post_forward": ("post_forward",),
+    "pre_backward": ("pre_backward",),
+    "accumulated": ("accumulate",),
+    "reduce": ("begin_reduce_scatter",),
+    "reduced": ("reduce_scatter",),
+    "await_reduction": ("begin_wait_for_reduce_scatter",),
+    "averaged": ("waited_for_reduce_scatter",),
+    "scattered": ("wait_for_reduce_scatter",),
+    "all_reduced": ("all_reduce",),
+    "await_all_reduce": ("begin_wait_for_all_reduce",),
+    "delivered": ("wait_for_reduce_scatter",),
+    "replicas_delivered": ("waited_for_all_reduce", "wait_for_all_reduce"),
+    "post_backward": ("post_backward",),
+}
+
+
+class Trace(Feature):
+    """Calls a function with every event.
+
+    Attributes:
+        hear: The function. Programs that were compiled with an earlier one call it too.
+    """
+
+    hear: Listener | None = None
+
+    def _tell(self, event: str, name: str) -> None:
+        if self.hear is not None:
+            self.hear(event, name)
+
+    def ops(self, group: Any, phase: Phase) -> Sequence[Op]:
+        """Return a call for each event of the phase."""
+        return [partial(self._tell, event, group.name) for event in _EVENTS.get(phase, ())]
+
+
+# The order of collectives on all ranks ------------------------------------------------------------
 
 CHECK_VARIABLE = "COMPOSABLE_SHARD_CHECK"
 
