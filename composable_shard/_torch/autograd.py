@@ -292,3 +292,8 @@ def call_post_accumulate_grad_hooks(param: torch.Tensor) -> None:
     """Call what ``register_post_accumulate_grad_hook`` put on a leaf."""
     for hook in list((param._post_accumulate_grad_hooks or {}).values()):
         hook(param)
+
+
+def hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:
+    """Return the functions that ``Tensor.register_hook`` has put on a tensor."""
+    return list((tensor._backward_hooks or {}).values())

@@ -520,10 +520,12 @@ class GradExtension:
         tensors, self._metadata = checked_result(GRAD_PRE, self.param.name, result)
         shapes = [list(tensor.shape) for tensor in tensors]
         if any(shape[:1] != [len(parts)] for shape in shapes):
-            raise self._broken(f"tensors with a row for each of {len(parts)} ranks", shapes)
+            expected = f"tensors with a row for each of {len(parts)} ranks"
+            raise self._broken(expected, shapes)
         formats = row_formats_of(tensors)
         if self.formats is not None and self.formats != formats:
-            raise self._broken(f"{in_words(self.formats)} as before", in_words(formats))
+            expected = f"{in_words(self.formats)} as before"
+            raise self._broken(expected, in_words(formats))
         return list(tensors)
 
     def decode(self, received: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:

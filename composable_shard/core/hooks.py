@@ -296,8 +296,7 @@ def _hook_outputs(call: Call, output: Any) -> bool:
 
 def _is_hooked_for(group: ParamGroup, tensor: Tensor) -> bool:
     """Return whether a call of the group has hooked a tensor already."""
-    hooks = (tensor._backward_hooks or {}).values()
-    calls = (getattr(hook, "__self__", None) for hook in hooks)
+    calls = (getattr(hook, "__self__", None) for hook in _torch.hooks_of_tensor(tensor))
     return any(isinstance(call, Call) and call.group is group for call in calls)
 
 

@@ -527,7 +527,8 @@ class RankTrace:
         try:
             values = json.loads(text)
             if values.pop("format") != FORMAT:
-                raise ValueError(f"Expected the format '{FORMAT}'")
+                expected = f"Expected the format '{FORMAT}'"
+                raise ValueError(expected)
             groups = values["groups"].items()
             values["groups"] = {name: GroupFacts(*facts) for name, facts in groups}
             for field, kind in (("spans", Span), ("flights", Flight), ("memory", Sample)):
