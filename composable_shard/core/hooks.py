@@ -27,7 +27,6 @@ from composable_shard.core.nested import (
     map_tensors,
     tensors_in,
 )
-from composable_shard.core.program import Program
 from composable_shard.core.tree import Call
 from composable_shard.errors import ShardError
 
@@ -105,9 +104,7 @@ class ModuleHooks:
     """The forward hooks of a group's modules."""
 
     def __init__(self, group: ParamGroup, managed: Sequence[nn.Module]) -> None:
-        self._group, self._managed = group, managed
-        self._looked_at: dict[nn.Module, Program] = {}  # by the module that had run
-        self._storing: list[tuple[dict[str, Any], str]] = []
+        self._group = group
         policy = group.policy
         casts = CastBuffers(managed, policy.buffer_dtype), PreciseNormWeights(managed)
         self._casts = [one for one in casts if one.may_substitute]
@@ -169,9 +166,9 @@ class ModuleHooks:
             output = map_tensors(partial(self._keep, call.markers), output)
         put, error = find_changes(call.given, self._group.label) if call.given else ((), None)
         hooks = bool(call.group.params) and torch.is_grad_enabled()
-        if hooks and self._looked_at.get(call.module) is not call.group.program:
-            self._find_storing(call.module)
-        stored = self._stored() if hooks and self._storing else ()
+        if hooks and call.module not in call.group.program.looked_at:
+            _find_storing(call)
+        stored = _stored(call.group) if hooks and call.group.program.storing else ()
         hooked = hooks and _hook_outputs(call, (output, put, stored) if put or stored else output)
         if tree.ran_inside and not hooked and torch.is_grad_enabled():  # it may have no parameters
             hooked = any(tensor.requires_grad for tensor in tensors_in(output))
@@ -186,21 +183,6 @@ class ModuleHooks:
         if error is not None and not has_failed:
             raise error
         return output
-
-    def _find_storing(self, ran: nn.Module) -> None:
-        """Find the attributes of modules in which the first forward of a program stores tensors."""
-        self._looked_at[ran] = self._group.program
-        self._storing = [
-            (module.__dict__, name)
-            for module in self._managed
-            for name, value in module.__dict__.items()
-            if any(tensor.grad_fn is not None for tensor in tensors_in(value))
-        ]
-
-    def _stored(self) -> list[Tensor]:
-        """Return the tensors that forward has stored on modules: a loss may be of them alone."""
-        values = [attributes.get(name) for attributes, name in self._storing]
-        return [one for one in tensors_in(values) if not _is_hooked_for(self._group, one)]
 
     def _keep(self, markers: Sequence[Node], tensor: Tensor) -> Tensor:
         """Copy an output that is a view of an unsharded parameter, which is about to be freed.
@@ -292,6 +274,25 @@ def _hook_outputs(call: Call, output: Any) -> bool:
     for node in nodes:
         node.register_prehook(call.on_output_gradient)
     return has_hooked or bool(nodes)
+
+
+def _find_storing(call: Call) -> None:
+    """Find the attributes of modules in which the first forward of a program stores tensors."""
+    program = call.group.program
+    program.looked_at.add(call.module)
+    program.storing = [
+        (module.__dict__, name)
+        for module in call.group.all_modules()
+        if owner_of(module) is call.group
+        for name, value in module.__dict__.items()
+        if any(tensor.grad_fn is not None for tensor in tensors_in(value))
+    ]
+
+
+def _stored(group: ParamGroup) -> list[Tensor]:
+    """Return the tensors that forward has stored on modules: a loss may be of them alone."""
+    values = [attributes.get(name) for attributes, name in group.program.storing]
+    return [one for one in tensors_in(values) if not _is_hooked_for(group, one)]
 
 
 def _is_hooked_for(group: ParamGroup, tensor: Tensor) -> bool:

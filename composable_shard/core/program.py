@@ -68,10 +68,14 @@ class Program:
             unsynced gradients.
         reductions: One for each bucket and dtype with gradients to reduce.
         needs_reduce: Whether there are any.
+        looked_at: The modules after whose forward ``storing`` was looked up.
+        storing: Attributes of modules, by dict and name, in which forward stores tensors.
     """
 
     def __init__(self, group: Any) -> None:
         self.generation = group.plugins.generation
+        self.looked_at: set[nn.Module] = set()
+        self.storing: list[tuple[dict[str, Any], str]] = []
         params: list[ShardedParam] = group.params
         self.sharded = tuple(param.sharded for param in params)
         self._nones = (None,) * len(params)
