@@ -501,7 +501,7 @@ class FSDPModule(TorchFSDPModule):
         """Answer those that read torch's private state; it cannot be written to."""
         return torch_state(cast(nn.Module, self))
 
-    # Freeing and gathering ahead --------------------------------------------------
+    # Freeing and gathering ahead ------------------------------------------------------------
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool | int, recurse: bool = True

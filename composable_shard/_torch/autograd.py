@@ -280,9 +280,14 @@ def has_grad_hooks(param: torch.Tensor) -> bool:
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
 
 
+def hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:
+    """Return the functions that ``Tensor.register_hook`` has put on a tensor."""
+    return list((tensor._backward_hooks or {}).values())
+
+
 def call_grad_hooks(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Pass a gradient through what ``register_hook`` put on a leaf; return what comes out."""
-    for hook in list((param._backward_hooks or {}).values()):
+    for hook in hooks_of_tensor(param):
         changed = hook(grad)
         grad = grad if changed is None else changed
     return grad
@@ -292,8 +297,3 @@ def call_post_accumulate_grad_hooks(param: torch.Tensor) -> None:
     """Call what ``register_post_accumulate_grad_hook`` put on a leaf."""
     for hook in list((param._post_accumulate_grad_hooks or {}).values()):
         hook(param)
-
-
-def hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:
-    """Return the functions that ``Tensor.register_hook`` has put on a tensor."""
-    return list((tensor._backward_hooks or {}).values())

@@ -29,11 +29,7 @@ from composable_shard.core.registered import (
     is_substituted,
     take_over_registered,
 )
-from composable_shard.core.storage import (
-    GatherOps,
-    ShardedParam,
-    Storage,
-)
+from composable_shard.core.storage import GatherOps, ShardedParam, Storage
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import announce
 from composable_shard.core.transport.pending import UsedStreams, compute_stream

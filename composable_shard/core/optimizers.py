@@ -90,16 +90,17 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             "changes are lost; build the optimizer, or fill its groups, of model.parameters() "
             "outside of unsharded(), before a forward or after a backward"
         )
-    for owner in params.groups:
-        owner.check_awake(f"for a step of {kind}")
-    if any(group.tree.tape.visits for group in params.groups) and not params.have_grads():
+    groups = params.groups
+    for group in groups:
+        group.check_awake(f"for a step of {kind}")
+    if any(group.tree.tape.visits for group in groups) and not params.have_grads():
         warnings.warn(
             f"Expected gradients for a step of {kind}, got none, though a forward came before; "
             "backward(inputs=...) by sharded parameters gives none: call loss.backward()",
             stacklevel=2,
         )
     host.settle()  # copies of shards that a forward without a backward has launched
-    if any(group.get("fused") for group in optimizer.param_groups):
+    if any(stepped.get("fused") for stepped in optimizer.param_groups):
         _refuse_unreduced(kind, params.strided)
     for param in params.scalars:
         _distribute_state(param, optimizer.state.get(param, {}))

@@ -41,7 +41,7 @@ _hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _no_hooks = (None, None)
 
 
-# The divisor of a gradient --------------------------------------------------------------------
+# The divisor of a gradient ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -230,6 +230,7 @@ class Tape(Generic[Group]):
         return Plan(steps, set(last), num_recomputes)
 
     def _first_and_last(self) -> tuple[dict[Group, Visit[Group]], dict[Group, Visit[Group]]]:
+        # Of several visits of a group, the last one in these orders stays in the dict.
         visits, group_of = self.visits[::-1], attrgetter("group")
         first = dict(zip(map(group_of, visits), visits, strict=True))
         reading = filter(attrgetter("may_read"), self.visits)

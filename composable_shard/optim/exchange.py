@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -39,10 +40,11 @@ class Ranks:
         """How many there are."""
         return len(self.places)
 
+    @cached_property
     def group_of_exchanges(self) -> dist.ProcessGroup:
-        """Return the process group of exchanges; on gloo one of their own, as two run at a time.
+        """The process group of exchanges; on gloo one of their own, as two run at a time.
 
-        See the hazard of ``_torch.gloo_of_one_worker``. Collective: makes it, at the first call.
+        See the hazard of ``_torch.gloo_of_one_worker``. Collective: makes it, at the first use.
         """
         assert self.group is not None
         is_gloo = _torch.backend_name(self.group, self.device) == "gloo"
@@ -84,7 +86,7 @@ class Exchange:
         nbytes: Sequence[int],
         doing: str = _MOVING,
     ) -> None:
-        self._group, self._places, self._doing = ranks.group_of_exchanges(), ranks.places, doing
+        self._group, self._places, self._doing = ranks.group_of_exchanges, ranks.places, doing
         sent = [tensor for place in ranks.places for tensor in out[place]]
         counts = [sum(padded(tensor.nbytes) for tensor in out[place]) for place in ranks.places]
         self._sent = torch.empty(sum(counts), dtype=torch.uint8, device=ranks.device)

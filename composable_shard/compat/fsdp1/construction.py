@@ -25,9 +25,7 @@ from composable_shard import (
     sync_module_states,
 )
 from composable_shard.api import check_calls
-from composable_shard.compat.fsdp1.options import (
-    ShardingStrategy,
-)
+from composable_shard.compat.fsdp1.options import ShardingStrategy
 from composable_shard.compat.fsdp1.policies import (
     AutoWrapPolicy,
     Choices,
