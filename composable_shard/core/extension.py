@@ -135,13 +135,14 @@ class ExtensionBucket:
 
     def encode(self, shard: Any) -> Formats:
         """Call the pre hook; return the formats of the tensors that this rank is about to send."""
-        inputs, metadata = self._call_pre(shard)
+        inputs, metadata = self.call_pre(shard)
         flat, rebuild = flatten(inputs)
         tensors = [self._gathered_dim_first(tensor) for tensor in flat]
         self._message = _Message(shard, tensors, rebuild, metadata)
         return formats_of(tensors)
 
-    def _call_pre(self, shard: Any) -> tuple[Sequence[torch.Tensor], Any]:
+    def call_pre(self, shard: Any) -> tuple[Sequence[torch.Tensor], Any]:
+        """Call the pre hook; return the tensors to send, and the metadata for the post hook."""
         if not has_extension(shard):
             return (shard,), None
         if shard.device != self.mesh.device:  # offloaded; the hooks compute on the device

@@ -15,12 +15,13 @@ with what ``fully_shard`` would call it with, and nothing is communicated.
 from __future__ import annotations
 
 import copy
-import inspect
 import io
 import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,22 +32,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable_shard import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from composable_shard._torch import leaves, local_tensor, waited
+from composable_shard._torch import leaves, local_tensor, storage_number, waited
 from composable_shard.core.codec import (
     GRAD_POST,
     GRAD_PRE,
     POST,
     PRE,
-    bound_hook,
     check_alike,
-    flatten,
-    formats_of,
     has_grad_extension,
     in_words,
     needs_extension,
 )
-from composable_shard.core.extension import GradExtension, row_formats_of
-from composable_shard.core.layout import ParamLayout
+from composable_shard.core.extension import (
+    ExtensionBucket,
+    GradExtension,
+    gather_unknown,
+    row_formats_of,
+)
 from composable_shard.errors import ExtensionError
 from composable_shard.module import group_of
 from composable_shard.testing.oracle import apart
@@ -218,103 +220,59 @@ LOW = torch.bfloat16
 
 
 class Gathers:
-    """The gathers of one weight, one after the other, through its hooks."""
+    """The weight of a sharded model, gathered through its hooks.
 
-    def __init__(self, case: Case, dtype: torch.dtype) -> None:
-        self.case = case
-        self.model = case.sharded()
-        self.dtype = dtype
-        self.local = shard_of(self.model)
-        self.metadata: Any = None
-        self._buffers: list[torch.Tensor] = []
+    Attributes:
+        bucket: The bucket of the weight.
+    """
 
-    def send(self) -> list[torch.Tensor]:
-        """Call the first hook; return the tensors that this rank sends."""
-        hook = bound_hook(getattr(self.local, PRE), self.local)
-        weight = self.model.get_parameter("0.weight")
-        policy = MixedPrecisionPolicy(param_dtype=self.dtype)
-        given = (whole_mesh(), weight.shape, weight.stride(), self.model[0], policy)
-        result = hook(*given[: len(inspect.signature(hook).parameters)])
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise Broken(
-                f"Expected {PRE} to return (tensors, metadata), got {type(result).__name__}"
-            )
-        sent, self.metadata = result
-        if not isinstance(sent, (tuple, list)) or not all(map(torch.is_tensor, sent)):
-            raise Broken(
-                f"Expected {PRE} to return a tuple of tensors and metadata, got "
-                f"{type(sent).__name__} as its first element"
-            )
-        flat, self._rebuild = flatten(sent)
-        return [tensor.detach() if tensor.ndim else tensor.detach().view(1) for tensor in flat]
+    def __init__(self, case: Case, dtype: torch.dtype | None = None, seed: int = 0) -> None:
+        self._case = case
+        self._model = case.sharded(seed, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+        group = group_of(self._model[0])
+        assert group is not None
+        (bucket,), self._channels = group.buckets, group.channels
+        assert isinstance(bucket, ExtensionBucket)
+        self.bucket = bucket
 
-    def arrive(self, sent: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Copy the tensors of all ranks to buffers, the same ones at each gather."""
-        ranks = self.case.show(sent)
-        whole = [torch.cat(parts) for parts in zip(*ranks, strict=True)]
-        if not self._buffers:
-            self._buffers = [torch.empty_like(tensor) for tensor in whole]
-        for buffer, tensor in zip(self._buffers, whole, strict=True):
-            buffer.copy_(tensor)
-        arrived: tuple[torch.Tensor, ...] = self._rebuild(list(self._buffers))
-        return arrived
+    def first(self) -> torch.Tensor:
+        """Gather for the first time; return the unsharded tensor."""
+        gather_unknown([self.bucket], self._channels)
+        return self.bucket.param.unsharded_local
 
-    def receive(self, arrived: tuple[torch.Tensor, ...], out: torch.Tensor | None = None) -> Any:
-        """Call the second hook."""
-        hook = bound_hook(getattr(self.local, POST), self.local)
-        return hook(arrived, self.metadata, self.dtype, **({} if out is None else {"out": out}))
-
-    def first(self) -> tuple[torch.Tensor, set[int]]:
-        """Gather for the first time; return the unsharded tensor and the addresses of storages."""
-        arrived = self.arrive(self.send())
-        result = self.receive(arrived)
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise Broken(
-                f"Expected {POST} to return (tensor, inner tensors) when out is None, got "
-                f"{type(result).__name__}"
-            )
-        tensor, inner = result
-        return tensor, {place for one in (*arrived, *inner) for place in places(one)}
+    def again(self, shard: torch.Tensor) -> None:
+        """Free the unsharded tensor, and fill it with what the hooks make of another shard."""
+        self.bucket.free()
+        self.bucket.launch(shard, self._channels[self.bucket.mesh])
+        self.bucket.complete()
 
     def outputs(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Compute with an unsharded tensor."""
         with torch.no_grad():
-            batch = self.case.batch(self.dtype)
-            return plain(self.case.compute(batch, tensor))
+            batch = self._case.batch(self.bucket.compute_dtype)
+            return [part.clone() for part in plain(self._case.compute(batch, tensor))]
 
 
-def dtypes_of(local: torch.Tensor) -> list[torch.dtype]:
-    """Return the dtypes for which a shard is gathered."""
-    return [local.dtype, LOW] if local.dtype.is_floating_point else [local.dtype]
-
-
-def places(tensor: torch.Tensor) -> list[int]:
-    """Return the addresses of the storages of a tensor."""
-    return [leaf.untyped_storage().data_ptr() for leaf in leaves(tensor)]
+def dtypes_of(local: torch.Tensor) -> list[torch.dtype | None]:
+    """Return the values of ``param_dtype`` with which a shard is gathered."""
+    return [None, LOW] if local.dtype.is_floating_point else [None]
 
 
 def hooks(case: Case) -> None:
-    """Both hooks exist, and the first takes (mesh) or all five arguments."""
+    """Both hooks exist."""
     local = case.tensor()
     found = [name for name in (PRE, POST) if hasattr(local, name)]
     if len(found) == 1 or not (found or needs_extension(local)):
         got = f"{found[0]} alone" if found else "neither"
         raise Broken(f"Expected {PRE} and {POST}, got {got}")
-    if found:
-        signature = inspect.signature(bound_hook(getattr(local, PRE), local))
-        if len(signature.parameters) not in (1, 5):
-            raise Broken(
-                f"Expected {PRE} to take (mesh) or (mesh, outer_size, outer_stride, module, "
-                f"mp_policy), got {len(signature.parameters)} parameters: {signature}"
-            )
 
 
 def sent(case: Case) -> None:
     """All ranks send tensors of the same number, dtypes and trailing dims, with equal metadata."""
-    gathers = Gathers(case, case.tensor().dtype)
-    formats = formats_of(gathers.send())
-    check_alike("the tensor", dict(enumerate(case.show(formats))))
-    metadata = case.show(gathers.metadata)
+    bucket = Gathers(case).bucket
+    shard = bucket.param.local
+    check_alike("the tensor", dict(enumerate(case.show(bucket.encode(shard)))))
+    metadata = [metadata for _, metadata in case.show(bucket.call_pre(shard))]
     for rank, theirs in enumerate(metadata):
         if not alike(theirs, metadata[0]):
             raise Broken(
@@ -346,21 +304,18 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def shard(case: Case) -> None:
     """The hooks leave the shard as it is."""
-    gathers = Gathers(case, case.tensor().dtype)
-    before = [leaf.detach().clone() for leaf in leaves(gathers.local)]
-    arrived = gathers.arrive(gathers.send())
-    _expect_unchanged(gathers.local, before, PRE)
-    gathers.receive(arrived)
-    _expect_unchanged(gathers.local, before, POST)
-
-
-def _expect_unchanged(local: torch.Tensor, before: list[torch.Tensor], hook: str) -> None:
-    for index, (now, then) in enumerate(zip(leaves(local), before, strict=True)):
-        if not same_bytes(now, then):
-            raise Broken(
-                f"Expected {hook} to leave the shard as it is, got inner tensor {index} of it "
-                "changed in place; work on a copy"
-            )
+    gathers = Gathers(case)
+    local = gathers.bucket.param.local
+    before = [leaf.detach().clone() for leaf in leaves(local)]
+    for hook, call in ((PRE, partial(gathers.bucket.call_pre, local)), (POST, gathers.first)):
+        with suppress(ExtensionError):  # of a wrong result, which `gathered` reports
+            call()
+        for index, (now, then) in enumerate(zip(leaves(local), before, strict=True)):
+            if not same_bytes(now, then):
+                raise Broken(
+                    f"Expected {hook} to leave the shard as it is, got inner tensor {index} of it "
+                    "changed in place; work on a copy"
+                )
 
 
 def gathered(case: Case) -> None:
@@ -368,34 +323,25 @@ def gathered(case: Case) -> None:
     whole = case.tensor()
     for dtype in dtypes_of(whole):
         gathers = Gathers(case, dtype)
-        tensor, _ = gathers.first()
-        if tensor.shape != whole.shape:
+        tensor, expected = gathers.first(), gathers.bucket.compute_dtype
+        if tensor.dtype != expected:
             raise Broken(
-                f"Expected {POST} to return a tensor of shape {list(whole.shape)}, got "
-                f"{list(tensor.shape)}"
+                f"Expected {POST} to return a tensor of param_dtype, {expected}, got {tensor.dtype}"
             )
-        if tensor.dtype != dtype:
-            raise Broken(
-                f"Expected {POST} to return a tensor of param_dtype, {dtype}, got {tensor.dtype}"
-            )
-        if dtype == whole.dtype:
-            expected = gathers.outputs(whole)
+        if tensor.dtype == whole.dtype:
             what = "to compute with the gathered tensor what the unsharded one gives"
-            case.expect_alike(gathers.outputs(tensor), expected, what)
+            case.expect_alike(gathers.outputs(tensor), gathers.outputs(whole), what)
 
 
 def out(case: Case) -> None:
     """The second gather fills the tensor that the first one made, in the same storages."""
     for dtype in dtypes_of(case.tensor()):
-        gathers = Gathers(case, dtype)
-        tensor, lasting = gathers.first()
-        before, old = places(tensor), [part.clone() for part in gathers.outputs(tensor)]
-        gathers.local = shard_of(case.sharded(seed=1))
-        arrived = gathers.arrive(gathers.send())
-        gathers.receive(arrived, tensor)
-        copies = tuple(one.clone() for one in arrived)
-        expected = gathers.outputs(gathers.receive(copies)[0])
-        found = gathers.outputs(tensor)
+        gathers, other = Gathers(case, dtype), Gathers(case, dtype, seed=1)
+        tensor = gathers.first()
+        old, before = gathers.outputs(tensor), list(map(storage_number, leaves(tensor)))
+        freed = set(map(storage_number, gathers.bucket.param.parts or [tensor]))
+        gathers.again(other.bucket.param.local)
+        found, expected = gathers.outputs(tensor), other.outputs(other.first())
         if not all(map(torch.equal, found, expected)):
             kept = all(map(torch.equal, found, old))
             got = "those of the gather before" if kept else "others"
@@ -403,8 +349,8 @@ def out(case: Case) -> None:
                 f"Expected {POST} to write into out the values that arrived, got {got}; fill out "
                 "where it is not the all-gather outputs themselves"
             )
-        for then, now in zip(before, places(tensor), strict=True):
-            if then in lasting and now != then:
+        for then, now in zip(before, map(storage_number, leaves(tensor)), strict=True):
+            if then in freed and now != then:
                 raise Broken(
                     f"Expected {POST} to keep the storages of out, which are freed and refilled, "
                     "got another one; copy into out instead of replacing what it is made of"
@@ -423,32 +369,26 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Reductions:
-    """The reductions of one weight's gradient, one after the other, through its hooks."""
+    """The reductions of one weight's gradient, one after the other, through its hooks.
+
+    Attributes:
+        parts: The gradient of this rank, which differs by rank, [num_shards, shard_numel].
+    """
 
     def __init__(self, case: Case, dtype: torch.dtype = torch.float32) -> None:
-        self._case = case
-        self._dtype = dtype
-        self._rank = dist.get_rank()
-        self._numel = ParamLayout(case.shape, 0, case.num_ranks).shard_numel
-        self._model = case.sharded()
-        group = group_of(self._model[0])
-        assert group is not None
-        self._hooks = GradExtension(group.params[0])
-
-    def parts(self) -> torch.Tensor:
-        """Return the gradient of this rank, which differs by rank, [num_shards, shard_numel]."""
+        self._rank, self._gathers = dist.get_rank(), Gathers(case)
+        param = self._gathers.bucket.param
+        self._hooks, self._numel = GradExtension(param), param.layout.param.shard_numel
         generator = torch.Generator().manual_seed(self._rank)
-        return torch.randn(self._case.num_ranks, self._numel, generator=generator).to(self._dtype)
+        self.parts = torch.randn(case.num_ranks, self._numel, generator=generator).to(dtype)
 
     def encode(self) -> list[torch.Tensor]:
         """Return the tensors that this rank sends."""
-        return self._hooks.encode(self.parts())
+        return self._hooks.encode(self.parts)
 
     def decode(self, sent: list[list[torch.Tensor]]) -> torch.Tensor:
         """Return the sum that this rank decodes from the tensors of all ranks."""
-        received = tuple(
-            torch.stack([rows[self._rank] for rows in of_all]) for of_all in zip(*sent, strict=True)
-        )
+        received = tuple(self._own_rows(of_all) for of_all in zip(*sent, strict=True))
         out = torch.full((self._numel,), torch.nan)
         self._hooks.decode(received, out)
         if out.isnan().any():
@@ -458,14 +398,12 @@ class Reductions:
             )
         return out
 
-    def reduce(self) -> torch.Tensor:
-        """Return this rank's part of the sum."""
-        return self.decode(self._case.show(self.encode()))
+    def exact(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Return the exact sum of the gradients of all ranks."""
+        return self._own_rows(parts).sum(0, dtype=torch.float32)
 
-    def exact(self) -> torch.Tensor:
-        """Return the exact sum."""
-        parts: list[torch.Tensor] = self._case.show(self.parts())
-        return torch.stack([one[self._rank] for one in parts]).sum(0, dtype=torch.float32)
+    def _own_rows(self, of_all: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([rows[self._rank] for rows in of_all])
 
 
 def gradient_sent(case: Case) -> None:
@@ -487,11 +425,11 @@ def gradient_summed(case: Case) -> None:
     """The mean of decoded sums over several steps is the sum of the gradients."""
     for dtype in DTYPES:
         reductions = Reductions(case, dtype)
-        exact = reductions.exact()
-        mean = torch.stack([reductions.reduce() for _ in range(NUM_STEPS)]).mean(0)
+        exact = reductions.exact(case.show(reductions.parts))
+        sums = [reductions.decode(case.show(reductions.encode())) for _ in range(NUM_STEPS)]
         if exact.numel():
             what = f"the mean of {NUM_STEPS} reductions to be the sum over ranks"
-            case.expect_alike([mean], [exact], what)
+            case.expect_alike([torch.stack(sums).mean(0)], [exact], what)
 
 
 def no_gradient(case: Case) -> None:
