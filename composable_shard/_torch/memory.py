@@ -272,3 +272,17 @@ def storage_numbers(tensors: Iterable[torch.Tensor]) -> list[int]:
 def num_uses(tensor: torch.Tensor) -> int:
     """Count who refers to the memory of a tensor: all its views, wherever they are held."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def memory_in_use(device: torch.device) -> tuple[int, int]:
+    """Return the live and the reserved bytes of the caching allocator of an accelerator.
+
+    The public functions also put all other figures into one flat dict, which takes longer.
+    """
+    if not torch._C._accelerator_isAllocatorInitialized():
+        return 0, 0
+    stats = torch._C._accelerator_getDeviceStats(device.index)
+    live, reserved = (
+        stats[f"{kind}_bytes"]["all"]["current"] for kind in ("allocated", "reserved")
+    )
+    return live, reserved

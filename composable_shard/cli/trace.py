@@ -1,4 +1,4 @@
-"""``composable-shard trace``: merge what ranks recorded, and say where the time goes."""
+"""``composable-shard trace``: merge the recordings of ranks and show where the time goes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ exit codes: 0 merged, 1 no trace to merge, 2 wrong arguments
 
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its arguments."""
-    parser.description = "Merge what composable_shard.trace() recorded on each rank."
+    parser.description = "Merge the recordings that composable_shard.trace() made on each rank."
     parser.epilog = _EXAMPLES
-    parser.add_argument(
-        "folders", metavar="FOLDER", nargs="+", type=Path, help="that was given to trace()"
-    )
-    parser.add_argument("--output", metavar="FOLDER", type=Path, help="where to write")
+    of_ranks = "a folder that was passed to trace()"
+    parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help=of_ranks)
+    parser.add_argument("--output", metavar="FOLDER", type=Path, help="folder for the merged files")
     parser.add_argument("--open", action="store_true", help="open the timeline in a browser")
     parser.add_argument("--json", action="store_true", help="print the sums as JSON")
     parser.set_defaults(run=run)
@@ -58,20 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-COLUMNS = (
-    "rank",
-    "step",
-    "compute",
-    "launch",
-    "copy",
-    "exposed",
-    "of step",
-    "late",
-    "other",
-    "MiB",
-)
+TIMES = ("step", "compute", "launch", "copy", "exposed")
+COLUMNS = ("rank", *TIMES, "of step", "late", "other", "MiB")
 RESERVED = "reserved MiB"
-"""One more column, where ranks have a device whose allocator tells it."""
+"""One more column, for ranks on a device whose allocator reports it."""
 
 
 def table_of(summary: dict[str, Any]) -> Table:
@@ -80,17 +69,16 @@ def table_of(summary: dict[str, Any]) -> Table:
     rows = [
         (
             str(rank["rank"]),
-            *(f"{rank[f'{name}_ms']:.1f}" for name in COLUMNS[1:6]),
+            *(f"{rank[f'{name}_ms']:.1f}" for name in TIMES),
             f"{rank['exposed_share']:.0%}",
-            *(f"{rank[f'{name}_ms']:.1f}" for name in COLUMNS[7:9]),
+            *(f"{rank[f'{name}_ms']:.1f}" for name in ("late", "other")),
             *(f"{rank[peak] / 2**20:,.0f}" if rank[peak] else "" for peak in PEAKS),
         )[: len(columns)]
         for rank in summary["ranks"]
     ]
     num_steps = summary["num_steps"]
     mean = f" of a step, mean of {num_steps}" if num_steps else ""
-    title = f"{len(rows)} ranks, milliseconds{mean}"
-    return Table(title, columns, tuple(rows), num_words=0)
+    return Table(f"{len(rows)} ranks, milliseconds{mean}", columns, tuple(rows), num_words=0)
 
 
 def _print(merged: MergedTrace, files: Sequence[str]) -> None:

@@ -1,12 +1,12 @@
 """The events of a sharded module, in the order in which they happen on this rank.
 
-Source of truth for tests of schedules: they compare whole lists of ``(event, name)``.
+Tests of schedules compare whole lists of ``(event, name)``.
 
-A listener is also told where parts of the events begin and end, to take times. Between ``begin_x``
-and ``x`` it is launched (``begin_regather``: from parts that neighbours kept); between
-``begin_wait_for_x`` and ``waited_for_x`` nothing else happens; between that and ``wait_for_x`` what
-came is copied to its place. ``begin_wait_for_copies`` and ``wait_for_copies``: a wait for copies
-between host and device.
+A listener also hears where parts of the events begin and end, to take times. A collective ``x`` is
+launched between ``begin_x`` and ``x`` (``begin_regather``: from parts that neighbours kept). The
+rank only waits between ``begin_wait_for_x`` and ``waited_for_x``, and copies the result to its
+place from then until ``wait_for_x``. ``begin_wait_for_copies`` and ``wait_for_copies`` enclose a
+wait for copies between host and device.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from composable_shard.arguments import check_module
+from composable_shard.core.group import ParamGroup
 from composable_shard.core.tree import Listener, Tree
 from composable_shard.module import group_of
 
@@ -36,12 +37,27 @@ EVENTS = (
     "all_reduce",
     "wait_for_all_reduce",
 )
-"""All events. The first four are moments of a group, the others what it does at them."""
+"""All events. The first four are moments of a group, the others its actions at these moments."""
+
+
+def groups_in(model: nn.Module) -> list[ParamGroup]:
+    """Return the groups of all sharded modules in a model.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    found = dict.fromkeys(map(group_of, model.modules()))
+    groups = [group for group in found if group is not None]
+    if not groups:
+        raise ValueError(
+            f"Expected sharded modules in {type(model).__name__}, got none; apply fully_shard to it"
+        )
+    return groups
 
 
 @contextlib.contextmanager
 def listening(tree: Tree, hear: Listener) -> Iterator[None]:
-    """Call ``hear`` with every event of a tree within the context, before who listened already."""
+    """Call ``hear`` with every event of a tree within the context, before earlier listeners."""
     before = tree.listener
 
     def hear_first(event: str, name: str) -> None:

@@ -1,16 +1,15 @@
-"""What one rank records: marks of its groups and optimizers, times, bytes, and the file of them.
+"""The recording of one rank: marks of its groups and optimizers, times, bytes, and their file.
 
-At every moment a rank does one thing, so spans neither overlap nor nest: where a wait falls into
-the forward of a module, the forward is two spans with the wait between them. What is communicated
-meanwhile are flights, from the launch of a collective until it has been waited for.
+At every moment a rank does one thing, so spans neither overlap nor nest: a wait in the forward of a
+module splits the forward into two spans. A flight is a collective, from the begin of its launch
+until its result has been waited for. Flights overlap with spans.
 
-A device works behind the host that tells it what to do. What counts there is when the work is
-done, so an event is recorded among it, which costs no waiting; the times of all events are read at
-the end.
+A device works behind the host that gives it work. Its clock records an event among that work, and
+reads the times of all events at the end, so that recording waits for nothing.
 
-On an accelerator the caching allocator knows the live memory, and also what it has reserved: the
-rest is cached, or lost to fragmentation. On the CPU nothing counts tensors, but the C library knows
-what its heap has handed out, which falls when a tensor is freed.
+On an accelerator the caching allocator reports the live memory and the memory that it has reserved.
+The difference is cached, or lost to fragmentation. On the CPU nothing counts tensors, but the C
+library reports how much of its heap is in use, which falls when a tensor is freed.
 """
 
 from __future__ import annotations
@@ -19,74 +18,73 @@ import ctypes
 import json
 import os
 import platform
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
 
 # PURE: from the marks of one rank to spans --------------------------------------------------------
 
 COMPUTE = ("forward", "backward", "optimizer")
 KINDS = (*COMPUTE, "launch", "copy", "wait")
-"""What a rank may be doing: computing, launching a collective, copying what one has brought to its
-place, or waiting, in which time nothing is computed: communication that is exposed."""
+"""Kinds of spans: compute, the launch of a collective, the copy of its result to its place, and
+waits, in which nothing is computed: exposed communication."""
 
-ACTS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "all-reduce"}
-"""What is communicated, by the events that say so; ``regather`` if it is gathered from parts that
-neighbours kept."""
+OPS = {
+    "all_gather": "gather",
+    "regather": "regather",  # from parts that neighbours kept
+    "reduce_scatter": "reduce",
+    "all_reduce": "all-reduce",
+}
+"""Collectives by the events that name them."""
 
+_PART = re.compile(rf"(begin_wait_for_|waited_for_|wait_for_|begin_|)({'|'.join(OPS)}|copies)")
+_PART_BEGINS = {"begin_": "launch", "begin_wait_for_": "wait", "waited_for_": "copy"}
 
-class Reading(NamedTuple):
-    """The memory of a rank at one moment.
-
-    Attributes:
-        nbytes: Bytes that are live.
-        reserved: Bytes that the caching allocator has taken from the device; ``None`` where there
-            is none.
-    """
-
-    nbytes: int
-    reserved: int | None = None
+Bytes = tuple[int, int | None]
+"""Live bytes, and bytes that the caching allocator of a device has reserved."""
 
 
 class Mark(NamedTuple):
-    """One event, when it was heard, and how much memory there was, if that was asked.
+    """An event.
 
     Attributes:
         time: Nanoseconds.
         event: One of ``insight.events``, or ``begin``, ``begin_optimizer``, ``optimizer``,
             ``step``, ``end``.
         name: The group, or the class of the optimizer.
-        memory: What was read.
+        memory: The memory at this moment, if it was read.
     """
 
     time: int
     event: str
     name: str = ""
-    memory: Reading | None = None
+    memory: Bytes | None = None
 
 
 class Span(NamedTuple):
-    """One thing that a rank did from ``start`` to ``end``.
+    """The work of a rank from ``start`` to ``end``.
 
     Attributes:
         kind: One of ``KINDS``.
         name: The group, or the class of the optimizer.
         start: Nanoseconds.
         end: Nanoseconds.
-        op: What was launched, waited for or copied; ``copies`` where a rank waits for all
-            between host and device.
-        number: Which flight of this op and group it belongs to; -1 if to none.
-        late: Nanoseconds of a wait before the last rank launched what is waited for.
-        late_rank: Which rank that was; -1 if none was late.
+        op: The collective that is launched, waited for or copied; ``copies`` where a rank waits
+            for all copies between host and device.
+        number: The number of the flight, among those of this op and group; -1 without a flight.
+        late: Nanoseconds of a wait before the last rank launched the collective.
+        late_rank: That rank; -1 if none was late.
     """
 
     kind: str
@@ -100,13 +98,13 @@ class Span(NamedTuple):
 
 
 class Flight(NamedTuple):
-    """One collective, from the beginning of its launch until its end was waited for.
+    """One collective, from the begin of its launch until the end of the wait for it.
 
     Attributes:
-        op: What is communicated.
+        op: The collective, one of the values of ``OPS``.
         name: The group.
-        number: How many of this op and group came before.
-        start: Nanoseconds; when its launch began.
+        number: The number of earlier flights of this op and group.
+        start: Nanoseconds.
         end: Nanoseconds.
     """
 
@@ -118,7 +116,13 @@ class Flight(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Live and reserved memory at one moment; see :class:`Reading`."""
+    """The memory at one moment.
+
+    Attributes:
+        time: Nanoseconds.
+        nbytes: Live bytes.
+        reserved: Bytes that the caching allocator has taken from the device; ``None`` on the CPU.
+    """
 
     time: int
     nbytes: int
@@ -133,16 +137,16 @@ class _Doing(NamedTuple):
 
 
 class Unfolded:
-    """What the marks of a rank say.
+    """The spans and flights of a rank, read off its marks.
 
     Args:
         marks: In the order in which they were made.
 
     Attributes:
-        spans: What it did, in order.
-        flights: What was communicated, by when it ended.
-        steps: When each step ended.
-        memory: Live and reserved memory, where it was asked.
+        spans: The work of the rank, in order.
+        flights: Collectives, by their ends.
+        steps: The end of each step.
+        memory: Live and reserved memory.
 
     Example:
         >>> marks = [Mark(0, "pre_forward", "0"), Mark(5, "begin_wait_for_all_gather", "0")]
@@ -155,24 +159,28 @@ class Unfolded:
     def __init__(self, marks: Iterable[Mark]) -> None:
         self.spans, self.flights = list[Span](), list[Flight]()
         self.steps, self.memory = list[int](), list[Sample]()
-        self._under_way: list[_Doing] = []  # forwards, backwards and optimizer steps
+        self._wholes: list[_Doing] = []  # forwards, backwards and optimizer steps under way
         self._part: _Doing | None = None  # a launch, wait or copy within them
         self._since = self._now = 0
-        self._flying: dict[tuple[str, str], int] = {}  # when the launch began
+        self._gathers: dict[str, str] = {}  # how each group was gathered last
+        self._launched: dict[tuple[str, str], int] = {}  # when the launch in flight began
         self._waited: dict[tuple[str, str], int] = {}
-        self._regathering: set[str] = set()
         self._num_flown: Counter[tuple[str, str]] = Counter()
         for mark in marks:
             self._read(mark)
 
     def _read(self, mark: Mark) -> None:
-        """Take in the next mark; one that seems to come before the last counts as that moment."""
+        """Read the next mark; a time before that of the last mark counts as that moment."""
         self._now = max(self._now, mark.time)
         before = self._doing
         if mark.memory is not None:
             self.memory.append(Sample(self._now, *mark.memory))
-        if not self._take_part(mark.event, mark.name):
-            self._take_whole(mark.event, mark.name)
+        part = _PART.fullmatch(mark.event)
+        if part is None:
+            self._read_whole(mark.event, mark.name)
+        else:
+            moment, stage = part.groups()
+            self._read_part(moment, stage, mark.name)
         if self._doing != before:
             if before is not None and self._now > self._since:
                 kind, name, op, number = before
@@ -181,114 +189,77 @@ class Unfolded:
 
     @property
     def _doing(self) -> _Doing | None:
-        return self._part or (self._under_way[-1] if self._under_way else None)
+        return self._part or (self._wholes[-1] if self._wholes else None)
 
-    # Parts ------------------------------------------------------------------------------------
-
-    def _take_part(self, event: str, name: str) -> bool:
-        """Take in a mark of a launch, a wait or a copy; return whether it is one."""
-        if event.endswith("wait_for_copies"):
-            self._part = _Doing("wait", name, "copies") if event.startswith("begin") else None
-            return True
-        if event == "begin_regather":
-            self._regathering.add(name)
-            event = "begin_all_gather"
-        stage = next((stage for stage in ACTS if event.endswith(stage)), None)
-        if stage is None:
-            return False
-        key = op, _ = self._op_of(stage, name), name
-        number = self._num_flown[key]
-        match event.removesuffix(stage):
-            case "begin_":
-                self._flying[key] = self._now
-                self._part = _Doing("launch", name, op, number)
-            case "begin_wait_for_":
-                self._part = _Doing("wait", name, op, number)
-            case "waited_for_":
-                self._part = _Doing("copy", name, op, number)
-                self._waited[key] = self._now
-                self._land(key)
-            case "wait_for_":
-                self._part = None
-                self._regathering.discard(name)
-            case _:  # launched; one over the replicas begins where that over the shards has ended
-                self._part = None
-                self._flying.setdefault(key, self._waited.get(("reduce", name), self._now))
-        return True
-
-    def _op_of(self, stage: str, name: str) -> str:
-        is_regather = stage == "all_gather" and name in self._regathering
-        return "regather" if is_regather else ACTS[stage]
+    def _read_part(self, moment: str, stage: str, name: str) -> None:
+        """Read a mark of a launch, a wait or a copy."""
+        if moment == "begin_" and stage.endswith("gather"):
+            self._gathers[name] = stage
+        if stage == "all_gather":
+            stage = self._gathers.get(name, stage)
+        key = op, _ = OPS.get(stage, stage), name
+        number = self._num_flown[key] if stage in OPS else -1
+        kind = _PART_BEGINS.get(moment)
+        self._part = None if kind is None else _Doing(kind, name, op, number)
+        if moment == "begin_":
+            self._launched[key] = self._now
+        elif moment == "waited_for_":
+            self._waited[key] = self._now
+            self._land(key)
+        elif not moment:  # an all-reduce begins when the reduction over the shards has ended
+            self._launched.setdefault(key, self._waited.get(("reduce", name), self._now))
 
     def _land(self, key: tuple[str, str]) -> None:
-        start = self._flying.pop(key, None)
+        start = self._launched.pop(key, None)
         if start is not None:
-            op, name = key
-            flight = Flight(op, name, self._num_flown[key], start, self._now)
-            self.flights.append(flight)
+            self.flights.append(Flight(*key, self._num_flown[key], start, self._now))
             self._num_flown[key] += 1
 
-    # Wholes -----------------------------------------------------------------------------------
-
-    def _take_whole(self, event: str, name: str) -> None:
-        """Take in a mark of a forward, a backward, an optimizer, a step or a free."""
-        if event == "reshard":
-            self._land((self._op_of("all_gather", name), name))  # if nobody needed it
-            self._regathering.discard(name)
+    def _read_whole(self, event: str, name: str) -> None:
+        """Read a mark of a forward, a backward, an optimizer, a step or a free."""
+        if event == "reshard":  # the gather lands here if nobody waited for it
+            self._land((OPS[self._gathers.get(name, "all_gather")], name))
+        if event in ("reshard", "accumulate", "begin"):
             return
-        if event in ("accumulate", "begin"):
-            return
-        self._part = None  # one that failed has no end
+        self._part = None  # a part that failed has no end
+        kind, wholes = event.rpartition("_")[2], self._wholes
+        doing = _Doing(kind, name)
         if event in ("step", "end"):
-            self._under_way.clear()
+            wholes.clear()
             if event == "step":
                 self.steps.append(self._now)
-            return
-        kind = event.rpartition("_")[2]
-        doing = _Doing(kind, name)
-        if event.startswith("post_") or event == "optimizer":
-            self._leave(doing)
-            return
-        if kind == "forward" and not any(one.kind == "forward" for one in self._under_way):
-            self._under_way.clear()  # left by a backward or an optimizer that failed
-        if kind != "backward" or doing not in self._under_way:
-            self._under_way.append(doing)
-
-    def _leave(self, doing: _Doing) -> None:
-        """End what is under way, and with a forward whatever was left open in it."""
-        if doing not in self._under_way:
-            return
-        place = len(self._under_way) - 1 - self._under_way[::-1].index(doing)
-        del self._under_way[place : None if doing.kind == "forward" else place + 1]
+        elif event.startswith("post_") or event == "optimizer":
+            if doing in wholes:  # a forward ends everything that was left open in it
+                place = len(wholes) - 1 - wholes[::-1].index(doing)
+                del wholes[place : None if kind == "forward" else place + 1]
+        elif kind != "backward" or doing not in wholes:
+            if kind == "forward" and all(whole.kind != "forward" for whole in wholes):
+                wholes.clear()  # left by a backward or an optimizer that failed
+            wholes.append(doing)
 
 
 # When something happens on a rank: on the host, or in the order of the device's work --------------
 
 
-class Clock(Protocol):
-    """Gives stamps while it must be quick, and times of them afterwards."""
+class Clock:
+    """The monotonic clock of the host, which all its processes share.
+
+    A stamp is taken quickly during training. Times are computed from stamps afterwards.
+    """
 
     def stamp(self) -> Any:
-        """Return what :meth:`times` turns into a time."""
+        """Return a stamp of this moment."""
+        return time.perf_counter_ns()
 
     def times(self, stamps: Sequence[Any]) -> list[int]:
-        """Return the nanoseconds of the host's clock at which the stamps were given."""
-
-
-class HostClock:
-    """The monotonic clock of the host, which all processes on it share."""
-
-    stamp = staticmethod(time.perf_counter_ns)
-
-    def times(self, stamps: Sequence[int]) -> list[int]:
-        """Return the stamps, which are times."""
+        """Return the times of stamps, in nanoseconds of the host's clock."""
         return list(stamps)
 
 
-class DeviceClock:
+class DeviceClock(Clock):
     """Events between the kernels of an accelerator.
 
-    It is set by the host's clock when it is made, which waits for the device once.
+    Its creation waits for the device once, to set it by the host's clock.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -297,89 +268,61 @@ class DeviceClock:
         self._base.synchronize()
         self._base_time = time.perf_counter_ns()
 
-    def stamp(self) -> torch.Event:
+    def stamp(self) -> Any:
         """Record an event after the work that the current stream has so far."""
         event = torch.Event(self._device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self._device))
         return event
 
-    def times(self, stamps: Sequence[torch.Event]) -> list[int]:
-        """Wait for the device and return when it came by each event."""
+    def times(self, stamps: Sequence[Any]) -> list[int]:
+        """Wait for the device and return when it passed each event."""
         torch.accelerator.synchronize(self._device)
-        return [
-            self._base_time + round(self._base.elapsed_time(stamp) * 1_000_000) for stamp in stamps
-        ]
+        passed = (self._base.elapsed_time(stamp) for stamp in stamps)
+        return [self._base_time + round(milliseconds * 1_000_000) for milliseconds in passed]
 
 
 def clock_of(device: torch.device) -> Clock:
     """Return the clock by which work on ``device`` is timed."""
-    return HostClock() if device.type == "cpu" else DeviceClock(device)
+    return Clock() if device.type == "cpu" else DeviceClock(device)
 
 
 # How many bytes are live on a rank ----------------------------------------------------------------
 
 
 class LiveMemory(NamedTuple):
-    """Where live memory is read.
+    """The source of live memory.
 
     Attributes:
-        read: Returns what there is; ``None`` where nothing tells it.
-        of: What is counted: ``device``, ``heap`` or ``nothing``.
+        read: Returns the bytes; ``None`` where nothing reports them.
+        of: The memory that is counted: ``device``, ``heap`` or ``nothing``.
     """
 
-    read: Callable[[], Reading] | None
+    read: Callable[[], Bytes] | None
     of: str
 
 
 def live_memory(device: torch.device) -> LiveMemory:
-    """Return what tells the live memory of a rank that computes on ``device``."""
-    if device.type == "cuda":
-        return LiveMemory(partial(_of_cuda, device), "device")
+    """Return the source of live memory of a rank that computes on ``device``."""
     if device.type != "cpu":
-        return LiveMemory(partial(_of_accelerator, device), "device")
-    heap = _heap()
-    return LiveMemory(heap, "nothing" if heap is None else "heap")
+        return LiveMemory(partial(_torch.memory_in_use, device), "device")
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError, TypeError):  # the C library is not glibc
+        return LiveMemory(None, "nothing")
+    mallinfo.restype = _MallInfo
 
+    def read() -> Bytes:
+        counts = mallinfo().counts
+        return counts[4] + counts[7], None  # hblkhd and uordblks: mapped, and in use of the heap
 
-def _of_cuda(device: torch.device) -> Reading:
-    stats = torch.cuda.memory.memory_stats_as_nested_dict(device)
-    if not stats:
-        return Reading(0, 0)
-    kinds = ("allocated_bytes", "reserved_bytes")
-    return Reading(*(stats[kind]["all"]["current"] for kind in kinds))
-
-
-def _of_accelerator(device: torch.device) -> Reading:
-    of = torch.accelerator
-    return Reading(of.memory_allocated(device), of.memory_reserved(device))
+    return LiveMemory(read, "heap")
 
 
 class _MallInfo(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    ]
+    _fields_ = [("counts", ctypes.c_size_t * 10)]
 
 
-def _heap() -> Callable[[], Reading] | None:
-    """Return what reads the bytes in use of the heap of glibc, if that is the C library."""
-    try:
-        mallinfo = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError, TypeError):  # another library, or another system
-        return None
-    mallinfo.restype = _MallInfo
-
-    def read() -> Reading:
-        now = mallinfo()
-        return Reading(int(now.uordblks + now.hblkhd))
-
-    return read
-
-
-# What one rank recorded, and the file that holds it -----------------------------------------------
+# The recording of one rank, and its file ----------------------------------------------------------
 
 
 def join(prefix: str, name: str) -> str:
@@ -390,15 +333,19 @@ def join(prefix: str, name: str) -> str:
 FORMAT = "composable_shard.trace 1"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
+Collective = tuple[int, str, str, int]
+"""The first of the ranks that take part, the op, the group and the number of its flight: the same
+on all ranks that take part."""
+
 
 class GroupFacts(NamedTuple):
-    """What is said of a group.
+    """Facts about a group.
 
     Attributes:
         num_params: Its parameters.
         nbytes: Their bytes when they are gathered.
-        shard_ranks: The ranks that share them, by their place in ``rank_sets``.
-        replica_ranks: Those that hold the same shards as this one.
+        shard_ranks: The ranks that share them, as an index of ``rank_sets``.
+        replica_ranks: The ranks that hold the same shards as this one, as an index too.
     """
 
     num_params: int
@@ -409,24 +356,24 @@ class GroupFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank recorded; all times are nanoseconds of its host's monotonic clock.
+    """The recording of one rank; all times are nanoseconds of its host's monotonic clock.
 
     Attributes:
-        rank: Which rank.
-        num_ranks: Of how many.
+        rank: The rank.
+        num_ranks: The number of ranks of the job.
         host: The name of its host.
-        clock: What its clock is the clock of: ranks for which this is equal share it.
-        device: Where it computes.
-        memory_of: What ``memory`` counts: ``device``, ``heap`` or ``nothing``.
+        clock: Identifies the clock: ranks with the same value share one.
+        device: The device of compute.
+        memory_of: The memory that is counted: ``device``, ``heap`` or ``nothing``.
         rank_sets: Sets of ranks that communicate.
         groups: The groups of the model.
         wall: Nanoseconds since 1970 when that clock showed ``begin``.
-        begin: When recording began.
-        end: When it ended.
-        first_step: The number of the first step that was recorded.
-        steps: When each step ended.
-        spans: What it did, in order.
-        flights: What was communicated.
+        begin: The begin of the recording.
+        end: Its end.
+        first_step: The number of the first recorded step.
+        steps: The end of each step.
+        spans: The work of the rank, in order.
+        flights: Its collectives.
         memory: Live and reserved memory.
     """
 
@@ -449,17 +396,16 @@ class RankTrace:
 
     @classmethod
     def empty(cls, roots: Mapping[str, ParamGroup], memory_of: str) -> RankTrace:
-        """Return what is known of a rank before it records. Collective: none."""
+        """Return the facts about a rank, before it records. Collective: none."""
         sets: dict[tuple[int, ...], int] = {}
         groups = {
             join(prefix, group.name): _facts_of(group, sets)
             for prefix, root in roots.items()
             for group in root.tree.groups
         }
-        is_alone = not dist.is_initialized()
         return cls(
-            rank=0 if is_alone else dist.get_rank(),
-            num_ranks=1 if is_alone else dist.get_world_size(),
+            rank=_rank_here(),
+            num_ranks=dist.get_world_size() if dist.is_initialized() else 1,
             host=platform.node(),
             clock=_BOOT.read_text().strip() if _BOOT.exists() else platform.node(),
             device=str(next(iter(roots.values())).mesh.device),
@@ -470,29 +416,23 @@ class RankTrace:
 
     def recorded(self, marks: Sequence[Mark], first_step: int) -> RankTrace:
         """Return the trace of a rank that has made these marks, the last one just now."""
-        told = Unfolded(marks)
-        # A tree that was sharded further meanwhile calls its groups otherwise: nothing is known.
-        sets = [*self.rank_sets, [self.rank]]
-        names = {flight.name for flight in told.flights} - self.groups.keys()
-        renamed = dict.fromkeys(sorted(names), GroupFacts(0, 0, len(sets) - 1, len(sets) - 1))
+        unfolded = Unfolded(marks)
         behind = time.perf_counter_ns() - marks[0].time
         return replace(
             self,
-            rank_sets=sets if renamed else self.rank_sets,
-            groups={**self.groups, **renamed},
             wall=time.time_ns() - behind,
             begin=marks[0].time,
             end=max(mark.time for mark in marks),
             first_step=first_step,
-            steps=told.steps,
-            spans=told.spans,
-            flights=told.flights,
-            memory=told.memory,
+            steps=unfolded.steps,
+            spans=unfolded.spans,
+            flights=unfolded.flights,
+            memory=unfolded.memory,
         )
 
     @property
     def intervals(self) -> list[tuple[int, int]]:
-        """From when to when each step lasted; all of it is one if no step was marked."""
+        """Begin and end of each step; the whole recording is one if no step was marked."""
         ends = self.steps or [self.end]
         return list(zip([self.begin, *ends[:-1]], ends, strict=True))
 
@@ -503,15 +443,27 @@ class RankTrace:
             begin=self.begin + by,
             end=self.end + by,
             steps=[step + by for step in self.steps],
-            spans=[Span(s[0], s[1], s.start + by, s.end + by, *s[4:]) for s in self.spans],
-            flights=[Flight(*f[:3], f.start + by, f.end + by) for f in self.flights],
+            spans=[s._replace(start=s.start + by, end=s.end + by) for s in self.spans],
+            flights=[f._replace(start=f.start + by, end=f.end + by) for f in self.flights],
             memory=[sample._replace(time=sample.time + by) for sample in self.memory],
         )
 
-    def ranks_of(self, op: str, name: str) -> int:
-        """Return the place in ``rank_sets`` of the ranks between which a collective is."""
-        facts = self.groups[name]
-        return facts.replica_ranks if op == "all-reduce" else facts.shard_ranks
+    def nbytes_of(self, name: str) -> int:
+        """Return the gathered bytes of a group.
+
+        They are 0 for a group that was named otherwise when the recording began, because its tree
+        has been sharded further since.
+        """
+        return self.groups[name].nbytes if name in self.groups else 0
+
+    def collective_of(self, of: Span | Flight) -> Collective:
+        """Return the collective that a flight, or the wait for it, belongs to."""
+        first = self.rank
+        if of.name in self.groups:
+            facts = self.groups[of.name]
+            place = facts.replica_ranks if of.op == "all-reduce" else facts.shard_ranks
+            first = self.rank_sets[place][0]
+        return first, of.op, of.name, of.number
 
     def to_json(self) -> str:
         """Return the text of its file."""
@@ -519,10 +471,10 @@ class RankTrace:
 
     @classmethod
     def from_json(cls, text: str, source: str = "the text") -> RankTrace:
-        """Return what was written.
+        """Return the recording that :meth:`to_json` wrote.
 
         Raises:
-            ValueError: If it is not the file of a rank.
+            ValueError: If the text is not the file of a rank.
         """
         try:
             values = json.loads(text)
@@ -532,22 +484,23 @@ class RankTrace:
             groups = values["groups"].items()
             values["groups"] = {name: GroupFacts(*facts) for name, facts in groups}
             for field, kind in (("spans", Span), ("flights", Flight), ("memory", Sample)):
-                values[field] = [kind(*one) for one in values[field]]
+                values[field] = [kind(*fields) for fields in values[field]]
             return cls(**values)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"Expected the trace of a rank in {source}, got {error!r}") from error
 
 
+def _rank_here() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def _facts_of(group: ParamGroup, sets: dict[tuple[int, ...], int]) -> GroupFacts:
     nbytes = sum(p.sharded.numel() * p.compute_dtype.itemsize for p in group.params)
-    mesh = group.params[0].mesh if group.params else group.mesh  # one that it communicates over
-    shards, replicas = (
-        (dist.get_rank() if dist.is_initialized() else 0,)
-        if ranks is None
-        else tuple(dist.get_process_group_ranks(ranks))
-        for ranks in (mesh.shard_group, mesh.replica_group)
-    )
-    places = [sets.setdefault(ranks, len(sets)) for ranks in (shards, replicas)]
+    mesh = group.params[0].mesh if group.params else group.mesh  # of several, the first one
+    places = []
+    for ranks in (mesh.shard_group, mesh.replica_group):
+        numbers = [_rank_here()] if ranks is None else dist.get_process_group_ranks(ranks)
+        places.append(sets.setdefault(tuple(numbers), len(sets)))
     return GroupFacts(len(group.params), nbytes, *places)
 
 
@@ -557,7 +510,7 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all, whoever else writes it."""
+    """Write a file so that it exists whole or not at all, even if others write it too."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     unfinished.write_text(text)
     unfinished.replace(path)

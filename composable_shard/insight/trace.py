@@ -1,4 +1,4 @@
-"""``trace``: where the time and the memory of training go, on every rank, as a timeline."""
+"""``trace``: a timeline of the time and the memory of training on every rank."""
 
 from __future__ import annotations
 
@@ -17,32 +17,28 @@ from torch.optim.optimizer import (
 )
 
 from composable_shard.arguments import check_int, check_module, check_path
-from composable_shard.core.group import ParamGroup
-from composable_shard.insight import merging
-from composable_shard.insight.events import listening
-from composable_shard.insight.merging import MergedTrace, merge
+from composable_shard.insight.events import groups_in, listening
+from composable_shard.insight.merging import MergedTrace, clear, merge
 from composable_shard.insight.recording import (
+    Bytes,
     Clock,
     LiveMemory,
     Mark,
     RankTrace,
-    Reading,
     clock_of,
     file_of,
     join,
     live_memory,
     write,
 )
-from composable_shard.module import group_of
 
 __all__ = ["MergedTrace", "Timeline", "merge", "trace"]
 
 MAX_MERGED = 64
-"""Of how many ranks the last one merges all; of more that would stop it for long."""
+"""The last rank merges up to this many. The merge of more ranks would stop it for long."""
 
-
-# Asking costs more than a time does: only where memory was taken, or is about to be given back.
-ASKS_MEMORY = {
+# Reading memory takes longer than a time stamp: it is read after allocations and before frees.
+READS_MEMORY = {
     *("begin", "all_gather", "post_forward", "reshard", "post_backward"),
     *("reduce_scatter", "wait_for_reduce_scatter", "wait_for_all_reduce"),
     *("begin_optimizer", "optimizer", "step", "end"),
@@ -50,7 +46,7 @@ ASKS_MEMORY = {
 
 
 class Timeline:
-    """What :func:`trace` gives: it is told of steps, and holds what this rank recorded.
+    """The recording that :func:`trace` makes on this rank.
 
     Attributes:
         recorded: What this rank recorded; ``None`` until recording has ended.
@@ -70,24 +66,30 @@ class Timeline:
         check_int("skip", skip, 0)
         if steps is not None:
             check_int("steps", steps, 1)
-        self._module, self._roots = module, _roots_in(module)
-        device = next(iter(self._roots.values())).mesh.device
+        names = {inner: name for name, inner in module.named_modules()}
+        roots = dict.fromkeys(group.tree.root for group in groups_in(module))
+        self._roots = {
+            next((names[inner] for inner in root.modules if inner in names), ""): root
+            for root in roots
+        }
+        self._module, self._folder = module, folder
+        device = next(iter(roots)).mesh.device
         memory = memory or live_memory(device)
-        self.recorded: RankTrace | None = None
-        self._folder, self._skip, self._num_steps = folder, skip, 0
-        self._last = None if steps is None else skip + steps
-        self._empty = RankTrace.empty(self._roots, memory.of)
         self._clock, self._read_memory = clock or clock_of(device), memory.read
-        self._marks: list[tuple[Any, str, str, Reading | None]] = []
+        self._empty = RankTrace.empty(self._roots, memory.of)
+        self.recorded: RankTrace | None = None
+        self._skip, self._num_steps = skip, 0
+        self._last = None if steps is None else skip + steps
+        self._marks: list[tuple[Any, str, str, Bytes | None]] = []
         self._hooks = contextlib.ExitStack()
         self._is_open = False
         if folder is not None:
-            merging.clear(folder, self._empty.rank, self._empty.num_ranks)
+            clear(folder, self._empty.rank, self._empty.num_ranks)
         if skip == 0:
             self._open()
 
     def step(self) -> None:
-        """Say that a step of training ends here.
+        """Mark the end of a training step.
 
         Example:
             >>> with fake_ranks(2):
@@ -109,7 +111,7 @@ class Timeline:
     def stop(self) -> None:
         """End recording, write this rank's file, and merge all if it is the last; idempotent.
 
-        Collective: none. A rank that does not come here is missing from what is merged.
+        Collective: none. Ranks that never call it are missing from the merged timeline.
 
         Example:
             >>> with fake_ranks(2), trace(fully_shard(nn.Linear(4, 4))) as timeline:
@@ -138,12 +140,12 @@ class Timeline:
 
     def _write(self, folder: Path, recorded: RankTrace) -> None:
         write(file_of(folder, recorded.rank), recorded.to_json())
-        num_ranks = recorded.num_ranks
-        if num_ranks <= MAX_MERGED and merging.is_complete(folder, num_ranks):
+        files = [file_of(folder, rank) for rank in range(recorded.num_ranks)]
+        if len(files) <= MAX_MERGED and all(file.exists() for file in files):
             merge(folder)
 
     def summary(self) -> dict[str, Any]:
-        """Return where the time of this rank's steps goes; of all ranks: ``merge(folder).summary``.
+        """Return the sums over this rank's steps; see ``merge(folder).summary`` for all ranks.
 
         Raises:
             ValueError: If nothing is recorded yet.
@@ -163,21 +165,18 @@ class Timeline:
         self._is_open = True
         self._mark("begin")
         for prefix, root in self._roots.items():
-            self._hooks.enter_context(listening(root.tree, partial(self._hear, prefix)))
-        pre = register_optimizer_step_pre_hook(partial(self._hear_step, "begin_optimizer"))
-        post = register_optimizer_step_post_hook(partial(self._hear_step, "optimizer"))
+            self._hooks.enter_context(listening(root.tree, partial(self._mark, prefix=prefix)))
+        pre = register_optimizer_step_pre_hook(partial(self._mark_step, "begin_optimizer"))
+        post = register_optimizer_step_post_hook(partial(self._mark_step, "optimizer"))
         self._hooks.callback(pre.remove)
         self._hooks.callback(post.remove)
 
-    def _mark(self, event: str, name: str = "") -> None:
-        """Note that something happens now."""
-        ask = self._read_memory if event in ASKS_MEMORY else None
-        self._marks.append((self._clock.stamp(), event, name, None if ask is None else ask()))
+    def _mark(self, event: str, name: str = "", prefix: str = "") -> None:
+        read = self._read_memory if event in READS_MEMORY else None
+        memory = None if read is None else read()
+        self._marks.append((self._clock.stamp(), event, join(prefix, name), memory))
 
-    def _hear(self, prefix: str, event: str, name: str) -> None:
-        self._mark(event, join(prefix, name))
-
-    def _hear_step(self, event: str, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _mark_step(self, event: str, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
         if not stepped.isdisjoint(map(id, self._module.parameters())):  # it is of this model
             self._mark(event, type(optimizer).__name__)
@@ -193,17 +192,17 @@ def trace(
 ) -> Iterator[Timeline]:
     """Record where the time and the memory of training go on this rank.
 
-    Gathers, waits, forward and backward of each group, reductions, optimizer steps, live memory
-    and, on a device, reserved memory. Each rank writes a file of its own when it leaves the
-    context, by an exception too; the last one of at most 64 merges all files into ``trace.json``
-    (for https://ui.perfetto.dev) and ``timeline.html``. No rank waits for another. See
-    ``docs/timeline.md``.
+    The timeline has gathers, waits, forward and backward of each group, reductions, optimizer
+    steps, live memory and, on a device, reserved memory. Each rank writes a file of its own when it
+    leaves the context, also by an exception. The last one of at most 64 ranks merges all files into
+    ``trace.json`` (for https://ui.perfetto.dev) and ``timeline.html``. No rank waits for another.
+    See ``docs/timeline.md``.
 
     Args:
         module: A sharded module, or one with sharded modules in it.
-        folder: Where to write, the same for all ranks; nothing is written if absent.
-        skip: Steps to let pass before recording; steps end where ``timeline.step()`` is called.
-        steps: After how many recorded steps recording ends; when the context does, if absent.
+        folder: The folder to write to, the same for all ranks; nothing is written if absent.
+        skip: Steps to skip before recording; a step ends where ``timeline.step()`` is called.
+        steps: Steps to record; by default recording ends with the context.
 
     Returns:
         A :class:`Timeline`.
@@ -212,7 +211,7 @@ def trace(
         TypeError: If an argument has the wrong type.
         ValueError: If nothing in the module is sharded, or a number is out of range.
 
-    Collective: none. Memory: about 200 bytes for each event, of which a group has some thirty a
+    Collective: none. Memory: about 200 bytes for each event; a group has some thirty events in a
     step.
 
     Example:
@@ -232,19 +231,3 @@ def trace(
         yield timeline
     finally:
         timeline.stop()
-
-
-def _roots_in(module: nn.Module) -> dict[str, ParamGroup]:
-    """Return the root groups of all sharded trees in a module, by their names in it."""
-    roots: dict[str, ParamGroup] = {}
-    for name, inner in module.named_modules():
-        group = group_of(inner)
-        if group is not None:
-            root = group.tree.root
-            if root not in roots.values():
-                roots[name if group is root else ""] = root
-    if not roots:
-        raise ValueError(
-            f"Expected a sharded module, got {type(module).__name__}; apply fully_shard to it"
-        )
-    return roots

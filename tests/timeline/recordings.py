@@ -12,11 +12,11 @@ from torch import nn
 
 from composable_shard import fully_shard
 from composable_shard.insight.recording import (
+    Clock,
     Flight,
     GroupFacts,
     LiveMemory,
     RankTrace,
-    Reading,
     Sample,
     Span,
 )
@@ -26,7 +26,7 @@ from composable_shard.testing import fake_ranks
 MS = 1_000_000
 
 
-class Ticks:
+class Ticks(Clock):
     """A clock that is a millisecond further each time it is asked."""
 
     def __init__(self) -> None:
@@ -35,13 +35,10 @@ class Ticks:
     def stamp(self) -> int:
         return next(self._count) * MS
 
-    def times(self, stamps: Sequence[int]) -> list[int]:
-        return list(stamps)
-
 
 def growing_memory() -> LiveMemory:
     """Count one byte more each time."""
-    return LiveMemory(map(Reading, itertools.count(100)).__next__, "heap")
+    return LiveMemory(zip(itertools.count(100), itertools.repeat(None)).__next__, "heap")
 
 
 def two_layers(**kwargs: Any) -> nn.Module:

@@ -31,8 +31,8 @@ def test_json_is_the_summary_and_what_was_written(
     printed = json.loads(capsys.readouterr().out)
     assert printed.pop("files") == [str(tmp_path / "new" / name) for name in MERGED]
     chrome = json.loads((tmp_path / "new" / "trace.json").read_text())
-    summary = chrome["otherData"]["summary"]
-    assert printed == {**summary, "num_clocks": 1, "clock_error_ms": 0.0}
+    assert printed == chrome["otherData"]["summary"]
+    assert (printed["num_clocks"], printed["clock_error_ms"]) == (1, 0.0)
     assert [rank["exposed_ms"] for rank in printed["ranks"]] == [5.5, 5.5]
 
 

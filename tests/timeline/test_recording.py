@@ -166,7 +166,10 @@ def test_an_exception_ends_the_recording_and_what_was_recorded_is_kept(tmp_path:
 
 
 CASES = [
-    ({}, nn.Linear(2, 2), "Expected a sharded module, got Linear; apply fully_shard to it"),
+    (
+        *({}, nn.Linear(2, 2)),
+        "Expected sharded modules in Linear, got none; apply fully_shard to it",
+    ),
     ({"skip": -1}, None, "Expected skip of at least 0, got -1"),
     ({"steps": 0}, None, "Expected steps of at least 1, got 0"),
 ]

@@ -49,7 +49,7 @@ def check_structure(found: dict[str, Any]) -> dict[tuple[int, int], list[dict[st
 
 
 def test_a_trace_for_perfetto_is_well_formed(merged: MergedTrace) -> None:
-    found = to_chrome(merged.ranks)
+    found = to_chrome(merged.ranks, merged.summary)
     threads = check_structure(found)
     names = {
         (event["pid"], event["tid"]): event["args"]["name"]
@@ -64,7 +64,7 @@ def test_a_trace_for_perfetto_is_well_formed(merged: MergedTrace) -> None:
 
 
 def test_an_arrow_leads_from_every_launch_to_its_wait(merged: MergedTrace) -> None:
-    events = to_chrome(merged.ranks)["traceEvents"]
+    events = to_chrome(merged.ranks, merged.summary)["traceEvents"]
     tails = {event["id"]: event for event in events if event["ph"] == "s"}
     heads = {event["id"]: event for event in events if event["ph"] == "f"}
     assert len(tails) == sum(event["ph"] == "s" for event in events) == 2 * 11
@@ -85,7 +85,7 @@ def place_of(event: dict[str, Any]) -> tuple[int, int, float]:
 
 
 def test_memory_is_a_counter_of_each_rank(merged: MergedTrace) -> None:
-    events = to_chrome(merged.ranks)["traceEvents"]
+    events = to_chrome(merged.ranks, merged.summary)["traceEvents"]
     for rank in merged.ranks:
         counted = [
             (event["ts"], event["args"]["bytes"])
