@@ -25,9 +25,9 @@ from composable_shard.optim.layouts import (
     Fits,
     Layout,
     LayoutOptimizer,
-    Owners,
     Sharded,
     check,
+    cut_rule,
     plan_group,
     sort_by_layout,
 )
@@ -158,23 +158,22 @@ def plan_layouts(
     rules = sort_by_layout(model, layouts)
     for layout, params in rules:
         check(layout, params)
-    owners = Owners[tuple[int, ...]]()
+    loads: dict[tuple[int, ...], list[int]] = {}
     buckets = []
     for layout, params in rules:
-        lying = [(() if p.mesh is None else tuple(p.mesh.shape), p.spread()) for p in params]
+        meshes = [() if param.mesh is None else tuple(param.mesh.shape) for param in params]
         cut = []
         if not isinstance(layout, Sharded):
-            cut = owners.buckets(layout, params, lying, BUCKET_NBYTES)
+            cut = cut_rule(layout, params, meshes, loads, BUCKET_NBYTES)
         buckets.append([blocks for _, blocks in cut])
-    load = owners.loads[0] if owners.loads else (0,)
+    load = next(iter(loads.values()), [0])
     rank = load.index(max(load))
     groups, stepped = [], list[tuple[Layout, list[torch.Tensor]]]()
     for (layout, params), some in zip(rules, buckets, strict=True):
         if isinstance(layout, Sharded):
-            trained = [param for param in params if param.is_trained]
-            numel = sum(param.tensor.numel() for param in trained)
-            groups.append(GroupSteps("Sharded", len(trained), numel, len(trained)))
-            stepped.append((layout, [param.local() for param in trained]))
+            trained = [param.local() for param in params if param.tensor.requires_grad]
+            groups.append(plan_group(layout, params, num_tensors=len(trained)))
+            stepped.append((layout, trained))
             continue
         plans = []
         for blocks in some:
@@ -186,7 +185,7 @@ def plan_layouts(
             stepped.append((layout, [torch.empty(b.shape, dtype=dtype) for b, dtype in pairs]))
         groups.append(plan_group(layout, params, plans))
     needed = [_bytes_of(layout, tensors, at_once=at_once) for layout, tensors in stepped]
-    steps = LayoutSteps(tuple(groups), owners.loads)
+    steps = LayoutSteps(tuple(groups), tuple(loads.values()))
     besides = max((one.besides for one in needed), default=0)
     return steps, OptimizerBytes(sum(one.state for one in needed), steps.most_held + besides)
 

@@ -24,8 +24,8 @@ is on its way to the owners, and the previous one is back in the shards::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
@@ -124,11 +124,12 @@ class Spread:
         return [rank for rank, part in self.parts(box).items() if part.numel == box.numel]
 
 
+@lru_cache(maxsize=256)
 def spread_over(
-    shape: Sequence[int],
-    extents: Sequence[int],
-    dims: Sequence[int | None],
-    inner: Sequence[int] = (),
+    shape: tuple[int, ...],
+    extents: tuple[int, ...],
+    dims: tuple[int | None, ...],
+    inner: tuple[int, ...] = (),
 ) -> Spread:
     """Return the parts of a tensor on a mesh: the same object for equal arguments.
 
@@ -142,19 +143,9 @@ def spread_over(
     Example:
         >>> [box.starts[0] for box in spread_over((5, 2), (2, 2), (None, 0)).boxes]
         [0, 3, 0, 3]
-        >>> [box.starts[0] for box in spread_over((8, 2), (2, 2), (0, 0), inner=[0]).boxes]
+        >>> [box.starts[0] for box in spread_over((8, 2), (2, 2), (0, 0), inner=(0,)).boxes]
         [0, 4, 2, 6]
     """
-    return _spread_over(tuple(shape), tuple(extents), tuple(dims), tuple(inner))
-
-
-@lru_cache(maxsize=256)
-def _spread_over(
-    shape: tuple[int, ...],
-    extents: tuple[int, ...],
-    dims: tuple[int | None, ...],
-    inner: tuple[int, ...],
-) -> Spread:
     axes = sorted(range(len(extents)), key=lambda axis: axis in inner)
     boxes, replicas = [], []
     for coordinate in product(*map(range, extents)):
@@ -182,16 +173,18 @@ class Block:
 
     Attributes:
         param: Which parameter.
+        number: Which block of the parameter it is.
         box: Where it lies in the parameter.
         spread: How the parameter lies on the ranks.
-        number: Which block of the parameter it is.
+        itemsize: Bytes of an element.
         owner: The rank that steps it.
     """
 
     param: int
+    number: int
     box: Box
     spread: Spread
-    number: int = 0
+    itemsize: int
     owner: int = 0
 
     @property
@@ -276,41 +269,27 @@ def route_of(block: Block, rank: int) -> Route:
     )
 
 
-def choose_owners(blocks: Sequence[Block], loads: list[int]) -> list[int]:
-    """Return the owner of each block: the rank with the least work so far.
+def owned_buckets(blocks: Iterable[Block], loads: list[int], nbytes: int) -> list[list[Block]]:
+    """Choose the owner of each block, and cut the blocks into buckets.
 
-    Args:
-        blocks: The blocks; the most expensive ones get their owners first.
-        loads: The work of each rank, which is increased.
-    """
-    owners = [0] * len(blocks)
-    for index in sorted(range(len(blocks)), key=lambda index: -blocks[index].cost):
-        owner = min(blocks[index].candidates, key=lambda rank: (loads[rank], rank))
-        owners[index] = owner
-        loads[owner] += blocks[index].cost
-    return owners
-
-
-def cut_buckets(
-    blocks: Sequence[Block], itemsizes: Sequence[int], nbytes: int
-) -> list[list[Block]]:
-    """Cut the blocks into buckets, the most expensive blocks first.
-
-    So the owners of a bucket have about the same work at the same time.
+    The most expensive blocks come first, so the owners of a bucket have about the same work at the
+    same time. The owner is the rank with the least work so far.
 
     Args:
         blocks: All blocks.
-        itemsizes: Bytes of an element of each.
+        loads: The work of each rank, which is increased.
         nbytes: The most bytes of a bucket of several blocks.
     """
     buckets: list[list[Block]] = []
     room = 0
-    for index in sorted(range(len(blocks)), key=lambda index: -blocks[index].cost):
-        needed = blocks[index].box.numel * itemsizes[index]
+    for block in sorted(blocks, key=lambda block: -block.cost):
+        owner = min(block.candidates, key=lambda rank: (loads[rank], rank))
+        loads[owner] += block.cost
+        needed = block.box.numel * block.itemsize
         if not buckets or needed > room:
             buckets.append([])
             room = nbytes
-        buckets[-1].append(blocks[index])
+        buckets[-1].append(replace(block, owner=owner))
         room -= needed
     return buckets
 
@@ -375,13 +354,11 @@ class Parcel:
 
     Attributes:
         route: The way of the block.
-        value_itemsize: Bytes of an element of its values.
         grad_itemsize: Bytes of an element of its gradient.
         is_away: Whether its shards are on another device than compute.
     """
 
     route: Route
-    value_itemsize: int
     grad_itemsize: int
     is_away: bool = False
 
@@ -416,7 +393,7 @@ class BucketPlan:
         to: Counter[int] = Counter()
         received = 0
         for parcel in self.parcels:
-            itemsizes = [parcel.value_itemsize, *([parcel.grad_itemsize] if to_owner else [])]
+            itemsizes = [parcel.route.block.itemsize, *([parcel.grad_itemsize] if to_owner else [])]
             for peer, part in parcel.route.own_parts(to_owner=to_owner):
                 nbytes = sum(padded(part.numel * itemsize) for itemsize in itemsizes)
                 if parcel.route.is_owner == to_owner:
@@ -437,7 +414,7 @@ class BucketPlan:
         The memory of the stock optimizer is not included.
         """
         there, back = self.to_owners, self.to_shards
-        values = sum(one.whole_numel * one.value_itemsize for one in self.parcels)
+        values = sum(one.whole_numel * one.route.block.itemsize for one in self.parcels)
         both = values + sum(one.whole_numel * one.grad_itemsize for one in self.parcels)
         return {
             "launch": (there.buffers, there.buffers),
@@ -487,7 +464,7 @@ class LayoutSteps:
     """
 
     groups: tuple[GroupSteps, ...]
-    loads: tuple[tuple[int, ...], ...]
+    loads: Sequence[Sequence[int]]
 
     @property
     def most_held(self) -> int:

@@ -35,11 +35,6 @@ class Ranks:
     places: tuple[int, ...]
     device: torch.device
 
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return len(self.places)
-
     @cached_property
     def group_of_exchanges(self) -> dist.ProcessGroup:
         """The process group of exchanges; on gloo one of their own, as two run at a time.
@@ -66,7 +61,7 @@ class Move:
     whole: torch.Tensor | None = None
 
 
-_MOVING = "moving blocks of parameters between their owners and shards"
+_DOING = "moving blocks of parameters between their owners and shards"
 
 
 class Exchange:
@@ -80,11 +75,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        ranks: Ranks,
-        out: list[list[torch.Tensor]],
-        nbytes: Sequence[int],
-        doing: str = _MOVING,
+        self, ranks: Ranks, out: list[list[torch.Tensor]], nbytes: Sequence[int], doing: str
     ) -> None:
         self._group, self._places, self._doing = ranks.group_of_exchanges, ranks.places, doing
         sent = [tensor for place in ranks.places for tensor in out[place]]
@@ -121,7 +112,7 @@ def launch(ranks: Ranks, moves: Sequence[Move], *, to_owner: bool) -> Exchange |
     Collective: one all-to-all over the ranks, if any of them sends anything.
     """
     out: list[list[torch.Tensor]] = [[] for _ in ranks.places]
-    nbytes = [0] * ranks.count
+    nbytes = [0] * len(ranks.places)
     for move in moves:
         if not to_owner:
             _keep_own(move, to_owner=False)
@@ -131,7 +122,7 @@ def launch(ranks: Ranks, moves: Sequence[Move], *, to_owner: bool) -> Exchange |
             else:
                 out[peer].append(_part(move, box))
     is_needed = any(move.route.parts(to_owner=to_owner) for move in moves)
-    return Exchange(ranks, out, nbytes) if is_needed else None
+    return Exchange(ranks, out, nbytes, _DOING) if is_needed else None
 
 
 def arrive(

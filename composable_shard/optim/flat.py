@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain, pairwise
 from operator import attrgetter, is_, sub
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -82,7 +83,7 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
     is_optimizer = isinstance(optimizer, Optimizer)
     check_type("optimizer", optimizer, is_optimizer, "a torch.optim.Optimizer")
     check_flags(elementwise=elementwise)
-    kind = type(optimizer)
+    kind: Any = type(optimizer)
     if issubclass(kind, FlatSteps):
         return optimizer
     if kind not in ELEMENTWISE and not elementwise:
@@ -108,6 +109,8 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
 
 class FlatSteps(Optimizer):
     """The methods that a flat optimizer has instead of those of its stock class."""
+
+    stock_class: ClassVar[type[Optimizer]]
 
     def num_tensors(self) -> list[int]:
         """Return how many tensors each parameter group steps if no gradient is missing."""
@@ -139,7 +142,7 @@ class FlatSteps(Optimizer):
         super().__setstate__(state)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _new, (_stock_class(self),), self.__getstate__()
+        return _new, (self.stock_class,), self.__getstate__()
 
 
 _STEPS, _MADE = "_composable_shard_flat", "_composable_shard_made"
@@ -151,22 +154,13 @@ def flat_states(optimizer: Optimizer) -> list[torch.Tensor]:
     return [] if steps is None else steps.state_buffers
 
 
-_flat_classes: dict[type[Optimizer], type[Optimizer]] = {}
+@cache
+def _flat_class(kind: Any) -> type[Optimizer]:
+    members = {"__module__": kind.__module__, "stock_class": kind}
+    return type(f"Flat{kind.__name__}", (FlatSteps, kind), members)
 
 
-def _flat_class(kind: type[Optimizer]) -> type[Optimizer]:
-    if kind not in _flat_classes:
-        name, members = f"Flat{kind.__name__}", {"__module__": kind.__module__}
-        _flat_classes[kind] = type(name, (FlatSteps, kind), members)
-    return _flat_classes[kind]
-
-
-def _stock_class(optimizer: Optimizer) -> type[Optimizer]:
-    kind: type[Optimizer] = type(optimizer).__mro__[2]
-    return kind
-
-
-def _new(kind: type[Optimizer]) -> Optimizer:
+def _new(kind: Any) -> Any:
     return object.__new__(_flat_class(kind))
 
 
@@ -349,6 +343,12 @@ class _Run:
         places = [slice(m.start - self.start, m.end - self.start) for m in members]
         self._gaps = [slice(a.stop, b.start) for a, b in pairwise(places) if a.stop < b.start]
 
+    def part_of(self, place: Any) -> Any:
+        """Return the run's part of a state that is stored at ``place``."""
+        if isinstance(place, Numbers):
+            return place.stepped[self.members[0].index]
+        return place[self.start : self.end] if isinstance(place, torch.Tensor) else place
+
     def take(self, grads: Sequence[torch.Tensor], distances: list[int] | None) -> None:
         """Set the gradient of the stepped tensor.
 
@@ -398,14 +398,13 @@ class _Steps:
         optimizer: The optimizer that users see.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: FlatSteps) -> None:
         self._optimizer = optimizer
         self._state = optimizer.state
-        self._kind = _stock_class(optimizer)
+        self._kind = optimizer.stock_class
         step: Any = self._kind.step
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        self._are_fused = [group.get("fused") for group in optimizer.param_groups]
+        self._num_groups = len(optimizer.param_groups)
         self._members = [
             _member(param, index, group)
             for index, group in enumerate(optimizer.param_groups)
@@ -416,7 +415,6 @@ class _Steps:
         for index, member in enumerate(self._members):
             member.index, member.first = index, firsts.setdefault(id(member.buffer), index)
         self._sharded = [param for param in self._params if isinstance(param, DTensor)]
-        self._locals = list(_torch.local_tensors(self._sharded))
         self._buffers: dict[tuple[int, str, torch.dtype], torch.Tensor] = {}
         self._numbers: dict[tuple[str, torch.dtype, torch.device], Numbers] = {}
         self._firsts = list(range(len(self._members)))
@@ -432,40 +430,25 @@ class _Steps:
         """Tell whether states, parameters or the memory of parameters were replaced.
 
         Hazard: users replace and delete states, and change numbers in place; a step would then use
-        states that users no longer see. Guard: :meth:`_has_other_states` compares all visible
-        states with those of the last step, by identity. Test: ``test_edits_of_states_count``.
+        states that users no longer see. Guard: all visible objects are compared with those of the
+        last step, by identity. Test: ``test_edits_of_states_count``.
         """
-        groups = self._optimizer.param_groups
-        if self._state is not self._optimizer.state or len(groups) != len(self._groups):
-            return True
-        if [group.get("fused") for group in groups] != self._are_fused:
-            return True
-        for group, params in zip(groups, self._groups, strict=True):
-            if len(group["params"]) != len(params) or not all(map(is_, group["params"], params)):
-                return True
-        sharded = _torch.local_tensors(self._sharded)
-        return not all(map(is_, sharded, self._locals)) or self._has_other_states()
+        visible, versions = self._visible(), map(_version_of, self._own_numbers)
+        is_same = len(visible) == len(self._remembered) and all(map(is_, visible, self._remembered))
+        return not is_same or sum(versions) != self._sum_of_versions
 
-    def _has_other_states(self) -> bool:
-        """Tell whether users changed states, except elements of DTensors in place."""
-        state = self._state
-        if 2 * len(state) != len(self._entries):
-            return True
-        if not all(map(is_, chain(state, state.values()), self._entries)):
-            return True
-        if list(chain.from_iterable(self._dicts)) != self._names:
-            return True
-        values = chain.from_iterable(map(dict.values, self._dicts))
-        if not all(map(is_, values, self._values)):
-            return True
-        return sum(map(_version_of, self._own_numbers)) != self._sum_of_versions
+    def _visible(self) -> list[Any]:
+        """Return all objects that users may replace: parameters, their memory, and states."""
+        state, groups = self._optimizer.state, self._optimizer.param_groups
+        stepped = [(group.get("fused"), *group["params"]) for group in groups]
+        own = [each for each in state.values() if isinstance(each, dict)]
+        sharded = _torch.local_tensors(self._sharded)
+        names, values = chain.from_iterable(own), chain.from_iterable(map(dict.values, own))
+        return [state, *chain(*stepped), *sharded, *chain(state, state.values(), names, values)]
 
     def _remember(self) -> None:
-        """Record the states that users see now."""
-        self._entries = [*self._state, *self._state.values()]
-        self._dicts = [state for state in self._state.values() if isinstance(state, dict)]
-        self._names = list(chain.from_iterable(self._dicts))
-        self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
+        """Record what users see now."""
+        self._remembered = self._visible()
         own = (numbers.own.values() for numbers in self._numbers.values())
         self._own_numbers = list(chain.from_iterable(own))
         self._sum_of_versions = sum(map(_version_of, self._own_numbers))  # they only grow
@@ -479,7 +462,7 @@ class _Steps:
         """Return how many runs each parameter group has if no gradient is missing."""
         stepped = [member for member in self._members if member.param.requires_grad]
         runs = Counter(members[0].group for members in self._joined(stepped, None))
-        return [runs[index] for index in range(len(self._groups))]
+        return [runs[index] for index in range(self._num_groups)]
 
     @torch.no_grad()
     def step(self) -> None:
@@ -546,7 +529,7 @@ class _Steps:
             numbers.arrange(self._firsts)
         self._order = [member.index for run in self._runs for member in run.with_elements]
         self._run_states = defaultdict(dict)
-        lists = {(index, False): list[torch.Tensor]() for index in range(len(self._groups))}
+        lists = {(index, False): list[torch.Tensor]() for index in range(self._num_groups)}
         for run in self._runs:
             key = run.members[0].group, isinstance(run.tensor, DTensor)
             lists.setdefault(key, []).append(run.tensor)
@@ -592,14 +575,7 @@ class _Steps:
         first = run.members[0]
         if not run.is_flat:
             return self._state.get(first.param)
-        state = dict[str, Any]()
-        for name, place in first.states.items():
-            if isinstance(place, Numbers):
-                state[name] = place.stepped[first.index]
-            else:
-                is_buffer = isinstance(place, torch.Tensor)
-                state[name] = place[run.start : run.end] if is_buffer else place
-        return state or None
+        return {name: run.part_of(place) for name, place in first.states.items()} or None
 
     # States ---------------------------------------------------------------------------------
 
@@ -620,31 +596,28 @@ class _Steps:
 
     def _adopted(self, member: _Member, name: str, value: Any) -> Any:
         """Store a state of a member; return where."""
-        if isinstance(value, DTensor):
-            buffer = self._buffer(member, name, value.dtype)
-            into = buffer[member.start : member.end].view(member.local.shape)
+        place = self._place_for(member, name, value)
+        if isinstance(place, Numbers):
+            place.seen[member.index].copy_(value)
+        elif isinstance(place, torch.Tensor):
+            into = place[member.start : member.end].view(member.local.shape)
             into.copy_(_torch.local_tensor(value))
-            return buffer
-        if isinstance(value, torch.Tensor):
-            numbers = self._numbers_of(name, value)
-            numbers.seen[member.index].copy_(value)
-            return numbers
-        return value
+        return place
 
-    def _buffer(self, member: _Member, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return the flat buffer for a state of all parameters in a member's buffer."""
+    def _place_for(self, member: _Member, name: str, value: Any) -> Any:
+        """Return where a state is stored, the same place for all members of a buffer."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.ndim == 0 and not isinstance(value, DTensor):
+            kind = name, value.dtype, value.device
+            if kind not in self._numbers:
+                self._numbers[kind] = Numbers(value, self._firsts)
+            return self._numbers[kind]
         assert member.buffer is not None
-        key = member.first, name, dtype
+        key = member.first, name, value.dtype
         if key not in self._buffers:
-            self._buffers[key] = torch.zeros_like(member.buffer, dtype=dtype)
+            self._buffers[key] = torch.zeros_like(member.buffer, dtype=value.dtype)
         return self._buffers[key]
-
-    def _numbers_of(self, name: str, like: torch.Tensor) -> Numbers:
-        """Return the numbers of a name that have the dtype and the device of ``like``."""
-        key = name, like.dtype, like.device
-        if key not in self._numbers:
-            self._numbers[key] = Numbers(like, self._firsts)
-        return self._numbers[key]
 
     def _keep_states(self) -> None:
         """Move states that the step has created or replaced into flat buffers and numbers."""
@@ -682,24 +655,18 @@ class _Steps:
 
     def _placed(self, run: _Run, name: str, value: Any) -> tuple[Any, Any]:
         """Store a new state of a run; return where, and the run's part of it."""
-        first = run.members[0]
         if not isinstance(value, torch.Tensor):
             return value, value
-        place: torch.Tensor | Numbers
-        if value.shape == run.tensor.shape and not _torch.is_subclass(value):
-            place = self._buffer(first, name, value.dtype)
-            own = place[run.start : run.end]
-        elif value.ndim:
+        is_other = value.shape != run.tensor.shape or _torch.is_subclass(value)
+        if is_other and value.ndim:
             raise TypeError(
                 f"Expected states of {self._kind.__name__} to be numbers, or plain tensors as "
                 f"large as what is stepped, got {name!r} of class {type(value).__name__} and shape "
                 f"{tuple(value.shape)} for {tuple(run.tensor.shape)}; it does not treat every "
                 "element by itself, so let Owned step whole tensors by it"
             )
-        else:
-            place = self._numbers_of(name, value)
-            own = place.stepped[first.index]
-        return place, own.copy_(value)
+        place = self._place_for(run.members[0], name, value)
+        return place, run.part_of(place).copy_(value)
 
 
 _grad_of = attrgetter("grad")

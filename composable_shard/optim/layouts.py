@@ -7,12 +7,12 @@ steps it there as a plain tensor, and the updated rows travel back. No rank gath
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain, islice
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,28 +32,26 @@ from composable_shard.optim.blocks import (
     BucketPlan,
     GroupSteps,
     LayoutSteps,
-    Spread,
     blocks_of,
-    choose_owners,
-    cut_buckets,
+    owned_buckets,
     schedule,
     whole,
 )
 from composable_shard.optim.exchange import Ranks
 from composable_shard.optim.flat import ELEMENTWISE, FlatSteps, flat
 from composable_shard.optim.stepping import (
+    AllTold,
     Counts,
     Factory,
-    Key,
     OwnedBucket,
     Param,
     States,
-    Told,
     counts_of,
     joined,
     load_states,
     loss_of,
     only_makes_states,
+    shaped_like_blocks,
     stand_in,
 )
 
@@ -306,13 +304,6 @@ class FlatShards:
         stock = factory([{"params": [param.tensor for param in params]}])
         self.optimizer = flat(stock, elementwise=True)
 
-    def plan(self) -> GroupSteps:
-        """Return what a step does with the parameters."""
-        trained = [param.tensor for param in self.params if param.is_trained]
-        assert isinstance(self.optimizer, FlatSteps)
-        num_tensors = sum(self.optimizer.num_tensors())
-        return GroupSteps("Sharded", len(trained), sum(map(torch.numel, trained)), num_tensors)
-
     def save(self) -> list[States]:
         """Return the states of each parameter, sharded like the parameter."""
         saved = self.optimizer.state_dict()["state"]
@@ -355,18 +346,18 @@ class LayoutOptimizer(Optimizer):
         Collective: see :func:`with_layout`.
         """
         self.forget_owners()
-        self._owners = Owners[Ranks]()
+        self._loads: dict[Ranks, list[int]] = {}
         known: dict[DeviceMesh | torch.device, Ranks] = {}
         for place, (layout, params) in enumerate(self._rules):
             if isinstance(layout, Sharded):
                 self._shards[place] = FlatShards(params, layout.optimizer)
                 continue
-            lying = []
+            meshes = []
             for param in params:
                 key = param.tensor.device if param.mesh is None else param.mesh
                 known[key] = known.get(key) or ranks_of(param)  # makes a process group, once
-                lying.append((known[key], param.spread()))
-            for ranks, blocks in self._owners.buckets(layout, params, lying, self._bucket_nbytes):
+                meshes.append(known[key])
+            for ranks, blocks in cut_rule(layout, params, meshes, self._loads, self._bucket_nbytes):
                 bucket = OwnedBucket(params, blocks, ranks, layout.optimizer)
                 self._buckets.append((place, bucket))
 
@@ -422,11 +413,13 @@ class LayoutOptimizer(Optimizer):
         groups = []
         for place, (layout, params) in enumerate(self._rules):
             if place in self._shards:
-                groups.append(self._shards[place].plan())
+                optimizer = self._shards[place].optimizer
+                assert isinstance(optimizer, FlatSteps)
+                groups.append(plan_group(layout, params, num_tensors=sum(optimizer.num_tensors())))
             else:
                 buckets = [bucket.plan() for owner, bucket in self._buckets if owner == place]
                 groups.append(plan_group(layout, params, buckets))
-        return LayoutSteps(tuple(groups), self._owners.loads)
+        return LayoutSteps(tuple(groups), tuple(self._loads.values()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states, sharded like the parameters.
@@ -459,7 +452,7 @@ class LayoutOptimizer(Optimizer):
 
     def _has_states(self) -> bool:
         """Tell whether any stock optimizer has states, on any rank. Collective: see state_dict."""
-        told = [states for bucket in self._told() for states in bucket.values()]
+        told = [states for rule in self._told() for states in rule.values()]
         return any(told) or any(any(one.optimizer.state.values()) for one in self._shards.values())
 
     def take_states(self, loaded: Mapping[torch.Tensor, States]) -> None:
@@ -500,11 +493,9 @@ class LayoutOptimizer(Optimizer):
         for place, shards in self._shards.items():
             found[place] = shards.save()
         all_told = self._told()
-        like = [Counter[tuple[int, str | None]]() for _ in self._rules]
-        for (place, bucket), told in zip(self._buckets, all_told, strict=True):
-            like[place].update(bucket.like_blocks(told))
-        for (place, bucket), told in zip(self._buckets, all_told, strict=True):
-            bucket.save(told, like[place], found[place])
+        like = list(map(shaped_like_blocks, all_told))
+        for place, bucket in self._buckets:
+            bucket.save(all_told[place], like[place], found[place])
         saved: defaultdict[torch.Tensor, States] = defaultdict(dict)
         for (_, params), several in zip(self._rules, found, strict=True):
             for param, states in zip(params, several, strict=True):
@@ -512,77 +503,73 @@ class LayoutOptimizer(Optimizer):
                     saved[param.tensor] = joined(states)
         return saved
 
-    def _told(self) -> list[dict[Key, dict[str, Told]]]:
-        """Return the descriptions of all states, by bucket. Collective: see state_dict."""
-        told = [bucket.tell() for _, bucket in self._buckets]
+    def _told(self) -> list[AllTold]:
+        """Return the descriptions of all states, by rule. Collective: see state_dict."""
+        told: list[AllTold] = [{} for _ in self._rules]
         for ranks in dict.fromkeys(bucket.ranks for _, bucket in self._buckets):
-            if ranks.group is None:
-                continue
-            indices = [i for i, (_, bucket) in enumerate(self._buckets) if bucket.ranks == ranks]
-            own = [told[index] for index in indices]
-            heard = gather_objects(own, ranks.group, "telling which states optimizers have")
-            for position, index in enumerate(indices):
-                told[index] = {k: v for theirs in heard for k, v in theirs[position].items()}
+            own = [(place, one.tell()) for place, one in self._buckets if one.ranks == ranks]
+            heard = [own]
+            if ranks.group is not None:
+                heard = gather_objects(own, ranks.group, "telling which states optimizers have")
+            for place, states in chain.from_iterable(heard):
+                told[place].update(states)
         return told
 
 
 def plan_group(
-    layout: Layout, params: Sequence[Param], buckets: Sequence[BucketPlan]
+    layout: Layout,
+    params: Sequence[Param],
+    buckets: Sequence[BucketPlan] = (),
+    num_tensors: int | None = None,
 ) -> GroupSteps:
-    """Return what a step does with the parameters of a layout of blocks."""
-    trained = [param.tensor for param in params if param.is_trained]
-    return GroupSteps(
-        type(layout).__name__,
-        len(trained),
-        sum(tensor.numel() for tensor in trained),
-        sum(parcel.route.is_owner for bucket in buckets for parcel in bucket.parcels),
-        tuple(buckets),
-    )
+    """Return what a step does with the parameters of a layout.
+
+    Args:
+        layout: The layout.
+        params: Its parameters.
+        buckets: The buckets of its blocks.
+        num_tensors: How many tensors this rank steps; its blocks if absent.
+    """
+    trained = [param.tensor for param in params if param.tensor.requires_grad]
+    if num_tensors is None:
+        num_tensors = sum(one.route.is_owner for bucket in buckets for one in bucket.parcels)
+    numel, name = sum(map(torch.numel, trained)), type(layout).__name__
+    return GroupSteps(name, len(trained), numel, num_tensors, tuple(buckets))
 
 
 Mesh = TypeVar("Mesh", bound=Hashable)
 
 
-class Owners(Generic[Mesh]):
-    """Chooses the owner of each block among the ranks of its mesh, and balances their work."""
+def cut_rule(
+    layout: Owned,
+    params: Sequence[Param],
+    meshes: Sequence[Mesh],
+    loads: dict[Mesh, list[int]],
+    nbytes: int,
+) -> list[tuple[Mesh, list[Block]]]:
+    """Return the buckets of a rule, mesh by mesh, with owners whose work is balanced.
 
-    def __init__(self) -> None:
-        self._loads: dict[Mesh, list[int]] = {}
-
-    @property
-    def loads(self) -> tuple[tuple[int, ...], ...]:
-        """The work of each rank, by mesh."""
-        return tuple(map(tuple, self._loads.values()))
-
-    def buckets(
-        self,
-        layout: Owned,
-        params: Sequence[Param],
-        lying: Sequence[tuple[Mesh, Spread]],
-        nbytes: int,
-    ) -> list[tuple[Mesh, list[Block]]]:
-        """Return the buckets of a rule, mesh by mesh, with owners.
-
-        Args:
-            layout: Says what the blocks are.
-            params: The parameters of the rule.
-            lying: On which mesh each lies, and how.
-            nbytes: The most bytes of a bucket.
-        """
-        blocks: dict[Mesh, list[Block]] = {}
-        for place, (param, (mesh, spread)) in enumerate(zip(params, lying, strict=True)):
-            blocks.setdefault(mesh, []).extend(
-                Block(place, box, spread, number)
-                for number, box in enumerate(layout.blocks(param.tensor.shape))
-            )
-        found = []
-        for mesh, some in blocks.items():
-            loads = self._loads.setdefault(mesh, [0] * len(some[0].spread.boxes))
-            owners = choose_owners(some, loads)
-            owned = [replace(block, owner=owner) for block, owner in zip(some, owners, strict=True)]
-            itemsizes = [params[block.param].tensor.itemsize for block in owned]
-            found += [(mesh, bucket) for bucket in cut_buckets(owned, itemsizes, nbytes)]
-        return found
+    Args:
+        layout: Says what the blocks are.
+        params: The parameters of the rule.
+        meshes: On which mesh each lies.
+        loads: The work of each rank of each mesh, which is increased.
+        nbytes: The most bytes of a bucket.
+    """
+    blocks: dict[Mesh, list[Block]] = {}
+    for place, (param, mesh) in enumerate(zip(params, meshes, strict=True)):
+        tensor, spread = param.tensor, param.spread()
+        blocks.setdefault(mesh, []).extend(
+            Block(place, number, box, spread, tensor.itemsize)
+            for number, box in enumerate(layout.blocks(tensor.shape))
+        )
+    return [
+        (mesh, bucket)
+        for mesh, own in blocks.items()
+        for bucket in owned_buckets(
+            own, loads.setdefault(mesh, [0] * len(own[0].spread.boxes)), nbytes
+        )
+    ]
 
 
 def ranks_of(param: Param) -> Ranks:

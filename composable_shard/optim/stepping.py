@@ -58,11 +58,6 @@ class Param:
     tensor: torch.Tensor
 
     @property
-    def is_trained(self) -> bool:
-        """Whether it needs gradients."""
-        return self.tensor.requires_grad
-
-    @property
     def mesh(self) -> DeviceMesh | None:
         """The mesh it is sharded over; ``None`` for a plain parameter."""
         return self.tensor.device_mesh if isinstance(self.tensor, DTensor) else None
@@ -78,10 +73,10 @@ class Param:
         return tuple(getattr(placement, "dim", None) for placement in self.placements)
 
     @property
-    def inner_axes(self) -> list[int]:
+    def inner_axes(self) -> tuple[int, ...]:
         """The axes of its mesh that shard what later ones have left of the same dim."""
         parts = map(_torch.num_parts_of_strided, self.placements)
-        return [axis for axis, num_parts in enumerate(parts) if num_parts is not None]
+        return tuple(axis for axis, num_parts in enumerate(parts) if num_parts is not None)
 
     @property
     def is_in_boxes(self) -> bool:
@@ -111,8 +106,8 @@ class Param:
         extents = () if self.mesh is None else self.mesh.shape
         if shape is None:
             return spread_over(self.tensor.shape, extents, self.dims, self.inner_axes)
-        by_rows = [None if dim is None else 0 for dim in self.dims]
-        return spread_over(shape, extents, by_rows, self.inner_axes)
+        by_rows = tuple(None if dim is None else 0 for dim in self.dims)
+        return spread_over(tuple(shape), extents, by_rows, self.inner_axes)
 
     def as_sharded(self, local: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
         """Wrap this rank's part of a state that is sharded like it, or by rows."""
@@ -170,12 +165,11 @@ def plan_bucket(
     parcels = []
     for route in routes:
         param = params[route.block.param]
-        if param.is_trained:
-            local, grad = param.local(), param.tensor.grad
+        if param.tensor.requires_grad:
+            grad = param.tensor.grad
             grad_dtype = param.tensor.grad_dtype if grad is None else grad.dtype
-            grad_itemsize = local.itemsize if grad_dtype is None else grad_dtype.itemsize
-            is_away = local.device != device
-            parcels.append(Parcel(route, local.itemsize, grad_itemsize, is_away))
+            itemsize = route.block.itemsize if grad_dtype is None else grad_dtype.itemsize
+            parcels.append(Parcel(route, itemsize, param.local().device != device))
     return BucketPlan(tuple(parcels))
 
 
@@ -186,25 +180,44 @@ class Told:
     Attributes:
         shape: The shape of a tensor; ``None`` for a scalar tensor or another value.
         dtype: The dtype of a tensor.
+        is_like: Whether the tensor has the shape of the block.
         value: A scalar tensor, on the CPU, or another value.
         refused: The type of a state that cannot be saved in shards.
     """
 
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
+    is_like: bool = False
     value: Any = None
     refused: str | None = None
 
     @staticmethod
-    def of(state: Any) -> Told:
-        """Describe a state."""
+    def of(state: Any, block: Block) -> Told:
+        """Describe a state of a block."""
         if isinstance(state, torch.Tensor):
             if state.ndim:
-                return Told(tuple(state.shape), state.dtype)
+                shape = tuple(state.shape)
+                return Told(shape, state.dtype, shape == block.shape)
             return Told(value=state.cpu().clone())
         if state is None or isinstance(state, (bool, int, float, str)):
             return Told(value=state)
         return Told(refused=type(state).__name__)
+
+
+AllTold = dict[Key, dict[str, Told]]
+"""The descriptions of all states of a rule's blocks, by block and name."""
+
+
+def shaped_like_blocks(told: AllTold) -> set[tuple[int, str]]:
+    """Return the parameter and the name of each state that has the shape of every block."""
+    num_blocks = Counter(place for place, _ in told)
+    counts = Counter(
+        (place, name)
+        for (place, _), facts in told.items()
+        for name, fact in facts.items()
+        if fact.is_like
+    )
+    return {pair for pair, count in counts.items() if count == num_blocks[pair[0]]}
 
 
 class OwnedBucket:
@@ -294,10 +307,10 @@ class OwnedBucket:
 
     # States -----------------------------------------------------------------------------------
 
-    def tell(self) -> dict[Key, dict[str, Told]]:
+    def tell(self) -> AllTold:
         """Describe the states of the blocks that this rank owns."""
         return {
-            key: {name: Told.of(state) for name, state in states.items()}
+            key: {name: Told.of(state, self._routes[key].block) for name, state in states.items()}
             for key, states in self._states().items()
         }
 
@@ -307,30 +320,16 @@ class OwnedBucket:
         places = enumerate(self._owned)
         return {key: taken_apart(saved[place]) for place, key in places if place in saved}
 
-    def like_blocks(self, told: dict[Key, dict[str, Told]]) -> list[tuple[int, str | None]]:
-        """Return parameter and name of each state with its block's shape; None for the block."""
-        return [
-            (key[0], name)
-            for key, facts in told.items()
-            for name in (None, *facts)
-            if name is None or facts[name].shape == self._routes[key].block.shape
-        ]
-
-    def save(
-        self,
-        told: dict[Key, dict[str, Told]],
-        like: Counter[tuple[int, str | None]],
-        saved: Sequence[States],
-    ) -> None:
+    def save(self, told: AllTold, like: set[tuple[int, str]], saved: Sequence[States]) -> None:
         """Add the states of the blocks to those of their parameters. Collective: an exchange.
 
         Args:
             told: The descriptions of all owners.
-            like: How often each pair is among :meth:`like_blocks` of all buckets of the rule.
+            like: See :func:`shaped_like_blocks`.
             saved: The states of each parameter of the rule, whose blocks may be in many buckets.
         """
         own_states, moves = self._states(), list[Move]()
-        for key in sorted(told):
+        for key in sorted(told.keys() & self._routes.keys()):
             place, number = key
             param, states = self.params[place], saved[place]
             for name, fact in sorted(told[key].items()):
@@ -342,7 +341,7 @@ class OwnedBucket:
                 if fact.shape is None:
                     states[f"{name}[{number}]"] = fact.value
                     continue
-                is_like = like[place, name] == like[place, None]
+                is_like = (place, name) in like
                 saved_as = name if is_like else f"{name}[{number}]"
                 if saved_as not in states:
                     states[saved_as] = self._new_state(param, fact, is_like)

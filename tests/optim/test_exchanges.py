@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from composable_shard.optim.blocks import Block, blocks_of, choose_owners, cut_buckets, spread_over
+from composable_shard.optim.blocks import Block, blocks_of, owned_buckets, spread_over
 from composable_shard.testing import run_ranks
 from optim.whole import (
     Oracle,
@@ -66,17 +65,17 @@ def test_owners_are_balanced_and_buckets_are_complete(
     some: list[tuple[int, int]], num_ranks: int, nbytes: int
 ) -> None:
     blocks = [
-        Block(place, box, spread_over(shape, (num_ranks,), (0,)))
+        Block(place, 0, box, spread_over(shape, (num_ranks,), (0,)), itemsize=4)
         for place, shape in enumerate(some)
         for box in blocks_of(shape)
     ]
     loads = [0] * num_ranks
-    owners = choose_owners(blocks, loads)
-    assert all(owner in block.candidates for owner, block in zip(owners, blocks, strict=True))
+    buckets = owned_buckets(blocks, loads, nbytes)
+    owned = [block for bucket in buckets for block in bucket]
+    assert all(block.owner in block.candidates for block in owned)
     if all(len(block.candidates) == num_ranks for block in blocks):
         assert max(loads) - min(loads) <= max(block.cost for block in blocks)
-    buckets = cut_buckets(blocks, [4] * len(blocks), nbytes)
-    assert Counter(id(block) for bucket in buckets for block in bucket) == Counter(map(id, blocks))
+    assert sorted(block.key for block in owned) == [block.key for block in blocks]
     for bucket in buckets:
         assert len(bucket) == 1 or sum(4 * block.box.numel for block in bucket) <= nbytes
 

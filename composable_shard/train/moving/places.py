@@ -163,8 +163,8 @@ class Ground(NamedTuple):
 
     def holding(self, shape: Sequence[int], dim: int | None) -> Holding:
         """Return how a tensor lies there that is sharded on a dim, or on none."""
-        over = [dim if role == "shard" else None for role in self.roles]
-        spread = spread_over(shape, self.extents, over)
+        over = tuple(dim if role == "shard" else None for role in self.roles)
+        spread = spread_over(tuple(shape), self.extents, over)
         return dict(zip(self.ranks, zip(spread.boxes, spread.replicas, strict=True), strict=True))
 
 
