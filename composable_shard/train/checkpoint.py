@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from composable_shard.errors import ShardError
-from composable_shard.train.ranks import Ranks
+from composable_shard.train.ranks import Ranks, naming_failures
 
 LIST = "files.json"
 """The file that a complete checkpoint has: names and sizes in bytes of all others."""
@@ -59,7 +59,7 @@ def save_checkpoint(
     target = Path(folder)
     part = target.with_name(f".{target.name}.part")
     ranks = Ranks(process_group, f"saving checkpoint '{target}'")
-    with ranks.naming_failures():
+    with naming_failures(ranks.doing):
         _on_first(ranks, target, lambda: _make_room(target, part))
         _write(state, part, target, process_group)
         _on_first(ranks, target, lambda: _publish(part, target))
@@ -130,13 +130,18 @@ def _write(
 def _publish(part: Path, target: Path) -> None:
     files = [path for path in sorted(part.rglob("*")) if path.is_file()]
     sizes = {str(path.relative_to(part)): path.stat().st_size for path in files}
-    with (part / LIST).open("w") as listed:
-        json.dump(sizes, listed, indent=1)
-        listed.flush()
-        os.fsync(listed.fileno())
+    write_json(part / LIST, sizes)
     sync_folder(part)
     part.rename(target)
     sync_folder(target.parent)
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a file and put it on the disk, so that it has its content before it gets its name."""
+    with path.open("w") as file:
+        file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

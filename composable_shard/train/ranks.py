@@ -1,4 +1,4 @@
-"""What ranks tell each other in small objects, so that all of them go on or none."""
+"""Small objects that ranks exchange, so that all of them go on or none."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Ranks:
     Attributes:
         group: The process group; ``None`` alone.
         is_first: Whether this is the first of them.
-        doing: What they do, for messages.
-        failure: What went wrong first on this rank, if anything.
+        doing: The operation, for messages.
+        failure: The text of the last exception of this rank, if it has failed.
 
     Raises:
         TypeError: If ``process_group`` is not one, such as on a rank that is not a member.
@@ -48,44 +48,45 @@ class Ranks:
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)
 
     def gather(self, own: Any) -> list[Any]:
-        """Return what each rank says. Collective: an all-gather of an object."""
+        """Return the objects of all ranks. Collective: an all-gather of an object."""
         if self.group is None:
             return [own]
         heard: list[Any] = [None] * self.group.size()
-        with self.naming_failures():
+        with naming_failures(self.doing):
             dist.all_gather_object(heard, own, group=self.group)
         return heard
 
-    def say(self, word: int) -> list[int]:
-        """Return what each rank says, a number. Collective: an all-gather of 8 bytes."""
+    def say(self, word: int) -> int:
+        """Return the largest word of any rank. Collective: an all-reduce of 8 bytes."""
         if self.group is None:
-            return [word]
-        device = _torch.device_for(self.group, torch.device("cpu"))
-        heard = _torch.empty(self.group.size(), 1, dtype=torch.int64, device=device)
-        with self.naming_failures():
-            _torch.all_gather_rows(heard, torch.tensor([word], device=device), self.group)
-        return [int(theirs) for theirs in heard.flatten().tolist()]
+            return word
+        largest = torch.tensor([word], device=_torch.device_for(self.group, torch.device("cpu")))
+        with naming_failures(self.doing):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return int(largest)
 
-    def from_first(self, own: Any) -> Any:
-        """Return what the first rank says. Collective: a broadcast of an object."""
-        return self.from_one(own, self.numbers[0])
+    def from_one(self, own: Any, number: int | None = None) -> Any:
+        """Return the object of one rank. Collective: a broadcast of an object.
 
-    def from_one(self, own: Any, number: int) -> Any:
-        """Return what the rank of a number says. Collective: a broadcast of an object."""
+        Args:
+            own: The object of this rank.
+            number: The global rank; the first one if absent.
+        """
         if self.group is None:
             return own
         box = [own]
-        with self.naming_failures():
-            dist.broadcast_object_list(box, src=number, group=self.group)
+        with naming_failures(self.doing):
+            source = self.numbers[0] if number is None else number
+            dist.broadcast_object_list(box, src=source, group=self.group)
         return box[0]
 
     @contextlib.contextmanager
     def noting_failure(self) -> Iterator[None]:
-        """Keep the text of an exception within, for all ranks to hear of it in :meth:`agree`."""
+        """Keep the text of an exception within for :meth:`agree` or :meth:`go_on`."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 (whatever it is)
-            self.failure = _text_of(error)
+            self.failure = f"{type(error).__name__}: {error}"
 
     @contextlib.contextmanager
     def checking(self) -> Iterator[None]:
@@ -99,8 +100,9 @@ class Ranks:
         """
         try:
             yield
-        except Exception as error:  # noqa: BLE001 (as above)
-            self.failure = _text_of(error)
+        except Exception as error:
+            with self.noting_failure():
+                raise
             self.agree([], "", f"all ranks to begin {self.doing}", refusal=error)
 
     def agree(
@@ -116,13 +118,13 @@ class Ranks:
 
         Args:
             facts: What must be the same on all ranks.
-            what: What the facts are of, for messages.
-            expected: What should be, for the message if this rank has failed.
+            what: The subject of the facts, for messages.
+            expected: The start of the message if this rank has failed.
             remedy: The end of that message.
-            refusal: What is raised instead if all ranks have failed alike.
+            refusal: The exception to raise instead if all ranks have failed alike.
 
         Raises:
-            ShardError: On all ranks, with what went wrong on the first one of those that failed.
+            ShardError: On all ranks, with the failure of the first one that has failed.
             RankMismatchError: On all ranks, with the first difference to the first rank.
 
         Collective: an all-gather of a small object; a second one before it raises.
@@ -138,45 +140,50 @@ class Ranks:
             text = first_difference(self.gather(list(facts)), self.numbers, what)
             raise RankMismatchError(text)
 
-    @contextlib.contextmanager
-    def naming_failures(self) -> Iterator[None]:
-        """Tell what the ranks were doing if a collective within fails.
+    def go_on(self, expected: str) -> None:
+        """Raise ``ShardError`` on all ranks if one has failed; cheaper than :meth:`agree`.
 
-        Raises:
-            CommunicationError: If it does.
+        Collective: 8 bytes; an all-gather of a small object before it raises.
         """
-        try:
-            yield
-        except (torch.OutOfMemoryError, ShardError):
-            raise
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"Rank {dist.get_rank()} failed while {self.doing}: {error}"
-            ) from error
+        if self.say(self.failure is not None):
+            self.agree([], "", expected)
+
+    def leave(self, expected: str, reason: str) -> None:
+        """Let the next :meth:`go_on` of the other ranks raise. Collective: that of ``go_on``."""
+        self.failure = reason
+        with contextlib.suppress(ShardError):
+            self.go_on(expected)
 
 
-def _text_of(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+@contextlib.contextmanager
+def naming_failures(doing: str) -> Iterator[None]:
+    """Name the operation if a collective within fails.
+
+    Raises:
+        CommunicationError: If it does.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, ShardError):
+        raise
+    except RuntimeError as error:
+        raise CommunicationError(f"Rank {dist.get_rank()} failed while {doing}: {error}") from error
 
 
 class Together:
     """Lets the ranks of some meshes go on together, or none of them.
 
-    Hazard: a rank fails alone, and others wait for it, or have sent already what it would take for
-    what it asks for later. Guard: all say a word before each. Tests:
+    Hazard: a rank fails alone, and others wait for it, or have already sent the messages that it
+    would take for those of a later call. Guard: all say a word before each. Tests:
     ``test_a_first_rank_that_fails_gets_nothing_old_later``, ``test_one_rank_leaves_unsharded``.
 
     Args:
-        meshes: Their ranks. Where there are none, each rank goes on by itself, and others notice.
-        doing: What they do, for messages.
+        meshes: Their ranks. Without any, each rank goes on by itself, and others notice.
     """
 
-    def __init__(self, meshes: Sequence[DeviceMesh], doing: str) -> None:
-        groups = [
-            mesh.get_group(axis) for mesh in dict.fromkeys(meshes) for axis in range(mesh.ndim)
-        ]
-        self._ranks = [Ranks(group, doing) for group in dict.fromkeys(groups)]
-        self._doing = doing
+    def __init__(self, meshes: Sequence[DeviceMesh]) -> None:
+        axes = [(mesh, axis) for mesh in dict.fromkeys(meshes) for axis in range(mesh.ndim)]
+        self._groups = list(dict.fromkeys(mesh.get_group(axis) for mesh, axis in axes))
         self._failure: Exception | None = None
 
     @contextlib.contextmanager
@@ -187,28 +194,20 @@ class Together:
         except Exception as error:  # noqa: BLE001 (whatever it is)
             self._failure = error
 
-    def go_on(self) -> None:
+    def go_on(self, expected: str) -> None:
         """Raise on all ranks if one has failed. Collective: 8 bytes along each axis."""
         failed = -1
-        if self._failure is not None:
+        if self._failure is not None and self._groups:
             failed = dist.get_rank()
-            # the others may come late, or never if they are in another collective
-            _log.warning(
-                "rank %d failed before %s, and tells the other ranks: %r",
-                failed,
-                self._doing,
-                self._failure,
-            )
+            # The others may come late, or never if they are in another collective.
+            _log.warning("Expected %s, got %r; telling the other ranks", expected, self._failure)
         try:
-            for ranks in self._ranks:
-                failed = max(ranks.say(failed))
-        except CommunicationError:
-            if self._failure is None:
-                raise
-        if self._failure is not None:
-            raise self._failure
+            for group in self._groups:
+                failed = Ranks(group, f"waiting for {expected}").say(failed)
+        finally:
+            if self._failure is not None:
+                raise self._failure
         if failed >= 0:
             raise ShardError(
-                f"Expected rank {failed} to take part in {self._doing}, got a failure there; see "
-                "the error that it raises"
+                f"Expected {expected}, got a failure on rank {failed}; see the error that it raises"
             )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -31,11 +30,11 @@ from composable_shard.train.full import digest
 from composable_shard.train.ranks import Together
 from composable_shard.train.weights.gathering import full_copies
 
-# From sharded parameters to full ones and back: what ``unsharded`` is made of ---------------------
+# One parameter ------------------------------------------------------------------------------------
 
 
 class _Edit(NamedTuple):
-    """What is to be written for one parameter; known before any of it is written.
+    """The changes to write back to one parameter; known before any of them is written.
 
     Attributes:
         shape: The shape of its new value; ``None`` if it is the same value.
@@ -48,191 +47,176 @@ class _Edit(NamedTuple):
     keeps_grad: bool
 
 
-@dataclass
-class FullParams:
-    """Sharded parameters, and full copies registered in their places.
+class _Opened:
+    """A sharded parameter, and the full copy in its places on a rank that gets one.
 
     Attributes:
-        slots: The parameters, and where each is registered.
-        rank0_only: Whether only the first rank of each mesh has copies.
-        to_cpu: Whether copies are on the CPU.
-        with_grads: Whether gradients go the same way.
-        writeback: Whether edits are to be written back.
-        copies: The full copies, as long as they are registered.
-        digests: Those of the copies and of their gradients, before they are edited.
-        edited: What is registered at the end, for each parameter.
-        edits: What of that is to be written back.
+        param: The sharded parameter.
+        mesh: Its mesh.
+        label: Its name, for messages.
+        value: The parameter that was registered at the end, if it is known.
+        edit: The changes of it; ``None`` if it was taken away, or another rank knows.
     """
 
-    slots: dict[nn.Parameter, list[Slot]]
-    rank0_only: bool
-    to_cpu: bool
-    with_grads: bool
-    writeback: bool
-    copies: dict[nn.Parameter, tuple[nn.Parameter, Attributes | None]] = field(default_factory=dict)
-    digests: dict[nn.Parameter, tuple[list[int], list[int] | None]] = field(default_factory=dict)
-    edited: list[nn.Parameter | None] = field(default_factory=list)
-    edits: list[_Edit | None] = field(default_factory=list)
+    def __init__(self, param: nn.Parameter, slots: Sequence[Slot]) -> None:
+        self.param, self._slots = param, slots
+        self.mesh = cast(DTensor, param).device_mesh
+        self.label = f"'{slots[0].name}' of {type(slots[0].module).__name__}"
+        self.value: nn.Parameter | None = None
+        self.edit: _Edit | None = None
+        self._copy: nn.Parameter | None = None
+        self._attributes: Attributes | None = None
+        self._digests: tuple[list[int], list[int] | None] | None = None
 
-    def register_full(self) -> None:
-        """Register full copies.
-
-        Collective: a gather for each bucket of them, and a reduction of what is pending.
-        """
-        for param, slots in self.slots.items():
-            if _torch.local_tensor(param).is_meta:
-                raise MaterializationError(
-                    f"Expected materialized parameters, got {_told(slots)} on meta; call "
-                    "init_sharded(model, seed=...)"
-                )
-        present = [p for p in self.slots if self.with_grads and p.grad is not None]
-        tensors = cast(list[DTensor], [*self.slots, *(param.grad for param in present)])
-        names = [_told(self.slots[param]) for param in (*self.slots, *present)]
-        device = torch.device("cpu") if self.to_cpu else None
-        with torch.inference_mode(False), torch.no_grad():
-            fulls = full_copies(tensors, names, first_only=self.rank0_only, device=device)
-            grads = dict(zip(present, fulls[len(self.slots) :], strict=True))
-            for (param, slots), full in zip(self.slots.items(), fulls, strict=False):
-                if full is not None:
-                    self._register(param, slots, full, grads.get(param))
-
-    def _register(
-        self,
-        param: nn.Parameter,
-        slots: Sequence[Slot],
-        full: torch.Tensor,
-        grad: torch.Tensor | None,
+    def register_full(
+        self, full: torch.Tensor, grad: torch.Tensor | None, *, writeback: bool
     ) -> None:
-        owner = owner_of_sharded(param)
+        """Register a full copy with a gradient, whose edits may be written back."""
+        owner = owner_of_sharded(self.param)
         if owner is None:
-            copy = nn.Parameter(full, requires_grad=param.requires_grad)
+            self._copy = nn.Parameter(full, requires_grad=self.param.requires_grad)
         else:
-            copy = owner.leaf_around(full)
-        self.copies[param] = copy, share_attributes(param, copy)
+            self._copy = owner.leaf_around(full)
+        self._attributes = share_attributes(self.param, self._copy)
         if grad is not None:
-            assign_grad(copy, grad)
-        if self.writeback:
-            self.digests[param] = digest(full), None if grad is None else digest(grad)
-        for slot in slots:
-            slot.put(copy)
-
-    @contextlib.contextmanager
-    def noticing_edits(self) -> Iterator[None]:
-        """Notice what was edited within; an exception on one rank is one on all that wait for it.
-
-        Raises:
-            ShardError: If another rank has failed within.
-
-        Collective: with ``rank0_only``, if there is a writeback, 8 bytes along each axis.
-        """
-        if not self.writeback:
-            yield
-            return
-        meshes = list(map(_mesh_of, self.slots)) if self.rank0_only else []
-        together = Together(meshes, "the writeback of unsharded()")
-        with together.noting_failure():
-            yield
-            for param, slots in self.slots.items():
-                self.edited.append(slots[0].get() if param in self.copies else None)
-            self.edits = list(map(self._edit_of, self.slots, self.edited))
-        together.go_on()
+            assign_grad(self._copy, grad)
+        if writeback:
+            self._digests = digest(full), None if grad is None else digest(grad)
+        for slot in self._slots:
+            slot.put(self._copy)
 
     @torch.no_grad()
-    def _edit_of(self, param: nn.Parameter, value: nn.Parameter | None) -> _Edit | None:
-        """Return what is to be written for a parameter; ``None`` if it was taken away."""
-        if value is None or param not in self.digests:  # of which the first rank tells
-            return None
-        known, known_grad = self.digests[param]
-        is_same = digest(value.detach().to(param.dtype)) == known
-        keeps_grad, grad = not self.with_grads, value.grad
-        if grad is not None and isinstance(param.grad, DTensor):
-            is_reduced = param.grad.placements == cast(DTensor, param).placements
+    def find_edit(self, *, with_grads: bool) -> None:
+        """Compare the registered parameter with the copy as it was made. Collective: none."""
+        value = self._slots[0].get()
+        if self._digests is None or value is None:
+            return
+        known, known_grad = self._digests
+        is_same = digest(value.detach().to(self.param.dtype)) == known
+        keeps_grad, grad, present = not with_grads, value.grad, self.param.grad
+        if grad is not None and isinstance(present, DTensor):
+            is_reduced = present.placements == cast(DTensor, self.param).placements
             keeps_grad |= is_reduced and digest(grad) == known_grad
-        return _Edit(None if is_same else tuple(value.shape), grad is not None, keeps_grad)
+        self.value = value
+        self.edit = _Edit(None if is_same else tuple(value.shape), grad is not None, keeps_grad)
 
     def register_sharded(self) -> None:
-        """Register the sharded parameters again. Collective: none."""
-        for _, attributes in self.copies.values():
-            if attributes is not None:
-                attributes.take()
-        for param, slots in self.slots.items():
-            for slot in slots:
-                slot.put(param)
-        for param, (copy, _) in self.copies.items():
-            owner = owner_of_sharded(param)
-            if owner is not None:  # optimizers must not train the copy from now on
-                remember_stand_in(copy, owner)
-        self.copies.clear()
+        """Register the sharded parameter again. Collective: none."""
+        if self._attributes is not None:
+            self._attributes.take()
+        for slot in self._slots:
+            slot.put(self.param)
+        owner = owner_of_sharded(self.param)
+        if self._copy is not None and owner is not None:
+            remember_stand_in(self._copy, owner)  # optimizers must not train it from now on
 
-    @torch.no_grad()
-    def write_back(self) -> None:
-        """Copy what was edited into the shards; a parameter that was taken away stays.
+    def check_shape(self) -> None:
+        """Raise ``ValueError`` if the new value has another shape."""
+        shape = None if self.edit is None else self.edit.shape
+        if shape not in (None, tuple(self.param.shape)):
+            raise ValueError(
+                f"Expected {self.label} to have shape {list(self.param.shape)} at the end of "
+                f"unsharded(), got {list(shape or ())}; edit values only"
+            )
 
-        Collective: none; with ``rank0_only`` a broadcast of an object over each mesh, and of each
-            value and gradient that was edited.
+    def write_back(self, *, of_first: bool) -> None:
+        """Copy the edit into the shards; all ranks write, or their versions would differ.
+
+        Args:
+            of_first: Whether the first rank of the mesh alone has the new values.
+
+        Collective: ``of_first`` a broadcast of each tensor that was edited.
         """
-        if self.rank0_only:
-            said = {
-                mesh: _of_first(self.edits, mesh)
-                for mesh in dict.fromkeys(map(_mesh_of, self.slots))
-            }
-            self.edits = [said[_mesh_of(param)][at] for at, param in enumerate(self.slots)]
-        for (param, slots), edit in zip(self.slots.items(), self.edits, strict=True):
-            if edit is not None and edit.shape not in (None, tuple(param.shape)):
-                raise ValueError(
-                    f"Expected {_told(slots)} to have shape {list(param.shape)} at the end of "
-                    f"unsharded(), got {list(edit.shape or ())}; edit values only"
-                )
-        for param, value, edit in zip(self.slots, self.edited, self.edits, strict=True):
-            if edit is not None and edit.shape is not None:
-                # all ranks write, or their versions would differ
-                _torch.local_tensor(param).copy_(self._shard_of(param, value))
-            if edit is not None and not edit.keeps_grad:
-                grad = None if value is None else value.grad
-                _write_grad(param, self._shard_of(param, grad) if edit.has_grad else None)
+        if self.edit is not None and self.edit.shape is not None:
+            _torch.local_tensor(self.param).copy_(self._shard_of(self.value, of_first))
+        if self.edit is not None and not self.edit.keeps_grad:
+            grad = None if self.value is None else self.value.grad
+            self._write_grad(self._shard_of(grad, of_first) if self.edit.has_grad else None)
 
-    def _shard_of(self, param: nn.Parameter, full: torch.Tensor | None) -> torch.Tensor:
-        """Cut this rank's part out of a full tensor; may be a view. Collective: see write_back."""
-        mesh = _mesh_of(param)
-        if self.rank0_only:  # pickled, and where others have no device of that number
-            full = _of_first(None if full is None else full.detach().cpu(), mesh)
+    def _shard_of(self, full: torch.Tensor | None, of_first: bool) -> torch.Tensor:
+        """Cut this rank's part out of a full tensor; may be a view."""
+        if of_first:  # pickled, and where others have no device of that number
+            full = _said_by_first(None if full is None else full.detach().cpu(), self.mesh)
         assert full is not None
-        return _torch.cut(full.detach().to(mesh.device_type), mesh, cast(DTensor, param).placements)
+        placements = cast(DTensor, self.param).placements
+        return _torch.cut(full.detach().to(self.mesh.device_type), self.mesh, placements)
+
+    def _write_grad(self, shard: torch.Tensor | None) -> None:
+        """Give the parameter a reduced gradient, or none."""
+        sharded, present = cast(DTensor, self.param), self.param.grad
+        if shard is None:
+            self.param.grad = None
+        elif (
+            isinstance(present, DTensor)
+            and present.placements == sharded.placements
+            and present.dtype == shard.dtype
+        ):
+            _torch.local_tensor(present).copy_(shard)
+        else:
+            local = shard.clone().to(_torch.local_tensor(self.param).device)
+            assign_grad(self.param, _torch.local_like(self.param, local))
 
 
-# One tensor -----------------------------------------------------------------------------------
+# All parameters -----------------------------------------------------------------------------------
 
 
-def _told(slots: Sequence[Slot]) -> str:
-    return f"'{slots[0].name}' of {type(slots[0].module).__name__}"
+def _register_full(
+    opened: Sequence[_Opened],
+    *,
+    rank0_only: bool,
+    to_cpu: bool,
+    with_grads: bool,
+    writeback: bool,
+) -> None:
+    """Register full copies.
+
+    Collective: a gather for each bucket of them, and a reduction of pending gradients.
+    """
+    for one in opened:
+        if _torch.local_tensor(one.param).is_meta:
+            raise MaterializationError(
+                f"Expected materialized parameters, got {one.label} on meta; call "
+                "init_sharded(model, seed=...)"
+            )
+    present = [one for one in opened if with_grads and one.param.grad is not None]
+    tensors = [*(one.param for one in opened), *(one.param.grad for one in present)]
+    names = [one.label for one in (*opened, *present)]
+    device = torch.device("cpu") if to_cpu else None
+    with torch.inference_mode(False), torch.no_grad():
+        found = full_copies(
+            cast(list[DTensor], tensors), names, first_only=rank0_only, device=device
+        )
+        grads = dict(zip(present, found[len(opened) :], strict=True))
+        for one, full in zip(opened, found, strict=False):
+            if full is not None:
+                one.register_full(full, grads.get(one), writeback=writeback)
 
 
-def _mesh_of(param: nn.Parameter) -> DeviceMesh:
-    return cast(DTensor, param).device_mesh
+@torch.no_grad()
+def _write_back(opened: Sequence[_Opened], *, rank0_only: bool) -> None:
+    """Copy all edits into the shards; a parameter that was taken away stays.
+
+    Collective: none; with ``rank0_only`` a broadcast of an object over each mesh, and of each value
+        and gradient that was edited.
+    """
+    if rank0_only:
+        edits = [one.edit for one in opened]
+        meshes = dict.fromkeys(one.mesh for one in opened)
+        said = {mesh: _said_by_first(edits, mesh) for mesh in meshes}
+        for index, one in enumerate(opened):
+            one.edit = said[one.mesh][index]
+    for one in opened:
+        one.check_shape()
+    for one in opened:
+        one.write_back(of_first=rank0_only)
 
 
-def _of_first(said: Any, mesh: DeviceMesh) -> Any:
-    """Return what the first rank of a mesh says."""
+def _said_by_first(said: Any, mesh: DeviceMesh) -> Any:
+    """Return the object of the first rank of a mesh. Collective: a broadcast along each axis."""
     box = [said]
     for axis in range(mesh.ndim):  # after axis k, all ranks that begin like the first have it
         dist.broadcast_object_list(box, group=mesh.get_group(axis), group_src=0)
     return box[0]
-
-
-def _write_grad(param: nn.Parameter, shard: torch.Tensor | None) -> None:
-    """Give a sharded parameter a reduced gradient, or none."""
-    sharded, present = cast(DTensor, param), param.grad
-    if shard is None:
-        param.grad = None
-    elif (
-        isinstance(present, DTensor)
-        and present.placements == sharded.placements
-        and present.dtype == shard.dtype
-    ):
-        _torch.local_tensor(present).copy_(shard)
-    else:
-        local = shard.clone().to(_torch.local_tensor(param).device)
-        assign_grad(param, _torch.local_like(param, local))
 
 
 # Full parameters for a while: to look at, to edit, to save ----------------------------------------
@@ -324,20 +308,30 @@ def unsharded(
         group.reshard()
         group.register_params()
         group.tree.agree()
-    slots = _slots_in(modules, groups)
-    params = FullParams(slots, rank0_only, offload_to_cpu, with_grads, writeback)
+    opened = [_Opened(param, slots) for param, slots in _slots_in(modules, groups).items()]
+    together = Together([one.mesh for one in opened if rank0_only and writeback])
     for group in groups:
         group.is_opened = True
     try:
-        params.register_full()
-        with params.noticing_edits():
+        _register_full(
+            opened,
+            rank0_only=rank0_only,
+            to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+            writeback=writeback,
+        )
+        with together.noting_failure():
             yield
+            for one in opened:
+                one.find_edit(with_grads=with_grads)
+        together.go_on("all ranks to write back the edits of unsharded()")
     finally:
-        params.register_sharded()
+        for one in opened:
+            one.register_sharded()
         for group in groups:
             group.is_opened = False
     if writeback:
-        params.write_back()
+        _write_back(opened, rank0_only=rank0_only)
 
 
 def _slots_in(

@@ -218,8 +218,8 @@ def test_a_first_rank_that_fails_gets_nothing_old_later() -> None:
         assert str(caught.value) == (
             "of the first rank"
             if is_first
-            else "Expected rank 0 to take part in gathering full tensors, got a failure there; "
-            "see the error that it raises"
+            else "Expected all ranks to gather full tensors, got a failure on rank 0; see the "
+            "error that it raises"
         )
         with torch.no_grad():
             for param in model.parameters():

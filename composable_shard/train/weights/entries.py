@@ -14,7 +14,6 @@ from composable_shard.arguments import check_module
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.storage import sharded_form
 from composable_shard.core.tree import check_at_rest
-from composable_shard.train.ranks import Ranks
 
 # What a model keeps in a checkpoint: each tensor once, with all the names it has ------------------
 
@@ -122,40 +121,12 @@ def _identity(tensor: torch.Tensor) -> object:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-# Which tensor of a checkpoint goes where in a model, and what does not fit ------------------------
+# Names --------------------------------------------------------------------------------------------
 
 Rename = Callable[[str], str | None]
 
 SHOWN = 20
 """How many names a message lists before it only counts them."""
-
-
-def renamed(
-    names: Sequence[str], rename: Rename | None, ranks: Ranks, expected: str
-) -> list[str | None]:
-    """Return new names, the same on all ranks, so that they fit on all ranks or on none.
-
-    Args:
-        names: The names, the same on all ranks.
-        rename: Given a name, returns the new one; ``None`` if they stay.
-        ranks: The ranks that do the same.
-        expected: What should be, for the message if it fails.
-
-    Raises:
-        ShardError: On all ranks, if ``rename`` fails on one.
-        RankMismatchError: On all ranks, if it returns something else on some.
-
-    Collective: an all-gather of a small object if there is a ``rename``.
-    """
-    if rename is None:
-        return [*names]
-    found: list[str | None] = []
-    with ranks.noting_failure():
-        found = [rename(name) for name in names]
-    pairs = zip(names, found, strict=False)  # there is none if it failed
-    facts = [f"{'nothing' if new is None else repr(new)} of {name!r}" for name, new in pairs]
-    ranks.agree(facts, "names after rename", expected)
-    return found
 
 
 def listed(names: Sequence[str]) -> str:

@@ -196,15 +196,15 @@ class FileWriter:
 
     def __init__(self, place: Path, tensors: Mapping[str, Shaped]) -> None:
         header, self._starts = _header(tensors)
-        self._file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._left = set(tensors)
-        self._write_at(0, header)
+        self._file = place.open("wb")
+        self._file.write(header)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write the values of a tensor, which is contiguous and on the CPU."""
+        self._file.seek(self._starts[name])
         if tensor.nbytes:
-            memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-            self._write_at(self._starts[name], memory)
+            self._file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
         self._left.discard(name)
 
     @property
@@ -213,19 +213,10 @@ class FileWriter:
         return not self._left
 
     def close(self) -> None:
-        """Put what was written on the disk, and close the file."""
-        file, self._file = self._file, -1
-        if file >= 0:
-            try:
-                os.fsync(file)
-            finally:
-                os.close(file)
-
-    def _write_at(self, start: int, content: Any) -> None:
-        left = memoryview(content).cast("B")
-        while left:
-            count = os.pwrite(self._file, left, start)
-            left, start = left[count:], start + count
+        """Put the tensors on the disk, and close the file."""
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 def _header(tensors: Mapping[str, Shaped]) -> tuple[bytes, dict[str, int]]:

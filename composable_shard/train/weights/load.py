@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 from composable_shard.arguments import check_flags, check_function, check_path
 from composable_shard.errors import ShardError
-from composable_shard.train.full import boxes_of, count_write, same_bits
-from composable_shard.train.ranks import Ranks
+from composable_shard.train.full import Box, boxes_of, count_write, same_bits
+from composable_shard.train.ranks import Ranks, naming_failures
 from composable_shard.train.weights.entries import (
     Entry,
     Rename,
@@ -25,11 +26,10 @@ from composable_shard.train.weights.entries import (
     listed,
     materialize,
     registered,
-    renamed,
 )
 from composable_shard.train.weights.files import Reader, Stored, library, list_stored, progress_bar
 
-# Which tensor of a checkpoint goes where in a model, and what does not fit ------------------------
+# The tensors of a checkpoint and of a model -------------------------------------------------------
 
 
 class Match(NamedTuple):
@@ -39,65 +39,38 @@ class Match(NamedTuple):
     stored: tuple[Stored, ...]
 
 
-def match(
-    entries: Sequence[Entry],
-    stored: Sequence[Stored],
-    names: Sequence[str | None],
-    source: str | os.PathLike[str],
-) -> tuple[list[Match], list[str], list[str]]:
-    """Find the tensors of a checkpoint in a model.
-
-    Args:
-        entries: The tensors of the model.
-        stored: Those of the checkpoint.
-        names: What each of those is called in the model; ``None`` to pass over it.
-        source: The checkpoint, for messages.
-
-    Returns:
-        What is found on both sides; names of the model that are not in the checkpoint, also not
-        under a tied name; names in the checkpoint, as they stand there, that the model lacks.
+def _by_name(
+    stored: Sequence[Stored], rename: Rename | None, ranks: Ranks, source: object
+) -> dict[str, Stored]:
+    """Return the tensors of a checkpoint by their names in the model, the same on all ranks.
 
     Raises:
-        ShardError: If two of them would have the same name.
+        ShardError: On all ranks, if ``rename`` fails on one, or returns a name twice.
+        RankMismatchError: On all ranks, if it returns something else on some.
+
+    Collective: an all-gather of a small object if there is a ``rename``.
     """
-    by_name: dict[str, Stored] = {}
+    names: list[str | None] = [one.name for one in stored]
+    if rename is not None:
+        with ranks.noting_failure():
+            names = [rename(one.name) for one in stored]
+        pairs = zip(stored, names, strict=True)
+        facts = [f"{'nothing' if new is None else repr(new)} of {one.name!r}" for one, new in pairs]
+        ranks.agree(facts, "names after rename", f"names from rename for '{source}'")
+    found: dict[str, Stored] = {}
     for one, name in zip(stored, names, strict=True):
-        if name in by_name:
+        if name in found:
             raise ShardError(
                 f"Expected names that rename keeps apart, got '{name}' for both "
-                f"'{by_name[name].name}' and '{one.name}' in '{source}'"
+                f"'{found[name].name}' and '{one.name}' in '{source}'"
             )
         if name is not None:
-            by_name[name] = one
-    found = [
-        Match(entry, tuple(by_name[name] for name in entry.names if name in by_name))
-        for entry in entries
-    ]
-    known = {name for entry in entries for name in entry.names}
-    return (
-        [match for match in found if match.stored],
-        [match.entry.names[0] for match in found if not match.stored],
-        [one.name for name, one in by_name.items() if name not in known],
-    )
-
-
-def _check_names(missing: Sequence[str], unexpected: Sequence[str], source: object) -> None:
-    if missing or unexpected:
-        sides = {"missing": missing, "unexpected": unexpected}
-        got = "; ".join(f"{side}: {listed(names)}" for side, names in sides.items() if names)
-        raise ShardError(
-            f"Expected the names of the model in '{source}', got {got}; pass rename to map names, "
-            "or strict=False to load what there is"
-        )
-
-
-def _check_values(matches: Sequence[Match], source: object) -> None:
-    if wrong := [text for match in matches if (text := _misfit(match))]:
-        raise ShardError(f"Expected tensors in '{source}' that fit the model, got {listed(wrong)}")
+            found[name] = one
+    return found
 
 
 def _misfit(match: Match) -> str | None:
-    """Tell why a tensor cannot be read into the model, if it cannot."""
+    """Return the reason why a tensor cannot be read into the model, if there is one."""
     entry, shape = match.entry, tuple(match.entry.tensor.shape)
     name = f"'{entry.names[0]}'"
     for one in match.stored:
@@ -117,91 +90,88 @@ def _misfit(match: Match) -> str | None:
 # The values of a checkpoint on their way into a model, tensor by tensor ---------------------------
 
 
-class Reading:
-    """Reads what was matched.
+def _read(
+    model: nn.Module,
+    matches: Sequence[Match],
+    ranks: Ranks,
+    advance: Callable[[int], object],
+    *,
+    strict: bool,
+    sends: bool,
+) -> None:
+    """Read the values of all tensors.
 
-    A rank that fails goes on to receive and to send, so that the others do not wait for it.
+    A rank that fails notes that, and goes on to receive and to send, so that the others do not wait
+    for it.
 
     Args:
-        matches: What goes where; the same on all ranks.
+        model: The model.
+        matches: The tensors, the same on all ranks.
         ranks: The ranks that take part.
+        advance: Called with the number of bytes that are done.
         strict: Whether tied names must hold the same values.
         sends: Whether the first rank reads and sends to the others.
 
-    Attributes:
-        nbytes: How many bytes the tensors have, in the files.
+    Collective: if it ``sends``, a broadcast of each tensor.
     """
+    with torch.inference_mode(False), torch.no_grad(), Reader() as reader:
+        with ranks.noting_failure():
+            materialize(model, [match.entry for match in matches])
+        device = torch.device("cpu")
+        if ranks.group is not None:
+            device = _torch.device_for(ranks.group, device)
+        largest = max((one.nbytes for m in matches for one in m.stored), default=0)
+        # A buffer for each tensor would stay with the allocator.
+        buffer = _torch.empty(largest if sends else 0, dtype=torch.uint8, device=device)
+        for match in matches:
+            count_write(match.entry.local)  # also where this rank has no rows, or fails
+        for match in sorted(matches, key=lambda match: match.stored[0].file):
+            for stored in match.stored:
+                rows: Callable[[Box], torch.Tensor] = partial(reader.read, stored)
+                if sends:
+                    rows = _broadcast(stored, reader, ranks, buffer[: stored.nbytes]).__getitem__
+                if ranks.failure is None:
+                    with ranks.noting_failure():
+                        _fill(match, stored, rows, strict=strict)
+                advance(stored.nbytes)
 
-    def __init__(
-        self, matches: Sequence[Match], ranks: Ranks, *, strict: bool, sends: bool
-    ) -> None:
-        files = {stored.file: None for match in matches for stored in match.stored}
-        order = {file: place for place, file in enumerate(files)}
-        self._matches = sorted(matches, key=lambda match: order[match.stored[0].file])
-        self._ranks, self._strict, self._sends = ranks, strict, sends
-        self.nbytes = sum(stored.nbytes for match in matches for stored in match.stored)
 
-    def run(self, model: nn.Module, advance: Callable[[int], object]) -> None:
-        """Read everything; what goes wrong on this rank is noted.
+def _fill(
+    match: Match, stored: Stored, rows: Callable[[Box], torch.Tensor], *, strict: bool
+) -> None:
+    """Write this rank's part of a tensor, or compare it if a tied name has filled it."""
+    is_again = strict and stored is not match.stored[0]
+    plain = match.entry.plain
+    assert plain is not None
+    for box, own in boxes_of(match.entry.tensor):
+        target = plain[own]
+        piece = rows(box).reshape(target.shape)
+        if not is_again:
+            target.copy_(piece)
+        elif not same_bits(target, piece.to(target.device, target.dtype)):
+            raise ValueError(
+                f"Expected '{match.stored[0].name}' and '{stored.name}', which the model ties, to "
+                "hold the same, got different values"
+            )
 
-        Args:
-            model: The model that the tensors are in.
-            advance: Told how many bytes are done.
 
-        Collective: if it ``sends``, a broadcast of each tensor.
-        """
-        with torch.inference_mode(False), torch.no_grad(), Reader() as reader:
-            with self._ranks.noting_failure():
-                materialize(model, [match.entry for match in self._matches])
-            if self._sends:  # a buffer for each tensor would stay with the allocator
-                largest = max((one.nbytes for m in self._matches for one in m.stored), default=0)
-                group, device = self._ranks.group, torch.device("cpu")
-                device = device if group is None else _torch.device_for(group, device)
-                self._buffer = _torch.empty(largest, dtype=torch.uint8, device=device)
-            for match in self._matches:
-                count_write(match.entry.local)  # also where this rank has no rows, or fails
-            for match in self._matches:
-                for stored in match.stored:
-                    if self._sends or self._ranks.failure is None:
-                        self._read(match, stored, reader)
-                        advance(stored.nbytes)
+def _broadcast(stored: Stored, reader: Reader, ranks: Ranks, sent: torch.Tensor) -> torch.Tensor:
+    """Return a full tensor, read by the first rank. Collective: a broadcast of its bytes.
 
-    def _read(self, match: Match, stored: Stored, reader: Reader) -> None:
-        full = self._sent(stored, reader) if self._sends else None
-        if self._ranks.failure is None:
-            with self._ranks.noting_failure():
-                self._fill(match, stored, full, reader)
-
-    def _fill(
-        self, match: Match, stored: Stored, full: torch.Tensor | None, reader: Reader
-    ) -> None:
-        """Write this rank's part of a tensor, or compare it if a tied name has filled it."""
-        is_again = self._strict and stored is not match.stored[0]
-        plain = match.entry.plain
-        assert plain is not None
-        for box, own in boxes_of(match.entry.tensor):
-            target = plain[own]
-            piece = reader.read(stored, box) if full is None else full[box]
-            piece = piece.reshape(target.shape)
-            if not is_again:
-                target.copy_(piece)
-            elif not same_bits(target, piece.to(target.device, target.dtype)):
-                raise ValueError(
-                    f"Expected '{match.stored[0].name}' and '{stored.name}', which the model ties, "
-                    "to hold the same, got different values"
-                )
-
-    def _sent(self, stored: Stored, reader: Reader) -> torch.Tensor:
-        """Return a full tensor, read by the first rank. Collective: a broadcast of its bytes."""
-        ranks, sent = self._ranks, self._buffer[: stored.nbytes]
-        if ranks.is_first and ranks.failure is None and len(sent):
-            with ranks.noting_failure():
-                full = reader.read(stored, tuple(slice(0, length) for length in stored.shape))
-                sent = full.reshape(-1).view(torch.uint8).to(sent.device)
-        if ranks.group is not None and len(sent):
-            with ranks.naming_failures():
-                dist.broadcast(sent, group=ranks.group, group_src=0)
-        return sent.view(stored.dtype).view(stored.shape)
+    Args:
+        stored: The tensor.
+        reader: Reads it, on the first rank.
+        ranks: The ranks that get it.
+        sent: Memory for its bytes.
+    """
+    if ranks.is_first and ranks.failure is None and len(sent):
+        with ranks.noting_failure():
+            full = reader.read(stored, tuple(slice(0, length) for length in stored.shape))
+            sent = full.reshape(-1).view(torch.uint8).to(sent.device)
+    if ranks.group is not None and len(sent):
+        with naming_failures(ranks.doing):
+            dist.broadcast(sent, group=ranks.group, group_src=0)
+    return sent.view(stored.dtype).view(stored.shape)
 
 
 # Reading a checkpoint into shards, each rank its own rows -----------------------------------------
@@ -309,15 +279,24 @@ def load_sharded(
     stored = _agree_on_stored(
         ranks, entries, arguments, source, sends=broadcast_from_rank0, shows=shows
     )
-    expected = f"names from rename for '{source}'"
-    names = renamed([one.name for one in stored], rename, ranks, expected)
-    matches, missing, unexpected = match(entries, stored, names, source)
-    if strict:
-        _check_names(missing, unexpected, source)
-    _check_values(matches, source)
-    reading = Reading(matches, ranks, strict=strict, sends=broadcast_from_rank0)
-    with progress_bar(f"loading {Path(source).name}", reading.nbytes, shown=shows) as advance:
-        reading.run(model, advance)
+    by_name = _by_name(stored, rename, ranks, source)
+    found = [Match(e, tuple(by_name[n] for n in e.names if n in by_name)) for e in entries]
+    matches = [match for match in found if match.stored]
+    missing = [match.entry.names[0] for match in found if not match.stored]
+    known = {name for entry in entries for name in entry.names}
+    unexpected = [one.name for name, one in by_name.items() if name not in known]
+    if strict and (missing or unexpected):
+        sides = {"missing": missing, "unexpected": unexpected}
+        got = "; ".join(f"{side}: {listed(names)}" for side, names in sides.items() if names)
+        raise ShardError(
+            f"Expected the names of the model in '{source}', got {got}; pass rename to map names, "
+            "or strict=False to load what there is"
+        )
+    if wrong := [text for match in matches if (text := _misfit(match))]:
+        raise ShardError(f"Expected tensors in '{source}' that fit the model, got {listed(wrong)}")
+    nbytes = sum(one.nbytes for match in matches for one in match.stored)
+    with progress_bar(f"loading {Path(source).name}", nbytes, shown=shows) as advance:
+        _read(model, matches, ranks, advance, strict=strict, sends=broadcast_from_rank0)
     partly = "; the model is partly loaded, load it again"
     ranks.agree([], "tensors", f"to load '{source}'", remedy=partly)
     volatile = [(name, one) for name, one, is_persistent in registered(model) if not is_persistent]
@@ -353,4 +332,4 @@ def _agree_on_stored(
         facts += [one.fact() for one in stored]
     what = "model, checkpoint and arguments of load_sharded()"
     ranks.agree(facts, what, f"a checkpoint at '{source}'")
-    return ranks.from_first(stored) if sends else stored
+    return ranks.from_one(stored) if sends else stored

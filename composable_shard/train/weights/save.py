@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from itertools import zip_longest
 from pathlib import Path
 from uuid import uuid4
@@ -22,9 +22,9 @@ from composable_shard.arguments import (
     check_path,
     check_value,
 )
-from composable_shard.train.checkpoint import sync_folder
+from composable_shard.train.checkpoint import sync_folder, write_json
 from composable_shard.train.ranks import Ranks
-from composable_shard.train.weights.entries import Rename, contents_of, renamed
+from composable_shard.train.weights.entries import Rename, contents_of
 from composable_shard.train.weights.files import (
     INDEX,
     SHARD,
@@ -33,21 +33,26 @@ from composable_shard.train.weights.files import (
     library,
     progress_bar,
 )
-from composable_shard.train.weights.gathering import Bucket, Planned, Routes, runs_within
-from composable_shard.train.weights.stream import Asked, Stream, check_planned
+from composable_shard.train.weights.gathering import Bucket, Planned, Route, runs_within, stream
+from composable_shard.train.weights.stream import agree_on_plan, plan
 
 # Files of full tensors: planned beforehand, filled tensor by tensor, named when complete ----------
 
 BUCKET_NBYTES = 32 * 2**20
-"""How many bytes of full tensors are gathered at once for each rank that writes."""
+"""Bytes of full tensors that are gathered at once for each rank that writes."""
+
+CPU = torch.device("cpu")
+
+Files = dict[str, list[Planned]]
+"""The tensors in each file, by its name; the same on all ranks."""
 
 
 class Output:
-    """Where weights go: a file, or a folder.
+    """The place of the weights: a file, or a folder.
 
     Args:
         place: Its path; a file if it ends so.
-        overwrite: Whether what is there may be replaced.
+        overwrite: Whether weights that are there may be replaced.
     """
 
     def __init__(self, place: Path, *, overwrite: bool) -> None:
@@ -56,21 +61,12 @@ class Output:
         self.folder = place.parent if self.is_file else place
         self._overwrite = overwrite
 
-    @property
-    def name(self) -> str:
-        """Its last part."""
-        return self.place.name
-
-    def check(self, *, shows: bool) -> None:
-        """Make the folder, and see that weights can be written there (on one rank).
+    def make(self) -> None:
+        """Make the folder, on one rank.
 
         Raises:
-            FileExistsError: If there are some, and they may not be replaced.
-            ImportError: If a library is missing that this needs.
+            FileExistsError: If there are weights that may not be replaced.
         """
-        library("safetensors")
-        if shows:
-            library("tqdm")
         old = self._old()
         if old and not self._overwrite:
             raise FileExistsError(
@@ -85,15 +81,22 @@ class Output:
         return [f"model-{n:05d}-of-{num_files:05d}.safetensors" for n in range(1, num_files + 1)]
 
     def part(self, name: str) -> Path:
-        """Return where a file is written before it has its name."""
+        """Return the path of a file before it has its name."""
         return self.folder / f".{name}.part"
 
-    def publish(self, names: Sequence[str]) -> None:
+    def publish(self, files: Files) -> None:
         """Give all files their names: the one by which they are found comes last.
 
-        Where an old index lists files that are replaced, it goes before them: for a moment there is
+        If an old index lists files that are replaced, it is removed before: for a moment there is
         no checkpoint, but never one that is mixed.
         """
+        names = [*files]
+        if len(names) > 1:
+            homes = {one.name: name for name, inside in files.items() for one in inside}
+            nbytes = sum(one.nbytes for inside in files.values() for one in inside)
+            index = {"metadata": {"total_size": nbytes}, "weight_map": homes}
+            write_json(self.part(INDEX), index)
+            names.append(INDEX)
         stale = [path for path in self._old() if path.name not in names]
         if INDEX in names:
             (self.folder / INDEX).unlink(missing_ok=True)
@@ -103,6 +106,12 @@ class Output:
         for path in stale:
             path.unlink(missing_ok=True)
         sync_folder(self.folder)
+
+    def discard(self, names: Iterable[str]) -> None:
+        """Remove all files without names that this rank sees, as other ranks may have ended."""
+        for name in (*names, INDEX):
+            with contextlib.suppress(OSError):
+                self.part(name).unlink(missing_ok=True)
 
     def _old(self) -> list[Path]:
         if self.is_file or not self.folder.is_dir():
@@ -114,109 +123,85 @@ class Output:
         ]
 
 
-class Writing:
-    """Gathers and writes what was planned: each file by one rank, several files at a time.
+def _save(output: Output, files: Files, ranks: Ranks, advance: Callable[[int], object]) -> None:
+    """Write all files, then name them; leave none if something goes wrong.
 
-    Args:
-        output: Where to.
-        files: What is in each file; the same on all ranks.
-        ranks: The ranks that gather.
-        writers: Those that write, by their numbers in the job; the same on all ranks.
+    Raises:
+        ShardError: On all ranks, if one cannot write.
 
-    Attributes:
-        nbytes: How many bytes the tensors have.
+    Collective: those of :func:`_writers` and of ``stream``; two small objects at the end.
     """
+    expected = f"to save '{output.place}'"
+    rounds = _rounds([*files.values()], _writers(ranks, output, len(files)))
+    homes = {one: name for name, inside in files.items() for one in inside}
+    under_way: dict[str, FileWriter] = {}
 
-    def __init__(
-        self,
-        output: Output,
-        files: Sequence[Sequence[Planned]],
-        ranks: Ranks,
-        writers: Sequence[int],
-    ) -> None:
-        self._output, self._files, self._ranks, self._writers = output, files, ranks, writers
-        self._names = output.file_names(len(files))
-        self._homes = {one: index for index, file in enumerate(files) for one in file}
-        self._open: dict[int, FileWriter] = {}
-        self.nbytes = sum(one.nbytes for one in self._homes)
+    def begin(name: str) -> FileWriter:
+        shapes = {one.name: (one.dtype, one.entry.tensor.shape) for one in files[name]}
+        return FileWriter(output.part(name), shapes)
 
-    def run(self, advance: Callable[[int], object]) -> None:
-        """Write all files, then name them; leave none if something goes wrong.
+    def write(one: Planned, full: torch.Tensor) -> None:
+        name = homes[one]
+        if name not in under_way:
+            under_way[name] = begin(name)
+        under_way[name].write(one.name, full)
+        if under_way[name].is_complete:
+            under_way.pop(name).close()
 
-        Raises:
-            ShardError: On all ranks, if one cannot write.
-
-        Collective: those of a :class:`Stream`; two small objects at the end.
-        """
-        expected = f"to save '{self._output.place}'"
-        stream = Stream(self._rounds(), self._ranks, expected, torch.device("cpu"))
-        try:
-            with contextlib.closing(stream.run(advance)) as arriving:
-                for one, full in arriving:
-                    with self._ranks.noting_failure():
-                        self._write(one, full)
-                    del one, full  # or they would be held while the next bucket is finished
-            if self._ranks.is_first and not self._homes:  # a model without tensors
-                with self._ranks.noting_failure():
-                    self._begin(0).close()
-            self._ranks.agree([], "files", expected)
-            if self._ranks.is_first:
-                with self._ranks.noting_failure():
-                    self._publish()
-            self._ranks.agree([], "files", expected)
-        except BaseException:
-            self._discard()
-            raise
-
-    def _rounds(self) -> list[list[Bucket]]:
-        """Let all who write get a bucket at a time, each of the file that it is at."""
-        routes, rounds, count = Routes(), list[list[Bucket]](), len(self._writers)
-        for start in range(0, len(self._files), count):
-            wave = [runs_within(file, BUCKET_NBYTES) for file in self._files[start : start + count]]
-            for runs in zip_longest(*wave, fillvalue=()):
-                pairs = zip(self._writers, runs, strict=False)
-                rounds.append([Bucket(run, routes, to) for to, run in pairs if run])
-        return rounds
-
-    def _write(self, one: Planned, full: torch.Tensor) -> None:
-        if self._ranks.failure is not None:
-            return
-        index = self._homes[one]
-        if index not in self._open:
-            self._open[index] = self._begin(index)
-        self._open[index].write(one.name, full)
-        if self._open[index].is_complete:
-            self._open.pop(index).close()
-
-    def _begin(self, index: int) -> FileWriter:
-        shapes = {one.name: (one.dtype, one.entry.tensor.shape) for one in self._files[index]}
-        return FileWriter(self._output.part(self._names[index]), shapes)
-
-    def _publish(self) -> None:
-        names = list(self._names)
-        if len(names) > 1:
-            part = self._output.part(INDEX)
-            homes = {one.name: self._names[index] for one, index in self._homes.items()}
-            index = {"metadata": {"total_size": self.nbytes}, "weight_map": homes}
-            part.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-            _sync(part)
-            names.append(INDEX)
-        self._output.publish(names)
-
-    def _discard(self) -> None:
-        """Remove what was written; on each rank all that it sees, as others may have ended."""
-        for writer in self._open.values():
+    try:
+        with contextlib.closing(stream(rounds, ranks, expected, CPU, advance)) as arriving:
+            for one, full in arriving:
+                if ranks.failure is None:
+                    with ranks.noting_failure():
+                        write(one, full)
+                del one, full  # or they would be held while the next bucket is finished
+        if ranks.is_first and not homes:  # a model without tensors
+            with ranks.noting_failure():
+                begin(*files).close()
+        ranks.agree([], "files", expected)
+        if ranks.is_first:
+            with ranks.noting_failure():
+                output.publish(files)
+        ranks.agree([], "files", expected)
+    except BaseException:
+        for writer in under_way.values():
             with contextlib.suppress(OSError):
                 writer.close()
-        for name in (*self._names, INDEX):
-            with contextlib.suppress(OSError):
-                self._output.part(name).unlink(missing_ok=True)
+        output.discard(files)
+        raise
 
 
-def _sync(file: Path) -> None:
-    """Put a file on the disk, so that it does not get its name before its content."""
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
+def _rounds(files: Sequence[Sequence[Planned]], writers: Sequence[int]) -> list[list[Bucket]]:
+    """Let each writer get a bucket at a time, of the file that it is at."""
+    routes, rounds, count = cache(Route), list[list[Bucket]](), len(writers)
+    for start in range(0, len(files), count):
+        wave = [runs_within(file, BUCKET_NBYTES) for file in files[start : start + count]]
+        for runs in zip_longest(*wave, fillvalue=()):
+            pairs = zip(writers, runs, strict=False)
+            rounds.append([Bucket(run, routes, to) for to, run in pairs if run])
+    return rounds
+
+
+def _writers(ranks: Ranks, output: Output, num_files: int) -> list[int]:
+    """Return the ranks that write: the first, and for several files those that see its folder.
+
+    Collective: a broadcast and an all-gather of a small object, for several files.
+    """
+    if num_files == 1 or len(ranks.numbers) == 1:
+        return ranks.numbers[:1]
+    token = output.folder / ranks.from_one(f".{output.place.name}.{uuid4().hex}")
+    with contextlib.suppress(OSError):  # then nobody sees it, and the first rank says what is wrong
+        if ranks.is_first:
+            token.touch()
+    ranks.say(0)
+    writes = ranks.is_first
+    with contextlib.suppress(ImportError):
+        writes = writes or (library("safetensors") is not None and token.exists())
+    heard = ranks.gather(writes)
+    if ranks.is_first:
+        with contextlib.suppress(OSError):
+            token.unlink(missing_ok=True)
+    return [rank for rank, does in zip(ranks.numbers, heard, strict=True) if does]
 
 
 # Writing the full tensors of a sharded model to safetensors files ---------------------------------
@@ -297,49 +282,20 @@ def save_full(
     shows = progress and ranks.is_first
     if ranks.is_first:
         with ranks.noting_failure():
-            output.check(shows=shows)
+            library("safetensors")
+            if shows:
+                library("tqdm")
+            output.make()
     place = "a file" if output.is_file else f"a folder, max_shard_size {limit}"
     facts = [f"{place}, {'no ' if rename is None else ''}rename, dtype {dtype}"]
-    facts += [entry.fact() for entry in entries]
-    ranks.agree(facts, "model and arguments of save_full()", f"to save '{output.place}'")
-    names = [entry.names[0] for entry in entries]
-    expected = f"names from rename for '{output.place}'"
-    known = dict(zip(names, renamed(names, rename, ranks, expected), strict=True))
-    asked = Asked(dtype, known.get, subclasses=torch.Tensor.dequantize)
-    planned = asked.planned(entries)
-    check_planned(planned, f"'{output.place}'", "of several tensors")
-    files = runs_within(planned, None if output.is_file else limit)
-    writing = Writing(output, files, ranks, _writers(ranks, output, len(files)))
-    with progress_bar(f"saving {output.name}", writing.nbytes, shown=shows) as advance:
-        writing.run(advance)
-
-
-def _writers(ranks: Ranks, output: Output, num_files: int) -> list[int]:
-    """Return the ranks that write: the first, and for several files those that see its folder.
-
-    Collective: a broadcast and an all-gather of a small object, for several files.
-    """
-    if num_files == 1 or len(ranks.numbers) == 1:
-        return ranks.numbers[:1]
-    token = ranks.from_first(f".{output.name}.{uuid4().hex}")
-    path = output.folder / token
-    with contextlib.suppress(OSError):  # then nobody sees it, and the first rank says what is wrong
-        if ranks.is_first:
-            path.touch()
-    ranks.say(0)
-    writes = ranks.gather(ranks.is_first or (_can_write() and path.exists()))
-    if ranks.is_first:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-    return [rank for rank, does in zip(ranks.numbers, writes, strict=True) if does]
-
-
-def _can_write() -> bool:
-    try:
-        library("safetensors")
-    except ImportError:
-        return False
-    return True
+    naming = partial(plan, dtype=dtype, rename=rename, subclasses=torch.Tensor.dequantize)
+    expected = f"to save '{output.place}'"
+    planned = agree_on_plan(naming, entries, facts, ranks, "save_full()", expected)
+    runs = runs_within(planned, math.inf if output.is_file else limit)
+    files = dict(zip(output.file_names(len(runs)), runs, strict=True))
+    num_bytes_in_all = sum(one.nbytes for one in planned)
+    with progress_bar(f"saving {output.place.name}", num_bytes_in_all, shown=shows) as advance:
+        _save(output, files, ranks, advance)
 
 
 def num_bytes(asked: int | str) -> int:

@@ -1,18 +1,12 @@
-"""Weights out of a sharded model: full tensors one after another, or what this rank holds.
-
-Before a bucket is launched each rank says a word to all others: that it has the bucket before and
-goes on, that it has left, or that it has failed. So nothing is launched that a rank does not take
-part in, and a rank that goes away is an error on the others at their next bucket, not a wait.
-"""
+"""Weights out of a sharded model: full tensors one after another, or the parts of this rank."""
 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import chain, count
+from functools import cache, partial
+from itertools import count
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -39,111 +33,10 @@ from composable_shard.train.weights.gathering import (
     Bucket,
     MakePlain,
     Planned,
-    Routes,
+    Route,
     runs_within,
+    stream,
 )
-
-# Buckets one after another, with the next one under way -------------------------------------------
-
-_GOES_ON, _LEFT, _FAILED = range(3)
-
-Arrived = tuple[Planned, torch.Tensor]
-
-
-@dataclass
-class Stream:
-    """Gathers rounds of buckets; while the tensors of one round are used, the next is under way.
-
-    Attributes:
-        rounds: The buckets of each round; the same on all ranks.
-        ranks: The ranks that take part. What is noted there as a failure ends it on all of them.
-        expected: What should happen, for messages.
-        device: Where tensors are to be; ``None`` for where they are gathered.
-        last: The last tensor that was given away, for messages.
-    """
-
-    rounds: Sequence[Sequence[Bucket]]
-    ranks: Ranks
-    expected: str
-    device: torch.device | None
-    last: str = "nothing"
-
-    def run(self, advance: Callable[[int], object] = lambda _: None) -> Generator[Arrived]:
-        """Yield the tensors that this rank gets.
-
-        Args:
-            advance: Told how many bytes have become whole.
-
-        Raises:
-            ShardError: On all ranks, if one has left or has failed.
-            CommunicationError: If a rank has ended or does not answer within the time-out.
-
-        Collective: those of the buckets; before each round, and after the last one, 8 bytes.
-        """
-        ahead = self._prepared(0)
-        self._go_on()
-        self._launch(ahead)
-        for index, under_way in enumerate(self.rounds):
-            self._wait(ahead)
-            tensors = self._arrived(under_way)
-            ahead = self._prepared(index + 1)
-            self._go_on()
-            self._launch(ahead)
-            advance(sum(bucket.nbytes for bucket in under_way))
-            try:
-                while tensors:
-                    self.last = f"'{tensors[0][0].name}'"
-                    yield tensors.popleft()
-            except BaseException:
-                self._leave(ahead)
-                raise
-
-    # One round ------------------------------------------------------------------------------
-
-    def _prepared(self, index: int) -> Sequence[Bucket]:
-        """Have what the buckets of a round need, if there is such a round."""
-        buckets = self.rounds[index] if index < len(self.rounds) else ()
-        with self.ranks.noting_failure(), torch.no_grad():
-            for bucket in buckets:
-                bucket.prepare()
-        return buckets
-
-    def _launch(self, buckets: Sequence[Bucket]) -> None:
-        with self.ranks.naming_failures():
-            for bucket in buckets:
-                bucket.launch()
-
-    def _wait(self, buckets: Sequence[Bucket]) -> None:
-        with self.ranks.naming_failures(), torch.no_grad():
-            for bucket in buckets:
-                bucket.wait()
-
-    def _arrived(self, buckets: Sequence[Bucket]) -> deque[Arrived]:
-        tensors = deque[Arrived]()
-        with self.ranks.noting_failure(), torch.no_grad():
-            for bucket in buckets:
-                tensors += bucket.whole(self.device)
-        return tensors
-
-    # Words ----------------------------------------------------------------------------------
-
-    def _go_on(self) -> None:
-        """Go on if all ranks do; else raise ``ShardError`` on all that have not left."""
-        failure = self.ranks.failure
-        heard = self.ranks.say(_GOES_ON if failure is None else _FAILED)
-        if not any(heard):
-            return
-        told = zip(self.ranks.numbers, self.ranks.gather(failure), strict=True)
-        rank, text = next((rank, text) for rank, text in told if text is not None)
-        raise ShardError(f"Expected {self.expected}, got on rank {rank}: {text}")
-
-    def _leave(self, ahead: Sequence[Bucket]) -> None:
-        """Wait for what is under way and tell the others that there will be no more."""
-        if ahead:  # or nobody waits for a word
-            self._wait(ahead)
-            self.ranks.say(_LEFT)
-            self.ranks.gather(f"it was left after {self.last}")
-
 
 # Full tensors of a sharded model ------------------------------------------------------------------
 
@@ -219,86 +112,86 @@ def iter_full(
         [('weight', [4, 2]), ('bias', [4])]
     """
     ranks = Ranks(process_group, "gathering full weights")
-    asked, planned = Asked(dtype, rename, tied, subclasses), list[Planned]()
     with ranks.checking():
         check_int("bucket_bytes", bucket_bytes, 1)
         check_flags(rank0_only=rank0_only)
-        asked.check()
+        check_dtype("dtype", dtype)
+        check_function("rename", rename)
+        check_value("tied", tied, tied in get_args(Tied), f"to be one of {get_args(Tied)}")
+        fits = callable(subclasses) or subclasses in ("own", "plain")
+        check_value("subclasses", subclasses, fits, "to be 'own', 'plain' or a function")
         place = None if device is None else checked_device("device", device)
         entries = contents_of(model, "iter_full")
-    with ranks.noting_failure():
-        planned = asked.planned(entries)
-    facts = [f"bucket_bytes {bucket_bytes}, rank0_only {rank0_only}, {asked.fact()}"]
-    facts += [entry.fact() for entry in entries]
-    facts += [f"{one.names} for '{one.entry.names[0]}'" for one in planned]
-    ranks.agree(facts, "model and arguments of iter_full()", "names for iter_full()")
-    check_planned(planned, "iter_full()")
-    routes, to = Routes(), ranks.numbers[0] if rank0_only else None
+    form = "by a function" if callable(subclasses) else subclasses
+    asked = f"dtype {dtype}, tied {tied}, subclasses {form}"
+    facts = [f"bucket_bytes {bucket_bytes}, rank0_only {rank0_only}, {asked}"]
+    naming = partial(plan, dtype=dtype, rename=rename, tied=tied, subclasses=subclasses)
+    planned = agree_on_plan(naming, entries, facts, ranks, "iter_full()", "names for iter_full()")
+    routes, to = cache(Route), ranks.numbers[0] if rank0_only else None
     rounds = [[Bucket(run, routes, to)] for run in runs_within(planned, bucket_bytes)]
-    stream = Stream(rounds, ranks, "all ranks to go through iter_full() to its end", place)
-    with contextlib.closing(stream.run()) as arriving:
+    expected = "all ranks to go through iter_full() to its end"
+    with contextlib.closing(stream(rounds, ranks, expected, place)) as arriving:
         for one, full in arriving:
             for name in one.names:
                 yield name, full
             del one, full  # or they would be held while the next bucket is finished
 
 
-class Asked(NamedTuple):
-    """Which tensors of a model are asked for, and in which form; see :func:`iter_full`."""
-
-    dtype: torch.dtype | None = None
-    rename: Rename | None = None
-    tied: Tied = "first"
-    subclasses: Subclasses = "own"
-
-    def check(self) -> None:
-        """Raise unless this can be asked for.
-
-        Raises:
-            TypeError: If something has the wrong type.
-            ValueError: If it has another value than there is.
-        """
-        check_dtype("dtype", self.dtype)
-        check_function("rename", self.rename)
-        known = f"to be one of {get_args(Tied)}"
-        check_value("tied", self.tied, self.tied in get_args(Tied), known)
-        fits = callable(self.subclasses) or self.subclasses in ("own", "plain")
-        check_value("subclasses", self.subclasses, fits, "to be 'own', 'plain' or a function")
-
-    def fact(self) -> str:
-        """Describe what must be the same on all ranks."""
-        kind = "by a function" if callable(self.subclasses) else self.subclasses
-        return f"dtype {self.dtype}, tied {self.tied}, subclasses {kind}"
-
-    def planned(self, entries: Sequence[Entry]) -> list[Planned]:
-        """Name the tensors that are not left out."""
-        found = []
-        for entry in entries:
-            known = entry.names if self.tied == "all" else entry.names[:1]
-            named = known if self.rename is None else map(self.rename, known)
-            names = tuple(dict.fromkeys(name for name in named if name is not None))
-            own = entry.tensor.dtype
-            dtype = self.dtype if self.dtype and own.is_floating_point else own
-            make: MakePlain | None = None
-            if callable(self.subclasses):
-                make = self.subclasses
-            elif self.subclasses == "plain":
-                make = type(entry.local).dequantize
-            if names:
-                found.append(Planned(names, entry, dtype, make))
-        return found
+def plan(
+    entries: Sequence[Entry],
+    *,
+    dtype: torch.dtype | None = None,
+    rename: Rename | None = None,
+    tied: Tied = "first",
+    subclasses: Subclasses = "own",
+) -> list[Planned]:
+    """Plan the tensors of a model that are not left out; see :func:`iter_full`."""
+    planned = []
+    for entry in entries:
+        known = entry.names if tied == "all" else entry.names[:1]
+        named = known if rename is None else map(rename, known)
+        names = tuple(dict.fromkeys(name for name in named if name is not None))
+        cast = dtype if entry.tensor.dtype.is_floating_point else None
+        make = subclasses if callable(subclasses) else None
+        if subclasses == "plain":
+            make = type(entry.local).dequantize
+        if names:
+            planned.append(Planned(names, entry, cast or entry.tensor.dtype, make))
+    return planned
 
 
-def check_planned(
-    planned: Sequence[Planned], what: str, of_class: str = "without dequantize()"
-) -> None:
-    """Raise ``ShardError`` if a tensor cannot be made what was asked for.
+def agree_on_plan(
+    naming: Callable[[Sequence[Entry]], list[Planned]],
+    entries: Sequence[Entry],
+    facts: Sequence[str],
+    ranks: Ranks,
+    call: str,
+    expected: str,
+) -> list[Planned]:
+    """Return the plan of the tensors of a model, the same on all ranks.
 
     Args:
-        planned: The tensors.
-        what: What they are for, for messages.
-        of_class: What messages say of a tensor subclass that cannot be made plain.
+        naming: Returns the plan; may fail.
+        entries: The tensors.
+        facts: The arguments of the call.
+        ranks: The ranks.
+        call: The call, for messages.
+        expected: The start of the message if a rank has failed.
+
+    Raises:
+        RankMismatchError: On all ranks, if models, arguments or names differ.
+        ShardError: On all ranks, if one has failed, or a tensor cannot be gathered as planned.
+
+    Collective: an all-gather of a small object.
     """
+    planned = list[Planned]()
+    with ranks.noting_failure():
+        planned = naming(entries)
+    named = {id(one.entry): " and ".join(map(repr, one.names)) for one in planned}
+    called = [named.get(id(entry), "nothing") for entry in entries]
+    pairs = [(entry.fact(), name) for entry, name in zip(entries, called, strict=True)]
+    facts = [*facts, *(f"{fact}, called {name}" for fact, name in pairs)]
+    ranks.agree(facts, f"model and arguments of {call}", expected)
     taken: dict[str, str] = {}
     wrong: list[str] = []
     for one in planned:
@@ -311,11 +204,12 @@ def check_planned(
             wrong.append(f"'{first}' on the meta device")
         elif one.entry.plain is None and one.make_plain is torch.Tensor.dequantize:
             # which is for quantized dtypes, not for classes
-            wrong.append(f"'{first}', a {type(one.entry.local).__name__} {of_class}")
+            wrong.append(f"'{first}', a {type(one.entry.local).__name__} of several tensors")
     if wrong:
         raise ShardError(
-            f"Expected tensors with values and names of their own for {what}, got {listed(wrong)}"
+            f"Expected tensors with values and names of their own for {call}, got {listed(wrong)}"
         )
+    return planned
 
 
 # What a pass launches, moves and holds, before it is made -----------------------------------------
@@ -358,19 +252,27 @@ def costs_of(model: nn.Module, bucket_nbytes: int) -> PassCosts:
 
     Collective: none.
     """
-    routes, planned = Routes(), Asked().planned(listed_in(model))
+    routes, planned = cache(Route), plan(listed_in(model))
     buckets = [Bucket(run, routes, None) for run in runs_within(planned, bucket_nbytes)]
-    gathers = [[gather for m in bucket.messages for gather in m.gathers] for bucket in buckets]
-    traffic = sum((num_ranks - 1) * sum(own) for num_ranks, own, *_ in chain(*gathers))
-    parts = [sum(sum(own) for _, own, *_ in several) for several in gathers]
+    launches = messages = traffic = largest = 0
+    for bucket in buckets:
+        held = 0
+        for message in bucket.messages:
+            sent = message.sent
+            for num_ranks in message.route.extents if sent else ():
+                launches, messages = launches + 1, messages + len(sent)
+                traffic += (num_ranks - 1) * sum(sent)
+                held += sum(sent)
+                sent = [num_ranks * nbytes for nbytes in sent]
+        largest = max(largest, held)
     return PassCosts(
         bucket_nbytes=bucket_nbytes,
         num_buckets=len(buckets),
-        launches=sum(map(len, gathers)),
-        messages=sum(len(own) for _, own, *_ in chain(*gathers)),
+        launches=launches,
+        messages=messages,
         sent_nbytes=traffic,
         received_nbytes=traffic,
-        held_nbytes=2 * max(bucket.nbytes for bucket in buckets) + max(parts),
+        held_nbytes=2 * max(bucket.nbytes for bucket in buckets) + largest,
         by_class=tuple(one.name for bucket in buckets for one in bucket.by_class),
     )
 
