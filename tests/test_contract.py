@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from on_ranks import on_ranks
 from torch import nn
-from training.programs import NUM_PARAMS, Program, assert_same
+from training.cases import Case, UsedAt
+from training.trees import NUM_PARAMS, TREE
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
 
@@ -102,8 +103,8 @@ def test_every_row_of_the_contract_has_its_tests() -> None:
 def test_a_parameter_that_is_first_used_when_others_have_accumulated() -> None:
     every, first = (True,) * NUM_PARAMS, (True,) + (False,) * (NUM_PARAMS - 1)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    used = ((first,) * 2, (every,) * 2, (every,) * 2)
-    assert_same(Program(("no_sync", "no_sync", "sync"), used, policy=policy), 2)
+    loss = UsedAt(((first,), (every,), (every,)))
+    Case(TREE, ["accumulate", "accumulate", "backward"]).check(loss=loss, policy=policy)
 
 
 @on_ranks(2)

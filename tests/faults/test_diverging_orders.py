@@ -13,11 +13,10 @@ from meshes.compare import Oracle, gradient_differences
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from training.programs import TREE
-from training.trees import build, inputs_for, shard
+from training.trees import TREE, build, inputs_for
 
 from composable_shard import RankMismatchError, fully_shard
-from composable_shard.testing import run_ranks
+from composable_shard.testing import run_ranks, shard_tree
 from faults.breaking import mesh_over
 
 CHECK_VARIABLE = "COMPOSABLE_SHARD_CHECK"
@@ -163,7 +162,7 @@ def test_checked_training_equals_that_of_the_oracle() -> None:
     try:
         model = build(TREE)
         oracle = Oracle(model)
-        shard(model, TREE)
+        shard_tree(model)
     finally:
         del os.environ[CHECK_VARIABLE]
     for step in range(2):

@@ -29,10 +29,13 @@ def test_reset_before_the_first_forward(of_block: bool) -> None:
     assert_parity(model, reference)
 
 
+@pytest.mark.parametrize("is_added", [False, True])
 @on_ranks(2)
-def test_reset_drops_accumulated_gradients() -> None:
-    """Of two microbatches the first is dropped, in all groups whatever it was called on."""
+def test_reset_drops_accumulated_gradients(is_added: bool) -> None:
+    """What waits is dropped with what it was added to, in all groups whatever it was called on."""
     reference, model = two_nets(2)
+    if is_added:
+        train_step(model, 6, None)
     with model.no_sync():
         model(own_input(7)).square().sum().backward()
     assert all(param.grad.placements[0].is_partial() for param in model.parameters())

@@ -16,12 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from training.cases import reproducible
-from training.programs import NUM_PARAMS, TREE
-from training.trees import build, inputs_for, shard
+from training.trees import NUM_PARAMS, TREE, build, inputs_for
 
 from composable_shard import FSDPModule, fully_shard
 from composable_shard.insight.events import record_events
-from composable_shard.testing import run_ranks
+from composable_shard.testing import run_ranks, shard_tree
 from meshes.compare import Oracle, gradient_differences, value_differences, whole
 
 Step = Literal["sync", "no_all_reduce", "no_sync", "step", "zero_grad"]
@@ -51,9 +50,8 @@ def follow(program: Program) -> list[str]:
     """Follow the program with both models; return what differs, at every reduction."""
     model = build(TREE)
     oracle = Oracle(model)
-    shard(
+    shard_tree(
         model,
-        TREE,
         mesh=hybrid_mesh(program.extents),
         reshard_after_forward=program.reshard_after_forward,
     )

@@ -12,14 +12,13 @@ from near import Apart
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from training.programs import TREE
-from training.trees import build, inputs_for, shard
+from training.trees import TREE, build, inputs_for
 from two_tensors import two_tensor_hooks, two_tensor_mlp
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_shard.core.transport.gloo import point_to_point
 from composable_shard.core.transport.process_groups import subgroup
-from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing import fake_ranks, run_ranks, shard_tree
 from meshes.compare import Oracle, step_differences
 
 
@@ -27,7 +26,7 @@ def train(num_ranks: int, policy: MixedPrecisionPolicy) -> list[str]:
     """Train the tree, with small, big, inner-sharded and frozen parameters; tell what differs."""
     model = build(TREE)
     oracle = Oracle(model)
-    shard(model, TREE, reshard_after_forward=num_ranks, mp_policy=policy)
+    shard_tree(model, reshard_after_forward=num_ranks, mp_policy=policy)
     assert isinstance(model, FSDPModule)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, oracle.model)]
     found: list[str] = []

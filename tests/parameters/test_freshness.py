@@ -13,7 +13,7 @@ from nets import Net, assert_parity, average_gradients, own_input, shard_net, tw
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
-from training.oracle import OPTIMIZERS
+from training.cases import OPTIMIZERS
 
 from composable_shard import fully_shard
 from composable_shard._torch.memory import poisoned_memory

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
+from torch import nn
 
-from composable_shard.testing import Step, TreeLoss, TreeSpec, assert_trains_like_unsharded
+from composable_shard.testing import (
+    Step,
+    Tree,
+    TreeLoss,
+    TreeSpec,
+    assert_trains_like_unsharded,
+    shard_tree,
+)
 from composable_shard.testing.strategies import (
     meshes,
     module_trees,
@@ -18,6 +27,16 @@ from composable_shard.testing.strategies import (
     training_programs,
     uses,
 )
+
+SGD = torch.optim.SGD
+OPTIMIZERS = {
+    "sgd": partial(SGD, lr=0.1),
+    "sgd_momentum": partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "sgd_foreach": partial(SGD, lr=0.1, momentum=0.9, foreach=True),
+    "adamw": partial(torch.optim.AdamW, lr=0.05),
+    "adamw_foreach": partial(torch.optim.AdamW, lr=0.05, foreach=True),
+    "adamw_fused": partial(torch.optim.AdamW, lr=0.05, fused=True),
+}
 
 
 def reproducible(max_examples: int) -> settings:
@@ -31,6 +50,32 @@ def reproducible(max_examples: int) -> settings:
     if os.environ.get("BRIEF_EXAMPLES"):
         max_examples //= 4
     return settings(max_examples=max_examples, deadline=None, derandomize=True)
+
+
+def shard_and_keep(model: Tree, **options: Any) -> None:
+    """Shard a tree whose groups keep their parameters after backward."""
+    shard_tree(model, **options).set_reshard_after_backward(False)  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class UsedAt:
+    """The loss of a tree.
+
+    Attributes:
+        used: For each step, for each rank in turn, which parameters it uses; beside the first that
+            is trained, so that all ranks go back.
+        skips_unused: Whether parts that it does not use do not run at all.
+    """
+
+    used: tuple[tuple[tuple[bool, ...], ...], ...]
+    skips_unused: bool = False
+
+    def __call__(self, model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        for module in model.modules():
+            if isinstance(module, Tree):
+                module.skips_unused = self.skips_unused
+        of_step = self.used[step % len(self.used)]
+        return TreeLoss((of_step[rank % len(of_step)],))(model, step, rank)
 
 
 @dataclass(frozen=True)
@@ -53,9 +98,13 @@ def cases(
 ) -> Case:
     mesh = draw(meshes())
     spec = draw(module_trees(mesh[-1], dtypes, frozen=not differs))
-    options = {"reshard_after_forward": draw(reshard_choices(mesh[-1]))}
+    options: dict[str, Any] = {"reshard_after_forward": draw(reshard_choices(mesh[-1]))}
+    used = draw(uses(draw(st.integers(1 if differs else 0, 3)), spec.num_params))
     if differs:
-        options["loss"] = TreeLoss(draw(uses(draw(st.integers(1, 3)), spec.num_params)))
+        options["loss"] = TreeLoss(used)
+    elif used:
+        options["loss"] = UsedAt(tuple((alike,) for alike in used), draw(st.booleans()))
+    options["shard"] = draw(st.sampled_from([shard_tree, shard_and_keep]))
     # All ranks must go back, and as far as each other where they fail.
     program = draw(training_programs(without=["fail_backward"] if differs else []))
     return Case(spec, program, mesh, options)

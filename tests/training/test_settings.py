@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from nets import Net, own_input, shard_net
+from nets import Net, shard_net
 from torch import nn
 
 from composable_shard import FSDPModule
 from composable_shard.testing import run_ranks
-from training.cases import reproducible
-from training.compare import Comparison, step_both
-from training.oracle import Unsharded
+from composable_shard.testing.training import Plan, Rehearsal
+from training.cases import OPTIMIZERS, reproducible
 
 Setting = tuple[str, str, bool]
 """Name of a module, of a setter, and what to set."""
@@ -25,42 +24,34 @@ Setting = tuple[str, str, bool]
 GROUPS = ("blocks.0", "blocks.1", "blocks.2", "")
 
 
-def sharded_net() -> tuple[Net, Unsharded]:
-    torch.manual_seed(3)
-    model = Net(3)
-    oracle = Unsharded(model)
-    return shard_net(model), oracle
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    return model(torch.randn(3, 4)).square().mean()
 
 
-def losses_of(model: nn.Module, oracle: Unsharded, step: int) -> list[torch.Tensor]:
-    return [m(own_input(step)).square().mean() for m in (model, oracle)]
+PLAN = Plan(partial(Net, 3), shard_net, loss_of, OPTIMIZERS["sgd"])
 
 
 # Microbatches whose reductions overlap ------------------------------------------------------
 
 
-def train_in_microbatches(num_microbatches: int, alternates: bool) -> list[str]:
-    """Gradients are complete after the last of several backwards."""
-    model, oracle = sharded_net()
-    assert isinstance(model, FSDPModule)
-    comparison = Comparison(model, oracle, exact=dist.get_world_size() <= 2)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, oracle.model)]
-    for step in range(3):
+class InMicrobatches(Rehearsal):
+    """Has a step of several backwards; gradients are complete after the last."""
+
+    def several(self, num_microbatches: int, alternates: bool) -> list[str]:
         for microbatch in range(num_microbatches):
             is_last = microbatch == num_microbatches - 1
-            model.set_is_last_backward(is_last)
+            self.model.set_is_last_backward(is_last)
             syncs = is_last or not alternates or microbatch % 2 == 0
-            model.set_requires_gradient_sync(syncs)
-            losses = losses_of(model, oracle, 10 * step + microbatch)
-            for loss in losses:
-                loss.backward()
-            oracle.after_backward(sync=syncs)
-            comparison.tensor(f"step {step}: loss {microbatch}", *losses)
-        comparison.grads(f"step {step}")
-        comparison.exact &= not oracle.has_folded
-        step_both(optimizers, oracle)
-        comparison.params(f"step {step}")
-    return comparison.differences
+            self.model.set_requires_gradient_sync(syncs)
+            self._go_back(reduces=syncs)
+            self.num_steps += 1
+        found = self.comparison.grads(self._sharded_params)
+        return [*found, *self.do("step"), *self.do("zero_grad")]
+
+
+def train_in_microbatches(num_microbatches: int, alternates: bool) -> list[str]:
+    rehearsal = InMicrobatches(PLAN)
+    return [text for _ in range(3) for text in rehearsal.several(num_microbatches, alternates)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -90,28 +81,21 @@ class Settings:
 
 
 def train_with(settings: Settings) -> list[str]:
-    model, oracle = sharded_net()
-    comparison = Comparison(model, oracle, exact=dist.get_world_size() <= 2)
-    params = list(model.parameters())
-    optimizers = [torch.optim.SGD(p, lr=0.1) for p in (params, oracle.model.parameters())]
+    rehearsal = Rehearsal(PLAN)
+    model = rehearsal.model
     groups = [model.get_submodule(name) for name in GROUPS]
-    for step in range(len(settings.before)):
+    found: list[str] = []
+    for before, between in zip(settings.before, settings.between, strict=True):
         for group, targets in zip(groups, settings.prefetch, strict=False):
             assert isinstance(group, FSDPModule)
             modules = [groups[target] for target in targets]
             group.set_modules_to_forward_prefetch(modules)  # type: ignore[arg-type]
             group.set_modules_to_backward_prefetch(modules[::-1])  # type: ignore[arg-type]
-        apply(model, settings.before[step])
-        losses = losses_of(model, oracle, step)
-        comparison.tensor(f"step {step}: loss", *losses)
-        apply(model, settings.between[step])
-        for loss in losses:
-            loss.backward()
-        oracle.after_backward()
-        comparison.grads(f"step {step}")
-        step_both(optimizers, oracle)
-        comparison.params(f"step {step}")
-    return comparison.differences
+        apply(model, before)
+        found += rehearsal.do("forward")
+        apply(model, between)
+        found += rehearsal.do("backward") + rehearsal.do("step") + rehearsal.do("zero_grad")
+    return found
 
 
 def apply(model: nn.Module, settings: tuple[Setting, ...]) -> None:

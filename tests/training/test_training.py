@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from composable_shard import ShardError, fully_shard
-from composable_shard.testing import ParamSpec, TreeSpec, run_ranks
-from training.compare import Comparison, step_both
-from training.oracle import OPTIMIZERS, Unsharded
-from training.trees import build, inputs_for, shard
+from composable_shard.testing import ParamSpec, Step, TreeSpec, run_ranks, shard_tree
+from composable_shard.testing.oracle import MakeOptimizer
+from training.cases import OPTIMIZERS, Case
+from training.trees import build
 
 ROWS = ParamSpec((3,)), ParamSpec((1, 5)), ParamSpec((2, 3)), ParamSpec((7, 2))
 BIG = ParamSpec((301, 701)), ParamSpec((512, 512)), ParamSpec((5,))
@@ -24,59 +26,36 @@ INNER = ParamSpec((3, 5), dim=1), ParamSpec((2, 3, 5), dim=-1), ParamSpec((200, 
 TREE = TreeSpec(ROWS, (TreeSpec(BIG), TreeSpec(INNER)))
 
 
-def train(optimizer: str, max_norm: float | None) -> list[str]:
-    """Train both on this rank; return what differs."""
-    model = build(TREE)
-    oracle = Unsharded(model)
-    shard(model, TREE)
-    exact = dist.get_world_size() <= 2 and optimizer.startswith("sgd") and max_norm is None
-    comparison = Comparison(model, oracle, exact)
-    comparison.params("before")
-    optimizers = [OPTIMIZERS[optimizer](m.parameters()) for m in (model, oracle.model)]
-    for step in range(4):
-        x = inputs_for(step, dist.get_rank())
-        losses = [m(x).square().mean() for m in (model, oracle)]
-        comparison.tensor(f"step {step}: loss", *losses)
-        for loss in losses:
-            loss.backward()
-        oracle.after_backward()
-        comparison.grads(f"step {step}")
-        if max_norm is not None:
-            clip_both(max_norm, model, comparison, f"step {step}")
-        step_both(optimizers, oracle)
-        comparison.params(f"step {step}")
-    return comparison.differences
+class Clipped(torch.optim.SGD):
+    """Clips before a step, by torch's function."""
+
+    def __init__(self, params: Iterable[nn.Parameter], max_norm: float) -> None:
+        super().__init__(params, lr=0.1)
+        self.max_norm = max_norm
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], self.max_norm)
+        return super().step(closure)
 
 
-def clip_both(max_norm: float, model: nn.Module, comparison: Comparison, when: str) -> None:
-    """Clip with torch's function on both sides."""
-    oracle = comparison.oracle
-    whole = [nn.Parameter(grad) for grad in oracle.totals().values()]
-    for param in whole:
-        param.grad = param.detach().clone()
-    wanted = nn.utils.clip_grad_norm_(whole, max_norm)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    assert isinstance(norm, DTensor)
-    comparison.tensor(f"{when}: norm", norm.full_tensor(), wanted)
-    clipped = [param.grad for param in whole if param.grad is not None]
-    oracle.reduced = dict(zip(oracle.reduced, clipped, strict=True))
+STEPPED: dict[str, MakeOptimizer] = {
+    **OPTIMIZERS,
+    "clipped much": partial(Clipped, max_norm=1e-3),
+    "clipped little": partial(Clipped, max_norm=1e3),
+}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("optimizer", "max_norm"),
-    [*((name, None) for name in OPTIMIZERS), ("sgd", 1e-3), ("sgd", 1e3)],
-)
-def test_every_optimizer_steps_and_clips_as_unsharded(
-    optimizer: str, max_norm: float | None, ranks: int
-) -> None:
-    assert run_ranks(train, ranks, optimizer, max_norm, timeout=20) == [[]] * ranks
+@pytest.mark.parametrize("optimizer", STEPPED)
+def test_every_optimizer_steps_and_clips_as_unsharded(optimizer: str, ranks: int) -> None:
+    program: list[Step] = ["backward", "step", "zero_grad"] * 4
+    Case(TREE, program, (ranks,)).check(optimizer=STEPPED[optimizer])
 
 
 def shards_as_distributed(params: tuple[ParamSpec, ...]) -> list[bool]:
     spec = TreeSpec(params)
     full = [param.detach().clone() for param in build(spec).parameters()]
-    model = shard(build(spec), spec)
+    model = shard_tree(build(spec))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     same = []
     for param, whole, own in zip(model.parameters(), full, params, strict=True):

@@ -1,33 +1,25 @@
-"""Small models of every shape of tree, described by values that a test can generate and send."""
+"""A tree of modules with small, big, inner-sharded and frozen parameters, and batches for it."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from composable_shard.testing.programs import BATCH, WIDTH, Tree, TreeSpec, shard_tree
+from composable_shard.testing.programs import BATCH, WIDTH, ParamSpec, Tree, TreeSpec
+
+TREE = TreeSpec(
+    (ParamSpec((3,)),),
+    (
+        TreeSpec((ParamSpec((5, 2)), ParamSpec((257, 193)))),
+        TreeSpec((ParamSpec((3, 5), dim=1), ParamSpec((4,), trainable=False), ParamSpec((6,)))),
+    ),
+)
+NUM_PARAMS = TREE.num_params
 
 
 def build(spec: TreeSpec) -> Tree:
     """Build the model of ``spec`` with the same values on every rank and in every call."""
     torch.manual_seed(1)
     return Tree(spec)
-
-
-def shard(model: Tree, spec: TreeSpec, **kwargs: Any) -> Tree:
-    """Apply ``fully_shard`` to ``model`` from the bottom up, as ``spec`` tells."""
-    assert model.spec == spec
-    return shard_tree(model, **kwargs)
-
-
-def group_names(spec: TreeSpec, name: str = "") -> list[str]:
-    """Return the names of the modules that ``shard`` makes a group of, the root first."""
-    names = [name]
-    for index, child in enumerate(spec.children):
-        inner = group_names(child, f"{name}.inner.{index}".lstrip("."))
-        names += inner if child.grouped else inner[1:]
-    return names
 
 
 def inputs_for(step: int, rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -15,12 +15,11 @@ from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as TorchAllGather
-from training.programs import TREE
-from training.trees import build, inputs_for, shard
+from training.trees import TREE, build, inputs_for
 
 from composable_shard import FSDPModule, _torch, fully_shard
 from composable_shard.insight.events import record_events
-from composable_shard.testing import run_ranks
+from composable_shard.testing import run_ranks, shard_tree
 from transport.own_collectives import CopyingAllGather, SummingReduceScatter
 
 
@@ -70,7 +69,7 @@ def train(choice: str, when: int, hybrid: bool) -> list[str]:
     mesh = None
     if hybrid:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    shard(model, TREE, mesh=mesh)
+    shard_tree(model, mesh=mesh)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, oracle.model)]
     found: list[str] = []
     for step in range(3):
@@ -128,7 +127,7 @@ def test_an_all_reduce_hook_makes_replicas() -> None:
     model = build(TREE)
     oracle = Oracle(model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    shard(model, TREE, mesh=mesh["shard"])
+    shard_tree(model, mesh=mesh["shard"])
     between = mesh.get_group("replicate")
 
     def hook(grads: torch.Tensor) -> None:
