@@ -7,7 +7,7 @@ keeps.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction, signature
+from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -38,7 +38,7 @@ from composable_shard.mesh import (
     check_reshard,
     resolve_mesh,
 )
-from composable_shard.module import check_class, groups_of, make_sharded
+from composable_shard.module import check_class, computes_later, groups_of, make_sharded
 from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy, check_offload
 
 _Sharded = TypeVar("_Sharded", nn.Module, list[nn.Module])
@@ -295,13 +295,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"Expected {type(module).__name__} to have a method '{method_name}', got none; "
             "register a method that it has"
         )
-    if any(is_later(getattr(module, method_name)) for is_later in _COMPUTE_LATER):
+    if computes_later(getattr(module, method_name)):
         raise ValueError(
             f"Expected method '{method_name}' of {type(module).__name__} to return what it has "
             "computed, got a generator or coroutine, which computes when the parameters are freed; "
             "register the method that it calls for each item"
         )
     register_forward_method(module, method_name)
-
-
-_COMPUTE_LATER = isgeneratorfunction, isasyncgenfunction, iscoroutinefunction

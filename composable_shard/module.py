@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import partial, wraps
+from inspect import isasyncgenfunction, iscoroutinefunction, isfunction, isgeneratorfunction
+from itertools import takewhile
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -89,10 +91,48 @@ def check_class(module: nn.Module) -> None:
 def _sharded_class(original: type) -> type:
     sharded = _sharded_classes.get(original)
     if sharded is None:
-        sharded = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
+        classes = takewhile(lambda c: c is not nn.Module, original.__mro__)
+        methods = {name: m for c in reversed(list(classes)) for name, m in vars(c).items()}
+        explained = {name: _explained(m) for name, m in methods.items() if _is_own(name, m)}
+        sharded = type(f"FSDP{original.__name__}", (FSDPModule, original), explained)
         sharded.__module__, sharded.__qualname__ = original.__module__, sharded.__name__
         _sharded_classes[original] = sharded
     return sharded
+
+
+def computes_later(method: Callable[..., Any]) -> bool:
+    """Return whether a method returns before it has computed: a generator or a coroutine."""
+    return any(
+        is_later(method)
+        for is_later in (isgeneratorfunction, isasyncgenfunction, iscoroutinefunction)
+    )
+
+
+def _is_own(name: str, method: object) -> bool:
+    """Return whether a class defines a method that is neither private nor one of every module."""
+    is_other = name.startswith("_") or hasattr(FSDPModule, name) or hasattr(nn.Module, name)
+    return not is_other and isfunction(method) and not computes_later(method)
+
+
+def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method, with an error that helps if it computes with sharded parameters."""
+
+    @wraps(method)
+    def call(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except RuntimeError as error:
+            group, name = self._group(), method.__name__
+            is_mixed = "mixed torch.Tensor and DTensor" in str(error)
+            if not is_mixed or isinstance(error, ShardError) or group.is_unsharded_registered:
+                raise
+            raise ShardError(
+                f"Expected '{name}' of {group.label} to be called while the parameters are "
+                "gathered, got a call outside of forward; call the module, or call "
+                f"register_fsdp_forward_method(module, '{name}') once"
+            ) from error
+
+    return call
 
 
 def _original_class(sharded: type) -> type:

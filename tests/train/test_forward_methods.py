@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from composable_shard import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from composable_shard.errors import ShardError
 from composable_shard.insight.events import record_events
 from composable_shard.testing import fake_ranks
 
@@ -222,9 +224,21 @@ def test_a_method_that_computes_later_is_refused_when_registered(name: str) -> N
     )
 
 
-@pytest.mark.xfail(
-    strict=True, reason="DTensor raises before any hook of ours: see troubleshooting"
-)
 def test_a_method_that_is_not_registered_says_so() -> None:
-    with fake_ranks(2), pytest.raises(RuntimeError, match=r"register_fsdp_forward_method.*encode"):
-        fully_shard(Encoder()).encode(torch.ones(2, 4))
+    """It keeps its signature; an error of a method that has the parameters stays as it is."""
+    with fake_ranks(2):
+        model = fully_shard(Encoder())
+        with pytest.raises(ShardError) as caught:
+            model.encode(torch.ones(2, 4))
+        assert str(caught.value) == (
+            "Expected 'encode' of the root group to be called while the parameters are gathered, "
+            "got a call outside of forward; call the module, or call "
+            "register_fsdp_forward_method(module, 'encode') once"
+        )
+        assert "mixed torch.Tensor and DTensor" in str(caught.value.__cause__)
+        assert inspect.signature(model.encode) == inspect.signature(Encoder().encode)
+        other = fully_shard(nn.Linear(4, 6))
+        model.inp.forward = lambda x: nn.functional.linear(x, other.weight)  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as raised:
+            model(torch.ones(2, 4))
+        assert not isinstance(raised.value, ShardError)
