@@ -226,7 +226,7 @@ def test_messages() -> None:
             load({})()
 
         cases: dict[str, Any] = {
-            "Expected state_dict_type to be a StateDictType, got str": lambda: (
+            "Expected state_dict_type to be a StateDictType, got str: 'full'": lambda: (
                 FSDP.set_state_dict_type(model, "full")
             ),
             "Expected a FullStateDictConfig for StateDictType.FULL_STATE_DICT, got "

@@ -35,7 +35,7 @@ from composable_shard.compat.fsdp1 import (
 )
 from composable_shard.compat.fsdp1 import FullyShardedDataParallel as FSDP
 from composable_shard.compat.fsdp1.construction import resolve_device, scope_of, stays_on_cpu
-from composable_shard.compat.fsdp1.policies import Choices
+from composable_shard.compat.fsdp1.options import Choices
 from composable_shard.testing import fake_ranks
 from seeds.models import (
     CPU,
@@ -185,8 +185,9 @@ def test_cpu_gpu_module_on_cpu() -> None:
     with fake_ranks(2), pretend_cuda():
         assert device_of(model, device_id=0) == torch.device("cuda", 0)
         assert refused(model, RuntimeError) == (
-            "Expected parameters on one device, got them on the CPU and cuda:0; please pass in "
-            "device_id to compute on the latter"
+            "Expected a module on a single device, got parameters on ['cpu', 'cuda:0']; move it to "
+            "one, wrap its parts one by one, or, if only some are on the CPU, please pass in "
+            "device_id"
         )
 
 
@@ -205,7 +206,7 @@ def test_multigpu_module_on_cpu() -> None:
         text = refused(model, RuntimeError)
     assert text == (
         "Expected a module on a single device, got parameters on ['cuda:0', 'cuda:1']; move it to "
-        "one, or wrap its parts one by one"
+        "one, wrap its parts one by one, or, if only some are on the CPU, please pass in device_id"
     )
 
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, NamedTuple
@@ -25,17 +25,17 @@ from composable_shard import (
     sync_module_states,
 )
 from composable_shard.api import check_calls
-from composable_shard.compat.fsdp1.options import ShardingStrategy
-from composable_shard.compat.fsdp1.policies import (
+from composable_shard.arguments import check_type
+from composable_shard.compat.fsdp1.options import (
     AutoWrapPolicy,
     Choices,
+    CPUOffload,
     ExemptPrecision,
+    MixedPrecision,
+    ProcessGroups,
+    ShardingStrategy,
     choose,
     inside_out,
-    is_hybrid,
-    offload_policy,
-    precision_policy,
-    reshard_after_forward,
 )
 from composable_shard.compat.fsdp1.state_dicts import Wrapper
 from composable_shard.mesh import start_process_group
@@ -107,7 +107,21 @@ def scope_of(
         ValueError: If both arguments are given, parameters and modules are mixed, or something
             ignored is sharded.
     """
-    modules, params = _read(ignored_modules, ignored_states)
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError(
+            "Expected ignored_modules or ignored_states, got both; pass ignored_states"
+        )
+    name, kinds = "ignored_states", "parameters or modules"
+    classes: tuple[type, ...] = (nn.Parameter, nn.Module)
+    if ignored_modules is not None:
+        name, kinds, classes = "ignored_modules", "modules", (nn.Module,)
+    states = list(ignored_modules or ignored_states or ())
+    for state in states:
+        check_type(name, state, isinstance(state, classes), kinds)
+    modules = [state for state in states if isinstance(state, nn.Module)]
+    params = [state for state in states if isinstance(state, nn.Parameter)]
+    if modules and params:
+        raise ValueError(f"Expected {name} to be {kinds}, got both kinds mixed")
     ignored = frozenset(inner for outer in modules for inner in outer.modules())
     for inner in ignored:
         if isinstance(inner, FSDPModule):
@@ -116,33 +130,6 @@ def scope_of(
             )
     kept = frozenset([*params, *(param for inner in ignored for param in inner.parameters(False))])
     return Scope(tuple(_walk(module, ignored)), ignored, kept)
-
-
-def _read(
-    ignored_modules: Iterable[nn.Module] | None,
-    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
-) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    if ignored_modules is not None and ignored_states is not None:
-        raise ValueError(
-            "Expected ignored_modules or ignored_states, got both; pass ignored_states"
-        )
-    modules = list(ignored_modules or ())
-    for inner in modules:
-        if not isinstance(inner, nn.Module):
-            raise TypeError(f"Expected ignored_modules to be modules, got {type(inner).__name__}")
-    states = list(ignored_states or ())
-    params = [state for state in states if isinstance(state, nn.Parameter)]
-    if params and len(params) < len(states):
-        raise ValueError(
-            "Expected ignored_states to be parameters or modules, got both kinds mixed"
-        )
-    for state in states if not params else ():
-        if not isinstance(state, nn.Module):
-            raise TypeError(
-                f"Expected ignored_states to be parameters or modules, got {type(state).__name__}"
-            )
-        modules.append(state)
-    return modules, params
 
 
 def _walk(top: nn.Module, ignored: frozenset[nn.Module]) -> Iterator[nn.Module]:
@@ -171,7 +158,8 @@ def resolve_device(scope: Scope, choices: Choices) -> torch.device:
         RuntimeError: If parameters lie on several devices.
         ValueError: If they, ``device_id`` and the current device do not go together.
     """
-    accelerator, current = torch.accelerator.current_accelerator(check_available=True), _CPU
+    current = _CPU
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         current = torch.device(accelerator.type, torch.accelerator.current_device_index())
     asked = _asked_device(choices, current)
@@ -179,17 +167,13 @@ def resolve_device(scope: Scope, choices: Choices) -> torch.device:
         current = _CPU
     found = {param.device for param in scope.params() if not param.is_meta}
     elsewhere = found - {_CPU}
-    if len(elsewhere) > 1:
+    if len(elsewhere) > 1 or (asked is None and len(found) > 1):
         raise RuntimeError(
-            "Expected a module on a single device, got parameters on "
-            f"{sorted(map(str, found))}; move it to one, or wrap its parts one by one"
+            f"Expected a module on a single device, got parameters on {sorted(map(str, found))}; "
+            "move it to one, wrap its parts one by one, or, if only some are on the CPU, please "
+            "pass in device_id"
         )
-    if asked is None and elsewhere and _CPU in found:
-        raise RuntimeError(
-            f"Expected parameters on one device, got them on the CPU and {elsewhere.pop()}; please "
-            "pass in device_id to compute on the latter"
-        )
-    compute = elsewhere.pop() if elsewhere else current
+    compute = next(iter(elsewhere), current)
     if asked is not None and asked != compute:
         raise ValueError(
             f"Expected device_id to be where {_rank()} computes, got {compute} vs {asked}; make it "
@@ -207,19 +191,15 @@ def _asked_device(choices: Choices, current: torch.device) -> torch.device | Non
     device_id, mesh = choices.device_id, choices.device_mesh
     if device_id is None:
         return _CPU if mesh is not None and mesh.device_type == "cpu" else None
-    if isinstance(device_id, int):
-        if isinstance(device_id, bool) or current == _CPU:
-            raise ValueError(
-                f"Expected device_id to be a device of this machine, got {device_id!r}"
-                + (" without an accelerator; pass torch.device('cpu')" if current == _CPU else "")
-            )
+    if isinstance(device_id, int) and not isinstance(device_id, bool) and current != _CPU:
         return torch.device(current.type, device_id)
-    asked = torch.device(device_id)
-    if asked.type == "cpu":
+    asked = None if isinstance(device_id, int) else torch.device(device_id)
+    if asked == _CPU:
         return _CPU
-    if asked.type != current.type:
+    if asked is None or asked.type != current.type:
         raise ValueError(
-            f"Expected device_id to be a device of this machine, got {asked}, which is not there"
+            f"Expected device_id to be a device of this machine, got {device_id!r}; here it "
+            f"computes on {current}"
         )
     if asked.index is None:
         warnings.warn(
@@ -262,20 +242,18 @@ def materialize(
         init_fn: Called with each of the modules, in the order of FSDP1. If absent, modules on the
             meta device are initialized by their ``reset_parameters()``.
         device: The device of the new tensors.
-
-    Raises:
-        MaterializationError: If a module has no ``reset_parameters()``; nothing is initialized.
     """
     held, on_meta = scope.held(), scope.on_meta()
     if not on_meta:
         return
-    modules = scope.breadth_first()
     with _put_aside(scope):
-        if init_fn is not None:
-            for module in modules:
+        for module in scope.breadth_first():
+            if init_fn is not None:
                 init_fn(module)
-        else:
-            _reset([module for module in modules if module in on_meta], device)
+            elif module in on_meta:
+                with torch.no_grad():
+                    module.to_empty(device=device, recurse=False)
+                    module.reset_parameters()  # type: ignore[operator]
     for old, places in held.items():
         new = _tied(old, places[0], scope.modules[0])
         for place in places:
@@ -325,23 +303,6 @@ def _put_aside(scope: Scope) -> Iterator[None]:
             module._parameters[name] = param
 
 
-def _check_resets(modules: Iterable[nn.Module]) -> None:
-    for module in modules:
-        if not callable(getattr(module, "reset_parameters", None)):
-            raise MaterializationError(
-                f"Expected {type(module).__name__} on the meta device to have reset_parameters(), "
-                "got none; pass param_init_fn"
-            )
-
-
-def _reset(modules: Sequence[nn.Module], device: torch.device) -> None:
-    _check_resets(modules)
-    with torch.no_grad():
-        for module in modules:
-            module.to_empty(device=device, recurse=False)
-            module.reset_parameters()  # type: ignore[operator]
-
-
 def stays_on_cpu(scope: Scope, choices: Choices, device: torch.device) -> bool:
     """Tell whether parameters stay on the CPU though they are not offloaded, and warn of it.
 
@@ -355,7 +316,7 @@ def stays_on_cpu(scope: Scope, choices: Choices, device: torch.device) -> bool:
             f"Expected parameters and buffers on {device} to synchronize them, got some on the "
             "CPU; pass device_id, or move the module before"
         )
-    is_offloaded = choices.cpu_offload is not None and choices.cpu_offload.offload_params
+    is_offloaded = (choices.cpu_offload or CPUOffload()).offload_params
     if is_offloaded or not any(param.device == _CPU for param in scope.params()):
         return False
     warnings.warn(
@@ -380,7 +341,7 @@ def synchronize(scope: Scope, mesh: DeviceMesh) -> None:
 
 # The mesh of a strategy ---------------------------------------------------------------------------
 
-_HYBRID_NAMES = ("replicate", "shard")
+_NAMES = ("replicate", "shard")
 
 
 @dataclass(frozen=True)
@@ -412,83 +373,62 @@ def resolve_layout(choices: Choices, device_type: str, wraps_below: bool) -> Lay
     Collective: for a pair of process groups an all-gather of a small object; making process groups
         for a hybrid strategy without any.
     """
-    if choices.process_group is not None and choices.device_mesh is not None:
-        raise ValueError("Expected process_group or device_mesh, got both; pass one of them")
     strategy = choices.sharding_strategy or ShardingStrategy.FULL_SHARD
-    if choices.process_group is None and choices.device_mesh is None:
+    mesh, group = choices.device_mesh, choices.process_group
+    if mesh is not None:
+        if group is not None:
+            raise ValueError("Expected process_group or device_mesh, got both; pass one of them")
+        expected = "2 axes (replicate, shard)" if strategy.is_hybrid else "1 axis"
+        if mesh.ndim != 1 + strategy.is_hybrid:
+            raise ValueError(
+                f"Expected device_mesh to have {expected} for {strategy}, got {mesh.ndim}: {mesh}"
+            )
+    elif strategy.is_hybrid and group is None and not wraps_below:
+        raise ValueError(
+            f"Expected process groups or a device_mesh for {strategy} without an "
+            "auto_wrap_policy, got none; pass the same ones to all nested wrappers"
+        )
+    elif group is None:
         start_process_group()
-    if is_hybrid(strategy):
-        mesh = _hybrid_mesh(choices, device_type, wraps_below)
-    else:
-        mesh = _flat_mesh(choices, strategy, device_type)
-    if mesh.size() == 1:
-        if strategy is not ShardingStrategy.NO_SHARD:
-            warnings.warn(
-                f"One rank has nothing to shard: it uses `NO_SHARD` instead of {strategy}",
-                stacklevel=4,
-            )
-        return Layout(ShardingStrategy.NO_SHARD, mesh)
-    if strategy is not ShardingStrategy.NO_SHARD:
-        return Layout(strategy, mesh)
-    if mesh.mesh_dim_names is None:
-        mesh = DeviceMesh.from_group(
-            mesh.get_group(), mesh.device_type, mesh_dim_names=("replicate",)
+        mesh = _mesh_of_nodes(device_type) if strategy.is_hybrid else None
+    if mesh is None:
+        mesh = _mesh_of_groups(group or dist.group.WORLD, strategy, device_type)
+    is_replicated = strategy is ShardingStrategy.NO_SHARD and mesh.size() > 1
+    names = mesh.mesh_dim_names or _NAMES[: mesh.ndim]
+    if mesh.mesh_dim_names is None and (strategy.is_hybrid or is_replicated):
+        groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        mesh = DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh, mesh_dim_names=names)
+    if mesh.size() == 1 and strategy is not ShardingStrategy.NO_SHARD:
+        warnings.warn(
+            f"One rank has nothing to shard: it uses `NO_SHARD` instead of {strategy}", stacklevel=4
         )
-    assert mesh.mesh_dim_names is not None
-    return Layout(strategy, mesh, DataParallelMeshDims(replicate=mesh.mesh_dim_names[0]))
+        strategy = ShardingStrategy.NO_SHARD
+    dims = DataParallelMeshDims(replicate=names[0]) if is_replicated else None
+    return Layout(strategy, mesh, dims)
 
 
-def _flat_mesh(choices: Choices, strategy: ShardingStrategy, device_type: str) -> DeviceMesh:
-    device_mesh = choices.device_mesh
-    if device_mesh is not None:
-        if device_mesh.ndim != 1:
-            raise ValueError(
-                f"Expected device_mesh to have 1 axis for {strategy}, got {device_mesh.ndim}: "
-                f"{device_mesh}; pass one axis of it, or a hybrid strategy"
-            )
-        return device_mesh
-    group = choices.process_group or dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
+def _mesh_of_groups(
+    group: ProcessGroups, strategy: ShardingStrategy, device_type: str
+) -> DeviceMesh:
+    """Return the mesh of a process group, or of a pair of them for a hybrid strategy.
+
+    Collective: for a pair an all-gather of a small object.
+    """
+    given = group if isinstance(group, tuple) else (group,)
+    groups = [one for one in given if isinstance(one, dist.ProcessGroup)]
+    if not len(groups) == len(given) == 1 + strategy.is_hybrid:
+        pair = "a pair of process groups (shard, replicate)"
         raise ValueError(
-            f"Expected process_group to be one ProcessGroup for {strategy}, got "
-            f"{type(group).__name__}; pairs of them are for hybrid strategies"
+            f"Expected process_group to be {pair if strategy.is_hybrid else 'one ProcessGroup'} "
+            f"for {strategy}, got {type(group).__name__}"
         )
-    return DeviceMesh.from_group(group, device_type)
-
-
-def _hybrid_mesh(choices: Choices, device_type: str, wraps_below: bool) -> DeviceMesh:
-    strategy, device_mesh = choices.sharding_strategy, choices.device_mesh
-    process_group = choices.process_group
-    if device_mesh is not None:
-        if device_mesh.ndim != 2:
-            raise ValueError(
-                f"Expected device_mesh to have 2 axes (replicate, shard) for {strategy}, got "
-                f"{device_mesh.ndim}: {device_mesh}"
-            )
-        if device_mesh.mesh_dim_names is not None:
-            return device_mesh
-        groups = [device_mesh.get_group(0), device_mesh.get_group(1)]
-        return DeviceMesh.from_group(
-            groups, device_mesh.device_type, device_mesh.mesh, mesh_dim_names=_HYBRID_NAMES
-        )
-    if process_group is None:
-        if not wraps_below:
-            raise ValueError(
-                f"Expected process groups or a device_mesh for {strategy} without an "
-                "auto_wrap_policy, got none; pass the same ones to all nested wrappers"
-            )
-        return _mesh_of_nodes(device_type)
-    pair = process_group if isinstance(process_group, tuple) else ()
-    if len(pair) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in pair):
-        raise ValueError(
-            "Expected process_group to be a pair of process groups (shard, replicate) for "
-            f"{strategy}, got {type(process_group).__name__}"
-        )
-    shards, replicas = pair
+    if not strategy.is_hybrid:
+        return DeviceMesh.from_group(groups[0], device_type)
+    shards, replicas = groups
     rows: list[list[int]] = [[]] * replicas.size()
     dist.all_gather_object(rows, dist.get_process_group_ranks(shards), group=replicas)
     return DeviceMesh.from_group(
-        [replicas, shards], device_type, torch.tensor(rows), mesh_dim_names=_HYBRID_NAMES
+        [replicas, shards], device_type, torch.tensor(rows), mesh_dim_names=_NAMES
     )
 
 
@@ -508,7 +448,7 @@ def _mesh_of_nodes(device_type: str) -> DeviceMesh:
             "pass a device_mesh of 2 axes (replicate, shard)"
         )
     shape = (num_ranks // per_node, per_node)
-    return init_device_mesh(device_type, shape, mesh_dim_names=_HYBRID_NAMES)
+    return init_device_mesh(device_type, shape, mesh_dim_names=_NAMES)
 
 
 # Wrapping and sharding ----------------------------------------------------------------------------
@@ -567,8 +507,12 @@ def check_all(
             has_own.update(module.modules())
     calls.append((_plain(root), _arguments(scope, layout, choices)))
     check_calls((modules, arguments) for modules, arguments in calls if modules)
-    if choices.param_init_fn is None:
-        _check_resets(module for module in scope.on_meta() if module not in has_own)
+    for module in scope.on_meta() - has_own if choices.param_init_fn is None else ():
+        if not callable(getattr(module, "reset_parameters", None)):
+            raise MaterializationError(
+                f"Expected {type(module).__name__} on the meta device to have reset_parameters(), "
+                "got none; pass param_init_fn"
+            )
 
 
 def wrap_below(
@@ -598,7 +542,7 @@ def arguments_below(
     arguments["ignored_states"] = scope.ignored_modules or scope.ignored_params
     if choices.device_id is not None:
         arguments["device_id"] = device
-    if is_hybrid(layout.strategy):
+    if layout.strategy.is_hybrid:
         arguments |= {"process_group": None, "device_mesh": layout.mesh}
     return arguments
 
@@ -635,9 +579,9 @@ def _arguments(scope: Scope, layout: Layout, choices: Choices) -> dict[str, Any]
     return {
         "mesh": layout.mesh,
         "dp_mesh_dims": layout.dims,
-        "reshard_after_forward": reshard_after_forward(layout.strategy),
-        "mp_policy": precision_policy(choices.mixed_precision),
-        "offload_policy": offload_policy(choices.cpu_offload),
+        "reshard_after_forward": layout.strategy.reshard_after_forward,
+        "mp_policy": (choices.mixed_precision or MixedPrecision()).policy(),
+        "offload_policy": (choices.cpu_offload or CPUOffload()).policy(),
         "ignored_params": set(scope.ignored_params),
     }
 
@@ -647,19 +591,12 @@ def _plain(module: nn.Module) -> list[nn.Module]:
 
 
 def _tops(module: nn.Module) -> list[nn.Module]:
-    is_container = type(module).forward is nn.Module.forward
-    return list(_with_forward(module)) if is_container else [module]
-
-
-def _with_forward(container: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules in a container that have a forward."""
-    for name in container._parameters:
+    """Return a module that has a forward, or the outermost ones in a container."""
+    if type(module).forward is not nn.Module.forward:
+        return [module]
+    for name in module._parameters:
         raise ValueError(
             f"Expected a container without parameters of its own, got '{name}' of "
-            f"{type(container).__name__}, which has no forward to gather it; register it elsewhere"
+            f"{type(module).__name__}, which has no forward to gather it; register it elsewhere"
         )
-    for child in container.children():
-        if type(child).forward is nn.Module.forward:
-            yield from _with_forward(child)
-        else:
-            yield child
+    return [top for child in module.children() for top in _tops(child)]

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard import FSDPModule, ShardError, _torch, clip_grad_norm_, unsharded
+from composable_shard.arguments import check_module
 from composable_shard.compat.fsdp1 import state_dicts
 from composable_shard.compat.fsdp1.construction import (
     Below,
@@ -28,16 +29,14 @@ from composable_shard.compat.fsdp1.construction import (
     wrap_below,
 )
 from composable_shard.compat.fsdp1.options import (
+    AutoWrapPolicy,
     BackwardPrefetch,
+    Choices,
     CPUOffload,
     MixedPrecision,
+    ProcessGroups,
     ShardingStrategy,
     StateDictType,
-)
-from composable_shard.compat.fsdp1.policies import (
-    AutoWrapPolicy,
-    Choices,
-    ProcessGroups,
     inside_out,
 )
 from composable_shard.core.group import ParamGroup, group_of
@@ -46,11 +45,6 @@ from composable_shard.core.nested import Given, find_changes, map_tensors
 # Before and after a forward -----------------------------------------------------------------------
 
 _EVAL_VARIABLES = ("COMPOSABLE_SHARD_FULL_PRECISION_IN_EVAL", "FSDP_USE_FULL_PREC_IN_EVAL")
-
-
-def full_precision_in_eval() -> bool:
-    """Tell whether the environment asks for evaluation in the dtype of the parameters."""
-    return any(os.environ.get(name) == "1" for name in _EVAL_VARIABLES)
 
 
 _checked: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -66,13 +60,13 @@ def check_tree(root: FullyShardedDataParallel) -> None:
     contexts = [group.tree for group in root.fsdp_groups()]
     if not all(context in _checked for context in contexts):
         wrappers = root.fsdp_modules(root)
-        same: dict[str, Callable[[FullyShardedDataParallel], bool]] = {
-            "use_orig_params": lambda wrapper: wrapper.fsdp_choices.use_orig_params,
-            "limit_all_gathers": lambda wrapper: wrapper.fsdp_choices.limit_all_gathers,
-            _EVAL_VARIABLES[0]: lambda wrapper: wrapper.fsdp_full_precision_in_eval,
+        same = {
+            "_use_orig_params": "use_orig_params",
+            "limit_all_gathers": "limit_all_gathers",
+            "_use_full_prec_in_eval": _EVAL_VARIABLES[0],
         }
-        for name, value_of in same.items():
-            values = sorted(set(map(value_of, wrappers)))
+        for attribute, name in same.items():
+            values = sorted({getattr(wrapper, attribute) for wrapper in wrappers})
             if len(values) > 1:
                 raise ValueError(
                     f"Expected one homogeneous value for {name} in nested wrappers, got {values}; "
@@ -89,7 +83,7 @@ def _step_in_backward(root: FullyShardedDataParallel) -> None:
         for param in group.params:
             if not _torch.optimizers_in_backward(param.sharded):
                 continue
-            if not root.fsdp_choices.use_orig_params:
+            if not root._use_orig_params:
                 raise RuntimeError(
                     f"Expected no optimizer in backward, got one of '{param.name}' of "
                     f"{group.label}, which is only supported with use_orig_params=True"
@@ -114,7 +108,7 @@ def precision(wrapper: FullyShardedDataParallel) -> Iterator[bool]:
     Raises:
         ShardError: If gradients are on where full parameters are asked for.
     """
-    lowers = wrapper.module.training or not wrapper.fsdp_full_precision_in_eval
+    lowers = wrapper.module.training or not wrapper._use_full_prec_in_eval
     if lowers or wrapper.mixed_precision.param_dtype is None:
         yield True
         return
@@ -201,17 +195,16 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"Expected module to be an nn.Module, got {type(module).__name__}")
+        check_module("module", module)
         if isinstance(module, FSDPModule):
             raise ValueError(
                 f"Expected a module that is not sharded, got {type(module).__name__}, which "
                 "fully_shard was applied to before; wrap the module around it, or use it as it is"
             )
         choices = Choices.of(locals())
-        self.fsdp_choices: Choices = choices.to_keep()
-        self.mixed_precision = mixed_precision if mixed_precision is not None else MixedPrecision()
-        self.fsdp_full_precision_in_eval: bool = full_precision_in_eval()
+        self._use_orig_params, self.limit_all_gathers = use_orig_params, limit_all_gathers
+        self.mixed_precision = mixed_precision or MixedPrecision()
+        self._use_full_prec_in_eval = any(os.environ.get(name) == "1" for name in _EVAL_VARIABLES)
         self.fsdp_state_dict_settings = state_dicts.settings_of(StateDictType.FULL_STATE_DICT)
         scope = scope_of(module, ignored_modules, ignored_states)
         self.compute_device = resolve_device(scope, choices)

@@ -1,18 +1,27 @@
-"""The enumerations, configurations and policies that ``FullyShardedDataParallel`` takes.
+"""The options of ``FullyShardedDataParallel``, and their meaning in the terms of ``fully_shard``.
 
 Source: the names, fields and defaults of ``torch.distributed.fsdp`` and its ``wrap``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import Enum, auto
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
+
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+# Strategy, precision and offload ------------------------------------------------------------------
+
+ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+"""Over which ranks: one group, or one that shards and one that replicates."""
 
 
 class ShardingStrategy(Enum):
@@ -28,6 +37,16 @@ class ShardingStrategy(Enum):
     NO_SHARD = auto()
     HYBRID_SHARD = auto()
     _HYBRID_SHARD_ZERO2 = auto()
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether parameters are sharded over some ranks and replicated over others."""
+        return self.name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+
+    @property
+    def reshard_after_forward(self) -> bool | None:
+        """The argument of ``fully_shard``: ``None`` frees all but the root's parameters."""
+        return None if self.name in ("FULL_SHARD", "HYBRID_SHARD") else False
 
 
 class BackwardPrefetch(Enum):
@@ -53,6 +72,12 @@ class CPUOffload:
     """Choose whether shards, gradients and optimizer states are kept on the CPU."""
 
     offload_params: bool = False
+
+    def policy(self) -> OffloadPolicy:
+        """Return the policy for ``fully_shard``."""
+        if not self.offload_params:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
 
 
 @dataclass(frozen=True)
@@ -83,6 +108,93 @@ class MixedPrecision:
     def exempt_classes(self) -> tuple[type[nn.Module], ...]:
         """Return the classes of modules that compute in the dtype of their parameters."""
         return tuple(self._module_classes_to_ignore)
+
+    def policy(self) -> MixedPrecisionPolicy:
+        """Return the policy for ``fully_shard``; the wrapper casts the inputs."""
+        reduce_dtype = self.reduce_dtype or self.param_dtype
+        return MixedPrecisionPolicy(
+            param_dtype=self.param_dtype,
+            reduce_dtype=reduce_dtype,  # which fully_shard takes from the parameters
+            cast_forward_inputs=False,
+            buffer_dtype=self.buffer_dtype,
+            grad_dtype=reduce_dtype if self.keep_low_precision_grads else None,
+        )
+
+
+@dataclass(frozen=True)
+class ExemptPrecision(MixedPrecision):
+    """The precision of a module that computes in its own dtype, between casts.
+
+    Args:
+        output_dtype: The dtype that outputs are cast back to.
+    """
+
+    output_dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module, around: MixedPrecision) -> ExemptPrecision:
+        """Return the precision of a module within one that computes in ``around``."""
+        held = (*module.parameters(), *module.buffers())
+        own = next((tensor.dtype for tensor in held if tensor.is_floating_point()), None)
+        return cls(param_dtype=own, cast_forward_inputs=True, output_dtype=around.param_dtype)
+
+    def policy(self) -> MixedPrecisionPolicy:
+        """Return the policy for ``fully_shard``."""
+        return MixedPrecisionPolicy(
+            self.param_dtype, output_dtype=self.output_dtype, cast_forward_inputs=False
+        )
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The arguments that a wrapper passes on to those that it makes below it.
+
+    Raises:
+        TypeError: If one has the wrong type.
+    """
+
+    process_group: ProcessGroups = None
+    sharding_strategy: ShardingStrategy | None = None
+    cpu_offload: CPUOffload | None = None
+    backward_prefetch: BackwardPrefetch | None = None
+    mixed_precision: MixedPrecision | None = None
+    param_init_fn: Callable[[nn.Module], object] | None = None
+    device_id: int | str | torch.device | None = None
+    sync_module_states: bool = False
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    use_orig_params: bool = False
+    device_mesh: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(
+                    f"Expected {name} to be a {kind.__module__}.{kind.__name__}, got "
+                    f"{type(value).__module__}.{type(value).__name__}"
+                )
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Choices:
+        """Select the choices among all arguments of a wrapper."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in arguments.items() if name in names})
+
+
+_KINDS: dict[str, Any] = {
+    "sharding_strategy": ShardingStrategy,
+    "cpu_offload": CPUOffload,
+    "backward_prefetch": BackwardPrefetch,
+    "mixed_precision": MixedPrecision,
+    "param_init_fn": Callable,
+    "device_mesh": DeviceMesh,
+    **dict.fromkeys(
+        ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params"), bool
+    ),
+}
+
+# State dicts --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -235,3 +347,67 @@ def size_based_auto_wrap_policy(
     """
     unfit = force_leaf_modules if recurse else exclude_wrap_modules
     return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(unfit))
+
+
+AutoWrapPolicy = Callable[..., bool] | ModuleWrapPolicy | CustomPolicy
+
+
+def choose(
+    root: nn.Module,
+    policy: object,
+    left_alone: Collection[nn.Module],
+    ignored: Collection[nn.Parameter],
+    arguments: dict[str, Any],
+) -> dict[nn.Module, dict[str, Any]]:
+    """Return the modules below ``root`` to wrap, with their arguments.
+
+    Args:
+        root: The module that is being wrapped; never among them.
+        policy: A policy object or function.
+        left_alone: Modules that are ignored or wrapped, and all below them.
+        ignored: Parameters that do not count.
+        arguments: The arguments, which a ``CustomPolicy`` may replace.
+
+    Raises:
+        TypeError: If ``policy`` is neither.
+        ValueError: If the function of a ``CustomPolicy`` returns neither a bool nor a dict.
+    """
+    if isinstance(policy, CustomPolicy):
+        below = (module for module in inside_out(root, set(left_alone)) if module is not root)
+        answers = ((module, policy.arguments_for(module)) for module in below)
+        return {module: {**arguments, **own} for module, own in answers if own is not None}
+    if not callable(policy) or isinstance(policy, type):
+        raise TypeError(
+            "Expected auto_wrap_policy to be a function, a ModuleWrapPolicy or a CustomPolicy, got "
+            f"{type(policy).__name__}"
+        )
+    chosen, seen, ignored_ids = {}, set(left_alone), {id(param) for param in ignored}
+
+    def visit(module: nn.Module) -> int:
+        """Ask on the way down and on the way up; return the elements below that are wrapped."""
+        if module in seen:
+            return 0
+        seen.add(module)
+        numel = sum(p.numel() for p in module.parameters() if id(p) not in ignored_ids)
+        if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+            return 0
+        wrapped = sum(map(visit, module.children()))
+        if module is root:
+            return wrapped
+        if not policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
+            return wrapped
+        chosen[module] = dict(arguments)
+        return numel
+
+    visit(root)
+    return chosen
+
+
+def inside_out(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield all modules, children before parents, each once."""
+    if module in seen:
+        return
+    seen.add(module)
+    for child in module.children():
+        yield from inside_out(child, seen)
+    yield module

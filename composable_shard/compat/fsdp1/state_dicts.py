@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from composable_shard import _torch
+from composable_shard.arguments import check_type
 from composable_shard.compat.fsdp1.options import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -47,13 +49,9 @@ def settings_of(
     Raises:
         TypeError: If a config is not that of the type.
     """
-    if not isinstance(kind, StateDictType):
-        raise TypeError(
-            f"Expected state_dict_type to be a StateDictType, got {type(kind).__name__}"
-        )
-    classes = _CONFIGS[kind]
+    check_type("state_dict_type", kind, isinstance(kind, StateDictType), "a StateDictType")
     configs: list[Any] = [config, optim_config]
-    for place, wanted in enumerate(classes):
+    for place, wanted in enumerate(_CONFIGS[kind]):
         if configs[place] is None:
             configs[place] = wanted()
         if type(configs[place]) is not wanted:
@@ -90,14 +88,14 @@ def converted(
     Collective: for full tensors their gathers.
     """
     device = torch.device("cpu") if config.offload_to_cpu else None
+    sharded = {id(value): value for value in values if isinstance(value, DTensor)}
     found: dict[int, torch.Tensor | None] = {}
     if kind is StateDictType.FULL_STATE_DICT:
-        sharded = {id(value): value for value in values if isinstance(value, DTensor)}
         names, first_only = ["a value of the state dict"] * len(sharded), is_rank0_only(config)
         fulls = full_copies(list(sharded.values()), names, first_only=first_only, device=device)
         found.update(zip(sharded, fulls, strict=True))
     elif kind is StateDictType.LOCAL_STATE_DICT:
-        found = {id(v): _torch.local_tensor(v).detach() for v in values if isinstance(v, DTensor)}
+        found = {key: _torch.local_tensor(value).detach() for key, value in sharded.items()}
     kept = [found.get(id(value), value) for value in values]
     return [one if one is None or device is None else one.to(device) for one in kept]
 
@@ -362,9 +360,9 @@ def optim_state_dict(
     named: dict[str, Any] = {"state": {}, "param_groups": []}
     places: list[tuple[dict[str, Any], str]] = []
     for index, name in enumerate(names):
-        key = index if index in states["state"] else name  # as optimizers of names have it
-        if key in states["state"]:
-            own = named["state"][name] = dict(states["state"][key])
+        saved = states["state"].get(index, states["state"].get(name))  # by name if it was converted
+        if saved is not None:
+            own = named["state"][name] = dict(saved)
             places += [(own, key) for key, value in own.items() if isinstance(value, torch.Tensor)]
     found = converted([own[key] for own, key in places], kind, config)
     for (own, key), value in zip(places, found, strict=True):
@@ -424,12 +422,11 @@ def optim_state_dict_to_load(
                 key: _as_state_of(param, (name, key), value, is_local)
                 for key, value in optim_state_dict["state"][name].items()
             }
-    index = 0
+    left = iter(enumerate(names))
     for own in optim.param_groups:
-        members = range(index, index + len(own["params"]))
-        index = members.stop
-        saved = _saved_group(optim_state_dict, names[members[0]] if members else None)
-        keys = [names[i] if is_named_optimizer else i for i in members]
+        members = list(islice(left, len(own["params"])))
+        saved = _saved_group(optim_state_dict, members[0][1] if members else None)
+        keys = [name if is_named_optimizer else index for index, name in members]
         result["param_groups"].append({**saved, "params": keys})
     if load_directly:
         optim.load_state_dict(result)
