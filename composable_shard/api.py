@@ -161,7 +161,7 @@ def _planned(
 
 
 def check_calls(calls: Iterable[tuple[object, Mapping[str, Any]]]) -> None:
-    """Raise what one of several calls of ``fully_shard`` would raise, and shard nothing.
+    """Raise the first error that several calls of ``fully_shard`` would raise; shard nothing.
 
     Args:
         calls: Modules, and arguments by name; inner modules first.
@@ -187,7 +187,7 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
     Each tree launches a reduction only when its earlier ones have been waited for (see
     ``set_reduce_scatter_max_input_buffers``), since each holds the gradients of its group. Trees
-    that share count those of all of them: what one launches waits for what another left. Nothing
+    that share count those of all of them: a reduction of one waits for those of the others. Nothing
     else needs sharing: all work is on the compute stream, and no two trees share a message. May be
     called at any time after the last ``fully_shard``, also before the first forward, the same on
     all ranks.
@@ -254,7 +254,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     The parameters of the module's group are gathered before the method runs and freed after it,
     inputs and outputs are cast as the policy says, and a backward through its outputs reduces the
-    gradients: what calling the module itself does, but for forward hooks that users registered.
+    gradients, as in a call of the module itself, but without the forward hooks of users.
 
     Args:
         module: A module; nothing happens if it is not sharded.
@@ -297,8 +297,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         )
     if computes_later(getattr(module, method_name)):
         raise ValueError(
-            f"Expected method '{method_name}' of {type(module).__name__} to return what it has "
-            "computed, got a generator or coroutine, which computes when the parameters are freed; "
+            f"Expected method '{method_name}' of {type(module).__name__} to return its "
+            "result, got a generator or coroutine, which computes when the parameters are freed; "
             "register the method that it calls for each item"
         )
     register_forward_method(module, method_name)

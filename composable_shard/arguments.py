@@ -1,4 +1,4 @@
-"""Checks of what users pass to public functions, which say what was expected and what came."""
+"""Checks of the arguments of public functions; their errors say what was expected and given."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_type(name: str, value: object, fits: bool, what: str, remedy: str = ""
         name: What the function calls the argument.
         value: What came.
         fits: Whether it is of such a kind.
-        what: Which kinds these are.
+        what: The expected kinds, in words.
         remedy: What to do, where that is not plain.
 
     Raises:
@@ -87,7 +87,9 @@ def checked_number(name: str, value: Any) -> float:
         TypeError: If it is none, but a string or a bool, say.
     """
     number = None
-    with contextlib.suppress(TypeError, ValueError, RuntimeError):  # what several elements raise
+    with contextlib.suppress(
+        TypeError, ValueError, RuntimeError
+    ):  # from a tensor of several elements
         if isinstance(value, SupportsFloat) and not isinstance(value, bool):
             number = float(value)
     check_type(name, value, number is not None, "a number")
@@ -142,7 +144,7 @@ def check_module(name: str, value: object) -> None:
 
 
 def checked_list(name: str, value: Iterable[_Item], what: str, remedy: str = "") -> list[_Item]:
-    """Return what can be iterated over, once, as a list; raise ``TypeError`` if it cannot be."""
+    """Return the elements of an iterable as a list; raise ``TypeError`` if it is none."""
     try:
         items = iter(value)
     except TypeError:
@@ -155,7 +157,7 @@ def check_process_group(value: object) -> None:
     """Raise unless ``process_group`` is one, or does as one, or is ``None``.
 
     Raises:
-        TypeError: If it is not, such as what ``new_group`` returns to ranks that are no members.
+        TypeError: If it is not, such as the result of ``new_group`` on ranks that are no members.
     """
     does_as_one = all(callable(getattr(value, name, None)) for name in ("rank", "size"))
     check_type(

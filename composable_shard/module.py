@@ -1,4 +1,4 @@
-"""What a sharded module can do: the class that ``fully_shard`` mixes into a module's own."""
+"""The methods of a sharded module: the class that ``fully_shard`` mixes into its own."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def _convert(
 
 
 class FSDPModule(TorchFSDPModule):
-    """What :func:`fully_shard` adds to the class of a module.
+    """The methods that :func:`fully_shard` adds to the class of a module.
 
     Settings act from the next forward or backward on, whenever they are called. A flag that is no
     bool is a ``ValueError`` in all of them. In the examples of the methods, ``model`` is an
@@ -538,7 +538,7 @@ class FSDPModule(TorchFSDPModule):
             answer_torch(module, restore_module(module, saved))
 
     def _get_fsdp_state(self) -> TorchState:  # type: ignore[override]
-        """Answer those that read torch's private state; it cannot be written to."""
+        """Answer code that reads torch's private state, which cannot be written."""
         return torch_state(cast(nn.Module, self))
 
     # Freeing and gathering ahead ------------------------------------------------------------
@@ -682,7 +682,7 @@ class FSDPModule(TorchFSDPModule):
         self._group().settings.backward_prefetch = groups_of("modules", modules)
 
     def set_prefetch_depth(self, depth: int, *, recurse: bool = True) -> None:
-        """Gather so many groups ahead of the one that runs, in the recorded order.
+        """Gather ``depth`` groups ahead of the running one, in the recorded order.
 
         By default it is one, which hides a gather that takes no longer than the compute of one
         group. Each additional group needs memory for its unsharded parameters.
@@ -1109,7 +1109,7 @@ class FSDPModule(TorchFSDPModule):
         return list(dict.fromkeys(g for m in modules if (g := group_of(m)) is not None))
 
     def _params(self) -> list[ShardedParam]:
-        """Return the parameters below, of which a group of several modules has more."""
+        """Return the parameters below; a group of several modules may have others too."""
         below = set(cast(nn.Module, self).modules())
         params = (param for group in self._groups(recurse=True) for param in group.params)
         return [param for param in params if any(slot.module in below for slot in param.slots)]

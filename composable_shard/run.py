@@ -37,7 +37,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    """Run the script; what it raises is raised, ``SystemExit`` too."""
+    """Run the script; its exceptions pass through, ``SystemExit`` too."""
     from composable_shard.compat.torch_dropin import run_script
 
     script = arguments.script
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the script, or after ``-m`` the module, that ``arguments`` begin with.
 
     Args:
-        arguments: A script or module and what it shall find in ``sys.argv``; those of this process
+        arguments: A script or module and its ``sys.argv``; those of this process
             if absent.
 
     Raises:

@@ -260,7 +260,7 @@ fully_shard(nn.ModuleList([plain()]))
     its children, or on a list of them
 fully_shard(sharded())
     ValueError: Expected a module that is not sharded, got FSDPLinear, which fully_shard was applied
-    to before; shard what was added to it, such as new adapters, alone
+    to before; shard modules that were added since, such as new adapters, alone
 fully_shard(plain(), mesh=init_device_mesh('xpu', (2,)))
     ValueError: Expected a mesh of devices that this process can use, got one of xpu devices, of
     which none is available; make the mesh for the device type of the machine, such as

@@ -35,16 +35,16 @@ _IGNORED = "_composable_shard_ignored"
 _last_tag = 0
 """The last tag that this rank has heard of, in any process group.
 
-Hazard: what a model has left over, when it failed, is taken for that of another one. Guard: no two
-trees of a process have a tag in common, though their process groups differ.
+Hazard: a message that a failed model has left behind is taken for one of another model. Guard: no
+two trees of a process share a tag, though their process groups differ.
 """
 
 
 def ignore(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> None:
     """Note that users know of parameters of ``modules`` that stay plain.
 
-    Hazard: others take their places when they are loaded, moved or copied, and torch swaps no
-    tensor to which there are weak references. Guard: what is noted is where they are.
+    Hazard: a load, a move or a copy replaces them, and torch swaps no tensor that is weakly
+    referenced. Guard: the names are noted on their modules, and not the tensors.
     """
     ids = set(map(id, params))
     if not ids:
@@ -125,7 +125,7 @@ def agree_on_model(groups: Sequence[Any]) -> None:
         RankMismatchError: On all ranks, with the first difference.
 
     Collective: all-reduces of 48 and of 24 bytes for each process group of more than one rank;
-        another for what was sharded on the meta device; more only if it raises.
+        another if parameters were sharded on the meta device; more only if it raises.
     """
     process_groups: dict[dist.ProcessGroup, _Members] = {}
     for group in groups:
@@ -150,7 +150,7 @@ def agree_on_model(groups: Sequence[Any]) -> None:
         for place, (_, channel) in enumerate(members):
             if channel.mesh.shard_group is ranks:
                 channel.set_tag(tag + place)
-    for ranks, members in process_groups.items():  # and, of what one hears last, the first ones
+    for ranks, members in process_groups.items():  # the last group's news reaches the first too
         _, (heard,) = compare("", ranks, members[0][1].mesh.device, int(differs))
         differs = bool(heard)
     if differs:
@@ -187,7 +187,7 @@ def _agree(
 
 
 def _difference(told: Mapping[dist.ProcessGroup, list[str]]) -> str:
-    """Return the first difference, the same on all ranks: what one hears it tells in the next."""
+    """Return the first difference, alike on all ranks: each group tells it to the next."""
     texts: list[str] = []
     for ranks, facts in [*told.items()] * 2:
         heard = gather_objects((facts, texts), ranks, _OP)
@@ -234,7 +234,7 @@ def _facts(group: Any, mesh: ShardMesh) -> list[str]:
 
 
 def _local_of(param: Any) -> torch.Tensor:
-    """Return the local shard of what stands in the place of a parameter."""
+    """Return the local shard of the tensor that is registered as a parameter."""
     current = param.slots[0].get()
     return _torch.local_tensor(current) if isinstance(current, DTensor) else param.local
 

@@ -110,7 +110,7 @@ class Backward:
     def _on_death(self, _: object) -> None:
         """Register the sharded parameters if autograd has failed, and tell ranks that wait.
 
-        Where there are streams, a thread of the engine may call this: what comes next does it then.
+        With streams a thread of the engine may call this; then the next forward registers them.
         """
         if self._has_closed:
             return

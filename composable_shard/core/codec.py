@@ -1,9 +1,8 @@
-"""Tensor subclasses on their way to the ranks and back: hooks, what travels, what is rebuilt.
+"""Tensor subclasses on their way to the ranks and back: hooks, formats, and how to rebuild them.
 
-A local shard with ``fsdp_pre_all_gather`` / ``fsdp_post_all_gather`` says itself which tensors
-travel and what becomes of them. A wrapper subclass without them travels inner tensor by inner
-tensor. One with ``fsdp_pre_reduce_scatter`` / ``fsdp_post_reduce_scatter`` says the same of its
-gradient.
+A local shard with ``fsdp_pre_all_gather`` / ``fsdp_post_all_gather`` chooses the tensors to send
+and builds the result from them. A wrapper subclass without these hooks is sent inner tensor by
+inner tensor. ``fsdp_pre_reduce_scatter`` / ``fsdp_post_reduce_scatter`` do the same for gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from composable_shard import _torch
 from composable_shard.core.nested import tensors_in
 from composable_shard.errors import ExtensionError
 
-# The hooks by which a class says what it sends and how it comes back ------------------------------
+# The hooks of a class ----------------------------------------------------------------------------
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
@@ -95,7 +94,7 @@ def checked_result(hook: str, name: str, result: Any) -> tuple[Sequence[torch.Te
     return tensors, metadata
 
 
-# What travels -------------------------------------------------------------------------------------
+# The tensors that are sent -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def in_words(formats: Formats) -> str:
 
 
 def check_alike(name: str, formats: Mapping[int, Formats]) -> None:
-    """Raise ``ExtensionError`` unless what the ranks send can be gathered together.
+    """Raise ``ExtensionError`` unless the tensors of all ranks can be gathered together.
 
     Args:
         name: What messages call the parameter.
@@ -254,8 +253,8 @@ def padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 def share_attributes(sharded: nn.Parameter, other: nn.Parameter) -> Attributes | None:
     """Let users find what they set on one form of a parameter, ``param.tag = ...``, on the other.
 
-    Both forms get one dict, unless the other is a tensor subclass, which keeps what is its own in
-    its dict.
+    Both forms get one dict, unless the other is a tensor subclass, which keeps attributes of its
+    own there.
 
     Args:
         sharded: The sharded form.
@@ -271,7 +270,7 @@ def share_attributes(sharded: nn.Parameter, other: nn.Parameter) -> Attributes |
 
 
 class Attributes:
-    """Carries what was set, changed or deleted on one form when the forms change places."""
+    """Carries attributes that users set, changed or deleted from one form to the other."""
 
     def __init__(self, sharded: nn.Parameter, other: nn.Parameter) -> None:
         self.sharded, self._other = sharded, other
@@ -291,8 +290,8 @@ class Attributes:
     def _is_of_user(self, name: str, value: object) -> bool:
         """Tell whether a user, and not the class, has set an attribute of the other form.
 
-        Unless users had set it before, what the class declares (``functools.cached_property``) and
-        what holds tensors, which were computed of what is gathered anew, counts as the class's.
+        Unless users had set it before, an attribute belongs to the class if the class declares it
+        (``functools.cached_property``), or if it holds tensors, which the next gather outdates.
         """
         if name in self._carried or name in self.sharded.__dict__:
             return True
@@ -310,7 +309,7 @@ class Attributes:
 
 
 def attributes_of_user(param: nn.Parameter) -> dict[str, object]:
-    """Return what was set on a parameter: what is in its dict and not of its class."""
+    """Return the attributes that users set on a parameter: those that its class has not set."""
     of_class = {"_is_param"}
     if type(param) not in (nn.Parameter, DTensor):
         of_class.update(param.detach().__dict__)

@@ -4,9 +4,9 @@ Everything of ours that a module refers to (groups, parameters, hooks) is reache
 attributes. So empty objects take the places of groups and parameters first, the modules are copied
 around them, and then they are filled in.
 
-A pickle, too, goes through the attributes of modules, plain ones included, and finds our objects
-there; each says what of it is saved. A group is restored before, or after, its modules are, as
-they refer to each other; whoever comes last joins the tree.
+A pickle goes through the attributes of modules too and finds our objects there; each chooses the
+state to save. A group and its modules refer to each other, so either may be restored first; the
+last one joins the tree.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _copy_settings(source: ParamGroup, target: ParamGroup, memo: Memo) -> None:
 
 
 def _lists(settings: Mapping[str, Any], other: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return the lists of prefetched groups, with what ``other`` returns of each, if anything."""
+    """Map the lists of prefetched groups by ``other``, which returns ``None`` to leave one out."""
     found = {name: settings[name] for name in ("forward_prefetch", "backward_prefetch")}
     return {
         name: None if some is None else [one for one in map(other, some) if one is not None]
@@ -131,9 +131,9 @@ class SavedModule(NamedTuple):
     """The pickled form of a sharded module.
 
     Attributes:
-        attributes: What the module itself would pickle, without what has a name of this process.
-        states: What other composable functions of torch keep on it, by function.
-        applied: What these functions are called, and what stands for them.
+        attributes: The state that the module itself would pickle, without names of this process.
+        states: The states of other composable functions of torch, by function.
+        applied: The registry of these functions, by name.
         forward_methods: The names of methods that are called as forward is.
     """
 

@@ -1,4 +1,4 @@
-"""Tensor subclasses: what is gathered, and how their gradients are reduced. Imports reduction.
+"""Tensor subclasses: how they are gathered, and how their gradients are reduced.
 
 **Gathers.** A local shard with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` chooses the
 tensors to gather, and builds the unsharded parameter from them. A wrapper subclass without these
@@ -113,7 +113,7 @@ class ExtensionBucket:
 
     @property
     def is_known(self) -> bool:
-        """Whether a gather has shown what the unsharded parameter is."""
+        """Whether a gather has made the unsharded parameter."""
         return self._out is not None
 
     def gather_ops(
@@ -125,7 +125,7 @@ class ExtensionBucket:
         return GatherOps([launch], [self.complete], [self.drop], free)
 
     def gather_first(self, shard: torch.Tensor, channel: Channel) -> None:
-        """Gather once, to learn what the unsharded parameter is; the memory stays for the next use.
+        """Gather once, to make the unsharded parameter; the memory stays for the next use.
 
         Collective: the all-gather. The formats must have been agreed.
         """
@@ -386,7 +386,7 @@ def _united(heard: dict[int, dict[int, Any]]) -> dict[int, Any]:
 
 
 def gather_unknown(buckets: Sequence[Storage], channels: dict[ShardMesh, Channel]) -> None:
-    """Gather for the first time the buckets whose unsharded parameter is not known yet.
+    """Gather for the first time the buckets that have no unsharded parameter yet.
 
     Collective: for each mesh, one all-gather of a small object for each axis, and one of each such
         parameter.
@@ -408,7 +408,7 @@ _codecs: weakref.WeakKeyDictionary[ShardedParam, Codec | None] = weakref.WeakKey
 
 
 def _is_unknown(param: ShardedParam) -> bool:
-    """Return whether no rank has had a gradient yet that shows what it is made of."""
+    """Return whether no rank has had a gradient yet, which would show its inner tensors."""
     return param not in _codecs and _torch.is_wrapper_subclass(param.unsharded_local)
 
 
@@ -419,7 +419,7 @@ def num_tensors(param: ShardedParam) -> int:
 
 
 def _agree_on_codecs(params: Sequence[ShardedParam], grads: Sequence[Any], mesh: ShardMesh) -> None:
-    """Find out what gradients are made of, from a rank that has one.
+    """Learn the inner tensors of gradients from a rank that has them.
 
     Collective: one all-gather of a small object for each mesh axis, unless all are known.
     """
@@ -500,14 +500,14 @@ class SplitReduction(Reduction):
 
 
 class GradExtension:
-    """The hooks of one parameter, and what they return for gradients of one dtype.
+    """The hooks of one parameter, for gradients of one dtype.
 
     Attributes:
         formats: The tensors that one rank sends another; agreed once some rank has had a gradient.
     """
 
     def __init__(self, param: ShardedParam) -> None:
-        self.param: ShardedParam = weakref.proxy(param)  # the key of what holds this
+        self.param: ShardedParam = weakref.proxy(param)  # it is the key of this object
         self.formats: Formats | None = None
         self._metadata: Any = None
 

@@ -95,14 +95,14 @@ class State(enum.Enum):
 
 @dataclass
 class Settings:
-    """What the methods of a sharded module set for its group.
+    """The settings of a group, which methods of a sharded module change.
 
     Attributes:
         reshard_after_forward: ``None`` means that only the root keeps its parameters for backward.
         reshard_after_backward: Whether the parameters are freed after backward.
         reduce_grads: Whether backward reduces gradients over the ranks.
         all_reduce_grads: Whether it also reduces them over the replicas.
-        divisor: What the sum of gradients is divided by; ``None`` for the number of ranks.
+        divisor: The divisor of the sum of gradients; ``None`` for the number of ranks.
         sums_only: Whether collectives only sum, and divisions are done beside them.
         unshard_in_backward: Whether backward gathers the group.
         keeps_storage: Whether the unsharded memory stays allocated between uses.
@@ -619,9 +619,8 @@ class ParamGroup:
             if param.adds_to_synced:
                 raise ShardError(
                     f"Expected the gradient of '{param.name}' to be reduced, or cleared, before "
-                    "what it is divided by changes, got one that was accumulated without sync and "
-                    "added to one that had been reduced; call synchronize_gradients() or "
-                    "zero_grad() first"
+                    "its divisor changes, got one that was accumulated without sync and added to "
+                    "a reduced one; call synchronize_gradients() or zero_grad() first"
                 )
             scaled.append((_torch.local_tensor(grad), ratio))
         for local, ratio in scaled:

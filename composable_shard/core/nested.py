@@ -1,4 +1,4 @@
-"""What modules take and return: tensors inside of containers, and buffers cast for forward."""
+"""Inputs and outputs of modules: tensors inside of containers, and buffers cast for forward."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def find_changes(given: Sequence[Given], label: str) -> tuple[list[Any], ShardEr
         label: What messages call the module.
 
     Returns:
-        The items that forward put into containers, and an error if one of them is a copy, whose
-        changes the caller misses.
+        The items that forward put into containers, and an error if a container is a copy: the
+        caller would not see its changes.
     """
     put, error = list[Any](), None
     for own, shown, before in given:
@@ -121,9 +121,9 @@ def find_changes(given: Sequence[Given], label: str) -> tuple[list[Any], ShardEr
         put += [item for item in now if id(item) not in known]
         if shown is not own:
             error = ShardError(
-                f"Expected forward of {label} not to change a {type(own).__name__} whose "
-                "tensors were cast or need gradients, of which it gets a copy, got it changed; "
-                "return what it is to hold, or store that on the module"
+                f"Expected forward of {label} not to change a {type(own).__name__} with "
+                "tensors that were cast or need gradients, since it gets a copy, got it changed; "
+                "return the new values, or store them on the module"
             )
     return put, error
 
@@ -167,7 +167,7 @@ def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
 
 
 def _copy_with(value: Any, named: Mapping[Any, Any], items: list[Any]) -> Any:
-    """Copy a mapping or a dataclass instance, or what is both, with other items."""
+    """Copy a mapping or a dataclass instance (or an object that is both) with other items."""
     copied = copy.copy(value)
     for (name, before), item in zip(named.items(), items, strict=True):
         if item is before:

@@ -1,4 +1,4 @@
-"""What features add to the core, which does not know them. Imports nothing of this package."""
+"""The interface of features, which the core does not know. Imports nothing of this package."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def plan_scale(
     """Split the division of a sum of gradients between before, during and after the reduction.
 
     Args:
-        total: What the sum over the ranks is divided by.
+        total: The divisor of the sum over the ranks.
         dtype: The dtype of the sum. Sums of ``float16`` overflow early, so about the square root of
             ``total``, a power of two, is divided by beforehand.
         is_mean: Whether ``total`` is the number of ranks.
@@ -145,7 +145,7 @@ class Reduction:
         self._plan_messages()
         self._plan_results()
         settings, num_shards = group.settings, self._mesh.num_shards
-        # What a hook does with a gradient, ranks could not tell from a flag.
+        # A hook may fill a gradient that has no flag.
         self._gives_zeros = settings.zeros_for_unused or settings.all_reduce_hook is not None
         total = settings.divisor
         self._divisor = num_shards if total is None else total / self._mesh.num_replicas
@@ -464,7 +464,7 @@ class Reduction:
                 name = next(param.name for param in self.params if param.sharded is sharded)
                 raise ShardError(
                     f"Expected a gradient of local shape {shape} in .grad of '{name}', got "
-                    f"{found}; assign what has the rows of this rank"
+                    f"{found}; assign one with the rows of this rank"
                 )
         add_grad(sharded, grad)
 
@@ -628,7 +628,7 @@ def with_own_message(buckets: Iterable[Storage], dtype: torch.dtype) -> set[Shar
 
 
 def packing_step(dtypes: Iterable[torch.dtype], device: torch.device) -> int:
-    """Return of how many elements packed shards are a multiple, in the dtypes that they have.
+    """Return the alignment of packed shards, in elements of the narrowest of their dtypes.
 
     Devices read and write fastest where shards begin at multiples of some bytes.
     """

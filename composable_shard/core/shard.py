@@ -84,7 +84,8 @@ def check_not_taken(modules: Iterable[nn.Module]) -> None:
         if is_taken(module):
             raise ValueError(
                 f"Expected a module that is not sharded, got {kind}, which fully_shard was "
-                "applied to before; shard what was added to it, such as new adapters, alone"
+                "applied to before; shard modules that were added since, such as new adapters, "
+                "alone"
             )
         if not any(isinstance(param, DTensor) for param in module.parameters()):
             continue
@@ -367,7 +368,7 @@ def _agree_on_shards(failure: ExtensionError | None, meshes: Sequence[DeviceMesh
 
 
 def check_subclasses(planned: Sequence[ShardedParam], managed: Managed) -> None:
-    """Raise what :func:`build_group` raises, on all ranks; keep nothing.
+    """Raise the errors of :func:`build_group`, on all ranks; keep nothing.
 
     Collective: see build_group.
     """

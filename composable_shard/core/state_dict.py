@@ -27,8 +27,8 @@ Params = dict[str, ShardedParam]
 def install_state_dict_hooks(group: ParamGroup) -> None:
     """Have state dicts of the group's modules hold shards, and take shards or full tensors.
 
-    What users register for saving runs after this, and for loading before it, if they have
-    registered it before: so they always see shards that go out and what comes in as it came.
+    Hooks of users that were registered before run after these in a save, and before them in a
+    load: they see the shards that are saved, and the loaded values as they came.
     """
     places: dict[nn.Module, Params] = {}
     for param in group.params:
@@ -45,7 +45,7 @@ def install_state_dict_hooks(group: ParamGroup) -> None:
 
 
 def hooks_of_state_dicts(group: ParamGroup) -> list[tuple[StateDictHook, Params]]:
-    """Return the hooks that :func:`install_state_dict_hooks` made for a group, and what of each."""
+    """Return the hooks that :func:`install_state_dict_hooks` made, each with its parameters."""
     owners = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
     return [
         (hook, hook.params)
@@ -56,7 +56,7 @@ def hooks_of_state_dicts(group: ParamGroup) -> list[tuple[StateDictHook, Params]
 
 
 class StateDictHook:
-    """Calls one of the functions below for a module and what its group owns there.
+    """Calls one of the functions below for a module and the parameters that its group owns there.
 
     A module that is copied or pickled without its group, as ``copy.deepcopy(model.head)`` and
     ``torch.save(model.head, file)`` do where the group is that of the model, has shards of its own
@@ -64,7 +64,7 @@ class StateDictHook:
 
     Attributes:
         group: The group; ``None`` if it does nothing.
-        params: What the group owns of the module.
+        params: The parameters of the module that the group owns.
     """
 
     def __init__(self, act: Callable[..., None], group: ParamGroup | None, params: Params) -> None:
@@ -86,7 +86,7 @@ class StateDictHook:
 
 
 def _owned(group: ParamGroup, params: Params) -> Params:
-    """Leave out what the group has given back: another one owns it, and has hooks of its own."""
+    """Leave out parameters that another group has taken over, with hooks of its own."""
     own = {id(param) for param in group.params}
     return {attribute: param for attribute, param in params.items() if id(param) in own}
 
@@ -138,7 +138,7 @@ def _before_load(
 ) -> None:
     """Replace full tensors by this rank's rows of them; the dict is the loader's own copy.
 
-    What does not fit is left as it is: torch says what is wrong with it.
+    A value that does not fit stays as it is, and torch reports it.
     """
     group.check_awake("to load a state dict")
     if group.state is State.UNSHARDED and _is_computing(group):

@@ -333,7 +333,7 @@ class ShardedParam:
     def leaf_around(self, tensor: torch.Tensor) -> nn.Parameter:
         """Make a parameter of a full tensor, of the class that the original had.
 
-        A class with hooks for its gather says by itself what the tensor is.
+        A class with hooks for its gather chooses the class of the tensor by itself.
         """
         kind = None if has_extension(self.local) else self._kind
         return _leaf_around(tensor, kind, requires_grad=self.sharded.requires_grad)

@@ -100,7 +100,7 @@ def test_new_adapters_of_a_sharded_base_are_sharded_alone() -> None:
         one[0], one[1] = Wrapped(one[0]), Wrapped(one[1])
     for wrapper, hint in (
         (model[0], "where a sharded base was wrapped shard the new adapters alone"),
-        (model, "shard what was added to it, such as new adapters, alone"),
+        (model, "shard modules that were added since, such as new adapters, alone"),
     ):
         with pytest.raises(ValueError) as caught:
             fully_shard(wrapper)

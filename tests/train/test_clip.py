@@ -419,7 +419,7 @@ def clip_two_tensors() -> None:
             accumulate_rows_too_many,
             "ShardError",
             "Expected a gradient of local shape [3, 13] in .grad of 'down.weight', got [4, 13]; "
-            "assign what has the rows of this rank",
+            "assign one with the rows of this rank",
         ),
     ],
 )

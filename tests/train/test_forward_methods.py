@@ -218,8 +218,8 @@ def test_a_method_that_computes_later_is_refused_when_registered(name: str) -> N
         with pytest.raises(ValueError) as caught:
             register_fsdp_forward_method(model, name)
     assert str(caught.value) == (
-        f"Expected method '{name}' of FSDPEncoder to return what it has computed, got a generator "
-        "or coroutine, which computes when the parameters are freed; register the method that it "
+        f"Expected method '{name}' of FSDPEncoder to return its result, got a generator or "
+        "coroutine, which computes when the parameters are freed; register the method that it "
         "calls for each item"
     )
 

@@ -308,9 +308,9 @@ def test_what_forward_puts_into_a_container_is_there_for_the_caller(
 
 def refusal(where: str, what: str) -> str:
     text = (
-        f"Expected forward of {where} not to change a {what} whose tensors were cast or need "
-        "gradients, of which it gets a copy, got it changed; return what it is to hold, or store "
-        "that on the module"
+        f"Expected forward of {where} not to change a {what} with tensors that were cast or need "
+        "gradients, since it gets a copy, got it changed; return the new values, or store them on "
+        "the module"
     )
     return f"^{re.escape(text)}$"
 

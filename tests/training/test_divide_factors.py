@@ -121,8 +121,8 @@ def test_a_factor_is_refused_where_what_was_reduced_would_be_divided_again(
 ) -> None:
     num_ranks = shape[0] * shape[-1] if len(shape) == 2 else shape[0]
     message = (
-        "Expected the gradient of 'weight' to be reduced, or cleared, before what it is divided by "
-        "changes, got one that was accumulated without sync and added to one that had been "
-        "reduced; call synchronize_gradients() or zero_grad() first"
+        "Expected the gradient of 'weight' to be reduced, or cleared, before its divisor changes, "
+        "got one that was accumulated without sync and added to a reduced one; call "
+        "synchronize_gradients() or zero_grad() first"
     )
     assert run_ranks(changed_after_a_reduction, num_ranks, shape) == [(message, 2.0)] * num_ranks

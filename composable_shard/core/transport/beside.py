@@ -1,4 +1,4 @@
-"""A thread beside training: it watches waits, and does what other ranks may wait for."""
+"""A thread beside training: it watches waits, and serves ranks that wait for this one."""
 
 from __future__ import annotations
 

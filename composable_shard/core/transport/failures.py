@@ -161,7 +161,7 @@ _ANSWER = 2.0  # seconds to wait for the store before an error is raised without
 _FAILED, _WAITS = "failed", "waits"  # keys of the store: whether any rank has, and for each rank
 _SIGNS_OF_A_TIME_OUT = ("time-out of", "Timed out", "timed out")
 _LOAD = 4000  # records of waits that all ranks together read each second, at most
-_NUM_TOLD = 8  # ranks whose whereabouts a message tells
+_NUM_TOLD = 8  # ranks that a message locates
 _NO_TAG = (1 << 31) - 1  # the tag of a message that no rank sends
 _ANNOUNCED = "_composable_shard_is_announced"
 

@@ -197,9 +197,9 @@ class OwnFile:
             for number in range(num_huge):
                 os.posix_fallocate(self.file, start + number * _HUGE_NBYTES, mmap.PAGESIZE)
             _libc().madvise(slab.address, num_huge * _HUGE_NBYTES, _COLLAPSE)
-            os.posix_fallocate(self.file, start, nbytes)  # what is small, or was refused
+            os.posix_fallocate(self.file, start, nbytes)  # small pages, or all of it
         except OSError as error:
-            _libc().madvise(slab.address, nbytes, mmap.MADV_REMOVE)  # what there was
+            _libc().madvise(slab.address, nbytes, mmap.MADV_REMOVE)  # the part that was allocated
             raise _no_memory(nbytes, error) from error
         self._end = start + nbytes
         return slab
@@ -249,7 +249,7 @@ class PeerFile:
             alignment = _HUGE_NBYTES if nbytes >= _HUGE_NBYTES else mmap.PAGESIZE
             piece = _Piece(self._file, start, nbytes, mmap.PROT_READ, alignment)
         self._mapped[key] = piece
-        while len(self._mapped) > _NUM_MAPPED:  # what is in use stays until nobody refers to it
+        while len(self._mapped) > _NUM_MAPPED:  # a view keeps its piece mapped
             self._mapped.popitem(last=False)
         return View(piece)
 
@@ -451,7 +451,7 @@ class _Door:
                 shared.reasons[peer] = f"a rank cannot take the memory of another: {error}"
 
 
-_VISIT = 30.0  # seconds to wait for what another process has already done
+_VISIT = 30.0  # seconds to wait for a call that another process has already made
 _SECRET_NBYTES = 32
 
 
