@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import reduce
-from itertools import islice
+from functools import cache, partial, reduce
+from itertools import chain, islice
 from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from composable_shard import _torch
@@ -75,93 +76,82 @@ _DOING = "taking the norm of gradients"
 _NUM_NAMED = 3  # parameters whose gradients are not finite
 
 
-class _Norms:
-    """Norms of parts of one long vector, by the process groups they are still to be taken over.
+def _norm_of(
+    batches: Iterable[Sequence[torch.Tensor]], p: float, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return the norm of all gradients together, a scalar of ``dtype`` on ``device``.
 
     With ``p = 0`` torch counts the gradients that are not all zero, so norms are kept apart then.
+
+    Args:
+        batches: Gradients, some at a time; each batch may be freed before the next one comes.
+        p: The order of the norm.
+        dtype: The dtype of the norms.
+        device: The device of the norms.
+
+    Collective: an all-gather for each axis over which gradients are sharded.
     """
+    parts: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    groups_of = cache(_groups_of)
+    for grads in batches:
+        keys = [
+            groups_of(grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else ()
+            for grad in grads
+        ]
+        for key, norm in zip(keys, _local_norms(grads, p, dtype, device), strict=True):
+            parts.setdefault(key, []).append(norm)
+        del grads
+    found: list[torch.Tensor] = []
+    for groups, norms in parts.items():
+        own = torch.stack(norms)  # [norms], or [1]
+        if p != 0:
+            own = torch.linalg.vector_norm(own, p, dim=0, keepdim=True)
+        for group in groups:
+            message = own.to(_torch.device_for(group, device))
+            shape, on = (group.size(), len(message)), message.device
+            gathered = _torch.empty(*shape, dtype=dtype, device=on)  # [ranks, norms]
+            with watched(group, _DOING):
+                _torch.all_gather_rows(gathered, message, group)
+            own = torch.linalg.vector_norm(gathered, p, dim=0).to(device)
+        found.append(own)
+    return torch.linalg.vector_norm(torch.cat(found), p)
 
-    def __init__(self, p: float, dtype: torch.dtype, device: torch.device) -> None:
-        self._p, self._dtype, self._device = p, dtype, device
-        self._parts: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
 
-    def add(self, grads: Sequence[torch.Tensor]) -> None:
-        """Take the norms of this rank's parts of ``grads``. Collective: none."""
-        known: dict[object, tuple[dist.ProcessGroup, ...]] = {}
-        for grad, norm in zip(grads, self._local_norms(grads), strict=True):
-            key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
-            if key not in known:
-                known[key] = _groups_of(grad)
-            self._parts.setdefault(known[key], []).append(norm)
-
-    def total(self) -> torch.Tensor:
-        """Return the norm of everything, a scalar. Collective: an all-gather for each axis."""
-        found: list[torch.Tensor] = []
-        for groups, norms in self._parts.items():
-            own = torch.stack(norms)  # [norms], or [1]
-            if self._p != 0:
-                own = torch.linalg.vector_norm(own, self._p, dim=0, keepdim=True)
-            for group in groups:
-                message = own.to(_torch.device_for(group, self._device))
-                gathered = _torch.empty(  # [ranks, norms]
-                    group.size(), len(message), dtype=message.dtype, device=message.device
-                )
-                with watched(group, _DOING):
-                    _torch.all_gather_rows(gathered, message, group)
-                own = torch.linalg.vector_norm(gathered, self._p, dim=0).to(self._device)
-            found.append(own)
-        return torch.linalg.vector_norm(torch.cat(found), self._p)
-
-    def alone(self, param: torch.Tensor) -> torch.Tensor:
-        """Return the norm of the gradient of one parameter. Collective: see :meth:`total`."""
-        norms = _Norms(self._p, self._dtype, self._device)
-        grad = cast(torch.Tensor, param.grad)
-        norms.add([_reduced(param) if pending(grad) else grad])
-        return norms.total()
-
-    def _local_norms(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Take the norm of each local part; of one without elements, what changes no norm."""
-        locals_ = list(map(_torch.local_part, grads))
-        norms: dict[int, torch.Tensor] = {}
-        for some in alike([local for local in locals_ if local.numel()]).values():
-            norms.update(zip(map(id, some), self._norms_of(some), strict=True))
-        unchanging = 0.0 if self._p >= 0 else math.inf
-        for local in locals_:
-            if id(local) not in norms:
-                norms[id(local)] = torch.full((), unchanging, device=self._device)
-        return [norms[id(local)].to(self._dtype) for local in locals_]
-
-    def _norms_of(self, parts: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Take the norms of tensors of one device, dtype and kind."""
-        dtype = parts[0].dtype
+def _local_norms(
+    grads: Sequence[torch.Tensor], p: float, dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
+    """Return the norm of each local part; of one without elements, a value that changes no norm."""
+    locals_ = list(map(_torch.local_part, grads))
+    norms: dict[int, torch.Tensor] = {}
+    for (_, own, kind), some in alike([local for local in locals_ if local.numel()]).items():
         # Half precision overflows where the norm of a big model lies.
-        wide = self._dtype if dtype.is_floating_point and dtype.itemsize < 4 else None
-        if type(parts[0]) is torch.Tensor:
-            norms = _torch.norms_of_all(parts, self._p, wide)
+        wide = dtype if own.is_floating_point and own.itemsize < 4 else None
+        if kind is torch.Tensor:
+            found = _torch.norms_of_all(some, p, wide)
         else:
-            norms = [torch.linalg.vector_norm(part, self._p, dtype=wide) for part in parts]
-        if _torch.is_wrapper_subclass(norms[0]):
+            found = [torch.linalg.vector_norm(part, p, dtype=wide) for part in some]
+        if _torch.is_wrapper_subclass(found[0]):
             raise TypeError(
-                f"Expected gradients whose norm is a plain tensor, got {type(parts[0]).__name__}, "
-                f"whose norm is a {type(norms[0]).__name__}; clip its inner tensors by themselves"
+                f"Expected gradients whose norm is a plain tensor, got {kind.__name__}, whose norm "
+                f"is a {type(found[0]).__name__}; clip its inner tensors by themselves"
             )
-        return torch.stack(norms).to(self._device).unbind()
+        stacked = torch.stack(list(found)).to(device).to(dtype)
+        norms.update(zip(map(id, some), stacked.unbind(), strict=True))
+    unchanging = torch.full((), 0.0 if p >= 0 else math.inf, dtype=dtype, device=device)
+    return [norms.get(id(local), unchanging) for local in locals_]
 
 
 # One gradient ---------------------------------------------------------------------------------
 
 
-def _groups_of(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+def _groups_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.ProcessGroup, ...]:
     """Return the process groups of the axes over which each rank has another part."""
-    if not isinstance(grad, DTensor):
-        return ()
-    mesh = grad.device_mesh
     if mesh.get_coordinate() is None:
         raise ValueError(
             "Expected this rank to be on the mesh of every gradient, got rank "
             f"{dist.get_rank()} and {mesh}; leave its parameter out on this rank"
         )
-    return tuple(map(mesh.get_group, sharded_axes(mesh, grad.placements)))
+    return tuple(map(mesh.get_group, sharded_axes(mesh, placements)))
 
 
 def _name_of(param: torch.Tensor) -> str:
@@ -190,31 +180,19 @@ def _check_local_shape(param: torch.Tensor, grad: torch.Tensor) -> None:
     raise error
 
 
-def _first_not_finite(params: Sequence[torch.Tensor], norms: _Norms) -> list[str]:
-    """Name the first parameters whose gradients are not finite. Collective: see _Norms.total."""
-    found = (_name_of(param) for param in params if not norms.alone(param).isfinite())
-    return list(islice(found, _NUM_NAMED))
+def _reduced(param: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a parameter; a pending one as it will be when it is reduced.
 
-
-def _reduced(param: torch.Tensor) -> DTensor:
-    """Return what a gradient stands for whose reduction is pending.
-
-    Collective: a reduce-scatter or all-reduce of it; all ranks must have it.
+    Collective: a reduce-scatter or all-reduce of a pending one; all ranks must have it.
     """
-    grad = cast(DTensor, param.grad)
+    grad = cast(torch.Tensor, param.grad)
+    if not isinstance(grad, DTensor) or not pending(grad):
+        return grad
     placements = [Replicate() if p.is_partial() else p for p in grad.placements]
     own = param.placements[0] if isinstance(param, DTensor) else None
     if len(placements) == 1 and type(own) is Shard:
         placements = [own]
     return grad.redistribute(placements=placements)
-
-
-def _communication_device(grads: Sequence[torch.Tensor]) -> torch.device:
-    """Return where norms come together: on the device of a mesh, wherever gradients are kept."""
-    for grad in grads:
-        if isinstance(grad, DTensor):
-            return torch.device(grad.device_mesh.device_type)
-    return grads[0].device
 
 
 # Clipping gradients by their norm -----------------------------------------------------------------
@@ -299,14 +277,16 @@ def clip_grad_norm_(
     for param, grad in zip(owners, grads, strict=True):
         _check_local_shape(param, grad)
     dtype = reduce(torch.promote_types, (grad.dtype.to_real() for grad in grads))
-    norms = _Norms(order, torch.promote_types(dtype, torch.float32), _communication_device(grads))
-    norms.add([grad for grad in grads if not pending(grad)])
-    for param in owners:
-        if pending(cast(torch.Tensor, param.grad)):
-            norms.add([_reduced(param)])
-    total = norms.total()
+    meshes = [grad.device_mesh for grad in grads if isinstance(grad, DTensor)]
+    device = torch.device(meshes[0].device_type) if meshes else grads[0].device
+    wide = torch.promote_types(dtype, torch.float32)
+    norm_of = partial(_norm_of, p=order, dtype=wide, device=device)
+    reduced = [grad for grad in grads if not pending(grad)]
+    unreduced = [param for param, grad in zip(owners, grads, strict=True) if pending(grad)]
+    total = norm_of(chain([reduced], ([_reduced(param)] for param in unreduced)))
     if error_if_nonfinite and not total.isfinite():
-        names = _first_not_finite(owners, norms)
+        wrong = (param for param in owners if not norm_of([[_reduced(param)]]).isfinite())
+        names = list(map(_name_of, islice(wrong, _NUM_NAMED)))
         among = f", because of the gradients of {', '.join(names)}" if names else ""
         raise ShardError(
             f"Expected gradients of a finite norm of order {order}, got {total.item()}{among}; "

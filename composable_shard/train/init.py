@@ -27,12 +27,18 @@ from composable_shard.arguments import (
     check_module,
     check_value,
 )
-from composable_shard.core.hooks import groups_in
 from composable_shard.errors import MaterializationError, ShardError
 from composable_shard.mesh import start_process_group
 from composable_shard.train.full import count_write, full_copy, sharded_axes
 from composable_shard.train.ranks import Ranks
-from composable_shard.train.weights.entries import Entry, contents_of, listed, materialize
+from composable_shard.train.weights.entries import (
+    Entry,
+    contents_of,
+    listed,
+    materialize,
+    reshard,
+)
+from composable_shard.train.weights.gathering import runs_within
 
 
 def init_sharded(
@@ -79,14 +85,22 @@ def init_sharded(
         ...         layer = fully_shard(nn.Linear(2, 4))
         ...     init_sharded(layer, lambda module: nn.init.ones_(module.weight), seed=0)
     """
-    ranks = Ranks(process_group, "initializing a model")
+    ranks, entries = Ranks(process_group, "initializing a model"), list[Entry]()
     with ranks.checking():
         check_function("fn", fn)
         check_int("seed", seed, 0)
-        entries, needed = _planned(model, needs_all=fn is None)
+        entries = _entries_of(model)
     ranks.agree([f"seed {seed}", *(entry.fact() for entry in entries)], "model and seed", "a model")
     with ranks.checking():
-        missing = _run(model, _reset if fn is None else fn, seed, entries, needed)
+        fresh = [entry for entry in entries if entry.is_meta]
+        params = {id(param) for param in model.parameters()} if fn is None else set[int]()
+        needed = [e for e in entries if e.is_meta or id(e.tensor) in params]
+        with torch.inference_mode(False), torch.no_grad(), _forked_generators():
+            materialize(model, entries)
+            full = _FullTensors(entries, fresh)
+            torch.manual_seed(seed)
+            model.apply(partial(full.run, _reset if fn is None else fn))
+        missing = [e.names[0] for e in needed if id(e.tensor) not in full.touched]
         if missing:
             by = "reset_parameters()" if fn is None else "fn"
             raise MaterializationError(
@@ -96,31 +110,14 @@ def init_sharded(
     ranks.agree([], "", "")
 
 
-def _run(
-    model: nn.Module,
-    fn: Callable[[nn.Module], object],
-    seed: int,
-    entries: list[Entry],
-    needed: Sequence[Entry],
-) -> list[str]:
-    """Initialize each module; return the names of what was needed and not touched."""
-    fresh = [entry for entry in entries if entry.is_meta]
-    with torch.inference_mode(False), torch.no_grad(), _forked_generators():
-        materialize(model, entries)
-        wholes = _Wholes(entries, fresh)
-        torch.manual_seed(seed)
-        model.apply(partial(wholes.run, fn))
-    return [entry.names[0] for entry in needed if id(entry.tensor) not in wholes.touched]
-
-
 def _reset(module: nn.Module) -> None:
     reset = getattr(module, "reset_parameters", None)
     if callable(reset):
         reset()
 
 
-def _planned(model: nn.Module, *, needs_all: bool) -> tuple[list[Entry], list[Entry]]:
-    """Return the tensors of a model, and those of them that must be initialized."""
+def _entries_of(model: nn.Module) -> list[Entry]:
+    """Return the tensors of a model, buffers that no checkpoint has included."""
     entries = contents_of(model, "init_sharded")
     known = {id(entry.tensor) for entry in entries}
     entries += [Entry((name,), b) for name, b in model.named_buffers() if id(b) not in known]
@@ -130,8 +127,7 @@ def _planned(model: nn.Module, *, needs_all: bool) -> tuple[list[Entry], list[En
                 f"Expected parameters of one plain tensor each, got '{entry.names[0]}', a "
                 f"{type(entry.local).__name__}; give it its values before fully_shard"
             )
-    is_param = {id(param) for param in model.parameters()} if needs_all else set[int]()
-    return entries, [e for e in entries if e.is_meta or id(e.tensor) in is_param]
+    return entries
 
 
 def _forked_generators() -> contextlib.AbstractContextManager[None]:
@@ -143,7 +139,7 @@ def _forked_generators() -> contextlib.AbstractContextManager[None]:
     return torch.random.fork_rng([index], device_type=device.type)
 
 
-class _Wholes(TorchFunctionMode):
+class _FullTensors(TorchFunctionMode):
     """Gives functions of torch full tensors in the place of shards, of which it keeps the rows.
 
     Args:
@@ -237,7 +233,7 @@ def sync_module_states(
             argument is wrong or something is on the meta device on some of them, or the module is
             parked or on other ranks.
 
-    Collective: broadcasts of all bytes, in buckets; before, two all-gathers of a small object.
+    Collective: broadcasts of all bytes, in buckets; before, an all-gather of a small object.
     Memory: one bucket, or the largest tensor that cannot be sent in place, as one that is not
         contiguous.
     Source: ``sync_module_states`` of ``FullyShardedDataParallel`` (FSDP1).
@@ -255,39 +251,36 @@ def sync_module_states(
     """
     if process_group is None and "RANK" in os.environ:  # else this process may be alone
         start_process_group()
-    members = Ranks(process_group, f"synchronizing {type(module).__name__}")
-    ranks = members.numbers
-    with members.checking():
+    ranks, entries = Ranks(process_group, f"synchronizing {type(module).__name__}"), list[Entry]()
+    with ranks.checking():
         check_module("module", module)
         check_int("src_rank", src_rank, 0)
-        check_value("src_rank", src_rank, src_rank in ranks, f"to be one of the ranks {ranks}")
+        known = f"to be one of the ranks {ranks.numbers}"
+        check_value("src_rank", src_rank, src_rank in ranks.numbers, known)
         check_flags(keep_shards=keep_shards)
         check_int("bucket_nbytes", bucket_nbytes, 1)
-        groups = groups_in(module.modules())
-        for owner in groups:
-            owner.check_awake("for sync_module_states()")
-        for owner in groups:
-            owner.reshard()
-        states = [*module.named_parameters(), *module.named_buffers()]
-        _check_states(module, states, keep_shards)
-    said = f"src_rank {src_rank}, keep_shards {keep_shards}, bucket_nbytes {bucket_nbytes}"
-    members.agree([said], "arguments of sync_module_states()", "")
-    members.agree([_fact(name, tensor) for name, tensor in states], "parameters and buffers", "")
-    if members.group is not None and len(ranks) > 1:
-        plain = [tensor for _, tensor in states if not isinstance(tensor, DTensor)]
-        _broadcast(plain, members.group, ranks.index(src_rank), bucket_nbytes)
-    for sharded in [tensor for _, tensor in states if isinstance(tensor, DTensor)]:
-        for axis, placement in enumerate(sharded.placements):
-            if placement.is_replicate() and sharded.device_mesh.size(axis) > 1:
-                group = sharded.device_mesh.get_group(axis)
-                _broadcast([_torch.local_tensor(sharded)], group, 0, bucket_nbytes)
+        reshard(module, "sync_module_states")
+        named = [*module.named_parameters(), *module.named_buffers()]
+        entries = [Entry((name,), tensor) for name, tensor in named]
+        _check_states(module, entries, keep_shards)
+    facts = [f"src_rank {src_rank}, keep_shards {keep_shards}, bucket_nbytes {bucket_nbytes}"]
+    facts += [entry.fact() for entry in entries]
+    ranks.agree(facts, "arguments, parameters and buffers", "")
+    if ranks.group is not None and len(ranks.numbers) > 1:
+        plain = [entry.local for entry in entries if not isinstance(entry.tensor, DTensor)]
+        _broadcast(plain, ranks.group, ranks.numbers.index(src_rank), bucket_nbytes)
+    for tensor in [entry.tensor for entry in entries]:
+        if isinstance(tensor, DTensor):
+            for axis, placement in enumerate(tensor.placements):
+                if placement.is_replicate() and tensor.device_mesh.size(axis) > 1:
+                    group = tensor.device_mesh.get_group(axis)
+                    _broadcast([_torch.local_tensor(tensor)], group, 0, bucket_nbytes)
 
 
-def _check_states(
-    module: nn.Module, states: Sequence[tuple[str, torch.Tensor]], keep_shards: bool
-) -> None:
+def _check_states(module: nn.Module, entries: Sequence[Entry], keep_shards: bool) -> None:
     """Raise if the states of this rank cannot be synchronized."""
-    for name, tensor in states:
+    for entry in entries:
+        tensor, name = entry.tensor, entry.names[0]
         is_sharded = isinstance(tensor, DTensor) and sharded_axes(
             tensor.device_mesh, tensor.placements
         )
@@ -297,37 +290,23 @@ def _check_states(
                 "call sync_module_states before fully_shard, or set keep_shards=True to "
                 "synchronize only what is not sharded"
             )
-        if any(leaf.is_meta for leaf in _leaves(tensor)):
+        if entry.is_meta:
             raise MaterializationError(
                 f"Expected materialized parameters and buffers on all ranks, got '{name}' on the "
                 "meta device; call module.to_empty(device=...) first"
             )
 
 
-def _fact(name: str, tensor: torch.Tensor) -> str:
-    kind = f", {tensor.placements}" if isinstance(tensor, DTensor) else ""
-    return f"'{name}' of shape {list(tensor.shape)}, {tensor.dtype}{kind}"
-
-
-def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return _torch.leaves(_torch.local_part(tensor).detach())
-
-
 def _broadcast(
     tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int, bucket_nbytes: int
 ) -> None:
     """Send tensors in buckets."""
-    leaves = [leaf for tensor in tensors for leaf in _leaves(tensor) if leaf.numel()]
-    bucket, nbytes = list[torch.Tensor](), 0
-    for leaf in sorted(leaves, key=lambda leaf: -leaf.itemsize):  # each is aligned in a bucket
-        is_full = nbytes + leaf.nbytes > bucket_nbytes
-        if bucket and (is_full or bucket[0].device != leaf.device):
+    leaves = [leaf for own in tensors for leaf in _torch.leaves(own.detach()) if leaf.numel()]
+    leaves.sort(key=lambda leaf: -leaf.itemsize)  # each is aligned in a bucket
+    for device in dict.fromkeys(leaf.device for leaf in leaves):
+        near = [leaf for leaf in leaves if leaf.device == device]
+        for bucket in runs_within(near, bucket_nbytes):
             _send(bucket, group, source)
-            bucket, nbytes = [], 0
-        bucket.append(leaf)
-        nbytes += leaf.nbytes
-    if bucket:
-        _send(bucket, group, source)
 
 
 def _send(bucket: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int) -> None:

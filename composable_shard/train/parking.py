@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from composable_shard.optim.flat import flat_states
 from composable_shard.optim.layouts import LayoutOptimizer
 from composable_shard.train.ranks import Ranks
 
-# What lies where: the memory of a model and of its optimizers -------------------------------------
+# The memory of a model and of its optimizers ------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -66,35 +67,26 @@ Tensors = dict[str, list[torch.Tensor]]
 def _tensors_of(
     model: nn.Module, groups: Sequence[ParamGroup], optimizers: Sequence[Optimizer]
 ) -> Tensors:
-    params, grads = [*map(sharded_form, model.parameters())], list[torch.Tensor | None]()
-    buckets = list[torch.Tensor]()
-    for group in groups:
-        for param in group.params:
-            params.append(param.sharded)
-            if param.place is not None:
-                buckets.append(param.place.buffer)
-            unsharded = getattr(param, "unsharded", None)  # made by the first gather
-            grads.append(None if unsharded is None else unsharded.grad)
-    stock = [inner for one in optimizers for inner in (one, *_stock_inside(one))]
-    stepped = [p for one in stock for group in one.param_groups for p in group["params"]]
-    grads += [param.grad for param in (*params, *stepped)]
+    sharded = [param for group in groups for param in group.params]
+    stock = list(optimizers)
+    for optimizer in optimizers:
+        stock += optimizer.stock_optimizers() if isinstance(optimizer, LayoutOptimizer) else []
+    params = [*map(sharded_form, model.parameters()), *(param.sharded for param in sharded)]
+    params += [p for one in stock for group in one.param_groups for p in group["params"]]
+    buckets = [param.place.buffer for param in sharded if param.place is not None]
+    unsharded = [getattr(param, "unsharded", None) for param in sharded]  # from the first gather on
+    grads = [param.grad for param in (*params, *unsharded) if param is not None]
     states = _torch.tensors_of(*(value for one in stock for value in one.state.values()))
-    states += [tensor for one in stock for tensor in flat_states(one)]
     return {
-        "parameters": [*buckets, *_plain((*params, *stepped))],
+        "parameters": _plain([*buckets, *params]),
         "gradients": _plain(grad for grad in grads if grad is not None),
-        "states": _plain(states),
+        "states": _plain([*states, *(tensor for one in stock for tensor in flat_states(one))]),
         "buffers": _plain(model.buffers()),
     }
 
 
-def _stock_inside(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that one is made of."""
-    return optimizer.stock_optimizers() if isinstance(optimizer, LayoutOptimizer) else []
-
-
 def _plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what this rank holds of tensors: plain ones with memory, that is values or none."""
+    """Return this rank's parts of tensors: plain ones with memory, with values or without."""
     leaves = [leaf for tensor in tensors for leaf in _torch.leaves(_torch.local_part(tensor))]
     return [leaf for leaf in leaves if leaf.layout is torch.strided and not leaf.is_meta]
 
@@ -103,130 +95,133 @@ def _is_on_device(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-# Where it goes: storages of a device, to be emptied -----------------------------------------------
+# Storages of a device, to be emptied --------------------------------------------------------------
 
 
-class _Shown:
-    """The tensors that are known to lie in one storage, the first of them of some kind."""
+class _Storage:
+    """A storage, and the tensors of the model in it, the first of them of some kind.
+
+    Attributes:
+        kind: The kind.
+        tensors: The tensors, by their ids.
+        is_owner: Whether it owns its memory, so that it can be emptied.
+        parts: The storages that lie in its memory.
+    """
 
     def __init__(self, kind: str, first: torch.Tensor) -> None:
-        self.kind, self.first = kind, first
+        self.kind, self.device, self._first = kind, first.device, first
         self.tensors: dict[int, torch.Tensor] = {}
         storage = first.untyped_storage()  # which is not kept, or it would count as another's
         self.start, self.nbytes = storage.data_ptr(), storage.nbytes()
         self.is_owner = storage.resizable()
+        self.parts: list[_Storage] = []
 
-    def lies_in(self, owner: _Shown) -> bool:
+    def lies_in(self, owner: _Storage) -> bool:
         """Whether its memory is a part of another one's."""
         is_within = owner.start <= self.start <= owner.start + owner.nbytes - self.nbytes
-        return is_within and self.first.device == owner.first.device
+        return is_within and self.device == owner.device
 
-    def are_all(self) -> bool:
-        """Whether nobody else has a tensor there."""
-        alone = torch.zeros(1, device=self.first.device)
-        return _torch.num_uses(self.first) - _torch.num_uses(alone) == len(self.tensors) - 1
+    @property
+    def is_all_known(self) -> bool:
+        """Whether nobody else has a tensor in it."""
+        alone = torch.zeros(1, device=self.device)
+        return _torch.num_uses(self._first) - _torch.num_uses(alone) == len(self.tensors) - 1
 
-
-class DeviceStorages:
-    """The memory of a model and of its optimizers.
-
-    Args:
-        tensors: What is in it.
-
-    Attributes:
-        counted: How much of each kind can be freed, and how much is left, in bytes.
-    """
-
-    def __init__(self, tensors: Tensors) -> None:
-        known: dict[int, _Shown] = {}
-        for kind, several in tensors.items():
-            for tensor in several:
-                shown = known.setdefault(_torch.storage_number(tensor), _Shown(kind, tensor))
-                shown.tensors[id(tensor)] = tensor
-        parts = [shown for shown in known.values() if shown.nbytes and not shown.is_owner]
-        alone = {(part.start, part.nbytes): part for part in parts}
-        self._owners: list[tuple[_Shown, list[_Shown]]] = []
-        self.counted = dict.fromkeys((*tensors, "left"), 0)
-        for owner in [shown for shown in known.values() if shown.nbytes and shown.is_owner]:
-            inside = [part for part in parts if part.lies_in(owner)]
-            alone = {key: part for key, part in alone.items() if part not in inside}
-            is_freed = _is_on_device(owner.first) and all(part.are_all() for part in inside)
-            self._owners += [(owner, inside)] if is_freed else []
-            self.counted[owner.kind if is_freed else "left"] += owner.nbytes
-        self.counted["left"] += sum(part.nbytes for part in alone.values())
-        self._copies: list[_Freed] = []
-        self._left: list[_Freed] = []
+    @property
+    def can_be_freed(self) -> bool:
+        """Whether it lies on a device, and nobody else has a tensor in one of its parts."""
+        return _is_on_device(self._first) and all(part.is_all_known for part in self.parts)
 
     def copy(self) -> None:
-        """Copy the values to memory of the host; nothing else changes."""
-        self._copies = [_Freed(owner, inside) for owner, inside in self._owners]
-        for device in {owner.first.device for owner, _ in self._owners}:
-            if _torch.has_streams(device):
-                torch.accelerator.synchronize(device)
-
-    def let_go(self) -> None:
-        """Free the memory of the device."""
-        self._left, self._copies = self._copies, []
-        for freed in self._left:
-            freed.let_go()
-
-    def come_back(self) -> None:
-        """Have the values on the device again.
-
-        Raises:
-            torch.OutOfMemoryError: If there is no room; what is missing can be had later.
-        """
-        while self._left:
-            self._left[-1].come_back()
-            self._left.pop()
-
-
-class _Freed:
-    """One storage, with its values on the host, and the tensors that lie in it."""
-
-    def __init__(self, owner: _Shown, inside: list[_Shown]) -> None:
-        device = owner.first.device
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=device).set_(
-            owner.first.untyped_storage()
-        )
-        is_pinned = _torch.has_streams(device)
+        """Copy the values to memory of the host, and note how the tensors of the parts lie."""
+        empty, is_pinned = torch.empty(0, dtype=torch.uint8), _torch.has_streams(self.device)
+        self._bytes = empty.to(self.device).set_(self._first.untyped_storage())
         self._host = _torch.empty_like(self._bytes, device="cpu", pin_memory=is_pinned)
         self._host.copy_(self._bytes, non_blocking=is_pinned)
-        self._places = [
-            (t, slice(start, start + part.nbytes), t.storage_offset(), t.shape, t.stride())
-            for part in inside
-            for start in [part.start - owner.start]
-            for t in part.tensors.values()
+        self._views = [
+            (part, tensor, tensor.storage_offset(), tensor.shape, tensor.stride())
+            for part in self.parts
+            for tensor in part.tensors.values()
         ]
 
     def let_go(self) -> None:
         """Free the memory; local shards are of NaN meanwhile, without memory of their own."""
-        for tensor, _, _, shape, _ in self._places:
+        for _, tensor, _, shape, _ in self._views:
             value = torch.nan if tensor.is_floating_point() else 0
             one = torch.full((1,), value, dtype=tensor.dtype, device=tensor.device)
             _set(tensor, one.untyped_storage(), 0, shape, (0,) * len(shape))
         _torch.free(self._bytes)
 
     def come_back(self) -> None:
-        """Have the memory, and the values in it; tensors that shared a storage share one again."""
+        """Fill the memory with the values; tensors that shared a storage share one again."""
         _torch.allocate(self._bytes)
         self._bytes.copy_(self._host)
-        storages: dict[int, torch.UntypedStorage] = {}
-        for tensor, place, offset, shape, stride in self._places:
-            storage = storages.setdefault(place.start, self._bytes.untyped_storage()[place])
-            _set(tensor, storage, int(offset), shape, stride)
+        storages: dict[_Storage, torch.UntypedStorage] = {}
+        for part, tensor, offset, shape, stride in self._views:
+            start = part.start - self.start
+            view = self._bytes.untyped_storage()[start : start + part.nbytes]
+            _set(tensor, storages.setdefault(part, view), int(offset), shape, stride)
 
 
-def _set(
-    tensor: torch.Tensor,
-    storage: torch.UntypedStorage,
-    offset: int,
-    shape: Sequence[int],
-    stride: Sequence[int],
-) -> None:
-    """Give a tensor other memory; its version stays."""
+def _set(tensor: torch.Tensor, *place: Any) -> None:
+    """Give a tensor other memory: a storage, an offset, a shape and a stride; its version stays."""
     with torch.inference_mode(False), torch.no_grad(), _torch.preserved_versions([tensor]):
-        tensor.set_(storage, offset, shape, stride)
+        tensor.set_(*place)
+
+
+class DeviceStorages:
+    """The memory of a model and of its optimizers.
+
+    Args:
+        tensors: The tensors in it.
+
+    Attributes:
+        counted: The bytes of each kind that can be freed, and those that are left.
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        known: dict[int, _Storage] = {}
+        for kind, several in tensors.items():
+            for tensor in several:
+                storage = known.setdefault(_torch.storage_number(tensor), _Storage(kind, tensor))
+                storage.tensors[id(tensor)] = tensor
+        used = [storage for storage in known.values() if storage.nbytes]
+        owners = [storage for storage in used if storage.is_owner]
+        parts = [storage for storage in used if not storage.is_owner]
+        for owner in owners:
+            owner.parts = [part for part in parts if part.lies_in(owner)]
+        owned = {part for owner in owners for part in owner.parts}
+        self._owners = [owner for owner in owners if owner.can_be_freed]
+        self.counted = dict.fromkeys((*tensors, "left"), 0)
+        for owner in owners:
+            self.counted[owner.kind if owner in self._owners else "left"] += owner.nbytes
+        others = {(part.start, part.nbytes) for part in parts if part not in owned}
+        self.counted["left"] += sum(nbytes for _, nbytes in others)
+        self._freed: list[_Storage] = []
+
+    def copy(self) -> None:
+        """Copy the values to memory of the host; nothing else changes."""
+        for owner in self._owners:
+            owner.copy()
+        for device in {owner.device for owner in self._owners}:
+            if _torch.has_streams(device):
+                torch.accelerator.synchronize(device)
+
+    def let_go(self) -> None:
+        """Free the memory of the device."""
+        self._freed, self._owners = self._owners, []
+        for owner in self._freed:
+            owner.let_go()
+
+    def come_back(self) -> None:
+        """Have the values on the device again.
+
+        Raises:
+            torch.OutOfMemoryError: If there is no room; this can be called again then.
+        """
+        while self._freed:
+            self._freed[-1].come_back()
+            self._freed.pop()
 
 
 def parkable(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[str, Parked]]:

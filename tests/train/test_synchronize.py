@@ -142,8 +142,7 @@ def test_replicas_of_shards() -> None:
     assert got == [shard, [0.0, 1.0, 2.0, 3.0]]
 
 
-STATES = "Expected the same parameters and buffers on all ranks, got on rank 0: "
-ARGUMENTS = "Expected the same arguments of sync_module_states() on all ranks, got on rank 0: "
+SAME = "Expected the same arguments, parameters and buffers on all ranks, got on rank 0: "
 
 
 def on_meta_on_one() -> nn.Module:
@@ -175,9 +174,9 @@ REFUSED: dict[str, Callable[[], object]] = {
     "'1.weight' on the meta device; call module.to_empty(device=...) first": (
         lambda: sync_module_states(on_meta_on_one())
     ),
-    f"RankMismatchError: {STATES}'weight' of shape [4, 4], torch.float32; on rank 1: 'weight' of "
+    f"RankMismatchError: {SAME}'weight' of shape [4, 4], torch.float32; on rank 1: 'weight' of "
     "shape [5, 4], torch.float32": lambda: sync_module_states(nn.Linear(4, one_of(4, 5))),
-    f"RankMismatchError: {ARGUMENTS}src_rank 0, keep_shards False, bucket_nbytes 33554432; on rank "
+    f"RankMismatchError: {SAME}src_rank 0, keep_shards False, bucket_nbytes 33554432; on rank "
     "1: src_rank 1, keep_shards False, bucket_nbytes 33554432": (
         lambda: sync_module_states(linear(), src_rank=one_of(0, 1))
     ),

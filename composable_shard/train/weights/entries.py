@@ -78,13 +78,18 @@ def contents_of(module: nn.Module, doing: str) -> list[Entry]:
     Collective: none.
     """
     check_module("model", module)
+    reshard(module, doing)
+    return listed_in(module)
+
+
+def reshard(module: nn.Module, doing: str) -> None:
+    """Let a model have its sharded parameters; see :func:`contents_of`. Collective: none."""
     groups = groups_in(module.modules())
     for group in groups:
         check_at_rest(group, doing)
         group.check_awake(f"for {doing}()")
     for group in groups:
         group.reshard()
-    return listed_in(module)
 
 
 def listed_in(module: nn.Module) -> list[Entry]:

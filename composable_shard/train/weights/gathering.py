@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import product
 from math import prod
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -126,11 +126,14 @@ class Planned:
         return _torch.empty(*self.entry.tensor.shape, dtype=self.dtype, device=device)
 
 
-def runs_within(planned: Sequence[Planned], limit: float) -> list[list[Planned]]:
+Sized = TypeVar("Sized", Planned, torch.Tensor)
+
+
+def runs_within(tensors: Sequence[Sized], limit: float) -> list[list[Sized]]:
     """Cut tensors into runs of at most ``limit`` bytes, in their order; a larger one is alone."""
-    runs: list[list[Planned]] = [[]]
+    runs: list[list[Sized]] = [[]]
     nbytes = 0
-    for one in planned:
+    for one in tensors:
         if runs[-1] and nbytes + one.nbytes > limit:
             runs.append([])
             nbytes = 0
