@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from composable_shard.train.clip import clip_grad_norm_
     from composable_shard.train.grad_scaler import ShardedGradScaler
     from composable_shard.train.init import init_sharded, sync_module_states
-    from composable_shard.train.moving.move import move
+    from composable_shard.train.moving import move
     from composable_shard.train.parking import parked
     from composable_shard.train.uneven import sit_out, uneven
     from composable_shard.train.unsharded import unsharded
@@ -100,7 +100,7 @@ _MODULES = {
     "train.clip": ("clip_grad_norm_",),
     "train.grad_scaler": ("ShardedGradScaler",),
     "train.init": ("init_sharded", "sync_module_states"),
-    "train.moving.move": ("move",),
+    "train.moving": ("move",),
     "train.parking": ("parked",),
     "train.uneven": ("sit_out", "uneven"),
     "train.unsharded": ("unsharded",),

@@ -31,8 +31,8 @@ from composable_shard import (
 )
 from composable_shard.optim.blocks import Box
 from composable_shard.testing import RankError, run_ranks
-from composable_shard.train.moving import cargo
-from composable_shard.train.moving.places import Ground, Piece, cut_box, pieces_of, rounds_of
+from composable_shard.train import cargo
+from composable_shard.train.places import Ground, Piece, cut_box, pieces_of, rounds_of
 from train.moved import (
     OPTIMIZERS,
     as_device,

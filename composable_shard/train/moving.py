@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,8 @@ from composable_shard.optim import exchange
 from composable_shard.optim.blocks import Box, padded, whole
 from composable_shard.optim.exchange import part_of
 from composable_shard.optim.layouts import Fits
-from composable_shard.train.moving.cargo import Item, Possession, Tensors, Told, check_plain
-from composable_shard.train.moving.places import Ground, Meshes, Piece, Target, pieces_of, rounds_of
+from composable_shard.train.cargo import Item, Possession, Tensors, Told, check_plain
+from composable_shard.train.places import Ground, Meshes, Piece, Target, pieces_of, rounds_of
 from composable_shard.train.ranks import Ranks
 
 DEFAULT_BUCKET_NBYTES = 64 * 2**20
@@ -62,47 +62,47 @@ def _check_group(group: ParamGroup) -> None:
 
 # All together -------------------------------------------------------------------------------------
 
-
 Places = dict[int, tuple[Ground, ...]]
 """By rank, where each parameter lies or is to lie; without the ranks that have nothing of it."""
 
 
-def _check_alike(name: str, grounds: Mapping[int, Ground]) -> None:
-    """Raise if a rank has a parameter on other ranks than one of those thinks."""
-    for ground in dict.fromkeys(grounds.values()):
-        for rank in ground.ranks:
-            if grounds[rank] != ground:
-                raise ShardError(
-                    f"Expected parameter '{name}' on the same mesh on all of its ranks, got "
-                    f"{grounds[rank]} on rank {rank}, of {ground}"
-                )
-
-
-def _ranks_of(places: Places) -> set[int]:
-    return {rank for grounds in places.values() for ground in grounds for rank in ground.ranks}
-
-
-@dataclass
 class _Move:
     """A model on its way.
 
-    Attributes:
-        owner: What this rank has.
-        meshes: Where to.
-        ranks: All that take part.
-        before: Where the model is.
-        after: Where it is to be.
-        ways: For each parameter, where from and where to it goes.
+    Args:
+        owner: The model on this rank.
+        meshes: Its destination.
+        ranks: All ranks that take part.
     """
 
-    owner: Possession
-    meshes: Meshes
-    ranks: Ranks
-    before: Places = field(default_factory=dict)
-    after: Places = field(default_factory=dict)
-    ways: list[list[tuple[Ground, Ground]]] = field(default_factory=list)
+    def __init__(self, owner: Possession, meshes: Meshes, ranks: Ranks) -> None:
+        self._owner, self._meshes, self._ranks = owner, meshes, ranks
+        self._before, self._after = Places(), Places()
+        self._ways: list[list[tuple[Ground, Ground]]] = []  # from and to, for each parameter
+        self._agree = partial(ranks.agree, expected="all ranks to move the model")
 
-    def check(self, bucket_nbytes: int) -> None:
+    def go(self, bucket_nbytes: int) -> None:
+        """Move everything, or nothing."""
+        self._check(bucket_nbytes)
+        told, before = self._tell()
+        after = Tensors()
+        try:
+            with self._ranks.noting_failure():
+                if self._target.is_member:
+                    after = self._owner.make_room(told, self._target)
+            self._agree([], "model")
+            self._send(told, before, after, bucket_nbytes)
+            self._agree([], "model")
+        except BaseException:
+            self._owner.stay()
+            raise
+        before.clear()
+        if self._target.is_member:
+            self._owner.settle(told, after, self._target)
+        else:
+            self._owner.leave(self._target)
+
+    def _check(self, bucket_nbytes: int) -> None:
         """Learn where the model is and where it goes, on which all ranks agree.
 
         Raises:
@@ -110,35 +110,35 @@ class _Move:
         """
         own: tuple[list[Ground], list[Ground]] = [], []
         facts = [f"bucket_nbytes {bucket_nbytes}"]
-        with self.ranks.noting_failure():
+        with self._ranks.noting_failure():
             own = self._own_places()
-            facts += [f"'{param.name}', {list(param.shape)}" for param in self.owner.params]
+            facts += [f"'{param.name}', {list(param.shape)}" for param in self._owner.params]
         self._agree(facts, "model")
-        for rank, heard in zip(self.ranks.numbers, self.ranks.gather(own), strict=True):
-            for places, grounds in zip((self.before, self.after), heard, strict=True):
+        for rank, heard in zip(self._ranks.numbers, self._ranks.gather(own), strict=True):
+            for places, grounds in zip((self._before, self._after), heard, strict=True):
                 if grounds:
                     places[rank] = tuple(grounds)
         self._check_complete()
-        with self.ranks.noting_failure():
-            for index, param in enumerate(self.owner.params):
-                self.ways.append(self._ways_of(param.name, index))
-            if self._joining() and dist.get_rank() in self.before:
-                self.owner.check_joining()
+        with self._ranks.noting_failure():
+            for index, param in enumerate(self._owner.params):
+                self._ways.append(self._ways_of(param.name, index))
+            if self._joining() and dist.get_rank() in self._before:
+                self._owner.check_joining()
         self._agree([], "model")
 
     def _joining(self) -> list[int]:
         """Return the ranks that are to have values and have none."""
-        return sorted(self.after.keys() - self.before.keys())
+        return sorted(self._after.keys() - self._before.keys())
 
     def _own_places(self) -> tuple[list[Ground], list[Ground]]:
-        owner = self.owner
+        owner = self._owner
         for group in owner.groups:
             _check_group(group)
         if not owner.groups:
             raise ShardError(
                 "Expected a model with sharded modules, got none; apply fully_shard to it"
             )
-        self._target = target = Target(owner.model, owner.params, self.meshes)
+        self._target = target = Target(owner.model, owner.params, self._meshes)
         if target.is_member:
             for group in owner.groups:
                 over = [target.of_group(group), *map(target.mesh_for, group.params)]
@@ -146,31 +146,41 @@ class _Move:
         return owner.grounds(), target.grounds()
 
     def _check_complete(self) -> None:
-        """Raise if ranks lack that have a part of the model, or are to have one."""
-        ranks = _ranks_of(self.before)
-        if not self.before or ranks != self.before.keys():
+        """Raise if ranks lack that have a part of the model, or are to have one, or differ."""
+        needed, wanted = (
+            {rank for grounds in places.values() for ground in grounds for rank in ground.ranks}
+            for places in (self._before, self._after)
+        )
+        if not self._before or needed != self._before.keys():
             raise ShardError(
                 "Expected the model on all ranks of its meshes, and without values on the others, "
-                f"got it on ranks {[*self.before]} and meshes of ranks {sorted(ranks)}"
+                f"got it on ranks {[*self._before]} and meshes of ranks {sorted(needed)}"
             )
-        missing = sorted(_ranks_of(self.after) - self.after.keys())
-        if missing or not self.after:
+        missing = sorted(wanted - self._after.keys())
+        if missing or not self._after:
             raise ShardError(
                 "Expected all ranks of the mesh to call move() with it, got none of "
                 f"{missing or 'them'}"
             )
-        for index, param in enumerate(self.owner.params):
-            for places in (self.before, self.after):
-                _check_alike(param.name, {rank: own[index] for rank, own in places.items()})
+        for places in (self._before, self._after):
+            for index, param in enumerate(self._owner.params):
+                for ground in dict.fromkeys(grounds[index] for grounds in places.values()):
+                    others = [rank for rank in ground.ranks if places[rank][index] != ground]
+                    if others:
+                        raise ShardError(
+                            f"Expected parameter '{param.name}' on the same mesh on all of its "
+                            f"ranks, got {places[others[0]][index]} on rank {others[0]}, of "
+                            f"{ground}"
+                        )
 
     def _ways_of(self, name: str, index: int) -> list[tuple[Ground, Ground]]:
         """Return where from and where to a parameter goes, for each of the meshes that it is on.
 
         It comes from the one mesh that shares ranks with its own, or from the only one.
         """
-        before = list(dict.fromkeys(grounds[index] for grounds in self.before.values()))
+        before = list(dict.fromkeys(grounds[index] for grounds in self._before.values()))
         found = []
-        for after in dict.fromkeys(grounds[index] for grounds in self.after.values()):
+        for after in dict.fromkeys(grounds[index] for grounds in self._after.values()):
             near = [ground for ground in before if not {*ground.ranks}.isdisjoint(after.ranks)]
             sources = near or before
             if len(sources) > 1:
@@ -182,43 +192,22 @@ class _Move:
             found.append((sources[0], after))
         return found
 
-    def tell(self) -> tuple[Told, Tensors]:
-        """Return what moves, as all ranks know it, and what of it this one has."""
+    def _tell(self) -> tuple[Told, Tensors]:
+        """Return the description of the model, the same on all ranks, and the values of this one.
+
+        The ranks that have the model agree on it; the first of them sends it to the others.
+        """
         own: Told | None = None
         tensors, sent = Tensors(), b""
-        first = next(iter(self.before))
-        if dist.get_rank() in self.before:
-            with self.ranks.noting_failure():
-                own, tensors = self.owner.told()
+        first = next(iter(self._before))
+        if dist.get_rank() in self._before:
+            with self._ranks.noting_failure():
+                own, tensors = self._owner.told()
                 sent = pickle.dumps(own) if dist.get_rank() == first else b""
         self._agree([], "model")
-        told: Told = pickle.loads(self.ranks.from_one(sent, first))
+        told: Told = pickle.loads(self._ranks.from_one(sent, first))
         self._agree((own or told).facts(), "state")
         return told, tensors
-
-    def go(self, bucket_nbytes: int) -> None:
-        """Move everything, or nothing."""
-        self.check(bucket_nbytes)
-        told, before = self.tell()
-        after = Tensors()
-        try:
-            with self.ranks.noting_failure():
-                if self._target.is_member:
-                    after = self.owner.make_room(told, self._target)
-            self._agree([], "model")
-            self._send(told, before, after, bucket_nbytes)
-            self._agree([], "model")
-        except BaseException:
-            self.owner.stay()
-            raise
-        before.clear()
-        if self._target.is_member:
-            self.owner.settle(told, after, self._target)
-        else:
-            self.owner.leave(self._target)
-
-    def _agree(self, facts: Sequence[str], what: str) -> None:
-        self.ranks.agree(facts, what, "all ranks to move the model")
 
     # The way ----------------------------------------------------------------------------------
 
@@ -227,8 +216,8 @@ class _Move:
         pieces, itemsizes = list[Piece](), list[int]()
         out, into = list[_Part](), list[_Part]()
         for key, item in told.items.items():
-            out.append((before.get(key), self._box(item, self.before)))
-            into.append((after.get(key), self._box(item, self.after)))
+            out.append((before.get(key), self._box(item, self._before)))
+            into.append((after.get(key), self._box(item, self._after)))
             pieces += self._pieces(len(itemsizes), item)
             itemsizes.append(item.dtype.itemsize)
         rank = dist.get_rank()
@@ -250,22 +239,22 @@ class _Move:
         """Return what moves of an item; who has a copy of what is not cut keeps it."""
         found = list[Piece]()
         if item.param is not None:
-            for ground in self.ways[item.param]:
+            for ground in self._ways[item.param]:
                 found += pieces_of(number, *(one.holding(item.shape, item.dim) for one in ground))
             return found
         for place, rank in enumerate(self._joining()):
-            grounds = self.after[rank]  # with ranks of all of them it shares everything
-            near = [one for one in self.before if all(one in ground.ranks for ground in grounds)]
-            sources = near or [*self.before]
+            grounds = self._after[rank]  # with ranks of all of them it shares everything
+            near = [one for one in self._before if all(one in ground.ranks for ground in grounds)]
+            sources = near or [*self._before]
             found.append(Piece(number, sources[place % len(sources)], rank, whole(item.shape)))
         return found
 
     def _exchange(
         self, pieces: Sequence[Piece], out: Sequence[_Part], into: Sequence[_Part]
     ) -> None:
-        group, rank = self.ranks.group, dist.get_rank()
+        group, rank = self._ranks.group, dist.get_rank()
         assert group is not None
-        places = {number: place for place, number in enumerate(self.ranks.numbers)}
+        places = {number: place for place, number in enumerate(self._ranks.numbers)}
         sent: list[list[torch.Tensor]] = [[] for _ in places]
         received: list[list[torch.Tensor]] = [[] for _ in places]
         for piece in pieces:
@@ -273,10 +262,10 @@ class _Move:
                 sent[places[piece.target]].append(_part(out, piece))
             if piece.target == rank:
                 received[places[piece.source]].append(_part(into, piece))
-        device = _torch.device_for(group, self.owner.groups[0].mesh.device)
+        device = _torch.device_for(group, self._owner.groups[0].mesh.device)
         over = exchange.Ranks(group, places[rank], tuple(range(len(places))), device)
         nbytes = [sum(padded(tensor.nbytes) for tensor in tensors) for tensors in received]
-        exchange.Exchange(over, sent, nbytes, self.ranks.doing).write(received)
+        exchange.Exchange(over, sent, nbytes, self._ranks.doing).write(received)
 
 
 _Part = tuple[torch.Tensor | None, Box | None]

@@ -20,7 +20,7 @@ from composable_shard.core.shard import build_buckets
 from composable_shard.core.storage import ShardedParam, Storage
 from composable_shard.errors import ShardError
 from composable_shard.optim.layouts import LayoutOptimizer
-from composable_shard.train.moving.places import (
+from composable_shard.train.places import (
     Ground,
     Target,
     placements_of,
@@ -115,7 +115,6 @@ class Possession:
         self._stepped = [self._stepped_by(optimizer) for optimizer in optimizers]
         self._states: list[Mapping[torch.Tensor, dict[str, Any]]] = []
         self._before = [dict(param.__dict__) for param in self.params]
-        self._meshes = {id(param): param.mesh for param in self.params}
         self._buckets: list[list[Storage]] = []
         self._locals: list[torch.Tensor] = []
 
@@ -215,15 +214,9 @@ class Possession:
     # Memory for what is to come ---------------------------------------------------------------
 
     def make_room(self, told: Told, target: Target) -> Tensors:
-        """Return memory for what this rank is to have; what it has stays until :meth:`settle`.
-
-        Args:
-            told: What moves.
-            target: Where to.
-        """
-        is_new, plain = self.is_empty, self._plain()
+        """Return memory for the values to come; those of now stay until :meth:`settle`."""
+        is_new, plain, found = self.is_empty, self._plain(), Tensors()
         self._locals = self._new_shards(told, target)
-        found = Tensors()
         for key, item in told.items.items():
             if key[0] == "parameter":
                 found[key] = self._locals[int(key[1])].detach()
@@ -250,14 +243,16 @@ class Possession:
 
     def _new_shards(self, told: Told, target: Target) -> list[torch.Tensor]:
         """Plan all parameters for other ranks, and return memory for their local shards."""
-        found = dict[int, torch.Tensor]()
+        found = list[torch.Tensor]()
         for group in self.groups:
             shards = [self._new_shard(param, told, target) for param in group.params]
             with torch.inference_mode(False):
-                self._buckets.append(build_buckets(group.params, shards))
-            for bucket in self._buckets[-1]:
-                found.update(zip(map(id, bucket.params), bucket.locals, strict=True))
-        return [found[id(param)] for param in self.params]
+                buckets = build_buckets(group.params, shards)
+            self._buckets.append(buckets)
+            pairs = [pair for b in buckets for pair in zip(b.params, b.locals, strict=True)]
+            locals_ = {id(param): local for param, local in pairs}
+            found += [locals_[id(param)] for param in group.params]
+        return found
 
     def _new_shard(self, param: ShardedParam, told: Told, target: Target) -> torch.Tensor:
         """Return a local shard without memory, which its bucket has.
@@ -309,9 +304,10 @@ class Possession:
                 exchange(param.sharded, _torch.parameter_of(made, param.sharded.requires_grad))
             _torch.relocate(param.sharded, local, spec)
             param.hold(local)
+        meshes = {id(p): own["mesh"] for p, own in zip(self.params, self._before, strict=True)}
         for group, buckets in zip(self.groups, self._buckets, strict=True):
-            pairs = [(self._meshes[id(param)], param.mesh) for param in group.params]
-            pairs = [(group.mesh, target.of_group(group)), *pairs]
+            pairs = [(group.mesh, target.of_group(group))]
+            pairs += [(meshes[id(param)], param.mesh) for param in group.params]
             group.relocate(buckets, pairs[0][1], dict.fromkeys(pairs))
             group.tree.forget_forwards()
         for key in told.items:

@@ -1,1 +1,0 @@
-"""Moving a model and its optimizers to other ranks, without a disk."""
