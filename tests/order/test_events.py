@@ -365,6 +365,34 @@ def test_a_group_called_in_part_is_freed_at_the_end_of_forward() -> None:
     )
 
 
+def prefetched_in_vain() -> list[list[str]]:
+    model = PartlyCalled()
+    for layer in (model.first, model.second):
+        fully_shard(layer)
+    fully_shard(model)
+    model.first.set_modules_to_forward_prefetch([model.second])
+    parts = []
+    for _ in range(2):
+        with record_events(model) as recorded, torch.no_grad():
+            model(own_input())
+        parts.append(short(recorded))
+    return parts
+
+
+def test_a_group_gathered_ahead_and_not_called_is_freed_at_the_end_of_forward() -> None:
+    expected = """
+        pre_forward root, gather root, wait root,
+        pre_forward first, gather first, gather second, wait first, post_forward first, free first,
+        post_forward root, free root, free second"""
+    first, second = on_ranks(prefetched_in_vain)
+    assert first == events(expected)
+    assert second == events(
+        expected.replace("root, wait", "root, gather first, wait").replace(
+            "pre_forward first, gather first", "pre_forward first"
+        )
+    )
+
+
 def list_as_root() -> list[list[str]]:
     """Two modules without a common parent form one tree with one group."""
     modules = [nn.Linear(4, 4), nn.Linear(4, 3)]
