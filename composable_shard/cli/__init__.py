@@ -1,7 +1,7 @@
 """The command line: ``composable-shard COMMAND``, or ``python -m composable_shard COMMAND``.
 
 Each command is a module with ``set_up(parser)``, which describes its arguments, and
-``run(arguments)``, which returns the exit code. Only the module of the command that is asked for is
+``run(arguments)``, which returns the exit code. Only the module of the requested command is
 imported, so that help and usage errors do not wait for torch.
 """
 
@@ -17,19 +17,19 @@ from importlib.metadata import PackageNotFoundError, version
 __all__ = ["main"]
 
 COMMANDS = {
-    "doctor": "say what this machine will use, how fast it is, and what is wrong",
-    "estimate": "memory, communication and time of a step, without the devices",
-    "run": "run a script with our fully_shard in the place of torch's",
-    "trace": "merge the timelines of ranks, and say where the time goes",
+    "doctor": "check this machine: devices, collectives, their speed, and problems",
+    "estimate": "compute memory, communication and time of a step, without the devices",
+    "run": "run a script with torch's fully_shard replaced by ours",
+    "trace": "merge the timelines of ranks and show where the time goes",
 }
 
 _EXAMPLES = """examples:
-  composable-shard doctor                    what this machine will use, and how fast it is
-  composable-shard estimate config.json      what a model takes on ranks that need not be there
-  composable-shard run train.py --steps 10   train.py with our fully_shard in the place of torch's
+  composable-shard doctor                    check this machine, and measure how fast it is
+  composable-shard estimate config.json      the needs of a model on ranks that need not exist
+  composable-shard run train.py --steps 10   train.py with torch's fully_shard replaced by ours
   composable-shard trace runs/trace          the timelines of all ranks, as one page
 
-exit codes: 0 all is well, 1 something is wrong, 2 wrong arguments; `run` exits as the script does
+exit codes: 0 success, 1 a problem or a failure, 2 wrong arguments; `run` exits as the script does
 """
 
 
@@ -37,14 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: The words after ``composable-shard``; those of this process if absent.
+        arguments: The words after ``composable-shard``; by default those of this process.
 
     Returns:
-        The exit code: 0 if all is well, 1 if something is wrong.
+        The exit code: 0 for success, 1 for a problem.
 
     Raises:
         SystemExit: With code 2 for wrong arguments, with 0 after ``--help`` and ``--version``, and
-            as the script says in ``run``.
+            with the code of the script in ``run``.
 
     Example:
         >>> main(["--version"])
@@ -55,21 +55,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = chosen.run(chosen)
         sys.stdout.flush()
-    except BrokenPipeError:  # who reads it, `head` for example, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     return code
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return what the words say; ``run`` in it is the function to call."""
+    """Return the parsed words; their attribute ``run`` is the function to call."""
     parser = argparse.ArgumentParser(
         prog="composable-shard",
         description="Fully sharded data parallelism for PyTorch: see it, plan it, drop it in.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=_version())
+    ours = installed_version("composable_shard") or "from a checkout, not installed"
+    parser.add_argument("--version", action="version", version=f"composable-shard {ours}")
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True)
     for name, summary in COMMANDS.items():
         command = subparsers.add_parser(
@@ -81,8 +82,16 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _version() -> str:
+def installed_version(package: str) -> str | None:
+    """Return the version of a package; ``None`` if it is not installed, as a checkout is not."""
     try:
-        return f"composable-shard {version('composable_shard')}"
-    except PackageNotFoundError:  # a checkout on the path
-        return "composable-shard, not installed"
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def positive(text: str) -> int:
+    """Return the positive number that an argument of the command line is."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"Expected a positive number, got '{text}'")
+    return int(text)

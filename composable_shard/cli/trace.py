@@ -6,11 +6,11 @@ import argparse
 import json
 import sys
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from composable_shard.insight.merging import CHROME, MERGED, PAGE, PEAKS, MergedTrace, read
+from composable_shard.insight.merging import CHROME, MERGED, PAGE, MergedTrace, read
 from composable_shard.insight.report import Table, as_text
 
 _EXAMPLES = f"""examples:
@@ -57,28 +57,34 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.1f}"
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.0f}" if nbytes else ""
+
+
 TIMES = ("step", "compute", "launch", "copy", "exposed")
-COLUMNS = ("rank", *TIMES, "of step", "late", "other", "MiB")
-RESERVED = "reserved MiB"
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "rank": ("rank", str),
+    **{name: (f"{name}_ms", _ms) for name in TIMES},
+    "of step": ("exposed_share", "{:.0%}".format),
+    **{name: (f"{name}_ms", _ms) for name in ("late", "other")},
+    "MiB": ("peak_nbytes", _mib),
+}
+RESERVED = {"reserved MiB": ("peak_reserved_nbytes", _mib)}
 """One more column, for ranks on a device whose allocator reports it."""
 
 
 def table_of(summary: dict[str, Any]) -> Table:
     """Return the table: milliseconds of a mean step, and the peaks of memory."""
-    columns = (*COLUMNS, RESERVED) if summary["peak_reserved_nbytes"] else COLUMNS
-    rows = [
-        (
-            str(rank["rank"]),
-            *(f"{rank[f'{name}_ms']:.1f}" for name in TIMES),
-            f"{rank['exposed_share']:.0%}",
-            *(f"{rank[f'{name}_ms']:.1f}" for name in ("late", "other")),
-            *(f"{rank[peak] / 2**20:,.0f}" if rank[peak] else "" for peak in PEAKS),
-        )[: len(columns)]
-        for rank in summary["ranks"]
-    ]
+    columns = COLUMNS | RESERVED if summary["peak_reserved_nbytes"] else COLUMNS
+    rows = [[rank[key] for key, _ in columns.values()] for rank in summary["ranks"]]
     num_steps = summary["num_steps"]
     mean = f" of a step, mean of {num_steps}" if num_steps else ""
-    return Table(f"{len(rows)} ranks, milliseconds{mean}", columns, tuple(rows), num_words=0)
+    writers = {heading: write for heading, (_, write) in columns.items()}
+    return Table(f"{len(rows)} ranks, milliseconds{mean}", writers, rows, num_words=0)
 
 
 def _print(merged: MergedTrace, files: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
-"""What a model will need on a number of devices, told without any of them."""
+"""``estimate``: memory, communication and time of a step on devices that need not exist."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -11,12 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_shard.arguments import (
-    check_function,
-    check_type,
-    checked_device,
-    checked_number,
-)
+from composable_shard import _torch
+from composable_shard.arguments import check_function, check_type, checked_device, checked_number
+from composable_shard.core.group import ParamGroup
 from composable_shard.errors import ShardError
 from composable_shard.insight.advice import is_repeated_block
 from composable_shard.insight.group_steps import GroupStep, StepTraffic, sharded_nbytes
@@ -34,6 +31,7 @@ from composable_shard.insight.rehearsal import (
     rehearsed,
 )
 from composable_shard.insight.report import (
+    Columns,
     Report,
     Section,
     Table,
@@ -128,48 +126,43 @@ class Estimate(Report):
 
     def sections(self) -> list[Section]:
         """Return the tables of memory, communication and time."""
+        optimizer = [] if self.optimizer is None else self.optimizer.sections()
+        return [self._memory(), self._communication(), self._time(), *optimizer]
+
+    def _memory(self) -> Table:
         replicas, shards = self.mesh_shape
         ranks = f"{shards} shards" + (f" x {replicas} replicas" if replicas > 1 else "")
         title = (
             f"{count_text(self.num_parameters)} parameters in "
             f"{counted(self.num_groups, 'group')} over {ranks}"
         )
-        shown: list[Section] = [self._memory(title), self._communication()]
-        shown += self._time()
-        return shown if self.optimizer is None else [*shown, *self.optimizer.sections()]
-
-    def _memory(self, title: str) -> Table:
+        names = [field.name for field in fields(MemorySplit)]
         rows = [
-            (
-                field.name,
-                nbytes_text(getattr(self.peak, field.name)),
-                nbytes_text(getattr(self.between_steps, field.name)),
-            )
-            for field in fields(MemorySplit)
+            (name, getattr(self.peak, name), getattr(self.between_steps, name)) for name in names
         ]
-        rows.append(("in all", nbytes_text(self.peak.total), nbytes_text(self.between_steps.total)))
+        rows.append(("in all", self.peak.total, self.between_steps.total))
         if self.on_cpu:
-            rows.append(("on the CPU", nbytes_text(self.on_cpu), nbytes_text(self.on_cpu)))
-        columns = ("bytes of a rank", f"at the peak ({self.peak_at})", "between steps")
-        return Table(title, columns, tuple(rows))
+            rows.append(("on the CPU", self.on_cpu, self.on_cpu))
+        amounts = dict.fromkeys((f"at the peak ({self.peak_at})", "between steps"), nbytes_text)
+        return Table(title, {"bytes of a rank": str, **amounts}, rows)
 
     def _communication(self) -> Table:
-        rows = [
-            (name, str(part.launches), str(part.messages), nbytes_text(part.nbytes))
-            for name, part in (*self.traffic.parts.items(), ("in all", self.traffic.total))
-        ]
-        columns = ("a step", "launches", "messages", "bytes that a rank sends")
-        return Table("Communication", columns, tuple(rows))
+        parts = {**self.traffic.parts, "in all": self.traffic.total}
+        rows = [(name, part.launches, part.messages, part.nbytes) for name, part in parts.items()]
+        columns: Columns = {
+            **dict.fromkeys(("a step", "launches", "messages"), str),
+            "bytes that a rank sends": nbytes_text,
+        }
+        return Table("Communication", columns, rows)
 
-    def _time(self) -> list[Section]:
+    def _time(self) -> Table:
         rows = [("floating-point operations of a rank", count_text(self.flops))]
-        if self.time is not None:
-            for field in fields(StepTime):
-                rows.append((field.name, seconds_text(getattr(self.time, field.name))))
-        return [Table("Forward and backward", ("", "amount"), tuple(rows))]
+        times = {} if self.time is None else vars(self.time)
+        rows += [(name, seconds_text(seconds)) for name, seconds in times.items()]
+        return Table("Forward and backward", {"": str, "amount": str}, rows)
 
 
-# What a model will need on a number of devices, told without any of them --------------------------
+# From the arguments to the result ----------------------------------------------------------------
 
 
 def default_loss(output: Any, batch: Any) -> torch.Tensor:
@@ -282,8 +275,15 @@ def estimate(
         apply_fully_shard(model, chosen, mesh=mesh, **kwargs)
 
     shards = shard or shard_by_policy
-    with rehearsed(build_model, shards, batch, loss, shape, device_type) as rehearsal:
-        return _weigh(rehearsal, shape, optimizer, speeds, is_accelerator=device_type != "cpu")
+    try:
+        with rehearsed(build_model, shards, batch, loss, shape, device_type) as rehearsal:
+            return _weigh(rehearsal, shape, optimizer, speeds, is_accelerator=device_type != "cpu")
+    except _torch.ReadsValues as error:
+        error.add_note(
+            "estimate runs the model on tensors without values, and something in it, or in "
+            "the loss, asks one for its value"
+        )
+        raise
 
 
 def _checked_shape(mesh_shape: object) -> tuple[int, ...]:
@@ -333,35 +333,35 @@ def _weigh(
     )
     fullest = max(rehearsal.moments, key=lambda moment: sum(moment.peak))
     peak, peak_at = replace(between, **fullest.peak._asdict()), "end of backward"
-    if fullest.group >= 0:
-        peak_at = f"{fullest.event} of {rehearsal.groups[fullest.group].name or 'the root'}"
-    stepping = replace(between, **rehearsal.at_end._asdict())
-    stepping = replace(stepping, optimizer=kept.state + kept.besides)
+    if fullest.group is not None:
+        peak_at = f"{fullest.event} of {fullest.group.name or 'the root'}"
+    at_end = rehearsal.at_end._asdict()
+    stepping = replace(between, **at_end, optimizer=kept.state + kept.besides)
     if stepping.total > peak.total:
         peak, peak_at = stepping, "optimizer step"
-    steps = [GroupStep(group, group.name, {}) for group in rehearsal.groups]
-    traffics = [step.traffic() for step in steps]
-    on_cpu = offloaded_shards + offloaded.state + offloaded.besides + rehearsal.offloaded_grads
+    groups = rehearsal.groups
+    traffics = {group: GroupStep(group, group.name, {}).traffic() for group in groups}
+    on_cpu = sum(rehearsal.offloaded.values(), offloaded_shards)
     return Estimate(
         mesh_shape=shape if len(shape) == 2 else (1, shape[0]),
         num_parameters=sum(param.numel() for param in rehearsal.model.parameters()),
-        num_groups=sum(len({bucket.mesh for bucket in g.buckets}) for g in rehearsal.groups),
+        num_groups=sum(len({bucket.mesh for bucket in group.buckets}) for group in groups),
         peak=peak,
         peak_at=peak_at,
         between_steps=between,
-        on_cpu=on_cpu,
-        traffic=sum(traffics, StepTraffic()),
+        on_cpu=on_cpu + offloaded.state + offloaded.besides,
+        traffic=sum(traffics.values(), StepTraffic()),
         flops=sum(moment.flops for moment in rehearsal.moments),
         time=None if speeds is None else speeds.time_of(rehearsal.moments, traffics),
         optimizer=None if layouts is None else explain_layouts(layouts),
     )
 
 
-# How long a step takes, if compute and communication each run at one speed beside each other ------
+# The time of a step whose compute and communication run beside each other ------------------------
 
 
 class Speeds(NamedTuple):
-    """What the user says of the devices.
+    """The speeds of the devices, as the user gives them.
 
     Attributes:
         flops: Floating-point operations that a device does in a second.
@@ -376,14 +376,22 @@ class Speeds(NamedTuple):
     latency: float
 
     @classmethod
-    def of(cls, **said: float | None) -> Speeds | None:
+    def of(cls, **given: float | None) -> Speeds | None:
         """Return the speeds, ``None`` if none are given.
 
         Raises:
             TypeError: If one is no number.
             ValueError: If only some are given, or one is not positive.
         """
-        flops, bandwidth = said["flops"], said["bandwidth"]
+        numbers = {n: checked_number(n, value) for n, value in given.items() if value is not None}
+        if not all(
+            number > 0 or (name, number) == ("latency", 0) for name, number in numbers.items()
+        ):
+            raise ValueError(
+                "Expected positive speeds and a latency of at least 0, got "
+                + ", ".join(f"{name}={number!r}" for name, number in numbers.items())
+            )
+        flops, bandwidth = given["flops"], given["bandwidth"]
         if flops is None and bandwidth is None:
             return None
         if flops is None or bandwidth is None:
@@ -391,30 +399,24 @@ class Speeds(NamedTuple):
                 "Expected both flops and bandwidth, or neither, got "
                 f"flops={flops!r} and bandwidth={bandwidth!r}"
             )
-        if said["replica_bandwidth"] is None:
-            said["replica_bandwidth"] = bandwidth
-        speeds = cls(**{name: checked_number(name, value) for name, value in said.items()})
-        if not all(speed > 0 for speed in speeds[:3]) or not speeds.latency >= 0:  # NaN is no speed
-            raise ValueError(
-                "Expected positive speeds and a latency of at least 0, got "
-                + ", ".join(f"{name}={value!r}" for name, value in said.items())
-            )
-        return speeds
+        return cls(**{"replica_bandwidth": numbers["bandwidth"], **numbers})
 
-    def time_of(self, moments: Sequence[Moment], traffics: Sequence[StepTraffic]) -> StepTime:
+    def time_of(
+        self, moments: Iterable[Moment], traffics: Mapping[ParamGroup, StepTraffic]
+    ) -> StepTime:
         """Replay a recorded step: one lane computes, one communicates, each in order.
 
         Args:
             moments: The step.
-            traffics: What each group sends.
+            traffics: The traffic of each group.
         """
         compute = clock = lane = communication = 0.0
-        done: dict[tuple[int, str], float] = {}
+        done: dict[tuple[ParamGroup | None, str], float] = {}
         is_backward = False
-        for group, event, flops in ((one.group, one.event, one.flops) for one in moments):
+        for event, group, _, flops in moments:
             compute, clock = compute + flops / self.flops, clock + flops / self.flops
             is_backward = is_backward or event == "pre_backward"
-            if event in ("all_gather", "reduce_scatter", "all_reduce"):
+            if group is not None and event in ("all_gather", "reduce_scatter", "all_reduce"):
                 traffic, rate = traffics[group], self.bandwidth
                 sent = traffic.backward_gathers if is_backward else traffic.forward_gathers
                 if event == "reduce_scatter":

@@ -1,8 +1,10 @@
-"""What sharding does to a model, told before it runs."""
+"""``explain``: how a model is sharded, gathered and reduced, and why, before it runs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from math import prod
 
@@ -17,10 +19,10 @@ from composable_shard.core.storage import Bucket
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import CustomAllGather, CustomReduceScatter
 from composable_shard.insight.advice import Advice, advice_on_groups
+from composable_shard.insight.events import groups_in
 from composable_shard.insight.group_steps import (
     Copy,
     GroupStep,
-    Names,
     ParameterExplanation,
     StepTraffic,
     Traffic,
@@ -30,6 +32,7 @@ from composable_shard.insight.group_steps import (
 )
 from composable_shard.insight.optimizer_steps import OptimizerExplanation, explain_optimizer
 from composable_shard.insight.report import (
+    Columns,
     Report,
     Section,
     Sentences,
@@ -38,7 +41,6 @@ from composable_shard.insight.report import (
     names_text,
     nbytes_text,
 )
-from composable_shard.module import group_of
 from composable_shard.train.parking import Parked, parkable
 from composable_shard.train.weights.stream import PassCosts, costs_of
 
@@ -79,20 +81,11 @@ class GroupExplanation:
         """Bytes that it packs, copies and casts in one step."""
         return sum(copy.nbytes * copy.times for copy in self.copies)
 
-    def without_names(self) -> object:
-        """Return what groups that are alike have in common."""
-        return (
-            [replace(param, name=self._name_within(param.name)) for param in self.parameters],
-            [(copy.kind, copy.nbytes, copy.times, copy.why) for copy in self.copies],
-            replace(self, name="", parameters=(), copies=()),
-        )
-
-    def _name_within(self, name: str) -> str:
-        """Return the name of a parameter in the module of this group that it is in."""
-        for module in self.name.split(", "):
-            if name.startswith(f"{module}."):
-                return name.removeprefix(f"{module}.")
-        return name
+    def without_names(self) -> GroupExplanation:
+        """Return the same without names, which is equal for groups that are alike."""
+        parameters = (replace(param, name="") for param in self.parameters)
+        copies = (replace(copy, parameters=()) for copy in self.copies)
+        return replace(self, name="", parameters=tuple(parameters), copies=tuple(copies))
 
 
 @dataclass(frozen=True)
@@ -133,85 +126,79 @@ class Explanation(Report):
         return total(group.traffic.total for group in self.groups)
 
     def sections(self) -> list[Section]:
-        """Return the table of groups, then for each kind of group what is done and why."""
-        runs = groupby(self.groups, GroupExplanation.without_names)
-        alike = [list(run) for _, run in runs]
-        shown: list[Section] = [self._overview(alike), self._communication(alike)]
-        for groups in alike:
-            shown.append(Sentences(_title(groups), _told(groups[0])))
+        """Return tables of all groups, then for each kind of group its actions and the reasons."""
+        runs = (list(run) for _, run in groupby(self.groups, GroupExplanation.without_names))
+        alike = [(_title(run), run[0]) for run in runs]
+        shown: list[Section] = [_overview(alike), self._communication(alike)]
+        for title, group in alike:
+            shown.append(Sentences(title, [*group.reasons, *map(_copy_text, group.copies)]))
         if self.optimizer is not None:
             shown += self.optimizer.sections()
-            if any(one.nbytes for one in self.parking):
+            if any(memory.nbytes for memory in self.parking):
                 shown.append(self._parking())
         if self.weights_out is not None:
-            shown.append(Sentences("Weights out", _told_of_pass(self.weights_out)))
+            shown.append(Sentences("Weights out", _pass_texts(self.weights_out)))
         if self.advice:
-            shown.append(Sentences("Worth a look", tuple(map(_advice_text, self.advice))))
+            shown.append(Sentences("Worth a look", list(map(_advice_text, self.advice))))
         return shown
 
-    def _overview(self, alike: list[list[GroupExplanation]]) -> Table:
-        columns = ("group", "modules", "placements", "parameters", "elements")
-        rows = [
-            (
-                _title(groups),
-                names_text(groups[0].modules),
-                names_text(_placements(groups[0]), most=2),
-                str(len(groups[0].parameters)),
-                count_text(groups[0].numel),
-                nbytes_text(groups[0].sharded_nbytes),
-                nbytes_text(groups[0].gathered_nbytes),
-            )
-            for groups in alike
-        ]
-        title = "Groups: bytes of one of each, on this rank"
-        return Table(title, (*columns, "sharded", "gathered"), tuple(rows), num_words=3)
-
-    def _communication(self, alike: list[list[GroupExplanation]]) -> Table:
-        rows = []
-        for groups in alike:
-            traffic = groups[0].traffic
-            cells = map(_traffic_text, traffic.parts.values())
-            sent, copied = nbytes_text(traffic.total.nbytes), nbytes_text(groups[0].copied_nbytes)
-            rows.append((_title(groups), *cells, sent, copied))
-        copied = nbytes_text(sum(group.copied_nbytes for group in self.groups))
+    def _communication(self, alike: list[tuple[str, GroupExplanation]]) -> Table:
         parts = StepTraffic().parts
-        blanks = [""] * len(parts)
-        rows.append(("all of them", *blanks, nbytes_text(self.traffic.nbytes), copied))
+        columns: Columns = {
+            "group": str,
+            **dict.fromkeys(parts, _traffic_text),
+            **dict.fromkeys(("sent", "copied"), nbytes_text),
+        }
+        rows = [
+            (title, *g.traffic.parts.values(), g.traffic.total.nbytes, g.copied_nbytes)
+            for title, g in alike
+        ]
+        copied = sum(group.copied_nbytes for group in self.groups)
+        rows.append(("all of them", *(None for _ in parts), self.traffic.nbytes, copied))
         title = "One step: launches x messages in each, bytes that this rank sends and copies"
-        return Table(title, ("group", *parts, "sent", "copied"), tuple(rows))
+        return Table(title, columns, rows)
 
     def _parking(self) -> Table:
         kinds = ("parameters", "gradients", "states", "buffers", "nbytes", "left")
-        rows = tuple(
-            (one.device, *(nbytes_text(getattr(one, kind)) for kind in kinds))
-            for one in self.parking
-        )
+        headings = ("freed" if kind == "nbytes" else kind for kind in kinds)
+        rows = [(one.device, *(getattr(one, kind) for kind in kinds)) for one in self.parking]
         title = "Parking: bytes of this rank that parked() would free now"
-        return Table(title, ("of", *kinds[:4], "freed", "left"), rows)
+        return Table(title, {"of": str, **dict.fromkeys(headings, nbytes_text)}, rows)
 
 
-def _title(groups: list[GroupExplanation]) -> str:
-    if len(groups) == 1:
-        return groups[0].name
-    return f"{groups[0].name} to {groups[-1].name} ({len(groups)} alike)"
+def _title(alike: list[GroupExplanation]) -> str:
+    if len(alike) == 1:
+        return alike[0].name
+    return f"{alike[0].name} to {alike[-1].name} ({len(alike)} alike)"
 
 
-def _placements(group: GroupExplanation) -> tuple[str, ...]:
-    kinds = {(" ".join(p.placements), p.num_shards) for p in group.parameters}
-    return tuple(f"{placements} of {count}" for placements, count in sorted(kinds))
+def _overview(alike: list[tuple[str, GroupExplanation]]) -> Table:
+    columns: Columns = {
+        "group": str,
+        "modules": names_text,
+        "placements": partial(names_text, most=2),
+        "parameters": str,
+        "elements": count_text,
+        **dict.fromkeys(("sharded", "gathered"), nbytes_text),
+    }
+    rows = []
+    for title, group in alike:
+        kinds = {(" ".join(p.placements), p.num_shards) for p in group.parameters}
+        placements = [f"{placements} of {count}" for placements, count in sorted(kinds)]
+        amounts = len(group.parameters), group.numel, group.sharded_nbytes, group.gathered_nbytes
+        rows.append((title, group.modules, placements, *amounts))
+    return Table("Groups: bytes of one of each, on this rank", columns, rows, num_words=3)
 
 
-def _traffic_text(traffic: Traffic) -> str:
+def _traffic_text(traffic: Traffic | None) -> str:
+    if traffic is None:
+        return ""
     if not traffic.launches:
         return "-"
     amount = nbytes_text(traffic.nbytes)
     if traffic.launches == 1:
         return f"1 x {traffic.messages}, {amount}"
     return f"{traffic.launches}, {traffic.messages} in all, {amount}"
-
-
-def _told(group: GroupExplanation) -> tuple[str, ...]:
-    return (*group.reasons, *map(_copy_text, group.copies))
 
 
 def _copy_text(copy: Copy) -> str:
@@ -221,8 +208,8 @@ def _copy_text(copy: Copy) -> str:
     return f"{copy.kind}{of_whom}, {nbytes_text(copy.nbytes)}{times}: {copy.why}"
 
 
-def _told_of_pass(costs: PassCosts) -> tuple[str, ...]:
-    told = [
+def _pass_texts(costs: PassCosts) -> list[str]:
+    texts = [
         f"iter_full() in buckets of {nbytes_text(costs.bucket_nbytes)}: {costs.num_buckets} of "
         f"them, {costs.launches} gathers of {costs.messages} messages in all",
         f"this rank sends {nbytes_text(costs.sent_nbytes)} and receives "
@@ -232,16 +219,16 @@ def _told_of_pass(costs: PassCosts) -> tuple[str, ...]:
     ]
     if costs.by_class:
         names = names_text(costs.by_class)
-        told.append(f"only their class makes whole, by gathers besides: {names}")
-    return tuple(told)
+        texts.append(f"only their class makes whole, by gathers besides: {names}")
+    return texts
 
 
 def _advice_text(advice: Advice) -> str:
-    about = names_text(tuple(name or "(root)" for name in advice.about))
+    about = names_text([name or "(root)" for name in advice.about])
     return f"{advice.kind}, {about}: {advice.problem}. Advice: {advice.remedy}."
 
 
-# What sharding does to a model, told before it runs -----------------------------------------------
+# From the groups of a model to the result --------------------------------------------------------
 
 ROOT = "(root)"
 
@@ -291,15 +278,11 @@ def explain(
     check_type("optimizer", optimizer, is_optimizer, "a torch.optim.Optimizer or None")
     if bucket_bytes is not None:
         check_int("bucket_bytes", bucket_bytes, 1)
-    names = {module: name for name, module in model.named_modules()}
-    groups = list(dict.fromkeys(group for m in names if (group := group_of(m)) is not None))
-    if not groups:
-        raise ValueError(
-            f"Expected sharded modules in {type(model).__name__}, got none; apply fully_shard to it"
-        )
+    groups = groups_in(model)
     for group in groups:
         if group.absence == ON_OTHER_RANKS:
             group.check_awake("to be explained")
+    names = {module: name for name, module in model.named_modules()}
     steps = [GroupStep(group, _name_of(group, names), names) for group in groups]
     parking = parkable(model, [] if optimizer is None else [optimizer])
     return Explanation(
@@ -311,7 +294,7 @@ def explain(
     )
 
 
-def _name_of(group: ParamGroup, names: Names) -> str:
+def _name_of(group: ParamGroup, names: Mapping[nn.Module, str]) -> str:
     inside = [names[module] for module in group.modules if module in names]
     return ", ".join(inside) or ROOT
 

@@ -23,7 +23,6 @@ from composable_shard.insight.recording import (
     COMPUTE,
     KINDS,
     Collective,
-    Flight,
     RankTrace,
     Span,
     file_of,
@@ -145,7 +144,7 @@ class Lane(NamedTuple):
     Attributes:
         title: Its title.
         kind: ``steps``, ``compute``, ``waits``, ``gathers`` or ``reductions``.
-        spans: The work of the rank, or its flights, as spans of which the kind is the op.
+        spans: The work of the rank, or its flights.
     """
 
     title: str
@@ -165,20 +164,19 @@ def lanes_of(trace: RankTrace) -> list[Lane]:
     others = [flight for flight in trace.flights if flight.op not in GATHERS]
     for kind, flights in (("gathers", gathers), ("reductions", others)):
         for number, row in enumerate(side_by_side(flights) or [[]], 1):
-            spans = [Span(f.op, f.name, f.start, f.end, f.op, f.number) for f in row]
-            lanes.append(Lane(kind if number == 1 else f"{kind} {number}", kind, spans))
+            lanes.append(Lane(kind if number == 1 else f"{kind} {number}", kind, row))
     return lanes
 
 
-def side_by_side(flights: Iterable[Flight]) -> list[list[Flight]]:
+def side_by_side(flights: Iterable[Span]) -> list[list[Span]]:
     """Put flights into as few rows as possible so that none overlap in a row.
 
     Example:
-        >>> flights = [Flight("gather", "0", i, i, i + 2) for i in range(3)]
-        >>> [[flight.number for flight in row] for row in side_by_side(flights)]
+        >>> flights = [Span("gather", "0", i, i + 2) for i in range(3)]
+        >>> [[flight.start for flight in row] for row in side_by_side(flights)]
         [[0, 2], [1]]
     """
-    rows: list[list[Flight]] = []
+    rows: list[list[Span]] = []
     for flight in sorted(flights, key=attrgetter("start", "end")):
         row = next((row for row in rows if row[-1].end <= flight.start), None)
         if row is None:

@@ -1,4 +1,4 @@
-"""What one step of an optimizer works on, sends and occupies."""
+"""One step of an optimizer: the tensors that it steps, its traffic and its memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 from composable_shard.insight.group_steps import Traffic, total
 from composable_shard.insight.rehearsal import OptimizerBytes, optimizer_bytes
 from composable_shard.insight.report import (
+    Columns,
     Report,
     Section,
     Sentences,
@@ -18,7 +19,7 @@ from composable_shard.insight.report import (
     count_text,
     nbytes_text,
 )
-from composable_shard.optim.blocks import GroupSteps, LayoutSteps, route_of
+from composable_shard.optim.blocks import LayoutSteps, route_of
 from composable_shard.optim.flat import FlatSteps
 from composable_shard.optim.layouts import (
     BUCKET_NBYTES,
@@ -41,11 +42,11 @@ class OptimizerGroupExplanation:
     Attributes:
         layout: How its parameters are stepped: ``"stock"``, ``"flat"``, or the name of their
             layout.
-        num_parameters: How many of them are trained.
+        num_parameters: The number of its trained parameters.
         numel: Their elements.
-        num_tensors: How many tensors are stepped on this rank; in an estimate, of shards as many
-            as there are parameters.
-        traffic: What this rank sends in one step; a message goes to one other rank.
+        num_tensors: The number of tensors that are stepped on this rank; in an estimate, one for
+            each sharded parameter.
+        traffic: The traffic of this rank in one step; a message goes to one other rank.
     """
 
     layout: str
@@ -57,14 +58,14 @@ class OptimizerGroupExplanation:
 
 @dataclass(frozen=True)
 class OptimizerExplanation(Report):
-    """One step of an optimizer, if nothing that is trained lacks a gradient.
+    """One step of an optimizer, if every trained parameter has a gradient.
 
     Attributes:
         name: Its class.
         groups: Its parameter groups.
-        held_nbytes: The most bytes that matrices on their way occupy on this rank, beside what
-            the stock optimizers need.
-        imbalance: What the rank with most matrices to step has to do, by the mean of all ranks.
+        held_nbytes: The most bytes that matrices on their way occupy on this rank, beside the
+            memory of the stock optimizers.
+        imbalance: The work of the rank with the most matrices to step, by the mean of all ranks.
     """
 
     name: str
@@ -74,27 +75,24 @@ class OptimizerExplanation(Report):
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank sends in one step."""
+        """The traffic of this rank in one step."""
         return total(group.traffic for group in self.groups)
 
     def sections(self) -> list[Section]:
-        """Return the table of parameter groups, then what there is to say."""
-        columns = ("parameter group", "as", "parameters", "elements", "tensors", "launches")
-        rows = [
-            (
-                str(place),
-                group.layout,
-                str(group.num_parameters),
-                count_text(group.numel),
-                str(group.num_tensors),
-                str(group.traffic.launches),
-                str(group.traffic.messages),
-                nbytes_text(group.traffic.nbytes),
-            )
-            for place, group in enumerate(self.groups)
-        ]
+        """Return the table of parameter groups, then some sentences."""
+        columns: Columns = {
+            **dict.fromkeys(("parameter group", "as", "parameters"), str),
+            "elements": count_text,
+            **dict.fromkeys(("tensors", "launches", "messages"), str),
+            "sent": nbytes_text,
+        }
+        rows = []
+        for place, group in enumerate(self.groups):
+            traffic = group.traffic
+            sent = group.num_tensors, traffic.launches, traffic.messages, traffic.nbytes
+            rows.append((place, group.layout, group.num_parameters, group.numel, *sent))
         title = f"A step of {self.name}: tensors that this rank steps, messages and bytes it sends"
-        table = Table(title, (*columns, "messages", "sent"), tuple(rows), num_words=2)
+        table = Table(title, columns, rows, num_words=2)
         sentences = self._sentences()
         return [table, Sentences("Optimizer", sentences)] if sentences else [table]
 
@@ -111,41 +109,37 @@ class OptimizerExplanation(Report):
 
 
 def explain_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerExplanation:
-    """Tell what a step of an optimizer works on, sends and occupies. Collective: none."""
+    """Return what a step of an optimizer works on, sends and occupies. Collective: none."""
     if isinstance(optimizer, LayoutOptimizer):
         return explain_layouts(optimizer.plan())
     layout = "flat" if isinstance(optimizer, FlatSteps) else "stock"
     trained = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
     nums = optimizer.num_tensors() if isinstance(optimizer, FlatSteps) else list(map(len, trained))
-    groups = (
-        OptimizerGroupExplanation(
-            layout, len(params), sum(map(torch.numel, params)), num, Traffic()
-        )
-        for params, num in zip(trained, nums, strict=True)
-    )
+    groups = [
+        OptimizerGroupExplanation(layout, len(some), sum(map(torch.numel, some)), num, Traffic())
+        for some, num in zip(trained, nums, strict=True)
+    ]
     return OptimizerExplanation(type(optimizer).__name__, tuple(groups))
 
 
 def explain_layouts(steps: LayoutSteps) -> OptimizerExplanation:
-    """Tell it of an optimizer of whole matrices."""
-    groups = tuple(map(_explain_group, steps.groups))
-    return OptimizerExplanation("with_layout", groups, steps.most_held, steps.imbalance)
+    """Return the same of an optimizer of whole matrices."""
+    groups = []
+    for group in steps.groups:
+        sent = [message for bucket in group.buckets for message in bucket.sent]
+        traffic = total(Traffic(1, len(message.to), message.nbytes) for message in sent)
+        facts = group.layout, group.num_params, group.numel, group.num_tensors
+        groups.append(OptimizerGroupExplanation(*facts, traffic))
+    return OptimizerExplanation("with_layout", tuple(groups), steps.most_held, steps.imbalance)
 
 
-def _explain_group(group: GroupSteps) -> OptimizerGroupExplanation:
-    sent = [one for bucket in group.buckets for one in bucket.sent]
-    traffic = total(Traffic(1, len(one.to), one.nbytes) for one in sent)
-    facts = group.layout, group.num_params, group.numel, group.num_tensors
-    return OptimizerGroupExplanation(*facts, traffic)
-
-
-# Optimizers of whole matrices, on the rank that has most to do -----------------------------------
+# Optimizers of whole matrices, on the rank with the most work ------------------------------------
 
 
 def plan_layouts(
     model: nn.Module, layouts: Mapping[Fits, Layout], *, at_once: bool
 ) -> tuple[LayoutSteps, OptimizerBytes]:
-    """Return what a step does on the rank that has most to do, and what its optimizers need.
+    """Return the step of the rank with the most work, and the bytes that its optimizers need.
 
     Args:
         model: A sharded model.

@@ -73,46 +73,28 @@ class Mark(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The work of a rank from ``start`` to ``end``.
+    """The work of a rank, or a collective in flight, from ``start`` to ``end``.
 
     Attributes:
-        kind: One of ``KINDS``.
+        kind: One of ``KINDS``; of a flight its op.
         name: The group, or the class of the optimizer.
         start: Nanoseconds.
         end: Nanoseconds.
-        op: The collective that is launched, waited for or copied; ``copies`` where a rank waits
-            for all copies between host and device.
-        number: The number of the flight, among those of this op and group; -1 without a flight.
+        op: The collective that is launched, waited for or copied, one of the values of ``OPS``;
+            ``copies`` where a rank waits for all copies between host and device.
+        number: The number of earlier flights of this op and group; -1 for work without a flight.
         late: Nanoseconds of a wait before the last rank launched the collective.
         late_rank: That rank; -1 if none was late.
     """
 
     kind: str
     name: str
-    start: int
-    end: int
+    start: int = 0
+    end: int = 0
     op: str = ""
     number: int = -1
     late: int = 0
     late_rank: int = -1
-
-
-class Flight(NamedTuple):
-    """One collective, from the begin of its launch until the end of the wait for it.
-
-    Attributes:
-        op: The collective, one of the values of ``OPS``.
-        name: The group.
-        number: The number of earlier flights of this op and group.
-        start: Nanoseconds.
-        end: Nanoseconds.
-    """
-
-    op: str
-    name: str
-    number: int
-    start: int
-    end: int
 
 
 class Sample(NamedTuple):
@@ -127,13 +109,6 @@ class Sample(NamedTuple):
     time: int
     nbytes: int
     reserved: int | None = None
-
-
-class _Doing(NamedTuple):
-    kind: str
-    name: str
-    op: str = ""
-    number: int = -1
 
 
 class Unfolded:
@@ -157,10 +132,10 @@ class Unfolded:
     """
 
     def __init__(self, marks: Iterable[Mark]) -> None:
-        self.spans, self.flights = list[Span](), list[Flight]()
+        self.spans, self.flights = list[Span](), list[Span]()
         self.steps, self.memory = list[int](), list[Sample]()
-        self._wholes: list[_Doing] = []  # forwards, backwards and optimizer steps under way
-        self._part: _Doing | None = None  # a launch, wait or copy within them
+        self._wholes: list[Span] = []  # forwards, backwards and optimizer steps under way
+        self._part: Span | None = None  # a launch, wait or copy within them
         self._since = self._now = 0
         self._gathers: dict[str, str] = {}  # how each group was gathered last
         self._launched: dict[tuple[str, str], int] = {}  # when the launch in flight began
@@ -183,12 +158,11 @@ class Unfolded:
             self._read_part(moment, stage, mark.name)
         if self._doing != before:
             if before is not None and self._now > self._since:
-                kind, name, op, number = before
-                self.spans.append(Span(kind, name, self._since, self._now, op, number))
+                self.spans.append(before._replace(start=self._since, end=self._now))
             self._since = self._now
 
     @property
-    def _doing(self) -> _Doing | None:
+    def _doing(self) -> Span | None:
         return self._part or (self._wholes[-1] if self._wholes else None)
 
     def _read_part(self, moment: str, stage: str, name: str) -> None:
@@ -200,7 +174,7 @@ class Unfolded:
         key = op, _ = OPS.get(stage, stage), name
         number = self._num_flown[key] if stage in OPS else -1
         kind = _PART_BEGINS.get(moment)
-        self._part = None if kind is None else _Doing(kind, name, op, number)
+        self._part = None if kind is None else Span(kind, name, op=op, number=number)
         if moment == "begin_":
             self._launched[key] = self._now
         elif moment == "waited_for_":
@@ -212,7 +186,8 @@ class Unfolded:
     def _land(self, key: tuple[str, str]) -> None:
         start = self._launched.pop(key, None)
         if start is not None:
-            self.flights.append(Flight(*key, self._num_flown[key], start, self._now))
+            op, name = key
+            self.flights.append(Span(op, name, start, self._now, op, self._num_flown[key]))
             self._num_flown[key] += 1
 
     def _read_whole(self, event: str, name: str) -> None:
@@ -223,7 +198,7 @@ class Unfolded:
             return
         self._part = None  # a part that failed has no end
         kind, wholes = event.rpartition("_")[2], self._wholes
-        doing = _Doing(kind, name)
+        doing = Span(kind, name)
         if event in ("step", "end"):
             wholes.clear()
             if event == "step":
@@ -330,7 +305,7 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
-FORMAT = "composable_shard.trace 1"
+FORMAT = "composable_shard.trace 2"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 Collective = tuple[int, str, str, int]
@@ -391,7 +366,7 @@ class RankTrace:
     first_step: int = 0
     steps: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    flights: list[Flight] = field(default_factory=list)
+    flights: list[Span] = field(default_factory=list)
     memory: list[Sample] = field(default_factory=list)
 
     @classmethod
@@ -438,13 +413,17 @@ class RankTrace:
 
     def shifted(self, by: int) -> RankTrace:
         """Return the same, ``by`` nanoseconds later."""
+
+        def later(spans: list[Span]) -> list[Span]:
+            return [span._replace(start=span.start + by, end=span.end + by) for span in spans]
+
         return replace(
             self,
             begin=self.begin + by,
             end=self.end + by,
             steps=[step + by for step in self.steps],
-            spans=[s._replace(start=s.start + by, end=s.end + by) for s in self.spans],
-            flights=[f._replace(start=f.start + by, end=f.end + by) for f in self.flights],
+            spans=later(self.spans),
+            flights=later(self.flights),
             memory=[sample._replace(time=sample.time + by) for sample in self.memory],
         )
 
@@ -456,7 +435,7 @@ class RankTrace:
         """
         return self.groups[name].nbytes if name in self.groups else 0
 
-    def collective_of(self, of: Span | Flight) -> Collective:
+    def collective_of(self, of: Span) -> Collective:
         """Return the collective that a flight, or the wait for it, belongs to."""
         first = self.rank
         if of.name in self.groups:
@@ -483,7 +462,7 @@ class RankTrace:
                 raise ValueError(expected)
             groups = values["groups"].items()
             values["groups"] = {name: GroupFacts(*facts) for name, facts in groups}
-            for field, kind in (("spans", Span), ("flights", Flight), ("memory", Sample)):
+            for field, kind in (("spans", Span), ("flights", Span), ("memory", Sample)):
                 values[field] = [kind(*fields) for fields in values[field]]
             return cls(**values)
         except (AttributeError, KeyError, TypeError, ValueError) as error:

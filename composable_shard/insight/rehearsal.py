@@ -1,4 +1,4 @@
-"""One step of a sharded model, run without memory as the first of ranks that are not there."""
+"""One step of a sharded model, run without memory as the first of ranks that do not exist."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ from composable_shard.core.transport.collectives import (
     Tensors,
 )
 from composable_shard.core.transport.pending import Waitable
-from composable_shard.insight.events import listening
-from composable_shard.module import group_of
+from composable_shard.insight.events import groups_in, listening
 
-# Which bytes live at each moment of a step that runs without memory -------------------------------
+# The bytes that live at each moment of a step without memory --------------------------------------
 
-# Frames of the core stand behind what the library allocates, but for those that cast what modules
-# take and give, which is part of compute.
+# An allocation of the library has a frame of the core on the stack. Frames that cast the inputs and
+# outputs of modules do not count: they are part of compute.
 _CORE = f"{core.__name__}."
 _COMPUTES = {module.__name__ for module in (hooks, nested, optimizers)}
 
@@ -43,9 +42,9 @@ class Live(NamedTuple):
     """Bytes that live at one moment.
 
     Attributes:
-        gathered: Unsharded parameters, and what gathers need besides.
+        gathered: Unsharded parameters, and the other memory of gathers.
         gradients: Gradients: as autograd leaves them, on their way, and reduced.
-        activations: What compute made and still needs.
+        activations: Tensors that compute made and still needs.
     """
 
     gathered: int = 0
@@ -90,7 +89,7 @@ class LiveBytes(_torch.DispatchMode):
         return result
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count these as what was there before."""
+        """Leave tensors out: they were there before."""
         for tensor in tensors:
             if not self._knows(tensor):
                 self._remember(tensor.untyped_storage())
@@ -111,26 +110,26 @@ class LiveBytes(_torch.DispatchMode):
         self.peak = max(self.peak, self.now, key=sum)
 
     def look(self) -> None:
-        """Look how large gathered memory is now, which is resized unseen."""
+        """Read the size of gathered memory, which is resized without an operation."""
         resized = (self._known[key]() for key in self._gathered)
         nbytes = sum(memory.nbytes() for memory in resized if memory is not None)
         self._totals["gathered"] = nbytes
         self.peak = max(self.peak, self.now, key=sum)
 
     def forget(self) -> None:
-        """Count what lives now as what was there before, but for what is gathered."""
+        """Leave everything out that lives now, except gathered memory."""
         self._counted.clear()
         self._totals.clear()
         self.look()
         self.restart()
 
     def restart(self) -> None:
-        """Begin to look for a peak, and to count, from here."""
+        """Forget the peak and the operations so far."""
         self.peak, self.flops = self.now, 0
 
     @property
     def now(self) -> Live:
-        """What lives."""
+        """The bytes that live."""
         return Live(*(self._totals[kind] for kind in Live._fields))
 
     def call_gradient(self, grad: torch.Tensor) -> None:
@@ -139,7 +138,7 @@ class LiveBytes(_torch.DispatchMode):
             self.count([grad], "gradients")
 
     def drop(self, tensor: torch.Tensor, kind: str) -> bool:
-        """Count a tensor no more, if it is counted as one of this kind; return whether it was."""
+        """Count a tensor no longer, if it is counted as this kind; return whether it was."""
         key = id(tensor.untyped_storage())
         is_counted = self._counted.get(key, ("", 0))[0] == kind
         if is_counted:
@@ -154,7 +153,7 @@ class LiveBytes(_torch.DispatchMode):
         self._known[key] = weakref.ref(memory, lambda _: self._die(key))
 
     def _die(self, key: int) -> None:
-        """Forget a storage that is no more."""
+        """Forget a storage that has been freed."""
         del self._known[key]
         self._gathered.discard(key)
         kind, nbytes = self._counted.pop(key, ("", 0))
@@ -162,7 +161,7 @@ class LiveBytes(_torch.DispatchMode):
 
 
 def _maker() -> str:
-    """Tell whether a gather, a reduction or compute runs, as :class:`Live` calls what they make."""
+    """Return the attribute of :class:`Live` that the running code makes."""
     frame: FrameType | None = sys._getframe(2)
     made = "activations"
     while frame is not None:
@@ -175,7 +174,7 @@ def _maker() -> str:
     return made
 
 
-# What an optimizer keeps for the shards of one rank, and what its step needs besides --------------
+# The memory of an optimizer for the shards of one rank --------------------------------------------
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -185,8 +184,8 @@ class OptimizerBytes:
     """Bytes of one rank.
 
     Attributes:
-        state: What it keeps from step to step.
-        besides: What a step needs besides at its peak.
+        state: The state that it keeps from step to step.
+        besides: Further bytes of a step at its peak.
     """
 
     state: int = 0
@@ -201,8 +200,8 @@ def optimizer_bytes(
     Args:
         factory: Makes the optimizer.
         like: Tensors of the shapes and dtypes that one rank holds.
-        at_once: Whether it takes all parameters at once, as torch's own do on an accelerator, if
-            the user has not chosen.
+        at_once: Whether it steps all parameters at once, if the user has not chosen: torch's own
+            optimizers do on an accelerator.
 
     Raises:
         ValueError: If the optimizer asks for values.
@@ -236,42 +235,19 @@ def optimizer_bytes(
 
 
 class Moment(NamedTuple):
-    """An event of a group, and what happened since the one before.
+    """An event of a group, and the work since the event before.
 
     Attributes:
-        event: Which; empty at the end of the step.
-        group: The place of the group; -1 at the end.
-        peak: The most that lived since.
+        event: The event; empty at the end of the step.
+        group: The group; ``None`` at the end.
+        peak: The most bytes that lived since.
         flops: Floating-point operations since.
     """
 
     event: str
-    group: int
+    group: ParamGroup | None
     peak: Live
     flops: int
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """A model on the first of some ranks, none of which is there, and one step of it.
-
-    Attributes:
-        model: The sharded model.
-        groups: Its groups.
-        moments: The step.
-        lasting: Tensors that are not sharded: parameters, buffers, the batch.
-        used: The parameters that got a gradient.
-        at_end: What lives when all gradients are reduced.
-        offloaded_grads: Bytes of reduced gradients that are kept on the CPU.
-    """
-
-    model: nn.Module
-    groups: Sequence[ParamGroup]
-    moments: Sequence[Moment]
-    lasting: Sequence[torch.Tensor]
-    used: set[ShardedParam]
-    at_end: Live
-    offloaded_grads: int
 
 
 @contextlib.contextmanager
@@ -283,9 +259,9 @@ def rehearsed(
     mesh_shape: tuple[int, ...],
     device_type: str,
 ) -> Iterator[Rehearsal]:
-    """Run a step without memory; the model can be asked for more within the context.
+    """Run a step without memory; the model can be examined further within the context.
 
-    See :func:`composable_shard.estimate` for the arguments, and for what it raises.
+    See :func:`composable_shard.estimate` for the arguments and the errors.
     """
     from composable_shard.testing.ranks import fake_ranks
 
@@ -295,7 +271,6 @@ def rehearsed(
         fake_ranks(torch.Size(mesh_shape).numel()),
         _torch.pretended_backend(backend),
         _torch.poisoned_memory(False),  # which keeps memory for a while
-        _values_are_not_asked_for(),
     ):
         mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
         fake = _torch.fake_tensors()
@@ -307,7 +282,12 @@ def rehearsed(
                 )
             _take_off_meta(model)
             shard(model, mesh)
-        groups = _groups_of(model)
+        groups = groups_in(model)
+        if not all(isinstance(bucket, Bucket) for group in groups for bucket in group.buckets):
+            raise ValueError(
+                "Expected plain parameters, which can be laid out for any number of ranks, got a "
+                "tensor subclass; estimate the model before its parameters are converted"
+            )
         for tree in dict.fromkeys(group.tree for group in groups):
             tree.agree()  # it compares numbers, which fake tensors do not have
         for channel in (channel for group in groups for channel in group.channels.values()):
@@ -319,19 +299,9 @@ def rehearsed(
             def run() -> None:
                 loss(_call(model, given), given).backward()
 
-            yield _run(model, groups, given, run, is_accelerator=device_type != "cpu")
-
-
-@contextlib.contextmanager
-def _values_are_not_asked_for() -> Iterator[None]:
-    try:
-        yield
-    except _torch.ReadsValues as error:
-        error.add_note(
-            "estimate runs the model on tensors without values, and something in it, or in "
-            "the loss, asks one for its value"
-        )
-        raise
+            rehearsal = Rehearsal(model, groups, given, is_accelerator=device_type != "cpu")
+            rehearsal.record(run)
+            yield rehearsal
 
 
 def _take_off_meta(model: nn.Module) -> None:
@@ -347,21 +317,6 @@ def _take_off_meta(model: nn.Module) -> None:
                     is_param = isinstance(tensor, nn.Parameter)
                     made[tensor] = nn.Parameter(like, tensor.requires_grad) if is_param else like
                 held[name] = made[tensor]  # type: ignore[assignment]
-
-
-def _groups_of(model: nn.Module) -> list[ParamGroup]:
-    found = (group_of(module) for module in model.modules())
-    groups = list(dict.fromkeys(group for group in found if group is not None))
-    if not groups:
-        raise ValueError(
-            f"Expected shard to apply fully_shard to {type(model).__name__}, got no sharded module"
-        )
-    if not all(isinstance(bucket, Bucket) for group in groups for bucket in group.buckets):
-        raise ValueError(
-            "Expected plain parameters, which can be laid out for any number of ranks, got a "
-            "tensor subclass; estimate the model before its parameters are converted"
-        )
-    return groups
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -397,53 +352,66 @@ class SilentReduceScatter(ReduceScatterLaunch):
         return []
 
 
-def _run(
-    model: nn.Module,
-    groups: Sequence[ParamGroup],
-    batch: Any,
-    run: Callable[[], None],
-    *,
-    is_accelerator: bool,
-) -> Rehearsal:
-    """Run a step twice and record the second one, which knows the order."""
-    params = [param for group in groups for param in group.params]
-    buckets = [bucket for group in groups for bucket in group.buckets if isinstance(bucket, Bucket)]
-    ours = {id(param.sharded) for param in params}
-    others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in ours]
-    lasting = [*others, *_torch.tensors_of(batch)]
-    live, used = LiveBytes(), set[ShardedParam]()
-    live.ignore([*lasting, *(p.local for p in params), *(one.sharded for one in buckets)])
-    moments: list[Moment] = []
-    offloaded: dict[ShardedParam, int] = {}
+class Rehearsal:
+    """One step of a model on the first of some ranks that do not exist.
 
-    def hear(places: Mapping[str, int], event: str, name: str) -> None:
+    Attributes:
+        model: The sharded model.
+        groups: Its groups.
+        moments: The step.
+        lasting: Tensors that are not sharded: parameters, buffers, the batch.
+        used: The parameters that got a gradient.
+        at_end: The bytes that live when all gradients are reduced.
+        offloaded: Bytes of the reduced gradients that are kept on the CPU.
+    """
+
+    def __init__(
+        self, model: nn.Module, groups: Sequence[ParamGroup], batch: Any, *, is_accelerator: bool
+    ) -> None:
+        self.model, self.groups, self._is_accelerator = model, groups, is_accelerator
+        self._params = [param for group in groups for param in group.params]
+        ours = {id(param.sharded) for param in self._params}
+        others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in ours]
+        self.lasting = [*others, *_torch.tensors_of(batch)]
+        self.moments, self.used = list[Moment](), set[ShardedParam]()
+        self.at_end = Live()
+        self.offloaded: dict[ShardedParam, int] = {}
+
+    def record(self, run: Callable[[], None]) -> None:
+        """Run a step twice and record the second one, which knows the order."""
+        live = LiveBytes()
+        buckets = [b for group in self.groups for b in group.buckets if isinstance(b, Bucket)]
+        shards = [*(param.local for param in self._params), *(b.sharded for b in buckets)]
+        live.ignore([*self.lasting, *shards])
+        with live, contextlib.ExitStack() as stack:
+            run()
+            self.model.zero_grad()
+            live.forget()
+            for tree in dict.fromkeys(group.tree for group in self.groups):
+                named = {group.name: group for group in tree.groups}
+                stack.enter_context(listening(tree, partial(self._hear, live, named)))
+            for param in self._params:
+                if param.unsharded.requires_grad:
+                    hook = param.unsharded.register_hook(live.call_gradient)
+                    stack.callback(hook.remove)
+            run()
+            self.moments.append(Moment("", None, live.peak, live.flops))
+            self.at_end = live.now
+            self.model.zero_grad()
+
+    def _hear(
+        self, live: LiveBytes, groups: Mapping[str, ParamGroup], event: str, name: str
+    ) -> None:
         live.look()
-        place = places[name]
-        for param in groups[place].params:
+        group = groups[name]
+        for param in group.params:
             if event == "post_backward" and param.unsharded.grad is not None:
                 live.call_gradient(param.unsharded.grad)
-                used.add(param)
+                self.used.add(param)
             grad = param.sharded.grad
-            if is_accelerator and param.offload is not None and grad is not None:
+            if self._is_accelerator and param.offload is not None and grad is not None:
                 local = _torch.local_tensor(grad)
                 live.drop(local, "gradients")
-                offloaded[param] = local.nbytes
-        moments.append(Moment(event, place, live.peak, live.flops))
+                self.offloaded[param] = local.nbytes
+        self.moments.append(Moment(event, group, live.peak, live.flops))
         live.restart()
-
-    with live, contextlib.ExitStack() as stack:
-        run()
-        model.zero_grad()
-        live.forget()
-        for tree in dict.fromkeys(group.tree for group in groups):
-            places = {group.name: i for i, group in enumerate(groups) if group.tree is tree}
-            stack.enter_context(listening(tree, partial(hear, places)))
-        for param in params:
-            if param.unsharded.requires_grad:
-                hook = param.unsharded.register_hook(live.call_gradient)
-                stack.callback(hook.remove)
-        run()
-        moments.append(Moment("", -1, live.peak, live.flops))
-        at_end = live.now
-        model.zero_grad()
-    return Rehearsal(model, groups, moments, lasting, used, at_end, sum(offloaded.values()))

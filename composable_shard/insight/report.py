@@ -1,18 +1,17 @@
-"""How results are shown: as text, by rich, in a notebook, as a dict."""
+"""The forms of results: text, rich, notebooks, dicts."""
 
 from __future__ import annotations
 
 import dataclasses
 import html
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 # Numbers as people read them ----------------------------------------------------------------------
 
 UNKNOWN = "?"
-_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 def nbytes_text(nbytes: float | None) -> str:
@@ -35,28 +34,24 @@ def count_text(count: float) -> str:
     return _in_units(count, 1000, ("", " k", " M", " G", " T", " P", " E"))
 
 
+def seconds_text(seconds: float) -> str:
+    """Write a time with three digits: ``1.5 ms``.
+
+    >>> seconds_text(0.0015), seconds_text(70.0), seconds_text(0.0)
+    ('1.5 ms', '70 s', '0 s')
+    """
+    return _in_units(seconds * 1e9, 1000, (" ns", " us", " ms", " s")) if seconds else "0 s"
+
+
 def _in_units(amount: float, step: int, units: Sequence[str]) -> str:
     power = 0
     while amount >= step and power < len(units) - 1:
         amount, power = amount / step, power + 1
-    return f"{_three_digits(amount)}{units[power]}"
+    digits = f"{amount:.0f}" if amount >= 100 else f"{amount:.3g}"
+    return digits + units[power]
 
 
-def seconds_text(seconds: float | None) -> str:
-    """Write a time with three digits: ``1.5 ms``.
-
-    >>> seconds_text(0.0015), seconds_text(70.0), seconds_text(0.0), seconds_text(None)
-    ('1.5 ms', '70 s', '0 s', '?')
-    """
-    if seconds is None:
-        return UNKNOWN
-    for scale, unit in _SECONDS:
-        if seconds >= scale:
-            return f"{_three_digits(seconds / scale)} {unit}"
-    return "0 s" if seconds == 0 else f"{_three_digits(seconds / 1e-9)} ns"
-
-
-def names_text(names: tuple[str, ...], most: int = 3) -> str:
+def names_text(names: Sequence[str], most: int = 3) -> str:
     """List names, the first ones of many.
 
     >>> names_text(("a", "b")), names_text(("a", "b", "c", "d"))
@@ -75,28 +70,40 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _three_digits(amount: float) -> str:
-    return f"{amount:.0f}" if amount >= 100 else f"{amount:.3g}"
+# The sections of a report: tables, and lists of sentences -----------------------------------------
 
+Columns = Mapping[str, Callable[[Any], str]]
+"""Headings of columns, each with the function that writes a value of the column."""
 
-# What a report is made of: tables of cells, and lists of sentences --------------------------------
+Side = Literal["left", "right"]
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of short texts.
+    """A table.
 
     Attributes:
-        title: What it shows.
-        columns: Their headings.
-        rows: The cells.
-        num_words: How many columns, from the left, hold words; the others hold amounts.
+        title: Its title.
+        columns: The columns.
+        rows: The values.
+        num_words: The number of columns, from the left, that hold words; the others hold amounts.
     """
 
     title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    columns: Columns
+    rows: Sequence[Sequence[Any]]
     num_words: int = 1
+
+    @property
+    def cells(self) -> list[list[str]]:
+        """The texts of each row."""
+        writers = self.columns.values()
+        return [[write(v) for write, v in zip(writers, row, strict=True)] for row in self.rows]
+
+    @property
+    def sides(self) -> list[Side]:
+        """The side of each column at which its texts are aligned."""
+        return ["left" if i < self.num_words else "right" for i in range(len(self.columns))]
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,7 @@ class Sentences:
     """Some sentences under a heading."""
 
     title: str
-    sentences: tuple[str, ...]
+    sentences: Sequence[str]
 
 
 Section = Table | Sentences
@@ -113,40 +120,55 @@ Section = Table | Sentences
 def as_text(sections: Sequence[Section]) -> str:
     """Write sections as plain text, tables with their columns in line.
 
-    >>> print(as_text([Table("Sizes", ("of", "bytes"), (("a", "10"), ("long", "2")))]))
+    >>> print(as_text([Table("Sizes", {"of": str, "bytes": str}, (("a", 10), ("long", 2)))]))
     Sizes
       of    bytes
       a        10
       long      2
     """
-    return "\n\n".join(_section_text(section) for section in sections)
+    return "\n\n".join(map(_section_text, sections))
 
 
 def _section_text(section: Section) -> str:
     if isinstance(section, Sentences):
         return "\n".join([section.title, *(f"  - {line}" for line in section.sentences)])
-    widths = [max(map(len, column)) for column in zip(section.columns, *section.rows, strict=True)]
+    rows = [list(section.columns), *section.cells]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [section.title]
-    for row in (section.columns, *section.rows):
+    for row in rows:
         cells = [
-            cell.ljust(width) if place < section.num_words else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if side == "left" else cell.rjust(width)
+            for cell, width, side in zip(row, widths, section.sides, strict=True)
         ]
         lines.append("  " + "  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
-# A result that shows itself wherever it is asked to -----------------------------------------------
+def _section_html(section: Section) -> str:
+    title = f"<p><b>{html.escape(section.title)}</b></p>"
+    if isinstance(section, Sentences):
+        lines = "".join(f"<li>{html.escape(line)}</li>" for line in section.sentences)
+        return f"{title}<ul>{lines}</ul>"
+
+    def row(tag: str, cells: Sequence[str]) -> str:
+        written = (
+            f'<{tag} style="text-align:{side}">{html.escape(cell)}</{tag}>'
+            for cell, side in zip(cells, section.sides, strict=True)
+        )
+        return f"<tr>{''.join(written)}</tr>"
+
+    head, body = row("th", list(section.columns)), "".join(row("td", r) for r in section.cells)
+    return f"{title}<table><thead>{head}</thead><tbody>{body}</tbody></table>"
 
 
 class Report:
-    """A result in sections: ``str()`` needs nothing else, rich and notebooks find their own.
+    """A result in sections. ``str()`` needs nothing else; rich and notebooks find their own form.
 
     Subclasses are dataclasses of plain values.
     """
 
     def sections(self) -> list[Section]:
-        """Return what there is to show, in order."""
+        """Return the sections, in order."""
         return []
 
     def to_dict(self) -> dict[str, Any]:
@@ -158,45 +180,23 @@ class Report:
         return as_text(self.sections())
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        """Called by rich, which is there then."""
+        """Draw the sections; rich calls it, so rich is installed."""
         from rich.table import Table as RichTable
         from rich.text import Text
 
         for section in self.sections():
+            title = Text(section.title, style="bold")
             if isinstance(section, Sentences):
-                yield Text(section.title, style="bold")
+                yield title
                 yield from (Text(f"  - {line}") for line in section.sentences)
                 yield Text("")
                 continue
-            table = RichTable(title=Text(section.title, style="bold"), title_justify="left")
-            for place, name in enumerate(section.columns):
-                table.add_column(
-                    Text(name),
-                    justify="left" if place < section.num_words else "right",
-                    overflow="fold",
-                )
-            for row in section.rows:
+            table = RichTable(title=title, title_justify="left")
+            for name, side in zip(section.columns, section.sides, strict=True):
+                table.add_column(Text(name), justify=side, overflow="fold")
+            for row in section.cells:
                 table.add_row(*map(Text, row))
             yield table
 
     def _repr_html_(self) -> str:
         return "\n".join(map(_section_html, self.sections()))
-
-
-def _section_html(section: Section) -> str:
-    title = f"<p><b>{html.escape(section.title)}</b></p>"
-    if isinstance(section, Sentences):
-        lines = "".join(f"<li>{html.escape(line)}</li>" for line in section.sentences)
-        return f"{title}<ul>{lines}</ul>"
-    aligned = ["left" if i < section.num_words else "right" for i in range(len(section.columns))]
-    head = _row_html("th", section.columns, aligned)
-    body = "".join(_row_html("td", row, aligned) for row in section.rows)
-    return f"{title}<table><thead>{head}</thead><tbody>{body}</tbody></table>"
-
-
-def _row_html(tag: str, cells: Sequence[str], aligned: Sequence[str]) -> str:
-    inner = "".join(
-        f'<{tag} style="text-align:{side}">{html.escape(cell)}</{tag}>'
-        for cell, side in zip(cells, aligned, strict=True)
-    )
-    return f"<tr>{inner}</tr>"

@@ -25,7 +25,8 @@ from composable_shard.cli.doctor import (
 
 GATHER = Collective("DirectAllGather", seconds=0.004, nbytes_received=8 << 20, is_right=True)
 REDUCE = Collective("DirectReduceScatter", seconds=0.008, nbytes_received=8 << 20, is_right=True)
-MEASURED = Measurement("gloo", 1, {"0-1": "shared memory"}, 8e9, GATHER, REDUCE)
+BOTH = {"all_gather": GATHER, "reduce_scatter": REDUCE}
+MEASURED = Measurement("gloo", 1, {"0-1": "shared memory"}, 8e9, BOTH)
 
 HERE = Machine(
     versions={"torch": "2.13.0", "python": "3.11.7", "composable_shard": "0.1.0", "einops": "0.8"},
@@ -78,7 +79,7 @@ def test_ranks_measure_what_training_uses(monkeypatch: pytest.MonkeyPatch) -> No
     assert measured.transports == {"0-1": "shared memory"}
     assert measured.copied_per_second is not None and measured.copied_per_second > 0
     for name in ("all_gather", "reduce_scatter"):
-        one = getattr(measured, name)
+        one = measured.collectives[name]
         how = "Direct" + name.title().replace("_", "")
         assert (one.how, one.nbytes_received, one.is_right) == (how, 1 << 15, True)
         assert one.bytes_per_second == one.nbytes_received / one.seconds > 0
@@ -101,14 +102,18 @@ def test_ranks_that_do_not_end_are_given_up(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_slowest_rank_counts_and_one_wrong_value_is_wrong() -> None:
     def rank(seconds: float, is_right: bool, ways: dict[str, str], copied: float) -> Measurement:
         one = Collective("X", seconds, 8, is_right)
-        return Measurement("gloo", 1, ways, copied, one, replace(one, is_right=True))
+        both = {"all_gather": one, "reduce_scatter": replace(one, is_right=True)}
+        return Measurement("gloo", 1, ways, copied, both)
 
     merged = doctor._slowest(
         [rank(1.0, False, {"0-1": "a", "0-2": "b"}, 5.0), rank(2.0, True, {"1-2": "a"}, 6.0)]
     )
     assert merged == Measurement(
         *("gloo", 1, {"0-1": "a", "0-2": "b", "1-2": "a"}, 5.0),
-        *(Collective("X", 2.0, 8, False), Collective("X", 2.0, 8, True)),
+        {
+            "all_gather": Collective("X", 2.0, 8, False),
+            "reduce_scatter": Collective("X", 2.0, 8, True),
+        },
     )
     assert merged.pairs_by_way() == {"a": "0-1, 1-2", "b": "0-2"}
 
@@ -185,12 +190,17 @@ def test_a_driver_without_a_gpu_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
 def measured_with(num_threads: int, gather: float, reduce: float) -> Measurement:
     """Return what ranks measure, each in bytes per second, beside copies of 8 GB in a second."""
-    return replace(
-        MEASURED,
-        num_threads=num_threads,
-        all_gather=replace(GATHER, seconds=GATHER.nbytes_received / gather),
-        reduce_scatter=replace(REDUCE, seconds=REDUCE.nbytes_received / reduce),
-    )
+    speeds = {"all_gather": gather, "reduce_scatter": reduce}
+    collectives = {
+        name: replace(one, seconds=one.nbytes_received / speeds[name]) for name, one in BOTH.items()
+    }
+    return replace(MEASURED, num_threads=num_threads, collectives=collectives)
+
+
+def with_gather(measured: Measurement, **facts: Any) -> Measurement:
+    """Return a measurement with other facts of the all-gather."""
+    gather = replace(measured.collectives["all_gather"], **facts)
+    return replace(measured, collectives={**measured.collectives, "all_gather": gather})
 
 
 SHARED = "2 ranks with 4 threads each share 4 cores"
@@ -254,7 +264,7 @@ def test_what_looks_slow_is_measured_again(
     given: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, fast = measured_with(1, 2e9, 0.1e9), measured_with(1, 2e9, 1e9)
-    wrong = replace(slow, all_gather=replace(slow.all_gather, is_right=False))
+    wrong = with_gather(slow, is_right=False)
     for attempts, code, num_left in (([slow, fast, slow], 0, 1), ([slow] * 4, 1, 1)):
         monkeypatch.setattr(doctor, "measure", lambda *_, left=attempts: left.pop(0))
         assert cli.main(["doctor"]) == code
@@ -281,17 +291,6 @@ MIXED = {
     "0-2": "shared memory",
     "1-2": f"messages, because {WHY}",
 }
-
-
-@pytest.mark.parametrize(
-    ("transports", "warnings"), [({}, []), ({"0-1": "shared memory"}, []), (MIXED, [SENT])]
-)
-def test_ranks_that_could_share_memory_and_do_not(
-    transports: dict[str, str], warnings: list[str]
-) -> None:
-    found = Findings()
-    doctor.judge_transports(replace(MEASURED, transports=transports), found)
-    assert found == Findings(warnings=warnings)
 
 
 REPORT = """\
@@ -335,8 +334,7 @@ def test_the_report_for_programs(given: dict[str, Any], capsys: pytest.CaptureFi
 def test_the_report_of_ranks_that_send(
     given: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gather = replace(GATHER, how="DirectAllGather")
-    given["measured"] = replace(MEASURED, transports=MIXED, num_threads=2, all_gather=gather)
+    given["measured"] = replace(MEASURED, transports=MIXED, num_threads=2)
     assert cli.main(["doctor", "--ranks", "3"]) == 0
     printed = capsys.readouterr().out
     assert "ranks           3 on cpu over gloo, 2 threads each\n" in printed
@@ -357,8 +355,8 @@ def test_gpus_are_measured_unless_the_cpu_is_asked_for(
     given: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     given["machine"] = GPUS
-    coalesced = replace(GATHER, how="CoalescedAllGather")
-    given["measured"] = replace(MEASURED, backend="nccl", all_gather=coalesced, transports={})
+    coalesced = with_gather(MEASURED, how="CoalescedAllGather")
+    given["measured"] = replace(coalesced, backend="nccl", transports={})
     assert cli.main(["doctor"]) == 0
     assert "one coalesced launch of nccl for a group" in capsys.readouterr().out
     assert cli.main(["doctor", "--device", "cpu", "--ranks", "3"]) == 0
@@ -379,7 +377,7 @@ def test_one_gpu_is_well_and_has_nothing_to_measure(
     ("measured", "problem"),
     [
         (
-            replace(MEASURED, all_gather=replace(GATHER, is_right=False)),
+            with_gather(MEASURED, is_right=False),
             "all_gather gave wrong values: the backend or the machine is broken",
         ),
         (

@@ -177,21 +177,24 @@ KEYS = (
 MODEL = "model = 'tests.insight.models"
 STACK = f"{MODEL}:Stack'\n"
 SHARDED = f"{STACK}batch = []\n[fully_shard]\n"
+FUNCTION = "'module:attribute' of a function or a class"
+POLICY = "a list of 'module:attribute' of module classes, or a number of elements"
+SPEEDS = "Expected positive speeds and a latency of at least 0, got "
 WRONG: list[tuple[str, str]] = [
     ("modle = 1", f"Expected keys out of {KEYS}, got ['modle']"),
     ("ranks = 2", "Expected a key 'model' in {path}, got none"),
     *(
-        (f"model = {said}\n[batch]", f"Expected 'model' to be 'module:attribute', got {said}")
+        (f"model = {said}\n[batch]", f"Expected 'model' to be {FUNCTION}, got {said}")
         for said in ("'tests'", "['tests:Net']")
     ),
     (f"{MODEL}:Nothing'\n[batch]", "Expected 'Nothing' in module 'tests.insight.models', got none"),
     (
         f"{MODEL}:__name__'\n[batch]",
-        "Expected 'model' to name a function or a class, got 'tests.insight.models'",
+        f"Expected 'model' to be {FUNCTION}, got 'tests.insight.models:__name__'",
     ),
     (
         f"{STACK}loss = 'tests.insight.models:__name__'\n[batch]",
-        "Expected 'loss' to name a function or a class, got 'tests.insight.models'",
+        f"Expected 'loss' to be {FUNCTION}, got 'tests.insight.models:__name__'",
     ),
     (
         f"{STACK}batch = 3",
@@ -219,9 +222,9 @@ WRONG: list[tuple[str, str]] = [
         f"{STACK}ranks = [2, -1]\n[batch]",
         "Expected 'ranks' to be a number of ranks, or [replicas, shards], got [2, -1]",
     ),
-    (f"{STACK}device = 'tpu'\n[batch]", "Expected 'device' to be a device of torch, got 'tpu'"),
-    (f"{STACK}flops = nan\n[batch]", "Expected 'flops' to be a positive number, got nan"),
-    (f"{STACK}latency = nan\n[batch]", "Expected 'latency' to be a number of at least 0, got nan"),
+    (f"{STACK}device = 3\n[batch]", "Expected device to be a device or its name, got int: 3"),
+    (f"{STACK}flops = nan\n[batch]", f"{SPEEDS}flops=nan, latency=0.0"),
+    (f"{STACK}latency = nan\n[batch]", f"{SPEEDS}latency=nan"),
     (f"{STACK}fully_shard = 3\n[batch]", "Expected 'fully_shard' to be a table, got 3"),
     (
         f"{SHARDED}polcy = 1",
@@ -230,12 +233,11 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         f"{SHARDED}policy = 0",
-        "Expected 'policy' in fully_shard to be a list of 'module:attribute', or a number of "
-        "elements, got 0",
+        f"Expected 'policy' in fully_shard to be {POLICY}, got 0",
     ),
     (
         f"{SHARDED}policy = ['tests.insight.models:__name__']",
-        "Expected 'policy' in fully_shard to name classes of modules, got 'tests.insight.models'",
+        f"Expected 'policy' in fully_shard to be {POLICY}, got ['tests.insight.models:__name__']",
     ),
     (
         f"{SHARDED}reshard_after_forward = 'no'",
@@ -244,11 +246,11 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         f"{SHARDED}param_dtype = 'bf16'",
-        "Expected 'param_dtype' in fully_shard to be a dtype of torch, got 'bf16'",
+        "Expected 'param_dtype' in fully_shard to be a floating-point dtype of torch, got 'bf16'",
     ),
     (
         f"{SHARDED}param_dtype = 'int8'",
-        "Expected param_dtype to be a floating-point dtype, got torch.int8",
+        "Expected 'param_dtype' in fully_shard to be a floating-point dtype of torch, got 'int8'",
     ),
     (f"{SHARDED}offload = 1", "Expected 'offload' in fully_shard to be true or false, got 1"),
 ]

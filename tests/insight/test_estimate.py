@@ -255,7 +255,7 @@ told(8, flops=1e12)
     bandwidth=None
 told(8, flops=1.0, bandwidth=0.0)
     ValueError: Expected positive speeds and a latency of at least 0, got flops=1.0,
-    bandwidth=0.0, replica_bandwidth=0.0, latency=0.0
+    bandwidth=0.0, latency=0.0
 estimate(Stack, 2)
     TypeError: Expected batch to be what one rank's forward takes, got None
 told(2, shard=lambda model, mesh: None, mp_policy=MixedPrecisionPolicy())
@@ -264,7 +264,7 @@ told(2, shard=lambda model, mesh: None, mp_policy=MixedPrecisionPolicy())
 estimate(lambda: None, 2, batch=BATCH)
     TypeError: Expected build_model to return an nn.Module, got NoneType
 told(2, shard=lambda model, mesh: None)
-    ValueError: Expected shard to apply fully_shard to Stack, got no sharded module
+    ValueError: Expected sharded modules in Stack, got none; apply fully_shard to it
 estimate(Listing, 2, batch=BATCH)
     TypeError: Expected forward to return a tensor, or an output with a loss, got list; pass loss=,
     a function of the output and the batch

@@ -13,7 +13,6 @@ from torch import nn
 from composable_shard import fully_shard
 from composable_shard.insight.recording import (
     Clock,
-    Flight,
     GroupFacts,
     LiveMemory,
     RankTrace,
@@ -81,7 +80,7 @@ def made_up(
     num_ranks: int = 2,
     clock: str = "host",
     behind: int = 0,
-    flights: Sequence[Flight] = (),
+    flights: Sequence[Span] = (),
     spans: Sequence[Span] = (),
     steps: Sequence[int] = (),
 ) -> RankTrace:

@@ -12,14 +12,14 @@ import torch
 
 from composable_shard import trace
 from composable_shard.insight.merging import MERGED, MergedTrace, Shift, merge, read, shifts
-from composable_shard.insight.recording import Flight, RankTrace, Span, file_of
+from composable_shard.insight.recording import RankTrace, Span, file_of
 from composable_shard.insight.trace import Timeline
 from composable_shard.testing import fake_ranks, run_ranks
 from timeline.recordings import MS, made_up, recorded_steps, train, two_layers
 
 
-def gather(number: int, start: int, end: int, op: str = "gather") -> Flight:
-    return Flight(op, "0", number, start, end)
+def gather(number: int, start: int, end: int, op: str = "gather") -> Span:
+    return Span(op, "0", start, end, op, number)
 
 
 def test_ranks_of_one_host_share_a_clock() -> None:
@@ -36,7 +36,7 @@ def test_collectives_bound_the_difference_of_two_clocks_from_both_sides() -> Non
     found = shifts([first, second])
     assert found == {"host": Shift(0, 0), "other": Shift(1000, 2)}
     merged = MergedTrace.of([first, second])
-    assert [[tuple(f[3:]) for f in rank.flights] for rank in merged.ranks] == [
+    assert [[(f.start, f.end) for f in rank.flights] for rank in merged.ranks] == [
         [(10, 42), (60, 63)],
         [(40, 44), (50, 62)],
     ]
@@ -100,7 +100,7 @@ def record(folder: Path, num_steps: int, fails: int | None = None) -> dict[str, 
         file_of(folder, rank).unlink()
     assert timeline.recorded is not None
     return {
-        "flights": [flight[:3] for flight in timeline.recorded.flights],
+        "flights": [(*flight[:2], flight.number) for flight in timeline.recorded.flights],
         "spans": [(*span[:2], *span[4:6]) for span in timeline.recorded.spans],
         "exposed": timeline.summary()["exposed_ms"],
     }
@@ -176,7 +176,7 @@ def test_messages(tmp_path: Path) -> None:
     for text, error in (
         ("[]", "TypeError(\"'str' object cannot be interpreted as an integer\")"),
         ("{}", "KeyError('format')"),
-        ('{"format": "2"}', "ValueError(\"Expected the format 'composable_shard.trace 1'\")"),
+        ('{"format": "2"}', "ValueError(\"Expected the format 'composable_shard.trace 2'\")"),
     ):
         said = message(partial(RankTrace.from_json, text, "a file"))
         assert said == f"Expected the trace of a rank in a file, got {error}"
