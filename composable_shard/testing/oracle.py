@@ -78,27 +78,24 @@ class Unsharded:
         for model in self.models:
             for name, param in model.named_parameters():
                 value = wanted[name].detach()
-                dtype = self.policy.compute_dtype(value.dtype)
-                if param.dtype == dtype:
-                    with torch.no_grad():
-                        param.copy_(value)
-                else:
-                    param.data = value.to(dtype)
+                param.data = value.to(self.policy.compute_dtype(value.dtype), copy=True)
         for name, param in wanted.items():
-            self._note_size(name, param.detach())
+            self._note_size(name, param)
 
     # Compute --------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def lend_buffers(self, model: nn.Module) -> Iterator[None]:
         """Lend a model buffers in the dtype of the policy; copy their new values back."""
-        lent: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-        if self.policy.buffer_dtype is not None:
-            for module in model.modules():
-                for name, buffer in module._buffers.items():
-                    if buffer is not None and buffer.is_floating_point():
-                        lent.append((module._buffers, name, buffer))
-                        module._buffers[name] = buffer.to(self.policy.buffer_dtype)
+        dtype = self.policy.buffer_dtype
+        lent: list[tuple[dict[str, Any], str, torch.Tensor]] = [
+            (module._buffers, name, buffer)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if dtype is not None and buffer is not None and buffer.is_floating_point()
+        ]
+        for place, name, own in lent:
+            place[name] = own.to(dtype)
         try:
             yield
         finally:
@@ -143,9 +140,8 @@ class Unsharded:
 
     def _is_summed_at_once(self, param: torch.Tensor) -> bool:
         """Tell whether a single rank adds an unsynced gradient to the reduced one without loss."""
-        dtype, final = self.policy.reduction_dtype(param.dtype), self.policy.grad_dtype
-        final = final or param.dtype
-        return torch.promote_types(dtype, final) == final
+        final = self.policy.grad_dtype or param.dtype
+        return torch.promote_types(self.policy.reduction_dtype(param.dtype), final) == final
 
     @property
     def waits_somewhere(self) -> bool:
@@ -181,7 +177,7 @@ class Unsharded:
         self.reduced, self.largest = {}, {}
         self.has_folded = False
         for name, param in self.master.named_parameters():
-            self._note_size(name, param.detach())
+            self._note_size(name, param)
 
     def step(self) -> None:
         """Take an optimizer step with the mean gradients, which stay."""
@@ -195,9 +191,7 @@ class Unsharded:
         self.refresh()
 
     def _note_size(self, name: str, value: torch.Tensor) -> None:
-        if value.numel():
-            largest = _largest(value.detach())
-            self.largest[name] = max(largest, self.largest.get(name, 0.0))
+        self.largest[name] = max(_largest(value), self.largest.get(name, 0.0))
 
 
 def new_model(build: Build, seed: int = 0) -> nn.Module:
@@ -274,27 +268,20 @@ class Comparison:
             return []
         found = []
         for name, param in sharded.items():
-            what = f"grad of {name}"
             # A reduced gradient is known on all ranks; one that waits, on the ranks it waits on.
             wanted = self.oracle.waiting[self.rank].get(name)
-            if wanted is None:
-                wanted = self.oracle.reduced.get(name)
-                wanted = None if wanted is None else _part_of(param, wanted)
+            if wanted is None and name in self.oracle.reduced:
+                wanted = _part_of(param, self.oracle.reduced[name])
             got = None if param.grad is None else _torch.local_part(param.grad)
-            if got is None or wanted is None:
-                if got is not wanted:
-                    found.append(f"{what}: expected {_kind(wanted)}, got {_kind(got)}")
-                continue
-            found += self._differs(what, got, wanted, name)
+            found += self._differs(f"grad of {name}", got, wanted, name)
         return found
 
     def _differs(
-        self, what: str, got: torch.Tensor, wanted: torch.Tensor, name: str = ""
+        self, what: str, got: torch.Tensor | None, wanted: torch.Tensor | None, name: str = ""
     ) -> list[str]:
-        got, wanted = got.detach(), wanted.detach()
-        if got.dtype != wanted.dtype or got.shape != wanted.shape:
+        if _kind(got) != _kind(wanted):
             return [f"{what}: expected {_kind(wanted)}, got {_kind(got)}"]
-        if torch.equal(got, wanted) or _same(got, wanted).all():
+        if got is None or wanted is None or _same(got, wanted).all():
             return []
         off, most = apart(got, wanted)
         most = max(self.oracle.largest.get(name, 0.0), most)
@@ -332,7 +319,7 @@ def _same(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _largest(tensor: torch.Tensor) -> float:

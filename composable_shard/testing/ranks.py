@@ -94,6 +94,7 @@ class RankError(RuntimeError):
         failures: what each failing rank raised, in rank order.
         unfinished: ranks that had neither returned nor raised when the call was given up.
         stacks: where each unfinished rank stood, when that could be found out.
+        reason: why the call was given up, if no rank raised.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class RankError(RuntimeError):
         self.failures = tuple(sorted(failures, key=lambda failure: failure.rank))
         self.unfinished = tuple(sorted(unfinished))
         self.stacks = dict(stacks or {})
-        self.reason = reason
+        self.reason = "" if failures else reason
         super().__init__(self._text())
 
     def agreed(self) -> RankFailure:
@@ -281,8 +282,7 @@ class RankPool:
     """
 
     def __init__(self, num_ranks: int, timeout: float) -> None:
-        self.num_ranks = num_ranks
-        self.timeout = timeout
+        self.num_ranks, self.timeout = num_ranks, timeout
         self.alive = True
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -310,7 +310,9 @@ class RankPool:
             self._send(_settle)
             self._gather(SETTLE_TIMEOUT, "The call returned, but a collective of it is still open")
         except RankError as error:
-            if not (_failed_alike(error) and self._is_in_step()):
+            kinds = {failure.exception_type for failure in error.failures}
+            is_alike = len(error.failures) == self.num_ranks and len(kinds) == 1
+            if not (is_alike and self._is_in_step()):
                 self.stop(0)
             raise
         except BaseException:
@@ -374,18 +376,15 @@ class RankPool:
                 else:
                     failures.append(reply)
                     deadline = min(deadline, time.monotonic() + GRACE)
-        unfinished = list(waiting.values())
-        if failures:
+        if failures or waiting:
+            kind, unfinished = RankError if failures else RankTimeout, list(waiting.values())
             stacks = self._dump_stacks(unfinished)
-            raise RankError(self.num_ranks, failures, unfinished, stacks)
-        if unfinished:
-            stacks = self._dump_stacks(unfinished)
-            raise RankTimeout(self.num_ranks, (), unfinished, stacks, reason)
+            raise kind(self.num_ranks, failures, unfinished, stacks, reason)
         return [done[rank] for rank in range(self.num_ranks)]
 
     def _receive(self, rank: int) -> Done | RankFailure:
         try:
-            reply: Done | RankFailure = self._pipes[rank].recv()
+            return cast(Done | RankFailure, self._pipes[rank].recv())
         except (EOFError, ConnectionResetError):
             process = self._processes[rank]
             process.join(GRACE)
@@ -393,7 +392,6 @@ class RankPool:
             file = self._stack_file(rank)  # empty if it was killed
             crash = file.read_text() if file.exists() else ""
             return RankFailure(rank, (("builtins", "RuntimeError"),), message, crash)
-        return reply
 
     def _is_in_step(self) -> bool:
         try:
@@ -414,7 +412,7 @@ class RankPool:
                     os.kill(pid, signal.SIGUSR1)
         files = {rank: self._stack_file(rank) for rank in ranks}
         deadline = time.monotonic() + STACK_TIMEOUT
-        while time.monotonic() < deadline and any(not _num_bytes(file) for file in files.values()):
+        while time.monotonic() < deadline and not all(map(_num_bytes, files.values())):
             time.sleep(0.02)
         time.sleep(0.1)  # who has begun to write has soon written all
         return {rank: file.read_text() for rank, file in files.items() if _num_bytes(file)}
@@ -425,11 +423,6 @@ class RankPool:
 
 def _num_bytes(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
-
-
-def _failed_alike(error: RankError) -> bool:
-    kinds = {failure.exception_type for failure in error.failures}
-    return len(error.failures) == error.num_ranks and len(kinds) == 1
 
 
 # The public functions -----------------------------------------------------------------------------
@@ -603,11 +596,10 @@ def run_threads(
                 thread.join(1.0)
     failed = {failure.rank for failure in failures}
     unfinished = [rank for rank in range(num_ranks) if rank not in failed | results.keys()]
-    if failures:
-        raise RankError(num_ranks, failures, unfinished)
-    if unfinished:
+    if failures or unfinished:
+        kind = RankError if failures else RankTimeout
         reason = f"The call took more than {timeout:g} s"
-        raise RankTimeout(num_ranks, (), unfinished, reason=reason)
+        raise kind(num_ranks, failures, unfinished, reason=reason)
     return [results[rank] for rank in range(num_ranks)]
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -36,6 +35,7 @@ from composable_shard.testing.ranks import RankError, run_ranks
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
 Within = Callable[[], contextlib.AbstractContextManager[list[str] | None]]
 Result = TypeVar("Result")
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Plan:
     build: Build
     shard: Callable[..., object]
     loss: Loss
-    optimizer: MakeOptimizer
+    optimizer: MakeOptimizer = SGD
     mesh: tuple[int, ...] | None = None
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     tolerance: float | None = None
@@ -86,8 +86,7 @@ class Rehearsal:
     def do(self, step: Step) -> list[str]:
         """Do a step with both models; return the differences after it."""
         getattr(self, f"_{step}")()
-        found = self._found
-        self._found = []
+        found, self._found = self._found, []
         found += self.comparison.grads(self._sharded_params)
         found += self.comparison.params(self._sharded_params)
         found += self.comparison.buffers(self.model)
@@ -113,18 +112,14 @@ class Rehearsal:
             self._go_back(reduces=False)
 
     def _go_back(self, reduces: bool) -> None:
-        sharded, unsharded = self._sum_of_kept()
+        kept, self._kept = self._kept or [self._losses()], []
+        sharded = _total([loss for loss, _ in kept])
+        unsharded = map(_total, zip(*(losses for _, losses in kept), strict=True))
         for loss in (sharded, *unsharded):
             if loss.requires_grad:
                 loss.backward()
         if sharded.requires_grad:
             self.oracle.take(reduces)
-
-    def _sum_of_kept(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        kept, self._kept = self._kept or [self._losses()], []
-        ranks = range(len(self.oracle.models))
-        unsharded = [_total([losses[rank] for _, losses in kept]) for rank in ranks]
-        return _total([loss for loss, _ in kept]), unsharded
 
     def _losses(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         sharded = self._loss(self.model, self.rank)
@@ -135,9 +130,8 @@ class Rehearsal:
     def _loss(self, model: nn.Module, rank: int) -> torch.Tensor:
         # The same batch and the same dropout for a rank and for its unsharded twin.
         torch.manual_seed(1000 * self.num_steps + rank)
-        if model is self.model:
-            return self.plan.loss(model, self.num_steps, rank)
-        with self.oracle.lend_buffers(model):
+        is_oracle = model is not self.model
+        with self.oracle.lend_buffers(model) if is_oracle else contextlib.nullcontext():
             return self.plan.loss(model, self.num_steps, rank)
 
     def _evaluate(self) -> None:
@@ -189,15 +183,10 @@ class Rehearsal:
     def _fail_forward(self) -> None:
         self._kept = []
         for model, rank in self._everyone():
-            counter = itertools.count()
-
-            def fail(*_: object, counter: Iterator[int] = counter) -> None:
-                if next(counter) >= self.num_steps % 4:
-                    raise _Planned
-
+            parts = list(model.modules())
+            part = parts[self.num_steps % len(parts)]
             with contextlib.ExitStack() as hooks, contextlib.suppress(_Planned):
-                for part in model.modules():
-                    hooks.callback(part.register_forward_pre_hook(fail).remove)
+                hooks.callback(part.register_forward_pre_hook(_raise_planned).remove)
                 hooks.callback(model.register_forward_hook(_raise_planned).remove)
                 self._loss(model, rank)
 
@@ -266,8 +255,9 @@ def _mesh(extents: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", extents, mesh_dim_names=names)
 
 
-def _total(losses: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+def _total(losses: Iterable[torch.Tensor]) -> torch.Tensor:
+    first, *others = losses
+    return torch.stack([first, *others]).sum() if others else first
 
 
 def _written_and_read(states: Result) -> Result:
@@ -289,7 +279,6 @@ def _fail_behind(module: nn.Module, args: object, output: object) -> None:
 # The assertion ------------------------------------------------------------------------------------
 
 MAX_DIFFERENCES = 6
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def assert_trains_like_unsharded(
@@ -358,34 +347,23 @@ def assert_trains_like_unsharded(
     is_tree = isinstance(build, TreeSpec)
     if loss is None and not is_tree:
         raise ValueError("Expected a loss, loss(model, step, rank), for a model that is no tree")
-    plan = Plan(
-        build,
-        shard or (shard_tree if is_tree else shard_children),
-        loss or TreeLoss(),
-        optimizer,
-        mesh,
-        policy or MixedPrecisionPolicy(),
-        tolerance,
-        within,
-        options,
-    )
-    failure = _rehearse(plan, steps, num_ranks, timeout)
-    if failure is None:
-        return
-    given: dict[str, Any] = {
-        "world_size": None if mesh else num_ranks,
+    given = {
         "mesh": mesh,
         "policy": policy,
         "shard": shard,
         "loss": loss,
-        "optimizer": None if optimizer is SGD else optimizer,
+        "optimizer": optimizer,
         "tolerance": tolerance,
-        "within": None if within is contextlib.nullcontext else within,
-        **options,
+        "within": within,
     }
-    shown = {key: value for key, value in given.items() if value is not None}
-    call = call_expression("assert_trains_like_unsharded", (build, list(steps)), shown)
-    raise AssertionError(f"{failure}\n\n{call}")
+    chosen = {k: v for k, v in given.items() if v not in (None, SGD, contextlib.nullcontext)}
+    defaults = {"shard": shard_tree if is_tree else shard_children, "loss": TreeLoss()}
+    plan = Plan(build, options=options, **{**defaults, **chosen})
+    failure = _rehearse(plan, steps, num_ranks, timeout)
+    if failure is not None:
+        shown = {**({} if mesh else {"world_size": num_ranks}), **chosen, **options}
+        call = call_expression("assert_trains_like_unsharded", (build, list(steps)), shown)
+        raise AssertionError(f"{failure}\n\n{call}")
 
 
 def shard_children(model: nn.Module, **options: Any) -> nn.Module:
@@ -418,40 +396,32 @@ def _num_ranks(world_size: int | None, mesh: tuple[int, ...] | None) -> int:
     check_value("mesh", mesh, fits, "to be (shard,) or (replicate, shard)")
     if mesh is None:
         return 2 if world_size is None else world_size
-    if world_size not in (None, math.prod(mesh)):
-        raise ValueError(
-            f"Expected a mesh of {world_size} ranks, got {mesh}, which has {math.prod(mesh)}"
-        )
-    return math.prod(mesh)
-
-
-@dataclass(frozen=True)
-class _Difference:
-    """A difference on a rank after a step; step -1 is the start."""
-
-    step: int
-    rank: int
-    text: str
+    num_ranks = math.prod(mesh)
+    fits = world_size in (None, num_ranks)
+    check_value("mesh", mesh, fits, f"to have {world_size} ranks, as world_size says")
+    return num_ranks
 
 
 class _StepFailure(RuntimeError):
     """An exception in a step."""
 
 
-def _follow(plan: Plan, steps: tuple[Step, ...]) -> list[_Difference]:
-    """Follow a program on this rank; a difference does not end it, as others would wait."""
-    rank = dist.get_rank()
+def _follow(plan: Plan, steps: tuple[Step, ...]) -> list[tuple[int, str]]:
+    """Follow a program on this rank; a difference does not end it, as others would wait.
+
+    Returns:
+        The differences, each with the index of its step; -1 before the first.
+    """
     with plan.within() as said:
         rehearsal = Rehearsal(plan)
-        found = [_Difference(-1, rank, text) for text in rehearsal.differences_at_start()]
+        found = [(-1, text) for text in rehearsal.differences_at_start()]
         for place, step in enumerate(steps):
             try:
-                found += [_Difference(place, rank, text) for text in rehearsal.do(step)]
+                found += [(place, text) for text in rehearsal.do(step)]
             except Exception as error:
                 what = f"{_place(place, steps)}: raised {type(error).__name__}: {error}"
                 raise _StepFailure(what) from error
-        found = found[: 10 * MAX_DIFFERENCES]
-    return [*found, *(_Difference(len(steps) - 1, rank, text) for text in said or ())]
+    return [*found[: 10 * MAX_DIFFERENCES], *((len(steps) - 1, text) for text in said or ())]
 
 
 def _rehearse(plan: Plan, steps: tuple[Step, ...], num_ranks: int, timeout: float) -> str | None:
@@ -463,11 +433,15 @@ def _rehearse(plan: Plan, steps: tuple[Step, ...], num_ranks: int, timeout: floa
         own = [one for one in error.failures if one.type_name == _StepFailure.__name__]
         lines = [f"rank {one.rank}: {one.message}" for one in own]
         return "\n".join([f"{head} an error:", *lines, "", str(error)])
-    found = [one for own in of_ranks for one in own]
-    if not found:
+    first = min((step for own in of_ranks for step, _ in own), default=None)
+    if first is None:
         return None
-    first = min(one.step for one in found)
-    same = [f"rank {one.rank}: {one.text}" for one in found if one.step == first]
+    same = [
+        f"rank {rank}: {text}"
+        for rank, own in enumerate(of_ranks)
+        for step, text in own
+        if step == first
+    ]
     if len(same) > MAX_DIFFERENCES:
         same[MAX_DIFFERENCES:] = [f"and {len(same) - MAX_DIFFERENCES} more differences"]
     where = _place(first, steps) if first >= 0 else "before the first step"

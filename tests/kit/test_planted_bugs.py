@@ -206,7 +206,7 @@ REFUSED: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
         *(TREE, ["step"]),
         {"mesh": (1, 1, 2)},
     ),
-    "Expected a mesh of 2 ranks, got (3,), which has 3": (
+    "Expected mesh to have 2 ranks, as world_size says, got (3,)": (
         *(TREE, ["step"]),
         {"world_size": 2, "mesh": (3,)},
     ),
