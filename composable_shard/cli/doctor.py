@@ -213,7 +213,7 @@ TIMEOUT = 120.0  # seconds that ranks may take
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Collective:
     """The measurement of one collective.
 
@@ -222,17 +222,17 @@ class Collective:
         seconds: Median over repeats, of the slowest rank.
         nbytes_received: Bytes that one rank receives from the others.
         is_right: Whether the result was right on all ranks.
+        bytes_per_second: Bytes that one rank receives in a second.
     """
 
     how: str
     seconds: float
     nbytes_received: int
     is_right: bool
+    bytes_per_second: float = field(init=False)
 
-    @property
-    def bytes_per_second(self) -> float:
-        """Bytes that one rank receives in a second."""
-        return self.nbytes_received / self.seconds
+    def __post_init__(self) -> None:
+        self.bytes_per_second = self.nbytes_received / self.seconds
 
 
 @dataclass(frozen=True)
@@ -338,6 +338,9 @@ def _be_rank(num_ranks: int, device_type: str, nbytes: int, folder: str, rank: i
         dist.destroy_process_group()
 
 
+Launch = Callable[[], list[Waitable]]
+
+
 def _measure_rank(device: torch.device, nbytes: int) -> Measurement:
     mesh = resolve_mesh(init_device_mesh(device.type, (dist.get_world_size(),)))
     channel, group = Channel(mesh), mesh.shard_group
@@ -350,9 +353,7 @@ def _measure_rank(device: torch.device, nbytes: int) -> Measurement:
     gathered = torch.empty(num_ranks, numel, device=device)
     full = torch.full((num_ranks * numel,), float(rank + 1), device=device)
 
-    def measured(
-        how: object, launch: Callable[[], list[Waitable]], result: torch.Tensor, right: torch.Tensor
-    ) -> Collective:
+    def measured(how: object, launch: Launch, result: torch.Tensor, right: Any) -> Collective:
         def finish() -> None:
             for work in launch():
                 work.wait()
@@ -362,12 +363,8 @@ def _measure_rank(device: torch.device, nbytes: int) -> Measurement:
         seconds = _median(finish)
         return Collective(type(how).__name__, seconds, received, bool((result == right).all()))
 
-    def gather() -> list[Waitable]:
-        return channel.gather([gathered.view(-1)], [shard])
-
-    def reduce() -> list[Waitable]:
-        return channel.reduce([shard], [full], None)
-
+    gather = partial(channel.gather, [gathered.view(-1)], [shard])
+    reduce = partial(channel.reduce, [shard], [full], None)
     collectives = {
         "all_gather": measured(channel.all_gather, gather, gathered, numbers[:, None]),
         "reduce_scatter": measured(channel.reduce_scatter, reduce, shard, numbers.sum()),
@@ -503,13 +500,9 @@ def _measure(num_ranks: int, machine: Machine, nbytes: int, found: Findings) -> 
 def _as_dict(
     machine: Machine, num_ranks: int, measured: Measurement | None, found: Findings
 ) -> dict[str, Any]:
-    numbers = None
-    if measured is not None:
-        numbers = asdict(measured) | {
-            name: {**asdict(one), "bytes_per_second": one.bytes_per_second}
-            for name, one in measured.collectives.items()
-        }
-        del numbers["collectives"]
+    numbers = None if measured is None else asdict(measured)
+    if numbers is not None:
+        numbers |= numbers.pop("collectives")
     return {
         "is_well": not found.problems,
         "machine": asdict(machine),

@@ -82,12 +82,6 @@ def _dtype(name: Any) -> torch.dtype:
     return dtype
 
 
-def _float_dtype(name: Any) -> torch.dtype:
-    dtype = _dtype(name)
-    _require(dtype.is_floating_point or dtype.is_complex)
-    return dtype
-
-
 def _policy(value: Any) -> int | tuple[type[nn.Module], ...]:
     if not isinstance(value, list):
         return _count(value)
@@ -129,7 +123,7 @@ _Kind = tuple[Callable[[Any], Any], str]
 
 _TABLE: _Kind = (partial(_of_type, dict), "a table")
 _FUNCTION: _Kind = (_function, "'module:attribute' of a function or a class")
-_FLOAT_DTYPE: _Kind = (_float_dtype, "a floating-point dtype of torch")
+_DTYPE: _Kind = (_dtype, "a dtype of torch")
 _PASSED_ON = ("device", "flops", "bandwidth", "replica_bandwidth", "latency")
 """Keys that ``estimate`` checks itself."""
 
@@ -146,13 +140,13 @@ _KEYS: dict[str, _Kind] = {
 _SHARD_KEYS: dict[str, _Kind] = {
     "policy": (_policy, "a list of 'module:attribute' of module classes, or a number of elements"),
     "reshard_after_forward": (_resharding, "true, false or a number of ranks"),
-    "param_dtype": _FLOAT_DTYPE,
-    "reduce_dtype": _FLOAT_DTYPE,
+    "param_dtype": _DTYPE,
+    "reduce_dtype": _DTYPE,
     "offload": (partial(_of_type, bool), "true or false"),
 }
 _TENSOR_KEYS: dict[str, _Kind] = {
     "shape": (_shape, "a list of lengths"),
-    "dtype": (_dtype, "a dtype of torch"),
+    "dtype": _DTYPE,
 }
 
 

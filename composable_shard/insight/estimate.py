@@ -16,18 +16,15 @@ from composable_shard.arguments import check_function, check_type, checked_devic
 from composable_shard.core.group import ParamGroup
 from composable_shard.errors import ShardError
 from composable_shard.insight.advice import is_repeated_block
+from composable_shard.insight.explain import OptimizerExplanation, explain_layouts
 from composable_shard.insight.group_steps import GroupStep, StepTraffic, sharded_nbytes
-from composable_shard.insight.optimizer_steps import (
-    OptimizerExplanation,
-    explain_layouts,
-    plan_layouts,
-)
 from composable_shard.insight.rehearsal import (
     Moment,
     OptimizerBytes,
     OptimizerFactory,
     Rehearsal,
     optimizer_bytes,
+    plan_layouts,
     rehearsed,
 )
 from composable_shard.insight.report import (

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import groupby
 from math import prod
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composable_shard.arguments import check_int, check_module, check_type
@@ -30,7 +30,6 @@ from composable_shard.insight.group_steps import (
     short,
     total,
 )
-from composable_shard.insight.optimizer_steps import OptimizerExplanation, explain_optimizer
 from composable_shard.insight.report import (
     Columns,
     Report,
@@ -41,6 +40,9 @@ from composable_shard.insight.report import (
     names_text,
     nbytes_text,
 )
+from composable_shard.optim.blocks import LayoutSteps
+from composable_shard.optim.flat import FlatSteps
+from composable_shard.optim.layouts import LayoutOptimizer
 from composable_shard.train.parking import Parked, parkable
 from composable_shard.train.weights.stream import PassCosts, costs_of
 
@@ -86,6 +88,79 @@ class GroupExplanation:
         parameters = (replace(param, name="") for param in self.parameters)
         copies = (replace(copy, parameters=()) for copy in self.copies)
         return replace(self, name="", parameters=tuple(parameters), copies=tuple(copies))
+
+
+@dataclass(frozen=True)
+class OptimizerGroupExplanation:
+    """One parameter group of an optimizer.
+
+    Attributes:
+        layout: How its parameters are stepped: ``"stock"``, ``"flat"``, or the name of their
+            layout.
+        num_parameters: The number of its trained parameters.
+        numel: Their elements.
+        num_tensors: The number of tensors that are stepped on this rank; in an estimate, one for
+            each sharded parameter.
+        traffic: The traffic of this rank in one step; a message goes to one other rank.
+    """
+
+    layout: str
+    num_parameters: int
+    numel: int
+    num_tensors: int
+    traffic: Traffic
+
+
+@dataclass(frozen=True)
+class OptimizerExplanation(Report):
+    """One step of an optimizer, if every trained parameter has a gradient.
+
+    Attributes:
+        name: Its class.
+        groups: Its parameter groups.
+        held_nbytes: The most bytes that matrices on their way occupy on this rank, beside the
+            memory of the stock optimizers.
+        imbalance: The work of the rank with the most matrices to step, by the mean of all ranks.
+    """
+
+    name: str
+    groups: tuple[OptimizerGroupExplanation, ...]
+    held_nbytes: int = 0
+    imbalance: float = 1.0
+
+    @property
+    def traffic(self) -> Traffic:
+        """The traffic of this rank in one step."""
+        return total(group.traffic for group in self.groups)
+
+    def sections(self) -> list[Section]:
+        """Return the table of parameter groups, then some sentences."""
+        columns: Columns = {
+            **dict.fromkeys(("parameter group", "as", "parameters"), str),
+            "elements": count_text,
+            **dict.fromkeys(("tensors", "launches", "messages"), str),
+            "sent": nbytes_text,
+        }
+        rows = []
+        for place, group in enumerate(self.groups):
+            traffic = group.traffic
+            sent = group.num_tensors, traffic.launches, traffic.messages, traffic.nbytes
+            rows.append((place, group.layout, group.num_parameters, group.numel, *sent))
+        title = f"A step of {self.name}: tensors that this rank steps, messages and bytes it sends"
+        table = Table(title, columns, rows, num_words=2)
+        sentences = self._sentences()
+        return [table, Sentences("Optimizer", sentences)] if sentences else [table]
+
+    def _sentences(self) -> tuple[str, ...]:
+        if any(group.layout == "flat" for group in self.groups):
+            return ("shards that lie side by side are stepped as one tensor; nothing is sent",)
+        if not self.traffic.launches:
+            return ()
+        return (
+            f"matrices on their way occupy at most {nbytes_text(self.held_nbytes)} of this rank, "
+            "in at most two buckets",
+            f"the rank with most to do has {self.imbalance:.3g} times the work of the mean",
+        )
 
 
 @dataclass(frozen=True)
@@ -360,3 +435,31 @@ def _subclass_text(step: GroupStep, bucket: ExtensionBucket) -> str:
     if messages_of(bucket) is None:
         return f"{who} whose hook says at the first gather what it sends"
     return f"{who} whose hook says what it sends"
+
+
+# The step of an optimizer -------------------------------------------------------------------------
+
+
+def explain_optimizer(optimizer: Optimizer) -> OptimizerExplanation:
+    """Return what a step of an optimizer works on, sends and occupies. Collective: none."""
+    if isinstance(optimizer, LayoutOptimizer):
+        return explain_layouts(optimizer.plan())
+    layout = "flat" if isinstance(optimizer, FlatSteps) else "stock"
+    trained = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+    nums = optimizer.num_tensors() if isinstance(optimizer, FlatSteps) else list(map(len, trained))
+    groups = [
+        OptimizerGroupExplanation(layout, len(some), sum(map(Tensor.numel, some)), num, Traffic())
+        for some, num in zip(trained, nums, strict=True)
+    ]
+    return OptimizerExplanation(type(optimizer).__name__, tuple(groups))
+
+
+def explain_layouts(steps: LayoutSteps) -> OptimizerExplanation:
+    """Return the same of an optimizer of whole matrices."""
+    groups = []
+    for group in steps.groups:
+        sent = [message for bucket in group.buckets for message in bucket.sent]
+        traffic = total(Traffic(1, len(message.to), message.nbytes) for message in sent)
+        facts = group.layout, group.num_params, group.numel, group.num_tensors
+        groups.append(OptimizerGroupExplanation(*facts, traffic))
+    return OptimizerExplanation("with_layout", tuple(groups), steps.most_held, steps.imbalance)

@@ -7,7 +7,6 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
@@ -29,6 +28,18 @@ from composable_shard.core.transport.collectives import (
 )
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.insight.events import groups_in, listening
+from composable_shard.optim.blocks import LayoutSteps, route_of
+from composable_shard.optim.layouts import (
+    BUCKET_NBYTES,
+    Fits,
+    Layout,
+    Sharded,
+    check,
+    cut_rule,
+    plan_group,
+    sort_by_layout,
+)
+from composable_shard.optim.stepping import plan_bucket
 
 # The bytes that live at each moment of a step without memory --------------------------------------
 
@@ -83,7 +94,8 @@ class LiveBytes(_torch.DispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.flops += _torch.flops_of(func, args, kwargs, result)
-        new = [tensor for tensor in _torch.tensors_of(result) if not self._knows(tensor)]
+        made = _torch.tensors_of(result)
+        new = [tensor for tensor in made if id(tensor.untyped_storage()) not in self._known]
         if new:
             self.count(new, _maker())
         return result
@@ -91,19 +103,17 @@ class LiveBytes(_torch.DispatchMode):
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Leave tensors out: they were there before."""
         for tensor in tensors:
-            if not self._knows(tensor):
-                self._remember(tensor.untyped_storage())
+            self._remember(tensor.untyped_storage())
 
     def count(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Count storages as one of the kinds of :class:`Live` from now on."""
         for tensor in tensors:
             memory = tensor.untyped_storage()
-            if not self._knows(tensor):
-                self._remember(memory)
+            key = self._remember(memory)
             if kind == "gathered":
-                self._gathered.add(id(memory))
-            elif id(memory) not in self._counted:
-                self._counted[id(memory)] = kind, memory.nbytes()
+                self._gathered.add(key)
+            elif key not in self._counted:
+                self._counted[key] = kind, memory.nbytes()
                 self._totals[kind] += memory.nbytes()
         if kind == "gathered":
             self.look()
@@ -145,12 +155,11 @@ class LiveBytes(_torch.DispatchMode):
             self._totals[kind] -= self._counted.pop(key)[1]
         return is_counted
 
-    def _knows(self, tensor: torch.Tensor) -> bool:
-        return id(tensor.untyped_storage()) in self._known
-
-    def _remember(self, memory: torch.UntypedStorage) -> None:
+    def _remember(self, memory: torch.UntypedStorage) -> int:
         key = id(memory)
-        self._known[key] = weakref.ref(memory, lambda _: self._die(key))
+        if key not in self._known:
+            self._known[key] = weakref.ref(memory, lambda _: self._die(key))
+        return key
 
     def _die(self, key: int) -> None:
         """Forget a storage that has been freed."""
@@ -179,8 +188,7 @@ def _maker() -> str:
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-@dataclass(frozen=True)
-class OptimizerBytes:
+class OptimizerBytes(NamedTuple):
     """Bytes of one rank.
 
     Attributes:
@@ -229,6 +237,64 @@ def optimizer_bytes(
             "pass another one with as much state, or optimizer=None to leave it out"
         ) from error
     return OptimizerBytes(state, live.peak.activations - state)
+
+
+# The step of an optimizer of whole matrices, on the rank with the most work -----------------------
+
+
+def plan_layouts(
+    model: nn.Module, layouts: Mapping[Fits, Layout], *, at_once: bool
+) -> tuple[LayoutSteps, OptimizerBytes]:
+    """Return the step of the rank with the most work, and the bytes that its optimizers need.
+
+    Args:
+        model: A sharded model.
+        layouts: As for ``with_layout``.
+        at_once: See :func:`optimizer_bytes`.
+
+    Raises:
+        ValueError: If a parameter does not fit its layout.
+    """
+    rules = sort_by_layout(model, layouts)
+    for layout, params in rules:
+        check(layout, params)
+    loads: dict[tuple[int, ...], list[int]] = {}
+    buckets = []
+    for layout, params in rules:
+        meshes = [() if param.mesh is None else tuple(param.mesh.shape) for param in params]
+        cut = []
+        if not isinstance(layout, Sharded):
+            cut = cut_rule(layout, params, meshes, loads, BUCKET_NBYTES)
+        buckets.append([blocks for _, blocks in cut])
+    load = next(iter(loads.values()), [0])
+    rank = load.index(max(load))
+    groups, stepped = [], list[tuple[Layout, list[torch.Tensor]]]()
+    for (layout, params), some in zip(rules, buckets, strict=True):
+        if isinstance(layout, Sharded):
+            trained = [param.local() for param in params if param.tensor.requires_grad]
+            groups.append(plan_group(layout, params, num_tensors=len(trained)))
+            stepped.append((layout, trained))
+            continue
+        plans = []
+        for blocks in some:
+            routes = [route_of(block, rank % len(block.spread.boxes)) for block in blocks]
+            plans.append(plan_bucket(params, routes, params[0].local().device))
+            own = [one.route.block for one in plans[-1].parcels if one.route.is_owner]
+            dtypes = [params[block.param].tensor.dtype for block in own]
+            pairs = zip(own, dtypes, strict=True)
+            stepped.append((layout, [torch.empty(b.shape, dtype=dtype) for b, dtype in pairs]))
+        groups.append(plan_group(layout, params, plans))
+    needed = [_bytes_of(layout, tensors, at_once=at_once) for layout, tensors in stepped]
+    steps = LayoutSteps(tuple(groups), tuple(loads.values()))
+    besides = max((one.besides for one in needed), default=0)
+    return steps, OptimizerBytes(sum(one.state for one in needed), steps.most_held + besides)
+
+
+def _bytes_of(layout: Layout, like: Sequence[torch.Tensor], *, at_once: bool) -> OptimizerBytes:
+    def make(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return layout.optimizer([{"params": list(params)}])
+
+    return optimizer_bytes(make, like, at_once=at_once)
 
 
 # Building, sharding and running a model without memory --------------------------------------------

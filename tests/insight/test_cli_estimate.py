@@ -246,11 +246,11 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         f"{SHARDED}param_dtype = 'bf16'",
-        "Expected 'param_dtype' in fully_shard to be a floating-point dtype of torch, got 'bf16'",
+        "Expected 'param_dtype' in fully_shard to be a dtype of torch, got 'bf16'",
     ),
     (
         f"{SHARDED}param_dtype = 'int8'",
-        "Expected 'param_dtype' in fully_shard to be a floating-point dtype of torch, got 'int8'",
+        "Expected param_dtype to be a floating-point dtype, got torch.int8",
     ),
     (f"{SHARDED}offload = 1", "Expected 'offload' in fully_shard to be true or false, got 1"),
 ]
