@@ -9,10 +9,10 @@ states are views of these.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from operator import attrgetter, is_, sub
 from typing import Any, ClassVar
 
@@ -151,7 +151,7 @@ _STEPS, _MADE = "_composable_shard_flat", "_composable_shard_made"
 def flat_states(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the flat buffers that hold the states of a flat optimizer; empty for any other."""
     steps: _Steps | None = optimizer.__dict__.get(_STEPS)
-    return [] if steps is None else steps.state_buffers
+    return [] if steps is None else list(steps.buffers.values())
 
 
 @cache
@@ -349,7 +349,7 @@ class _Run:
             return place.stepped[self.members[0].index]
         return place[self.start : self.end] if isinstance(place, torch.Tensor) else place
 
-    def take(self, grads: Sequence[torch.Tensor], distances: list[int] | None) -> None:
+    def take(self, grads: list[torch.Tensor]) -> None:
         """Set the gradient of the stepped tensor.
 
         If the gradients have the layout of the shards, they already form one tensor, within the
@@ -357,34 +357,33 @@ class _Run:
 
         Args:
             grads: The local gradients of the members with elements.
-            distances: The bytes between the starts of consecutive gradients; ``None`` if they are
-                not contiguous.
         """
-        is_alike = bool(grads) and grads[0].itemsize == self.tensor.itemsize
-        whole = None
-        if is_alike and distances == self._distances:
-            whole = self._one_tensor(grads[0])
+        whole = self._one_tensor(grads)
         if whole is None:
             whole = self._copied(grads)
         for gap in self._gaps:
             whole[gap].zero_()
         set_grad(self.tensor, whole)
 
-    def _one_tensor(self, first: torch.Tensor) -> torch.Tensor | None:
+    def _one_tensor(self, grads: list[torch.Tensor]) -> torch.Tensor | None:
+        addresses = list(map(torch.Tensor.data_ptr, grads))
+        if not grads or list(map(sub, addresses[1:], addresses)) != self._distances:
+            return None
+        first, is_contiguous = grads[0], all(map(torch.Tensor.is_contiguous, grads))
+        if first.itemsize != self.tensor.itemsize or not is_contiguous:
+            return None
         try:
             return first.as_strided(self._shape, self._strides, first.storage_offset())
         except RuntimeError:  # the storage is too short
             return None
 
-    def _copied(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        dtype = grads[0].dtype if grads else None
-        whole = torch.empty_like(self.tensor, dtype=dtype)
+    def _copied(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        whole = torch.empty_like(self.tensor, dtype=grads[0].dtype if grads else None)
         places = [
             whole[member.start - self.start : member.end - self.start].view(grad.shape)
             for member, grad in zip(self.with_elements, grads, strict=True)
         ]
-        if places:
-            _torch.copy_all_(places, list(grads))
+        _torch.copy_all_(places, grads)
         return whole
 
 
@@ -396,6 +395,9 @@ class _Steps:
 
     Args:
         optimizer: The optimizer that users see.
+
+    Attributes:
+        buffers: The flat buffers of states.
     """
 
     def __init__(self, optimizer: FlatSteps) -> None:
@@ -415,15 +417,10 @@ class _Steps:
         for index, member in enumerate(self._members):
             member.index, member.first = index, firsts.setdefault(id(member.buffer), index)
         self._sharded = [param for param in self._params if isinstance(param, DTensor)]
-        self._buffers: dict[tuple[int, str, torch.dtype], torch.Tensor] = {}
+        self.buffers: dict[tuple[int, str, torch.dtype], torch.Tensor] = {}
         self._numbers: dict[tuple[str, torch.dtype, torch.device], Numbers] = {}
         self._firsts = list(range(len(self._members)))
-        self._runs: list[_Run] = []
-        self._order: list[int] = []
-        self._unreduced: list[int] = []
-        self._stepped: list[tuple[int, list[torch.Tensor]]] = []
-        self._run_states: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-        self._seen: list[Any] = []
+        self._seen: list[Any] = [None]  # nothing that `_kinds` returns
         self._adopt()
 
     def is_outdated(self) -> bool:
@@ -434,8 +431,7 @@ class _Steps:
         last step, by identity. Test: ``test_edits_of_states_count``.
         """
         visible, versions = self._visible(), map(_version_of, self._own_numbers)
-        is_same = len(visible) == len(self._remembered) and all(map(is_, visible, self._remembered))
-        return not is_same or sum(versions) != self._sum_of_versions
+        return not _are(visible, self._remembered) or sum(versions) != self._sum_of_versions
 
     def _visible(self) -> list[Any]:
         """Return all objects that users may replace: parameters, their memory, and states."""
@@ -453,11 +449,6 @@ class _Steps:
         self._own_numbers = list(chain.from_iterable(own))
         self._sum_of_versions = sum(map(_version_of, self._own_numbers))  # they only grow
 
-    @property
-    def state_buffers(self) -> list[torch.Tensor]:
-        """The flat buffers of states."""
-        return list(self._buffers.values())
-
     def num_tensors(self) -> list[int]:
         """Return how many runs each parameter group has if no gradient is missing."""
         stepped = [member for member in self._members if member.param.requires_grad]
@@ -470,7 +461,7 @@ class _Steps:
         with _torch.without_overrides():
             grads = list(map(_grad_of, self._params))
             seen = _kinds(grads)
-            if len(seen) != len(self._seen) or not all(map(is_, seen, self._seen)):
+            if not _are(seen, self._seen):
                 self._arrange(grads)
                 self._seen = seen
             for index in self._unreduced:
@@ -486,17 +477,10 @@ class _Steps:
 
     def _take(self, grads: Sequence[torch.Tensor]) -> None:
         """Set the gradients of all runs."""
-        locals_ = list(_torch.local_tensors(map(grads.__getitem__, self._order)))
-        is_contiguous = all(map(torch.Tensor.is_contiguous, locals_))
-        addresses = list(map(torch.Tensor.data_ptr, locals_))
-        distances = list(map(sub, addresses[1:], addresses))
-        start = 0
+        local_grads = _torch.local_tensors(map(grads.__getitem__, self._order))
         for run in self._runs:
             if run.is_flat:
-                end = start + len(run.with_elements)
-                between = distances[start : end - 1] if is_contiguous else None
-                run.take(locals_[start:end], between)
-                start = end
+                run.take(list(islice(local_grads, len(run.with_elements))))
 
     def _inner(self) -> Optimizer:
         """Return the second optimizer: the first one, with runs as its parameters.
@@ -528,7 +512,7 @@ class _Steps:
         for numbers in self._numbers.values():
             numbers.arrange(self._firsts)
         self._order = [member.index for run in self._runs for member in run.with_elements]
-        self._run_states = defaultdict(dict)
+        self._run_states = defaultdict[torch.Tensor, dict[str, Any]](dict)
         lists = {(index, False): list[torch.Tensor]() for index in range(self._num_groups)}
         for run in self._runs:
             key = run.members[0].group, isinstance(run.tensor, DTensor)
@@ -581,7 +565,6 @@ class _Steps:
 
     def _adopt(self) -> None:
         """Move the states that the optimizer has into flat buffers and numbers."""
-        self._buffers, self._numbers = {}, {}
         for member in self._members:
             state = self._state.get(member.param)
             if member.buffer is None or not state:
@@ -615,14 +598,18 @@ class _Steps:
             return self._numbers[kind]
         assert member.buffer is not None
         key = member.first, name, value.dtype
-        if key not in self._buffers:
-            self._buffers[key] = torch.zeros_like(member.buffer, dtype=value.dtype)
-        return self._buffers[key]
+        if key not in self.buffers:
+            self.buffers[key] = torch.zeros_like(member.buffer, dtype=value.dtype)
+        return self.buffers[key]
 
     def _keep_states(self) -> None:
         """Move states that the step has created or replaced into flat buffers and numbers."""
-        changed = [run for run in self._runs if not _has_the_same(run.state, run.kept)]
-        changed = [run for run in changed if run.tensor in self._run_states]
+        changed = [
+            run
+            for run in self._runs
+            if run.tensor in self._run_states
+            and (run.state is None or not _are(run.state.values(), run.kept.values()))
+        ]
         members = [member for run in changed for member in run.members]
         for member in sorted(members, key=attrgetter("index")):
             # Functions of torch gather states in the order of their creation: the optimizer's
@@ -692,10 +679,9 @@ def _is_elsewhere(grad: torch.Tensor | None, param: torch.Tensor) -> bool:
     return grad.placements != param.placements
 
 
-def _has_the_same(state: dict[str, Any] | None, kept: dict[str, Any]) -> bool:
-    if state is None or len(state) != len(kept):
-        return False
-    return all(map(is_, state.values(), kept.values()))
+def _are(some: Collection[Any], others: Collection[Any]) -> bool:
+    """Tell whether these are the same objects in the same order."""
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _likeness(place: Any, values: dict[int, list[Any]], member: int) -> Any:

@@ -389,8 +389,7 @@ class RankPool:
             process = self._processes[rank]
             process.join(GRACE)
             message = f"The process ended during the call, exit code {process.exitcode}"
-            file = self._stack_file(rank)  # empty if it was killed
-            crash = file.read_text() if file.exists() else ""
+            crash = _text_of(self._stack_file(rank))  # empty if it was killed
             return RankFailure(rank, (("builtins", "RuntimeError"),), message, crash)
 
     def _is_in_step(self) -> bool:
@@ -412,17 +411,17 @@ class RankPool:
                     os.kill(pid, signal.SIGUSR1)
         files = {rank: self._stack_file(rank) for rank in ranks}
         deadline = time.monotonic() + STACK_TIMEOUT
-        while time.monotonic() < deadline and not all(map(_num_bytes, files.values())):
+        while time.monotonic() < deadline and not all(map(_text_of, files.values())):
             time.sleep(0.02)
         time.sleep(0.1)  # who has begun to write has soon written all
-        return {rank: file.read_text() for rank, file in files.items() if _num_bytes(file)}
+        return {rank: text for rank, file in files.items() if (text := _text_of(file))}
 
     def _stack_file(self, rank: int) -> Path:
         return Path(self._folder.name) / f"stack{rank}.txt"
 
 
-def _num_bytes(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0
+def _text_of(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
 
 
 # The public functions -----------------------------------------------------------------------------

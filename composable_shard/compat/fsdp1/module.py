@@ -370,7 +370,6 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
     # Full parameters and state dicts --------------------------------------------------------
 
     @staticmethod
-    @contextlib.contextmanager
     def summon_full_params(
         module: nn.Module,
         recurse: bool = True,
@@ -378,7 +377,7 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         rank0_only: bool = False,
         offload_to_cpu: bool = False,
         with_grads: bool = False,
-    ) -> Iterator[None]:
+    ) -> contextlib.AbstractContextManager[None]:
         """Let a module hold full parameters within this context: :func:`unsharded`.
 
         Args:
@@ -395,15 +394,14 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         Collective: one all-gather of each parameter, and of each gradient with ``with_grads``.
         """
         inner = module.module if isinstance(module, FullyShardedDataParallel) else module
-        with unsharded(
+        return unsharded(
             inner,
             recurse=recurse,
             writeback=writeback,
             rank0_only=rank0_only,
             offload_to_cpu=offload_to_cpu,
             with_grads=with_grads,
-        ):
-            yield
+        )
 
     set_state_dict_type = staticmethod(state_dicts.set_state_dict_type)
     get_state_dict_type = staticmethod(state_dicts.get_state_dict_type)

@@ -20,20 +20,17 @@ _HERE = os.path.realpath(os.path.dirname(__file__))
 _ROOT = os.path.realpath(os.path.join(_HERE, *[".."] * 4))
 
 
-class _LoadAndInstall(Loader):
-    """Loads a module as its own loader does, and installs the drop-in then."""
+def _install_behind(loader: Loader) -> None:
+    """Let a loader install the drop-in once it has loaded a module."""
+    load = loader.exec_module
 
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
+    def load_and_install(module: ModuleType) -> None:
+        load(module)
         from composable_shard.compat.torch_dropin import install
 
         install()
+
+    loader.exec_module = load_and_install  # type: ignore[method-assign]
 
 
 class _Finder(MetaPathFinder):
@@ -48,7 +45,7 @@ class _Finder(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
-            spec.loader = _LoadAndInstall(spec.loader)
+            _install_behind(spec.loader)
         return spec
 
 
