@@ -329,16 +329,14 @@ def axis_of(mesh: DeviceMesh, axis: int) -> ShardMesh:
 
 
 def _default_mesh() -> DeviceMesh:
-    accelerator = _accelerator()
-    device_type = "cpu" if accelerator is None else accelerator
     start_process_group()
-    return init_device_mesh(device_type, (dist.get_world_size(),))
+    return init_device_mesh(default_device_type(), (dist.get_world_size(),))
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
-    if mesh.device_type != _accelerator():
+    if mesh.device_type != default_device_type():
         raise ValueError(
             "Expected a mesh of devices that this process can use, got one of "
             f"{mesh.device_type} devices, of which none is available; make the mesh for the "
@@ -347,10 +345,10 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _accelerator() -> str | None:
-    """Return the type of the accelerators that this process can use, if it has any."""
+def default_device_type() -> str:
+    """Return the type of the accelerators that this process can use, "cpu" without any."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return None if accelerator is None else accelerator.type
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def placement_of(

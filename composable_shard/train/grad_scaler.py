@@ -20,6 +20,7 @@ from composable_shard.arguments import (
     checked_number,
 )
 from composable_shard.core.nested import map_tensors
+from composable_shard.mesh import default_device_type
 from composable_shard.train.clip import alike, check_scalable, pending
 
 
@@ -86,24 +87,16 @@ class ShardedGradScaler(_torch.GradScalerBase):
         is_type = device is None or isinstance(device, str)
         check_type("device", device, is_type, "the type of a device, such as 'cuda', or None")
         if checked_bool("enabled", enabled):
-            scale, backoff, growth = (
-                checked_number("init_scale", init_scale),
-                checked_number("backoff_factor", backoff_factor),
-                checked_number("growth_factor", growth_factor),
-            )
+            scale = checked_number("init_scale", init_scale)
             check_value("init_scale", init_scale, scale > 0, "above 0")
+            backoff = checked_number("backoff_factor", backoff_factor)
             check_value("backoff_factor", backoff_factor, 0 < backoff < 1, "between 0 and 1")
+            growth = checked_number("growth_factor", growth_factor)
             check_value("growth_factor", growth_factor, growth > 1, "above 1")
             check_int("growth_interval", growth_interval, 1)
         check_process_group(process_group)
-        super().__init__(
-            device if device is not None else _default_device(),
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-        )
+        place, factors = device or default_device_type(), (growth_factor, backoff_factor)
+        super().__init__(place, init_scale, *factors, growth_interval, enabled)
         self.process_group = process_group
 
     def scale(self, outputs: Any) -> Any:
@@ -187,22 +180,16 @@ def _unscale_own(
     params: Sequence[torch.Tensor], factor: torch.Tensor, found_inf: torch.Tensor
 ) -> None:
     """Multiply this rank's parts of the gradients; set ``found_inf`` if one is not finite."""
-    plain: list[torch.Tensor] = []
-    subclasses: list[torch.Tensor] = []
-    pending: list[tuple[torch.Tensor, int]] = []
-    for param in params:
-        if param.grad is None:
-            continue
-        local = _local(param)
-        (subclasses if _torch.is_wrapper_subclass(local) else plain).append(local)
-        if (num_parts := _num_parts(param.grad)) > 1:
-            pending.append((local, num_parts))
+    present = [param for param in params if param.grad is not None]
+    locals_ = [_local(param) for param in present]
+    subclasses = [local for local in locals_ if _torch.is_wrapper_subclass(local)]
+    plain = [local for local in locals_ if not _torch.is_wrapper_subclass(local)]
     _unscale_plain(plain, factor, found_inf)
     for local in subclasses:
         local.mul_(factor.to(local.device))
-    for part, num_parts in pending:
-        subclasses.append(part * num_parts)
-    leaves = [leaf for local in subclasses for leaf in _torch.leaves(local)]
+    parts = [(local, _num_parts(param)) for param, local in zip(present, locals_, strict=True)]
+    sums = [local * num_parts for local, num_parts in parts if num_parts > 1]  # at most
+    leaves = [leaf for local in (*subclasses, *sums) for leaf in _torch.leaves(local)]
     numbers = [leaf for leaf in leaves if leaf.is_floating_point()]
     _unscale_plain(numbers, torch.ones_like(factor), found_inf)
 
@@ -231,15 +218,7 @@ def _local(param: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-def _num_parts(grad: torch.Tensor) -> int:
-    """Return of how many ranks' parts a gradient is still to be reduced."""
-    axes = [axis for axis, _ in pending(grad)]
-    return math.prod(cast(DTensor, grad).device_mesh.size(axis) for axis in axes)
-
-
-# Arguments ------------------------------------------------------------------------------------
-
-
-def _default_device() -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
+def _num_parts(param: torch.Tensor) -> int:
+    """Return of how many ranks' parts the gradient of a parameter is still to be reduced."""
+    grad = cast(torch.Tensor, param.grad)
+    return math.prod(cast(DTensor, grad).device_mesh.size(axis) for axis, _ in pending(grad))

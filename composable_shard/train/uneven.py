@@ -27,6 +27,17 @@ from composable_shard.errors import CommunicationError, ShardError
 from composable_shard.mesh import ShardMesh, largest_of
 
 
+def sharded_groups(model: nn.Module, call: str) -> list[ParamGroup]:
+    """Return the groups of a model; raise ``ShardError`` that names a ``call`` without any."""
+    groups = groups_in(model.modules())
+    if not groups:
+        raise ShardError(
+            f"Expected a model with sharded modules, got none in {type(model).__name__}; apply "
+            f"fully_shard before {call}"
+        )
+    return groups
+
+
 def sit_out(module: nn.Module) -> torch.Tensor:
     """Take part in a call of a module without computing anything.
 
@@ -144,13 +155,7 @@ def _calls_like(module: nn.Module) -> Sequence[_NestedCall]:
         ShardError: See sit_out.
     """
     check_module("module", module)
-    within = list(module.modules())
-    groups = groups_in(within)
-    if not groups:
-        raise ShardError(
-            f"Expected a module to sit out with sharded modules, got none in "
-            f"{type(module).__name__}; apply fully_shard to it, or call it on all ranks"
-        )
+    groups = sharded_groups(module, "sit_out(), or call it on all ranks")
     group = group_of(module)
     if group is not None:
         calls = _last_calls(group.tree, {module}) or _unknown_calls(module)
@@ -160,7 +165,7 @@ def _calls_like(module: nn.Module) -> Sequence[_NestedCall]:
     expected, last = _unknown_calls(module), list[_NestedCall]()
     for tree in dict.fromkeys(one.tree for one in groups):
         unknown = [call for call in expected if call.record.group.tree is tree]
-        last += _last_calls(tree, {*within}) or unknown
+        last += _last_calls(tree, {*module.modules()}) or unknown
     called = [call.record.module for call in last]
     if len(set(called)) < len(called):
         raise ShardError(
@@ -271,11 +276,7 @@ class uneven(Generic[Batch]):
         check_module("model", model)
         is_iterable = isinstance(batches, Iterable) or hasattr(batches, "__getitem__")
         check_type("batches", batches, is_iterable, "iterable")
-        if not groups_in(model.modules()):
-            raise ShardError(
-                f"Expected a model with sharded modules, got none in {type(model).__name__}; apply "
-                "fully_shard before uneven()"
-            )
+        sharded_groups(model, "uneven()")
         self._model, self._batches = model, batches
         self._next: _Turn[Batch] | None = None
 

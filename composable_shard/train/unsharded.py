@@ -58,8 +58,8 @@ class _Opened:
         edit: The changes of it; ``None`` if it was taken away, or another rank knows.
     """
 
-    def __init__(self, param: nn.Parameter, slots: Sequence[Slot]) -> None:
-        self.param, self._slots = param, slots
+    def __init__(self, param: nn.Parameter, slots: Sequence[Slot], writeback: bool) -> None:
+        self.param, self._slots, self._writeback = param, slots, writeback
         self.mesh = cast(DTensor, param).device_mesh
         self.label = f"'{slots[0].name}' of {type(slots[0].module).__name__}"
         self.value: nn.Parameter | None = None
@@ -68,10 +68,8 @@ class _Opened:
         self._attributes: Attributes | None = None
         self._digests: tuple[list[int], list[int] | None] | None = None
 
-    def register_full(
-        self, full: torch.Tensor, grad: torch.Tensor | None, *, writeback: bool
-    ) -> None:
-        """Register a full copy with a gradient, whose edits may be written back."""
+    def register_full(self, full: torch.Tensor, grad: torch.Tensor | None) -> None:
+        """Register a full copy with a gradient."""
         owner = owner_of_sharded(self.param)
         if owner is None:
             self._copy = nn.Parameter(full, requires_grad=self.param.requires_grad)
@@ -80,7 +78,7 @@ class _Opened:
         self._attributes = share_attributes(self.param, self._copy)
         if grad is not None:
             assign_grad(self._copy, grad)
-        if writeback:
+        if self._writeback:
             self._digests = digest(full), None if grad is None else digest(grad)
         for slot in self._slots:
             slot.put(self._copy)
@@ -161,14 +159,9 @@ class _Opened:
 
 
 def _register_full(
-    opened: Sequence[_Opened],
-    *,
-    rank0_only: bool,
-    to_cpu: bool,
-    with_grads: bool,
-    writeback: bool,
+    opened: Sequence[_Opened], grads_of: Sequence[_Opened], *, rank0_only: bool, to_cpu: bool
 ) -> None:
-    """Register full copies.
+    """Register full copies of parameters, some of them with gradients.
 
     Collective: a gather for each bucket of them, and a reduction of pending gradients.
     """
@@ -178,18 +171,16 @@ def _register_full(
                 f"Expected materialized parameters, got {one.label} on meta; call "
                 "init_sharded(model, seed=...)"
             )
-    present = [one for one in opened if with_grads and one.param.grad is not None]
-    tensors = [*(one.param for one in opened), *(one.param.grad for one in present)]
-    names = [one.label for one in (*opened, *present)]
+    tensors = [*(one.param for one in opened), *(one.param.grad for one in grads_of)]
+    names = [one.label for one in (*opened, *grads_of)]
     device = torch.device("cpu") if to_cpu else None
     with torch.inference_mode(False), torch.no_grad():
-        found = full_copies(
-            cast(list[DTensor], tensors), names, first_only=rank0_only, device=device
-        )
-        grads = dict(zip(present, found[len(opened) :], strict=True))
+        sharded = cast(list[DTensor], tensors)
+        found = full_copies(sharded, names, first_only=rank0_only, device=device)
+        grads = dict(zip(grads_of, found[len(opened) :], strict=True))
         for one, full in zip(opened, found, strict=False):
             if full is not None:
-                one.register_full(full, grads.get(one), writeback=writeback)
+                one.register_full(full, grads.get(one))
 
 
 @torch.no_grad()
@@ -308,18 +299,14 @@ def unsharded(
         group.reshard()
         group.register_params()
         group.tree.agree()
-    opened = [_Opened(param, slots) for param, slots in _slots_in(modules, groups).items()]
+    slots = _slots_in(modules, groups)
+    opened = [_Opened(param, places, writeback) for param, places in slots.items()]
     together = Together([one.mesh for one in opened if rank0_only and writeback])
     for group in groups:
         group.is_opened = True
     try:
-        _register_full(
-            opened,
-            rank0_only=rank0_only,
-            to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-            writeback=writeback,
-        )
+        grads_of = [one for one in opened if with_grads and one.param.grad is not None]
+        _register_full(opened, grads_of, rank0_only=rank0_only, to_cpu=offload_to_cpu)
         with together.noting_failure():
             yield
             for one in opened:

@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 from composable_shard.arguments import check_module, check_type, checked_number
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.hooks import groups_in
 from composable_shard.core.reduction import has_hooks
 from composable_shard.core.transport.process_groups import SmallAllReduce
 from composable_shard.errors import ShardError
 from composable_shard.mesh import largest_of
 from composable_shard.train.clip import alike
+from composable_shard.train.uneven import sharded_groups
 
 _open: WeakSet[ParamGroup] = WeakSet()
 """The groups whose gradients a scope will divide."""
@@ -204,8 +204,8 @@ def weigh(model: nn.Module) -> Iterator[Weighing]:
         (4.0, tensor([[2., 2.]]))
     """
     check_module("model", model)
-    groups = groups_in(model.modules())
-    _check(model, groups)
+    groups = sharded_groups(model, "weigh()")
+    _check(groups)
     weighing = Weighing(groups)
     weighing.begin()
     _open.update(groups)
@@ -222,13 +222,8 @@ def weigh(model: nn.Module) -> Iterator[Weighing]:
         _open.difference_update(groups)
 
 
-def _check(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
+def _check(groups: Sequence[ParamGroup]) -> None:
     """Raise ``ShardError`` if gradients of ``groups`` cannot be divided after they are reduced."""
-    if not groups:
-        raise ShardError(
-            f"Expected a model with sharded modules, got none in {type(model).__name__}; apply "
-            "fully_shard before weigh()"
-        )
     for group in groups:
         group.check_awake("to weigh a loss")
         if group in _open:

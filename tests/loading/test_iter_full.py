@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from composable_shard._torch import poisoned_memory
 from composable_shard.compat.fsdp1 import FullyShardedDataParallel
 from composable_shard.testing import fake_ranks, run_ranks, run_threads
 from composable_shard.train.full import boxes_of, shape_of
-from composable_shard.train.weights import gathering
 from loading.counting import counted, held
 from loading.kinds import Kinds, Tied, differences, in_turns, kinds, shard
 
@@ -47,13 +45,11 @@ def over_placements(name: str) -> None:
     model = CASES[name](Net(10))
     wanted = whole_by_torch(model)
     of_first = wanted if dist.get_rank() == 0 else {}
-    for direct_nbytes in (0, 1 << 16):
-        with mock.patch.object(gathering, "MIN_DIRECT_NBYTES", direct_nbytes):
-            for nbytes in (1, 600, 1 << 30):
-                assert unlike(dict(iter_full(model, bucket_bytes=nbytes)), wanted) == []
-                first = dict(iter_full(model, bucket_bytes=nbytes, rank0_only=True))
-                assert unlike(first, of_first) == []
-                compare(model, nbytes)
+    for nbytes in (1, 600, 1 << 30):
+        assert unlike(dict(iter_full(model, bucket_bytes=nbytes)), wanted) == []
+        first = dict(iter_full(model, bucket_bytes=nbytes, rank0_only=True))
+        assert unlike(first, of_first) == []
+        compare(model, nbytes)
 
 
 @pytest.mark.brief(4)

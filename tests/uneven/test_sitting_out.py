@@ -107,8 +107,8 @@ def test_several_calls_inside_of_a_container_are_told_apart_by_sharding_it() -> 
 
 def test_what_is_not_sharded_is_refused() -> None:
     expected = (
-        "Expected a module to sit out with sharded modules, got none in Linear; apply fully_shard "
-        "to it, or call it on all ranks"
+        "Expected a model with sharded modules, got none in Linear; apply fully_shard before "
+        r"sit_out\(\), or call it on all ranks"
     )
     with pytest.raises(ShardError, match=expected):
         sit_out(nn.Linear(2, 2))

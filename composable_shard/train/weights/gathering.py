@@ -5,10 +5,11 @@ sharded over the same ranks travel in one launch for each axis of the mesh that 
 axis first, so that every byte is sent once to each rank that gets it. A shard is cast before it is
 sent.
 
-Three tensors over 2 ranks; A is large and its rows are even, so that it arrives in place::
+Two tensors over 2 ranks; the rows of A are even, so that it arrives in place. B has 3 rows, which
+are padded::
 
-    rank 0   | A0 |   | b0 c0 |      gathered   | A0 A1 |   | b0 c0 | b1 c1 |
-    rank 1   | A1 |   | b1 c1 |                  in place    copied out
+    rank 0   | A0 |   | b0 b1 |      gathered   | A0 A1 |   | b0 b1 | b2 -- |   | B0 B1 B2 |
+    rank 1   | A1 |   | b2 -- |                  in place                       copied out
 
 Before a bucket is launched each rank says a word to all others: that it has received the bucket
 before and goes on, or that it has left or failed. So nothing is launched without all of its ranks,
@@ -31,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composable_shard import _torch
-from composable_shard.core.layout import ParamLayout, aligned
+from composable_shard.core.layout import ParamLayout
 from composable_shard.core.placement import matching_pieces
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Waitable
@@ -39,12 +40,6 @@ from composable_shard.mesh import axis_of
 from composable_shard.train.full import boxes_of, full_copy, shape_of, sharded_axes
 from composable_shard.train.ranks import Ranks, Together, naming_failures
 from composable_shard.train.weights.entries import Entry
-
-MIN_DIRECT_NBYTES = 1 << 16
-"""Bytes of a shard from which on it travels in a message of its own, straight into place."""
-
-ALIGNMENT_NBYTES = 16
-"""Alignment of shards in one message: the widest element."""
 
 _LABEL = "full weights"
 
@@ -146,7 +141,7 @@ def runs_within(tensors: Sequence[Sized], limit: float) -> list[list[Sized]]:
 
 
 class Route:
-    """The axes of a mesh over which tensors are sharded, and memory for messages.
+    """The axes of a mesh over which tensors are sharded.
 
     Attributes:
         extents: The number of ranks along each of the axes, the last axis first.
@@ -159,7 +154,6 @@ class Route:
         own = mesh.get_coordinate()
         assert own is not None
         self._own = tuple(own)
-        self._rooms: dict[object, torch.Tensor] = {}
 
     @cached_property
     def channels(self) -> list[Channel]:
@@ -207,19 +201,6 @@ class Route:
                 break
         return receivers
 
-    def room(self, key: object, nbytes: int) -> torch.Tensor:
-        """Return bytes to send or to receive: for the same key always the same ones.
-
-        They are free again when a message has been copied out. Messages to different ranks may be
-        on the way at the same time.
-        """
-        room = self._rooms.pop(key, None)
-        if room is None or len(room) < nbytes:
-            room = None  # or both would be held
-            room = _torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self._rooms[key] = room
-        return room[:nbytes]
-
 
 Routes = Callable[[DeviceMesh, tuple[int, ...]], Route]
 """Returns the route over some axes of a mesh, the same one for all buckets of a pass."""
@@ -229,7 +210,7 @@ Routes = Callable[[DeviceMesh, tuple[int, ...]], Route]
 
 
 class Message:
-    """The tensors of a bucket that take one route: large ones in place, the others packed.
+    """The tensors of a bucket that take one route.
 
     Args:
         route: The route.
@@ -238,26 +219,17 @@ class Message:
 
     Attributes:
         route: The route.
-        sent: The bytes of each tensor that this rank sends first.
+        sent: The bytes of each tensor that a rank sends first, padding included.
     """
 
     def __init__(self, route: Route, planned: Sequence[Planned], to: int | None) -> None:
-        self.route, self._to = route, to
-        self._direct = [one for one in planned if _arrives_in_place(one, route)]
-        self._packed = [one for one in planned if one not in self._direct]
-        self._slots: dict[Planned, slice] = {}
-        self._packed_nbytes = 0
-        for one in self._packed:
-            if most := route.most_of(one.entry.tensor):
-                end = self._packed_nbytes + most * one.dtype.itemsize
-                self._slots[one] = slice(self._packed_nbytes, end)
-                self._packed_nbytes = aligned(end, ALIGNMENT_NBYTES)
-        self.sent = [one.nbytes // route.extents[0] for one in self._direct]
-        self.sent += [self._packed_nbytes] if self._slots else []
+        self.route, self._to, self._planned = route, to, planned
+        most = {one: route.most_of(one.entry.tensor) * one.dtype.itemsize for one in planned}
+        self.sent = {one: nbytes for one, nbytes in most.items() if nbytes}
         self._launches: deque[Callable[[], list[Waitable]]] = deque()
         self._works: list[Waitable] = []
-        self._received: torch.Tensor | None = None
         self._full: dict[Planned, torch.Tensor] = {}
+        self._rows: dict[Planned, torch.Tensor] = {}
 
     def prepare(self, *, arrives: bool) -> None:
         """Copy the input and allocate the output of each gather; nothing is launched yet.
@@ -265,24 +237,33 @@ class Message:
         Args:
             arrives: Whether this rank gets the tensors.
         """
-        if not self.sent:
-            return
-        route, nbytes = self.route, self._packed_nbytes
-        inputs = [_as_bytes(_contiguous(one, route.device)) for one in self._direct]
-        inputs += [self._pack()] if self._slots else []
-        if arrives:
-            self._full = {one: one.new_full(route.device) for one in self._direct}
-        outputs = [_as_bytes(full) for full in self._full.values()]
-        for number, (to, is_given) in enumerate(route.receivers(self._to)):
-            nbytes *= route.extents[number]
-            if self._slots and is_given:
-                outputs.append(route.room((self._to, number), nbytes))
-            channel = route.channels[number]
+        route = self.route
+        inputs = [self._padded(one, nbytes) for one, nbytes in self.sent.items()]
+        in_place = [one for one in self.sent if arrives and _arrives_in_place(one, route)]
+        self._full = {one: one.new_full(route.device) for one in in_place}
+        for number, (to, is_given) in enumerate(route.receivers(self._to) if inputs else ()):
+            channel, extent = route.channels[number], route.extents[number]
+            outputs = [
+                self._full[one].view(-1).view(torch.uint8)
+                if one in self._full
+                else _torch.empty(extent * len(own), dtype=torch.uint8, device=route.device)
+                for one, own in zip(self.sent if is_given else (), inputs, strict=False)
+            ]
             gather = channel.gather if to is None else partial(channel.gather_to, to)
             self._launches.append(partial(gather, outputs, inputs))
-            inputs, outputs = outputs, []
-        if self._slots and arrives:
-            self._received = inputs[-1]
+            inputs = outputs
+        if arrives:
+            self._rows = dict(zip(self.sent, inputs, strict=True))
+
+    def _padded(self, one: Planned, nbytes: int) -> torch.Tensor:
+        """Return the bytes of this rank's part of a tensor: in its memory, or one copy."""
+        own, device = one.values(), self.route.device
+        is_ready = own.is_contiguous() and own.device == device and own.dtype == one.dtype
+        if is_ready and own.nbytes == nbytes:
+            return own.view(-1).view(torch.uint8)
+        padded = _torch.empty(nbytes, dtype=torch.uint8, device=device)
+        padded[: own.numel() * one.dtype.itemsize].view(one.dtype).view(own.shape).copy_(own)
+        return padded
 
     def launch(self) -> None:
         """Launch the next gather; its tensors are kept until it is waited for."""
@@ -300,35 +281,24 @@ class Message:
     def copy_out(self) -> dict[Planned, torch.Tensor]:
         """Return the full tensors, on a rank that gets them."""
         found, self._full = self._full, {}
-        found |= {one: one.new_full(self.route.device) for one in self._packed}
-        if self._received is not None:
-            rows, self._received = self._received.view(-1, self._packed_nbytes), None
-            pairs = [pair for one in self._slots for pair in self._pieces(one, found[one], rows)]
-            _torch.copy_all_([full for full, _ in pairs], [held for _, held in pairs])
+        rows, self._rows = self._rows, {}
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for one in self._planned:
+            if one not in found:
+                found[one] = one.new_full(self.route.device)
+                pairs += self._pieces(one, found[one], rows[one]) if one in rows else ()
+        _torch.copy_all_([full for full, _ in pairs], [held for _, held in pairs])
         return found
-
-    # The packed message -----------------------------------------------------------------------
-
-    def _slot(self, one: Planned, message: torch.Tensor) -> torch.Tensor:
-        """View the place of a tensor in messages, [*, nbytes], as the elements of a shard."""
-        place = self._slots[one]
-        return message[..., place.start : place.stop].view(one.dtype)
-
-    def _pack(self) -> torch.Tensor:
-        message = self.route.room((self._to, "sent"), self._packed_nbytes)
-        held = [(one, values) for one in self._slots if (values := one.values()).numel()]
-        slots = [self._slot(one, message)[: own.numel()].view(own.shape) for one, own in held]
-        _torch.copy_all_(slots, [values for _, values in held])
-        return message
 
     def _pieces(
         self, one: Planned, full: torch.Tensor, rows: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pair views of a full tensor with views of its shards in the messages of all ranks."""
-        tensor, shards = cast(DTensor, one.entry.tensor), self._slot(one, rows)
+        """Pair views of a full tensor with views of the shards of all ranks."""
+        tensor = cast(DTensor, one.entry.tensor)
+        shards = rows.view(-1, self.sent[one]).view(one.dtype)
         placement = tensor.placements[one.axes[0]]
         if len(one.axes) == 1 and type(placement) is Shard:
-            layout = ParamLayout(tuple(tensor.shape), placement.dim, len(rows))
+            layout = ParamLayout(tuple(tensor.shape), placement.dim, len(shards))
             yield from matching_pieces(layout, full.view(-1), shards)
             return
         for coordinate, shard in zip(self.route.holders(), shards, strict=True):
@@ -338,27 +308,11 @@ class Message:
                 yield full[box], held[own]
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _contiguous(one: Planned, device: torch.device) -> torch.Tensor:
-    """Return this rank's part of a tensor laid out row by row: itself, or one copy."""
-    own = one.values()
-    if own.is_contiguous() and own.device == device and own.dtype == one.dtype:
-        return own
-    return _torch.empty(*own.shape, dtype=one.dtype, device=device).copy_(own)
-
-
 def _arrives_in_place(one: Planned, route: Route) -> bool:
-    """Tell whether the shards of a tensor, laid end to end, are the tensor, and large."""
-    if len(route.extents) > 1:
-        return False
-    tensor, (num_shards,) = cast(DTensor, one.entry.tensor), route.extents
-    placement = tensor.placements[one.axes[0]]
-    is_in_order = type(placement) is Shard and placement.dim == 0
-    is_large = one.nbytes // num_shards >= MIN_DIRECT_NBYTES
-    return is_in_order and is_large and tensor.shape[0] % num_shards == 0
+    """Tell whether the shards of a tensor, laid end to end, are the tensor."""
+    tensor, placement = one.entry.tensor, cast(DTensor, one.entry.tensor).placements[one.axes[0]]
+    is_in_order = len(one.axes) == 1 and type(placement) is Shard and placement.dim == 0
+    return is_in_order and tensor.shape[0] % route.extents[0] == 0
 
 
 class Bucket:

@@ -258,7 +258,7 @@ def costs_of(model: nn.Module, bucket_nbytes: int) -> PassCosts:
     for bucket in buckets:
         held = 0
         for message in bucket.messages:
-            sent = message.sent
+            sent = [*message.sent.values()]
             for num_ranks in message.route.extents if sent else ():
                 launches, messages = launches + 1, messages + len(sent)
                 traffic += (num_ranks - 1) * sum(sent)
