@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from composable_shard import _torch
-from composable_shard.arguments import check_int, check_module, check_type
+from composable_shard.arguments import check_int, check_module, check_type, check_value
 from composable_shard.core.storage import sharded_form
 from composable_shard.core.transport.process_groups import gather_objects
 from composable_shard.errors import ShardError
@@ -190,11 +190,8 @@ def sort_by_layout(
 ) -> list[tuple[Layout, list[Param]]]:
     """Return the layouts that fit any parameter, each with its parameters; see with_layout."""
     for fits, layout in layouts.items():
-        if not isinstance(layout, (Owned, Sharded)):
-            raise TypeError(
-                f"Expected the layout of {fits!r} to be Owned, Rows or Sharded, got "
-                f"{type(layout).__name__}"
-            )
+        is_layout = isinstance(layout, (Owned, Sharded))
+        check_type(f"the layout of {fits!r}", layout, is_layout, "Owned, Rows or Sharded")
     names: dict[torch.Tensor, list[str]] = {}
     for name, registered in model.named_parameters(remove_duplicate=False):
         names.setdefault(sharded_form(registered), []).append(name)
@@ -241,17 +238,11 @@ def check(layout: Layout, params: Sequence[Param]) -> dict[str, Any]:
 
 
 def _check_owned(layout: Owned, param: Param) -> None:
-    shape = tuple(param.tensor.shape)
+    name, shape = f"parameter '{param.name}'", tuple(param.tensor.shape)
     misfit = layout.misfit(shape)
-    if misfit is not None:
-        raise ValueError(
-            f"Expected parameter '{param.name}' to be {misfit}, got shape {list(shape)}"
-        )
-    if not param.is_in_boxes:
-        raise ValueError(
-            "Expected each rank to have one range of rows and columns of parameter "
-            f"'{param.name}', got {param.placements}; only Sharded can step it"
-        )
+    check_value(name, list(shape), misfit is None, f"to be {misfit}")
+    what = "to have one range of rows and columns on each rank, unless Sharded steps it"
+    check_value(name, param.placements, param.is_in_boxes, what)
 
 
 def _values_for(layout: Layout, param: Param, shape: tuple[int, ...]) -> dict[str, Any]:

@@ -61,6 +61,12 @@ class Broken(AssertionError):
     """A promise is broken; the text says which one, and what was found instead."""
 
 
+def expect(holds: bool, promise: str, got: object, remedy: str = "") -> None:
+    """Raise unless a promise holds."""
+    if not holds:
+        raise Broken(f"Expected {promise}, got {got}" + (f"; {remedy}" if remedy else ""))
+
+
 class Finding(NamedTuple):
     """What one check found.
 
@@ -129,7 +135,7 @@ class Case:
         tolerance: How far results may be off, in parts of the largest value.
         shape: The shape of the tensor.
         num_ranks: How many ranks check it.
-        show: Shows something to the other ranks, and returns what each of them shows.
+        shown: What each rank shows the others.
     """
 
     make: Callable[[Shape], torch.Tensor]
@@ -138,10 +144,18 @@ class Case:
     tolerance: float
     shape: Shape
     num_ranks: int
-    show: Callable[[Any], list[Any]]
+    shown: list[Any]
 
     def __str__(self) -> str:
         return f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}, shape {list(self.shape)}"
+
+    def show(self, value: Any) -> list[Any]:
+        """Show something to the other ranks; return what each of them shows."""
+        self.shown[dist.get_rank()] = value
+        dist.barrier()
+        seen = list(self.shown)
+        dist.barrier()
+        return seen
 
     def tensor(self, seed: int = 0, device: str = "cpu") -> torch.Tensor:
         """Make the tensor that all ranks make for this seed."""
@@ -173,12 +187,10 @@ class Case:
         """Compare results, inner tensor by inner tensor."""
         for mine, theirs in zip(found, expected, strict=True):
             error, largest = apart(mine, theirs)
-            if not error <= self.tolerance * largest:
-                off = error / largest if largest else math.inf
-                raise Broken(
-                    f"Expected {what}, got values that are off by {off:.1e} of the "
-                    f"largest, where {self.tolerance:g} is allowed"
-                )
+            off = error / largest if largest else math.inf
+            got = f"values that are off by {off:.1e} of the largest"
+            fits = error <= self.tolerance * largest
+            expect(fits, what, f"{got}, where {self.tolerance:g} is allowed")
 
 
 class OneWeight(nn.Module):
@@ -258,13 +270,13 @@ def dtypes_of(local: torch.Tensor) -> list[torch.dtype | None]:
     return [None, LOW] if local.dtype.is_floating_point else [None]
 
 
-def hooks(case: Case) -> None:
+def hooks(case: Case) -> str | None:
     """Both hooks exist."""
     local = case.tensor()
     found = [name for name in (PRE, POST) if hasattr(local, name)]
-    if len(found) == 1 or not (found or needs_extension(local)):
-        got = f"{found[0]} alone" if found else "neither"
-        raise Broken(f"Expected {PRE} and {POST}, got {got}")
+    fits = len(found) != 1 and (bool(found) or needs_extension(local))
+    expect(fits, f"{PRE} and {POST}", f"{found[0]} alone" if found else "neither")
+    return None if found else "none: it travels inner tensor by inner tensor"
 
 
 def sent(case: Case) -> None:
@@ -272,13 +284,19 @@ def sent(case: Case) -> None:
     bucket = Gathers(case).bucket
     shard = bucket.param.local
     check_alike("the tensor", dict(enumerate(case.show(bucket.encode(shard)))))
-    metadata = [metadata for _, metadata in case.show(bucket.call_pre(shard))]
-    for rank, theirs in enumerate(metadata):
-        if not alike(theirs, metadata[0]):
-            raise Broken(
-                "Expected equal metadata on all ranks, since each rank gets its own back, got "
-                f"{metadata[0]} on rank 0 and {theirs} on rank {rank}; send what differs"
-            )
+    _, metadata = bucket.call_pre(shard)
+    what = "equal metadata on all ranks, since each rank gets its own back"
+    expect_same(case.show(metadata), what, str, "send what differs")
+
+
+def expect_same(
+    shown: Sequence[Any], what: str, words: Callable[[Any], str], remedy: str = ""
+) -> None:
+    """Compare what all ranks have shown."""
+    first = shown[0]
+    for rank, theirs in enumerate(shown):
+        got = f"{words(first)} on rank 0 and {words(theirs)} on rank {rank}"
+        expect(alike(theirs, first), what, got, remedy)
 
 
 def alike(mine: Any, theirs: Any) -> bool:
@@ -311,11 +329,9 @@ def shard(case: Case) -> None:
         with suppress(ExtensionError):  # of a wrong result, which `gathered` reports
             call()
         for index, (now, then) in enumerate(zip(leaves(local), before, strict=True)):
-            if not same_bytes(now, then):
-                raise Broken(
-                    f"Expected {hook} to leave the shard as it is, got inner tensor {index} of it "
-                    "changed in place; work on a copy"
-                )
+            what = f"{hook} to leave the shard as it is"
+            got = f"inner tensor {index} of it changed in place"
+            expect(same_bytes(now, then), what, got, "work on a copy")
 
 
 def gathered(case: Case) -> None:
@@ -324,10 +340,8 @@ def gathered(case: Case) -> None:
     for dtype in dtypes_of(whole):
         gathers = Gathers(case, dtype)
         tensor, expected = gathers.first(), gathers.bucket.compute_dtype
-        if tensor.dtype != expected:
-            raise Broken(
-                f"Expected {POST} to return a tensor of param_dtype, {expected}, got {tensor.dtype}"
-            )
+        what = f"{POST} to return a tensor of param_dtype, {expected}"
+        expect(tensor.dtype == expected, what, tensor.dtype)
         if tensor.dtype == whole.dtype:
             what = "to compute with the gathered tensor what the unsharded one gives"
             case.expect_alike(gathers.outputs(tensor), gathers.outputs(whole), what)
@@ -342,19 +356,19 @@ def out(case: Case) -> None:
         freed = set(map(storage_number, gathers.bucket.param.parts or [tensor]))
         gathers.again(other.bucket.param.local)
         found, expected = gathers.outputs(tensor), other.outputs(other.first())
-        if not all(map(torch.equal, found, expected)):
-            kept = all(map(torch.equal, found, old))
-            got = "those of the gather before" if kept else "others"
-            raise Broken(
-                f"Expected {POST} to write into out the values that arrived, got {got}; fill out "
-                "where it is not the all-gather outputs themselves"
-            )
-        for then, now in zip(before, map(storage_number, leaves(tensor)), strict=True):
-            if then in freed and now != then:
-                raise Broken(
-                    f"Expected {POST} to keep the storages of out, which are freed and refilled, "
-                    "got another one; copy into out instead of replacing what it is made of"
-                )
+        expect(
+            all(map(torch.equal, found, expected)),
+            f"{POST} to write into out the values that arrived",
+            "those of the gather before" if all(map(torch.equal, found, old)) else "others",
+            "fill out where it is not the all-gather outputs themselves",
+        )
+        after = map(storage_number, leaves(tensor))
+        expect(
+            all(now == then or then not in freed for then, now in zip(before, after, strict=True)),
+            f"{POST} to keep the storages of out, which are freed and refilled",
+            "another one",
+            "copy into out instead of replacing what it is made of",
+        )
 
 
 HOOK_CHECKS = (sent, shard, gathered, out)
@@ -391,11 +405,8 @@ class Reductions:
         received = tuple(self._own_rows(of_all) for of_all in zip(*sent, strict=True))
         out = torch.full((self._numel,), torch.nan)
         self._hooks.decode(received, out)
-        if out.isnan().any():
-            raise Broken(
-                f"Expected {GRAD_POST} to fill out, {self._numel} elements, got some that it left; "
-                "write into it"
-            )
+        what, got = f"{GRAD_POST} to fill out, {self._numel} elements", "some that it left"
+        expect(not out.isnan().any(), what, got, "write into it")
         return out
 
     def exact(self, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -412,13 +423,8 @@ def gradient_sent(case: Case) -> None:
         reductions = Reductions(case, dtype)
         for _ in range(2):
             formats = case.show(row_formats_of(reductions.encode()))
-            for rank, theirs in enumerate(formats):
-                if theirs != formats[0]:
-                    raise Broken(
-                        f"Expected {GRAD_PRE} to return the same dtypes and shapes on all ranks "
-                        f"and each time, got {in_words(formats[0])} on rank 0 and "
-                        f"{in_words(theirs)} on rank {rank}"
-                    )
+            what = f"{GRAD_PRE} to return the same dtypes and shapes on all ranks and each time"
+            expect_same(formats, what, in_words)
 
 
 def gradient_summed(case: Case) -> None:
@@ -443,11 +449,12 @@ def no_gradient(case: Case) -> None:
             f"Expected {GRAD_POST} to work on a rank that never had a gradient, whose metadata is "
             f"None, got {type(error).__name__}: {error}"
         ) from error
-    if total.any():
-        raise Broken(
-            f"Expected {GRAD_POST} to make zeros of zero bytes, got values up to "
-            f"{total.abs().max().item():.3g}; a rank without a gradient sends zero bytes"
-        )
+    expect(
+        not total.any(),
+        f"{GRAD_POST} to make zeros of zero bytes",
+        f"values up to {total.abs().max().item() if total.numel() else 0:.3g}",
+        "a rank without a gradient sends zero bytes",
+    )
 
 
 GRADIENT_CHECKS = (gradient_sent, gradient_summed, no_gradient)
@@ -504,8 +511,7 @@ def mixed_precision(case: Case) -> None:
     with torch.no_grad():
         for _ in range(2):
             found, expected = model(*mine(batch)), case.model()(batch.to(case.tensor().dtype))
-    if found.dtype != LOW:
-        raise Broken(f"Expected outputs of {LOW}, got {found.dtype}")
+    expect(found.dtype == LOW, f"outputs of {LOW}", found.dtype)
     loose = replace(case, tolerance=max(case.tolerance, TOLERANCE_OF_LOW))
     loose.expect_alike(plain(found), mine(expected), "outputs as in full precision")
 
@@ -513,10 +519,8 @@ def mixed_precision(case: Case) -> None:
 def meta_device(case: Case) -> None:
     """It can be created on the meta device, sharded, allocated and then filled."""
     tensor = case.tensor(device="meta")
-    if not tensor.is_meta:
-        raise Broken(
-            f"Expected a tensor on the meta device from make_tensor, got one on {tensor.device}"
-        )
+    what = "a tensor on the meta device from make_tensor"
+    expect(tensor.is_meta, what, f"one on {tensor.device}")
     model = case.sharded(device="meta")
     model.to_empty(device="cpu")
     with torch.no_grad():
@@ -606,7 +610,7 @@ MODEL_CHECKS = (
 
 TIMEOUT = 60.0
 
-Check = Callable[[Case], None]
+Check = Callable[[Case], str | None]
 
 
 def check_extension(
@@ -663,8 +667,8 @@ def check_extension(
     if unknown:
         raise ValueError(f"Expected skip to name checks out of {names}, got {unknown}")
     cases = [
-        Case(make_tensor, compute, trains, tolerance, tuple(shape), num_ranks, _board(num_ranks))
-        for num_ranks in world_sizes
+        Case(make_tensor, compute, trains, tolerance, tuple(shape), n, [None] * n)
+        for n in world_sizes
         for shape in shapes
     ]
     report = Report(type(cases[0].tensor()).__name__, tuple(_findings(cases, skip)))
@@ -675,20 +679,15 @@ def check_extension(
 
 def _findings(cases: Sequence[Case], skip: Collection[str]) -> Iterator[Finding]:
     """Run the checks; once a hook is wrong, skip the checks that build on it."""
-    tensor = cases[0].tensor()
-    found = _run(hooks, cases[:1])
-    if found.ok and not hasattr(tensor, PRE):
-        found = found._replace(sentence="none: it travels inner tensor by inner tensor")
+    found, tensor = _run(hooks, cases[:1]), cases[0].tensor()
     yield found
-    checks = HOOK_CHECKS if hasattr(tensor, PRE) else ()
-    if has_grad_extension(tensor):
-        checks = (*checks, *GRADIENT_CHECKS)
-    for check in checks:
-        if not found.ok:
-            return
-        found = _run(check, cases, skip)
-        yield found
     if found.ok:
+        checks = HOOK_CHECKS if hasattr(tensor, PRE) else ()
+        for check in (*checks, *(GRADIENT_CHECKS if has_grad_extension(tensor) else ())):
+            found = _run(check, cases, skip)
+            yield found
+            if not found.ok:
+                return
         yield from (_run(check, cases, skip) for check in MODEL_CHECKS)
 
 
@@ -701,12 +700,13 @@ def _run(check: Check, cases: Sequence[Case], skip: Collection[str] = ()) -> Fin
     name = _name(check)
     if name in skip:
         return Finding(name, True, "skipped")
+    sentence = None
     for case in cases:
         try:
-            run_threads(check, case.num_ranks, case, timeout=TIMEOUT)
+            (sentence, *_) = run_threads(check, case.num_ranks, case, timeout=TIMEOUT)
         except RankError as error:
             return Finding(name, False, f"{_in_words(error)} ({case})")
-    return Finding(name, True, (check.__doc__ or "").strip())
+    return Finding(name, True, sentence or (check.__doc__ or "").strip())
 
 
 def _in_words(error: RankError) -> str:
@@ -717,17 +717,3 @@ def _in_words(error: RankError) -> str:
         return first.message
     kind = first.exception_type.__name__
     return f"Expected no error, got {kind} on rank {first.rank}: {first.message}"
-
-
-def _board(num_ranks: int) -> Callable[[Any], list[Any]]:
-    """Return a function by which threads show each other objects."""
-    shown: list[Any] = [None] * num_ranks
-
-    def show(value: Any) -> list[Any]:
-        shown[dist.get_rank()] = value
-        dist.barrier()
-        seen = list(shown)
-        dist.barrier()
-        return seen
-
-    return show

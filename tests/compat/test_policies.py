@@ -136,13 +136,12 @@ def test_a_module_at_several_places_is_wrapped_once_and_what_is_ignored_or_wrapp
             {nn.Linear},
             TypeError,
             "Expected auto_wrap_policy to be a function, a ModuleWrapPolicy or a CustomPolicy, got "
-            "set",
+            "set: {<class 'torch.nn.modules.linear.Linear'>}",
         ),
         (
             ours.CustomPolicy(lambda module: None),  # type: ignore[arg-type, return-value]
             ValueError,
-            "Expected lambda_fn to return a bool or a dict of arguments, got NoneType for "
-            "Embedding",
+            "Expected lambda_fn to return a bool or a dict of arguments for Embedding, got None",
         ),
     ],
 )

@@ -369,43 +369,46 @@ def in_variable(value: str) -> Any:
 CASES: dict[str, Callable[[], object]] = {
     "TypeError: Expected module to be an nn.Module, got str: 'layer'": lambda: wrap("layer"),
     "TypeError: Expected sharding_strategy to be a "
-    "composable_shard.compat.fsdp1.options.ShardingStrategy, got builtins.str": lambda: wrap(
+    "composable_shard.compat.fsdp1.options.ShardingStrategy, got str: 'FULL_SHARD'": lambda: wrap(
         sharding_strategy="FULL_SHARD"
     ),
-    "TypeError: Expected use_orig_params to be a builtins.bool, got builtins.int": lambda: wrap(
+    "TypeError: Expected use_orig_params to be a builtins.bool, got int: 1": lambda: wrap(
         use_orig_params=1
     ),
-    "TypeError: Expected param_init_fn to be a collections.abc.Callable, got builtins.str": (
+    "TypeError: Expected param_init_fn to be a collections.abc.Callable, got str: 'init'": (
         lambda: wrap(param_init_fn="init")
     ),
     "ValueError: Expected process_group or device_mesh, got both; pass one of them": (
         lambda: wrap(process_group=dist.group.WORLD, device_mesh=mesh_of(4))
     ),
     "ValueError: Expected device_mesh to have 1 axis for ShardingStrategy.FULL_SHARD, got "
-    "2: DeviceMesh((2, 2), 'cpu', stride=(2, 1))": lambda: wrap(device_mesh=mesh_of(2, 2)),
-    "ValueError: Expected process_group to be one ProcessGroup for "
-    "ShardingStrategy.FULL_SHARD, got tuple": (
+    "DeviceMesh((2, 2), 'cpu', stride=(2, 1))": lambda: wrap(device_mesh=mesh_of(2, 2)),
+    "ValueError: Expected process_group to be a ProcessGroup for "
+    "ShardingStrategy.FULL_SHARD, got 'tuple'": (
         lambda: wrap(process_group=(dist.group.WORLD, dist.group.WORLD))
     ),
     "ValueError: Expected device_mesh to have 2 axes (replicate, shard) for "
-    "ShardingStrategy.HYBRID_SHARD, got 1: DeviceMesh((4,), 'cpu', stride=(1,))": (
+    "ShardingStrategy.HYBRID_SHARD, got DeviceMesh((4,), 'cpu', stride=(1,))": (
         lambda: wrap(device_mesh=mesh_of(4), sharding_strategy=HYBRID_SHARD)
     ),
     "ValueError: Expected process groups or a device_mesh for "
     "ShardingStrategy.HYBRID_SHARD without an auto_wrap_policy, got none; pass the same "
     "ones to all nested wrappers": lambda: wrap(sharding_strategy=HYBRID_SHARD),
     "ValueError: Expected process_group to be a pair of process groups (shard, replicate) "
-    "for ShardingStrategy.HYBRID_SHARD, got ProcessGroup": (
+    "for ShardingStrategy.HYBRID_SHARD, got 'ProcessGroup'": (
         lambda: wrap(process_group=dist.group.WORLD, sharding_strategy=HYBRID_SHARD)
     ),
-    "ValueError: Expected the ranks of a node to divide all 4 ranks, got 3; pass a "
-    "device_mesh of 2 axes (replicate, shard)": lambda: in_variable("3"),
-    "ValueError: Expected device_id to be a device of this machine, got True; here "
-    "it computes on cpu": lambda: wrap(device_id=True),
-    "ValueError: Expected device_id to be a device of this machine, got 'xpu:0'; "
-    "here it computes on cpu": lambda: wrap(device_id="xpu:0"),
-    "ValueError: Expected ignored_modules or ignored_states, got both; pass "
-    "ignored_states": lambda: ignoring(ignored_modules=[], ignored_states=[]),
+    "ValueError: Expected the number of ranks of a node to divide all 4 ranks without a "
+    "device_mesh, got 3": lambda: in_variable("3"),
+    "ValueError: Expected device_id to be a device of this machine, such as cpu, got True": (
+        lambda: wrap(device_id=True)
+    ),
+    "ValueError: Expected device_id to be a device of this machine, such as cpu, got 'xpu:0'": (
+        lambda: wrap(device_id="xpu:0")
+    ),
+    "ValueError: Expected ignored_modules or ignored_states, got both": lambda: ignoring(
+        ignored_modules=[], ignored_states=[]
+    ),
     "TypeError: Expected ignored_modules to be modules, got str: '0'": lambda: ignoring(
         ignored_modules=["0"]
     ),
@@ -415,7 +418,7 @@ CASES: dict[str, Callable[[], object]] = {
     "ValueError: Expected ignored_states to be parameters or modules, got both kinds mixed": (
         lambda: ignoring(ignored_states=[linear(), linear().weight])
     ),
-    "ValueError: Expected ignored modules that are not sharded, got FSDPLinear": lambda: ignoring(
+    "ValueError: Expected ignored modules that are not sharded, got 'FSDPLinear'": lambda: ignoring(
         ignored_modules=[fully_shard(linear())]
     ),
     "ValueError: Expected a module that is not sharded, got FSDPLinear, which fully_shard "
@@ -461,7 +464,7 @@ NO_RESET = (
 OFFLOAD = "Expected cpu_offload to be a composable_shard.compat.fsdp1.options.CPUOffload, got "
 REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (four, {"auto_wrap_policy": last_gets(strategy="full")}, "got an unexpected keyword arg"),
-    (four, {"auto_wrap_policy": last_gets(cpu_offload=True)}, f"{OFFLOAD}builtins.bool"),
+    (four, {"auto_wrap_policy": last_gets(cpu_offload=True)}, f"{OFFLOAD}bool: True"),
     (four, {"auto_wrap_policy": 3}, "Expected auto_wrap_policy to be a function, a "),
     (Nothing, {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}, NO_RESET),
 ]

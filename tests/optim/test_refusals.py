@@ -64,7 +64,8 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         layouts(p0=muon),
         TypeError,
-        "Expected the layout of 'p0' to be Owned, Rows or Sharded, got partial",
+        "Expected the layout of 'p0' to be Owned, Rows or Sharded, got partial: functools.partial("
+        "<class 'torch.optim.Muon'>, lr=0.05)",
     ),
     (
         layouts(p9=Owned(muon)),
@@ -79,13 +80,13 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         layouts(p1=Rows(muon, (2, 2))),
         ValueError,
-        "Expected parameter 'p1' to be a matrix of 4 rows for split_sizes (2, 2), got shape [6, 2]",
+        "Expected parameter 'p1' to be a matrix of 4 rows for split_sizes (2, 2), got [6, 2]",
     ),
     (
         strided,
         ValueError,
-        "Expected each rank to have one range of rows and columns of parameter 'weight', got "
-        "(_StridedShard(dim=0, sf=2), Replicate()); only Sharded can step it",
+        "Expected parameter 'weight' to have one range of rows and columns on each rank, unless "
+        "Sharded steps it, got (_StridedShard(dim=0, sf=2), Replicate())",
     ),
     (
         layouts(p2=Owned(muon)),

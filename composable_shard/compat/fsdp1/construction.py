@@ -25,7 +25,7 @@ from composable_shard import (
     sync_module_states,
 )
 from composable_shard.api import check_calls
-from composable_shard.arguments import check_type
+from composable_shard.arguments import check_type, check_value
 from composable_shard.compat.fsdp1.options import (
     AutoWrapPolicy,
     Choices,
@@ -108,9 +108,7 @@ def scope_of(
             ignored is sharded.
     """
     if ignored_modules is not None and ignored_states is not None:
-        raise ValueError(
-            "Expected ignored_modules or ignored_states, got both; pass ignored_states"
-        )
+        raise ValueError("Expected ignored_modules or ignored_states, got both")
     name, kinds = "ignored_states", "parameters or modules"
     classes: tuple[type, ...] = (nn.Parameter, nn.Module)
     if ignored_modules is not None:
@@ -124,10 +122,8 @@ def scope_of(
         raise ValueError(f"Expected {name} to be {kinds}, got both kinds mixed")
     ignored = frozenset(inner for outer in modules for inner in outer.modules())
     for inner in ignored:
-        if isinstance(inner, FSDPModule):
-            raise ValueError(
-                f"Expected ignored modules that are not sharded, got {type(inner).__name__}"
-            )
+        is_plain, kind = not isinstance(inner, FSDPModule), type(inner).__name__
+        check_value("ignored modules", kind, is_plain, "that are not sharded")
     kept = frozenset([*params, *(param for inner in ignored for param in inner.parameters(False))])
     return Scope(tuple(_walk(module, ignored)), ignored, kept)
 
@@ -196,11 +192,9 @@ def _asked_device(choices: Choices, current: torch.device) -> torch.device | Non
     asked = None if isinstance(device_id, int) else torch.device(device_id)
     if asked == _CPU:
         return _CPU
-    if asked is None or asked.type != current.type:
-        raise ValueError(
-            f"Expected device_id to be a device of this machine, got {device_id!r}; here it "
-            f"computes on {current}"
-        )
+    fits = asked is not None and asked.type == current.type
+    check_value("device_id", device_id, fits, f"to be a device of this machine, such as {current}")
+    assert asked is not None
     if asked.index is None:
         warnings.warn(
             f"device_id {asked} of {_rank()} does not have an explicit index: the current device, "
@@ -378,11 +372,9 @@ def resolve_layout(choices: Choices, device_type: str, wraps_below: bool) -> Lay
     if mesh is not None:
         if group is not None:
             raise ValueError("Expected process_group or device_mesh, got both; pass one of them")
-        expected = "2 axes (replicate, shard)" if strategy.is_hybrid else "1 axis"
-        if mesh.ndim != 1 + strategy.is_hybrid:
-            raise ValueError(
-                f"Expected device_mesh to have {expected} for {strategy}, got {mesh.ndim}: {mesh}"
-            )
+        axes = "2 axes (replicate, shard)" if strategy.is_hybrid else "1 axis"
+        fits = mesh.ndim == 1 + strategy.is_hybrid
+        check_value("device_mesh", mesh, fits, f"to have {axes} for {strategy}")
     elif strategy.is_hybrid and group is None and not wraps_below:
         raise ValueError(
             f"Expected process groups or a device_mesh for {strategy} without an "
@@ -416,12 +408,9 @@ def _mesh_of_groups(
     """
     given = group if isinstance(group, tuple) else (group,)
     groups = [one for one in given if isinstance(one, dist.ProcessGroup)]
-    if not len(groups) == len(given) == 1 + strategy.is_hybrid:
-        pair = "a pair of process groups (shard, replicate)"
-        raise ValueError(
-            f"Expected process_group to be {pair if strategy.is_hybrid else 'one ProcessGroup'} "
-            f"for {strategy}, got {type(group).__name__}"
-        )
+    fits = len(groups) == len(given) == 1 + strategy.is_hybrid
+    what = "a pair of process groups (shard, replicate)" if strategy.is_hybrid else "a ProcessGroup"
+    check_value("process_group", type(group).__name__, fits, f"to be {what} for {strategy}")
     if not strategy.is_hybrid:
         return DeviceMesh.from_group(groups[0], device_type)
     shards, replicas = groups
@@ -442,11 +431,9 @@ def _mesh_of_nodes(device_type: str) -> DeviceMesh:
         per_node = num_ranks
     else:
         per_node = torch.accelerator.device_count()
-    if per_node < 1 or num_ranks % per_node:
-        raise ValueError(
-            f"Expected the ranks of a node to divide all {num_ranks} ranks, got {per_node}; "
-            "pass a device_mesh of 2 axes (replicate, shard)"
-        )
+    fits = per_node > 0 and num_ranks % per_node == 0
+    what = f"to divide all {num_ranks} ranks without a device_mesh"
+    check_value("the number of ranks of a node", per_node, fits, what)
     shape = (num_ranks // per_node, per_node)
     return init_device_mesh(device_type, shape, mesh_dim_names=_NAMES)
 

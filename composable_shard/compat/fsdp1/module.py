@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard import FSDPModule, ShardError, _torch, clip_grad_norm_, unsharded
-from composable_shard.arguments import check_module
+from composable_shard.arguments import check_module, check_value
 from composable_shard.compat.fsdp1 import state_dicts
 from composable_shard.compat.fsdp1.construction import (
     Below,
@@ -67,11 +67,8 @@ def check_tree(root: FullyShardedDataParallel) -> None:
         }
         for attribute, name in same.items():
             values = sorted({getattr(wrapper, attribute) for wrapper in wrappers})
-            if len(values) > 1:
-                raise ValueError(
-                    f"Expected one homogeneous value for {name} in nested wrappers, got {values}; "
-                    "pass the same to all"
-                )
+            what = f"for {name} in nested wrappers"
+            check_value("one homogeneous value", values, len(values) < 2, what)
         _checked.update(contexts)
     if torch.is_grad_enabled():
         _step_in_backward(root)

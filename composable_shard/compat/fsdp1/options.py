@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from composable_shard.arguments import check_type, check_value
 
 # Strategy, precision and offload ------------------------------------------------------------------
 
@@ -169,11 +170,8 @@ class Choices:
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
             value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
-                raise TypeError(
-                    f"Expected {name} to be a {kind.__module__}.{kind.__name__}, got "
-                    f"{type(value).__module__}.{type(value).__name__}"
-                )
+            fits = value is None or isinstance(value, kind)
+            check_type(name, value, fits, f"a {kind.__module__}.{kind.__name__}")
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Choices:
@@ -296,11 +294,8 @@ class CustomPolicy:
             ValueError: If the function returns neither a bool nor a dict.
         """
         answer = self._lambda_fn(module)
-        if not isinstance(answer, (bool, dict)):
-            raise ValueError(
-                "Expected lambda_fn to return a bool or a dict of arguments, got "
-                f"{type(answer).__name__} for {type(module).__name__}"
-            )
+        what = f"to return a bool or a dict of arguments for {type(module).__name__}"
+        check_value("lambda_fn", answer, isinstance(answer, (bool, dict)), what)
         if not answer:
             return None
         return answer if isinstance(answer, dict) else {}
@@ -354,7 +349,7 @@ AutoWrapPolicy = Callable[..., bool] | ModuleWrapPolicy | CustomPolicy
 
 def choose(
     root: nn.Module,
-    policy: object,
+    policy: Any,
     left_alone: Collection[nn.Module],
     ignored: Collection[nn.Parameter],
     arguments: dict[str, Any],
@@ -376,11 +371,9 @@ def choose(
         below = (module for module in inside_out(root, set(left_alone)) if module is not root)
         answers = ((module, policy.arguments_for(module)) for module in below)
         return {module: {**arguments, **own} for module, own in answers if own is not None}
-    if not callable(policy) or isinstance(policy, type):
-        raise TypeError(
-            "Expected auto_wrap_policy to be a function, a ModuleWrapPolicy or a CustomPolicy, got "
-            f"{type(policy).__name__}"
-        )
+    fits = callable(policy) and not isinstance(policy, type)
+    what = "a function, a ModuleWrapPolicy or a CustomPolicy"
+    check_type("auto_wrap_policy", policy, fits, what)
     chosen, seen, ignored_ids = {}, set(left_alone), {id(param) for param in ignored}
 
     def visit(module: nn.Module) -> int:
