@@ -390,42 +390,39 @@ def _explain_group(step: GroupStep) -> GroupExplanation:
 def _reasons(step: GroupStep) -> tuple[str, ...]:
     if not step.group.params:
         return ("it has no parameters of its own, so it sends nothing",)
-    told = [step.residence.why]
+    reasons = [step.residence.why]
     for channel in step.channels:
-        told += _reasons_of_mesh(step, channel)
+        reasons += _reasons_of_mesh(step, channel)
     if not step.group.settings.reduce_grads:
-        told.append("gradient sync is off: gradients stay unsharded on this rank until it is on")
-    return tuple(told)
+        reasons.append("gradient sync is off: gradients stay unsharded on this rank until it is on")
+    return tuple(reasons)
 
 
 def _reasons_of_mesh(step: GroupStep, channel: Channel) -> list[str]:
-    told, mesh = [], channel.mesh
-    if mesh.num_shards == 1:
-        told.append("one rank holds each parameter whole, so nothing is gathered")
+    mesh, all_reduces = channel.mesh, step.group.settings.all_reduce_grads
     buckets = [bucket for bucket in step.group.buckets if bucket.mesh == mesh]
     plain = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
-    if len(plain) > 1:
-        kinds = ", ".join(f"{short(b.dtype)} as {short(b.compute_dtype)}" for b in plain)
-        told.append(f"parameters of different dtypes lie in {len(plain)} buffers: {kinds}")
-    reductions = [one for one in step.reductions if one.mesh == mesh]
-    if len(reductions) > 1:
-        dtypes = ", ".join(short(one.dtype) for one in reductions)
-        told.append(f"gradients are reduced in {dtypes}, each in a launch of its own")
-    for bucket in buckets:
-        if isinstance(bucket, ExtensionBucket):
-            told.append(_subclass_text(step, bucket))
-    all_reduces = step.group.settings.all_reduce_grads
-    if mesh.num_replicas > 1 and not all_reduces:
-        told.append("the all-reduce over the replicas is off: gradients wait for it")
-    if mesh.num_replicas > 1 and all_reduces and reductions:
-        told.append(
-            f"{mesh.num_replicas} replicas hold the same shards, so the reduced gradients of this "
-            "rank are reduced over them as well"
-        )
-    is_custom = isinstance(channel.all_gather, CustomAllGather)
-    if is_custom or isinstance(channel.reduce_scatter, CustomReduceScatter):
-        told.append("custom communication copies what it sends, and what arrives, into one tensor")
-    return told
+    kinds = ", ".join(f"{short(b.dtype)} as {short(b.compute_dtype)}" for b in plain)
+    dtypes = [short(reduction.dtype) for reduction in step.reductions if reduction.mesh == mesh]
+    subclasses = [_subclass_text(step, b) for b in buckets if isinstance(b, ExtensionBucket)]
+    is_custom = isinstance(channel.all_gather, CustomAllGather) or isinstance(
+        channel.reduce_scatter, CustomReduceScatter
+    )
+    reasons = {
+        "one rank holds each parameter whole, so nothing is gathered": mesh.num_shards == 1,
+        f"parameters of different dtypes lie in {len(plain)} buffers: {kinds}": len(plain) > 1,
+        f"gradients are reduced in {', '.join(dtypes)}, each in a launch of its own": (
+            len(dtypes) > 1
+        ),
+        **dict.fromkeys(subclasses, True),
+        "the all-reduce over the replicas is off: gradients wait for it": (
+            mesh.num_replicas > 1 and not all_reduces
+        ),
+        f"{mesh.num_replicas} replicas hold the same shards, so the reduced gradients of this rank "
+        "are reduced over them as well": mesh.num_replicas > 1 and all_reduces and bool(dtypes),
+        "custom communication copies what it sends, and what arrives, into one tensor": is_custom,
+    }
+    return [text for text, is_so in reasons.items() if is_so]
 
 
 def _subclass_text(step: GroupStep, bucket: ExtensionBucket) -> str:

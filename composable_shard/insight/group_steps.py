@@ -1,7 +1,11 @@
-"""What one group sends, copies and keeps in a step, read off its buckets: nothing is sent."""
+"""A step of one group: its traffic, its copies, and how long its parameters stay.
+
+Everything is read off the buckets of the group; nothing is sent.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
@@ -120,13 +124,13 @@ def _has_backward(group: ParamGroup) -> bool:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What this rank sends; it receives as much.
+    """The traffic that this rank sends; it receives as much.
 
     Attributes:
         launches: Calls of a collective.
-        messages: Tensors in all of them, each of which goes to, or over, every other rank.
+        messages: Tensors in all of them; each goes to, or over, every other rank.
         nbytes: Bytes that this rank sends, padding included; those of an all-reduce as in a ring.
-            ``None`` where a tensor subclass has not said yet what it sends.
+            ``None`` before a tensor subclass has said what it sends.
     """
 
     launches: int = 0
@@ -144,7 +148,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """What is sent in one step.
+    """The traffic of one step.
 
     Attributes:
         forward_gathers: Gathers for forward.
@@ -187,17 +191,17 @@ def _launched(sent: Sequence[int] | None, num_ranks: int) -> Traffic:
     return Traffic(1, len(sent), (num_ranks - 1) * sum(sent)) if sent else Traffic()
 
 
-# What is packed, copied and cast in one step, and why ---------------------------------------------
+# Copies of one step, and the reasons --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Something that is written besides what a collective itself receives.
+    """A write of memory, besides the receipt of a message.
 
     Attributes:
         kind: ``"cast"``, ``"packed"``, ``"permuted"``, ``"padded"``, ``"moved"`` to another device,
             or ``"kept"``.
-        parameters: Whose.
+        parameters: The names of its parameters.
         nbytes: Bytes that are written each time.
         times: How often in a step.
         why: The reason, a sentence.
@@ -263,14 +267,14 @@ class ParameterExplanation:
     Attributes:
         name: Its name in the model.
         shape: Its global shape.
-        dtype: In which it is stored.
-        placements: Those of its DTensor.
+        dtype: The dtype of its shard.
+        placements: The placements of its DTensor.
         num_shards: Ranks that share it.
         num_replicas: Ranks that hold the same shard.
         is_trained: Whether it has gradients.
         sharded_nbytes: Bytes of this rank's shard, padding included.
-        gathered_nbytes: Bytes of the gathered parameter, padding included; ``None`` for a tensor
-            subclass whose hook has not said it yet.
+        gathered_nbytes: Bytes of the gathered parameter, padding included; ``None`` before the
+            hook of a tensor subclass has said it.
         travels: How it is gathered: ``"in place"``, ``"packed"``, ``"permuted"``, ``"as a
             subclass"`` or ``"not at all"``.
     """
@@ -288,12 +292,12 @@ class ParameterExplanation:
 
 
 class GroupStep:
-    """One step of a group, each of whose modules is called once.
+    """One step of a group in which each of its modules is called once.
 
     Attributes:
         group: The group.
-        name: What to call it.
-        names: How modules are called.
+        name: Its name in texts.
+        names: The names of modules.
         residence: How long the unsharded parameters stay.
         channels: The collectives that carry parameters; of a group without any, all.
         reductions: Its reductions, each in its own launch.
@@ -315,7 +319,7 @@ class GroupStep:
 
     @property
     def params(self) -> list[tuple[ShardedParam, ParameterExplanation]]:
-        """What is to say of each parameter."""
+        """Each parameter and its explanation."""
         return [pair for bucket in self.group.buckets for pair in self._params_of(bucket)]
 
     def _params_of(self, bucket: Storage) -> Iterator[tuple[ShardedParam, ParameterExplanation]]:
@@ -359,34 +363,32 @@ class GroupStep:
         return sum(known) if len(known) == len(found) else None
 
     def names_of(self, params: Iterable[ShardedParam]) -> tuple[str, ...]:
-        """Return the names of parameters in the model; of those that are tied the first."""
+        """Return the names of parameters in the model; of tied parameters, the first one."""
         slots = [param.slots[0] for param in params]
         return tuple(join(self.names.get(slot.module, ""), slot.name) for slot in slots)
 
     def traffic(self) -> StepTraffic:
-        """Return what the group sends."""
-        settings = self.group.settings
+        """Return the traffic of the group."""
         gathers = total(map(self._gather_traffic, self.group.buckets))
         backward = Traffic()
         if self.residence.in_backward == "gathered":
             backward = gathers
         elif self.residence.in_backward == "regathered":
             backward = total(map(self._regather_traffic, self.group.buckets))
-        if not settings.reduce_grads:
-            return StepTraffic(gathers, backward)
-        reduced = total(one.reduce_traffic() for one in self.reductions)
-        all_reduced = total(one.all_reduce_traffic() for one in self.reductions)
+        reductions = self.reductions if self.group.settings.reduce_grads else []
+        reduced = total(reduction.reduce_traffic() for reduction in reductions)
+        all_reduced = total(reduction.all_reduce_traffic() for reduction in reductions)
         return StepTraffic(gathers, backward, reduced, all_reduced)
 
     def _gather_traffic(self, bucket: Storage) -> Traffic:
-        """Return what the all-gather of one use sends: a launch for each bucket."""
+        """Return the traffic of the all-gather for one use: a launch for each bucket."""
         sent = messages_of(bucket)
         if sent and isinstance(self.group.channels[bucket.mesh].all_gather, CustomAllGather):
             sent = (sum(sent),)
         return _launched(sent, bucket.mesh.num_shards)
 
     def _regather_traffic(self, bucket: Storage) -> Traffic:
-        """Return what a gather from neighbours sends, each of whom keeps an equal part."""
+        """Return the traffic of a gather from neighbours; each of them keeps an equal part."""
         if bucket.mesh.num_shards == 1:
             return Traffic()
         part = None if isinstance(bucket, ExtensionBucket) else (self._kept_nbytes(bucket),)
@@ -396,66 +398,71 @@ class GroupStep:
         return (unsharded_nbytes(bucket) or 0) // self._num_neighbours
 
     def copies(self) -> tuple[Copy, ...]:
-        """Return what the group packs, copies and casts."""
-        found: list[Copy] = []
-        for bucket in self.group.buckets:
-            if isinstance(bucket, Bucket):
-                found += self._copies_of_gather(bucket)
+        """Return the packs, copies and casts of the group."""
+        found = [
+            copy
+            for bucket in self.group.buckets
+            if isinstance(bucket, Bucket)
+            for copy in self._copies_of_gather(bucket)
+        ]
         if self.group.settings.reduce_grads:
-            for one in self.reductions:
-                found += one.copies()
+            for reduction in self.reductions:
+                found += reduction.copies()
         return tuple(copy for copy in found if copy.nbytes)
+
+    def copy(
+        self, kind: str, params: Iterable[ShardedParam], nbytes: int, why: str, times: int = 1
+    ) -> Copy:
+        """Return a copy of these parameters; without bytes, there is none."""
+        return Copy(kind, self.names_of(params), nbytes, times, why)
 
     def _copies_of_gather(self, bucket: Bucket) -> Iterator[Copy]:
         times = 2 if self.residence.in_backward == "gathered" else 1
         layout, itemsize = bucket.layout, bucket.compute_dtype.itemsize
         stored, dtype = short(bucket.dtype), short(bucket.compute_dtype)
         in_order = sorted(zip(layout.order, bucket.params, strict=True), key=lambda pair: pair[0])
-        names = self.names_of(param for _, param in in_order)
-        if is_away(bucket.params[0]):
+        params = [param for _, param in in_order]
+        if is_away(params[0]):
             why = "shards on the CPU are copied to the device of compute before each gather"
-            yield Copy("moved", names, sharded_nbytes(bucket), times, why)
-        is_cast = stored != dtype
-        if is_cast and bucket.mesh.num_shards == 1:
-            why = f"stored as {stored}, computed with as {dtype}"
-            yield Copy("cast", names, layout.unsharded_numel * itemsize, times, why)
-        elif is_cast:
-            why = (
-                f"shards stored as {stored} are cast to {dtype} in one kernel before each gather, "
-                "so that fewer bytes travel"
-            )
-            yield Copy("cast", names, layout.shard_numel * itemsize, times, why)
-        reasons = {
-            "permuted": "sharded on an inner dim, so shards laid end to end are not the parameter",
-            "packed": "too small to be worth a message of their own: they share one and are copied "
-            "out of it",
-        }
-        for kind, why in reasons.items():
-            some = [param for param, told in self._params_of(bucket) if told.travels == kind]
-            layouts = [param.layout.param for param in some]
-            numels = (
-                one.num_nonempty * one.shard_numel if kind == "packed" else one.numel
-                for one in layouts
-            )
-            yield Copy(kind, self.names_of(some), sum(numels) * itemsize, times, why)
+            yield self.copy("moved", params, sharded_nbytes(bucket), why, times)
+        if stored != dtype:
+            numel, why = layout.unsharded_numel, f"stored as {stored}, computed with as {dtype}"
+            if bucket.mesh.num_shards > 1:
+                numel = layout.shard_numel
+                why = (
+                    f"shards stored as {stored} are cast to {dtype} in one kernel before each "
+                    "gather, so that fewer bytes travel"
+                )
+            yield self.copy("cast", params, numel * itemsize, why, times)
+        ways: dict[str, list[ShardedParam]] = defaultdict(list)
+        for param, explanation in self._params_of(bucket):
+            ways[explanation.travels].append(param)
+        numel = sum(param.layout.param.numel for param in ways["permuted"])
+        why = "sharded on an inner dim, so shards laid end to end are not the parameter"
+        yield self.copy("permuted", ways["permuted"], numel * itemsize, why, times)
+        layouts = [param.layout.param for param in ways["packed"]]
+        numel = sum(packed.num_nonempty * packed.shard_numel for packed in layouts)
+        why = (
+            "too small to be worth a message of their own: they share one and are copied out of it"
+        )
+        yield self.copy("packed", ways["packed"], numel * itemsize, why, times)
         if self.residence.in_backward == "regathered":
             count = self._num_neighbours
             why = f"each of {count} neighbours keeps a part of all parameters from forward to "
-            yield Copy("kept", names, self._kept_nbytes(bucket), 1, f"{why}backward")
+            yield self.copy("kept", params, self._kept_nbytes(bucket), f"{why}backward")
 
 
 def is_away(param: ShardedParam) -> bool:
-    """Tell whether its shard is kept on the CPU, and compute is not there."""
+    """Return whether its shard is kept on the CPU while compute is on a device."""
     return _torch.has_streams(param.mesh.device) and param.offload is not None
 
 
 class ReductionStep:
-    """Gradients of one group that are reduced together.
+    """The gradients of one group that are reduced together.
 
     Attributes:
-        mesh: Over which ranks.
-        dtype: In which they are reduced.
-        is_alone: Whether they are the result, without a reduction.
+        mesh: The mesh of the ranks.
+        dtype: The dtype of the sum.
     """
 
     def __init__(
@@ -466,10 +473,18 @@ class ReductionStep:
         params: Sequence[ShardedParam],
         dtype: torch.dtype,
     ) -> None:
+        """Plan the reduction.
+
+        Args:
+            step: The step of the group.
+            is_alone: Whether the gradients are the result, without a reduction.
+            buckets: Buckets over one mesh.
+            params: Those of their parameters whose gradients are reduced.
+            dtype: The dtype of the sum.
+        """
         mesh = self.mesh = buckets[0].mesh
-        self._step, self.is_alone, self.dtype = step, is_alone, dtype
+        self._step, self._is_alone, self.dtype = step, is_alone, dtype
         self._channel: Channel = step.group.channels[mesh]
-        self._num_shards = mesh.num_shards
         self._large = with_own_message(buckets, dtype)
         members = [param for param in params for _ in range(num_tensors(param))]
         self._direct = [p for p in members if p in self._large and p.layout.param.is_even]
@@ -488,68 +503,61 @@ class ReductionStep:
         self._replica_dtype = sum_dtype(dtype) if is_widened else dtype
 
     def reduce_traffic(self) -> Traffic:
-        """Return what the reduction over the shards sends."""
-        if self._num_shards == 1:
+        """Return the traffic of the reduction over the shards."""
+        if self.mesh.num_shards == 1:
             return Traffic()
         sent = [numel * self.dtype.itemsize for numel in self._numels]
         is_custom = isinstance(self._channel.reduce_scatter, CustomReduceScatter)
-        return _launched([sum(sent)] if is_custom else sent, self._num_shards)
+        return _launched([sum(sent)] if is_custom else sent, self.mesh.num_shards)
 
     def all_reduce_traffic(self) -> Traffic:
-        """Return what the reduction over the replicas sends, around a ring, twice."""
+        """Return the traffic of the reduction over the replicas: around a ring, twice."""
         if not self._is_all_reduced:
             return Traffic()
         nbytes, num = sum(self._numels) * self._replica_dtype.itemsize, self.mesh.num_replicas
         return Traffic(1, 1, 2 * (num - 1) * nbytes // num)
 
     def copies(self) -> Iterator[Copy]:
-        """Yield what is copied to send the gradients, and what becomes of the result."""
-        if self.is_alone:
+        """Yield the copies of gradients before they are sent, and of the result."""
+        if self._is_alone:
             return
-        dtype, itemsize, names = short(self.dtype), self.dtype.itemsize, self._step.names_of
-        if self._direct and self._sent_dtype != self._grad_dtype:
+        dtype, itemsize, copy = short(self.dtype), self.dtype.itemsize, self._step.copy
+        num_shards, nbytes = self.mesh.num_shards, sum(self._numels) * self.dtype.itemsize
+        if self._sent_dtype != self._grad_dtype:
             numel = sum(param.layout.param.numel for param in self._direct)
             why = f"gradients are cast to {dtype}, in which they are summed"
-            yield Copy("cast", names(self._direct), numel * itemsize, 1, why)
+            yield copy("cast", self._direct, numel * itemsize, why)
         permuted = [param for param in self._members if param.layout.param.outer > 1]
-        nbytes = sum(p.layout.param.numel for p in permuted) * self._grad_dtype.itemsize
+        numel = sum(param.layout.param.numel for param in permuted)
         why = "gradients of parameters sharded on an inner dim are laid out shard by shard"
-        yield Copy("permuted", names(permuted), nbytes, 1, why)
+        yield copy("permuted", permuted, numel * self._grad_dtype.itemsize, why)
         padded = [param for param in self._packed if param in self._large]
-        numel = self._num_shards * sum(param.layout.param.shard_numel for param in padded)
+        numel = num_shards * sum(param.layout.param.shard_numel for param in padded)
         why = "rows do not divide evenly by the ranks, so the gradient is padded to send it"
-        yield Copy("padded", names(padded), numel * itemsize, 1, why)
-        small = names(param for param in self._packed if param not in self._large)
+        yield copy("padded", padded, numel * itemsize, why)
+        small = [param for param in self._packed if param not in self._large]
         why = "one flag for each gradient tells the ranks whether anybody has it"
         if small:
             why = f"gradients too small to be worth a message share one, and {why}"
-        numel = self._num_shards * self._numels[-1] - numel
-        yield Copy("packed", small, numel * itemsize, 1, why)
-        nbytes = sum(self._numels) * itemsize
-        if self._num_shards == 1:
+        yield copy("packed", small, (num_shards * self._numels[-1] - numel) * itemsize, why)
+        if num_shards == 1:
             why = "nobody shares these parameters: gradients are laid into the buffer to all-reduce"
-            yield Copy("moved", names(self._members), nbytes, 1, why)
+            yield copy("moved", self._members, nbytes, why)
         if self._is_all_reduced and self._replica_dtype != self.dtype:
-            nbytes += sum(self._numels) * self._replica_dtype.itemsize
             wide = f"cast to {short(self._replica_dtype)} to be summed over the replicas"
             why = f"sums of {dtype} are {wide}, and rounded once"
-            yield Copy("cast", names(self._members), nbytes, 1, why)
-        yield from self._copies_of_result()
-
-    def _copies_of_result(self) -> Iterator[Copy]:
+            both = nbytes + sum(self._numels) * self._replica_dtype.itemsize
+            yield copy("cast", self._members, both, why)
         finals, away = set(self._finals), is_away(self._members[0])
-        if finals == {self.dtype} and not away:
-            return
-        if len(finals) == 1:
+        changed = [
+            (param, final)
+            for param, final in zip(self._members, self._finals, strict=True)
+            if away or final != self.dtype
+        ]
+        nbytes = sum(param.layout.param.shard_numel * final.itemsize for param, final in changed)
+        if len(finals) == 1 and changed:  # all at once, with padding and flags
             nbytes = sum(self._numels) * self._finals[0].itemsize
-        else:
-            nbytes = sum(
-                param.layout.param.shard_numel * final.itemsize
-                for param, final in zip(self._members, self._finals, strict=True)
-                if away or final != self.dtype
-            )
         place = " and copied to the CPU, where the optimizer is" if away else ""
         turned = ", ".join(sorted(map(short, finals)))
-        why = f"reduced gradients of {short(self.dtype)} are turned into {turned}{place}"
-        names = self._step.names_of(self._members)
-        yield Copy("moved" if away else "cast", names, nbytes, 1, why)
+        why = f"reduced gradients of {dtype} are turned into {turned}{place}"
+        yield copy("moved" if away else "cast", self._members, nbytes, why)

@@ -378,10 +378,7 @@ def _drawn(trace: RankTrace) -> dict[str, Any]:
     ]
     return {
         "rank": trace.rank,
-        "host": trace.host,
         "device": trace.device,
-        "memoryOf": trace.memory_of,
-        "firstStep": trace.first_step,
         "steps": [[start / 1e3, end / 1e3] for start, end in trace.intervals],
         "lanes": lanes,
         "memory": [

@@ -317,13 +317,11 @@ class GroupFacts(NamedTuple):
     """Facts about a group.
 
     Attributes:
-        num_params: Its parameters.
-        nbytes: Their bytes when they are gathered.
+        nbytes: Bytes of its parameters when they are gathered.
         shard_ranks: The ranks that share them, as an index of ``rank_sets``.
         replica_ranks: The ranks that hold the same shards as this one, as an index too.
     """
 
-    num_params: int
     nbytes: int
     shard_ranks: int
     replica_ranks: int
@@ -336,7 +334,6 @@ class RankTrace:
     Attributes:
         rank: The rank.
         num_ranks: The number of ranks of the job.
-        host: The name of its host.
         clock: Identifies the clock: ranks with the same value share one.
         device: The device of compute.
         memory_of: The memory that is counted: ``device``, ``heap`` or ``nothing``.
@@ -354,7 +351,6 @@ class RankTrace:
 
     rank: int
     num_ranks: int
-    host: str
     clock: str
     device: str
     memory_of: str
@@ -381,7 +377,6 @@ class RankTrace:
         return cls(
             rank=_rank_here(),
             num_ranks=dist.get_world_size() if dist.is_initialized() else 1,
-            host=platform.node(),
             clock=_BOOT.read_text().strip() if _BOOT.exists() else platform.node(),
             device=str(next(iter(roots.values())).mesh.device),
             memory_of=memory_of,
@@ -480,7 +475,7 @@ def _facts_of(group: ParamGroup, sets: dict[tuple[int, ...], int]) -> GroupFacts
     for ranks in (mesh.shard_group, mesh.replica_group):
         numbers = [_rank_here()] if ranks is None else dist.get_process_group_ranks(ranks)
         places.append(sets.setdefault(tuple(numbers), len(sets)))
-    return GroupFacts(len(group.params), nbytes, *places)
+    return GroupFacts(nbytes, *places)
 
 
 def file_of(folder: Path, rank: int) -> Path:

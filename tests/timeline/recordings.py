@@ -88,7 +88,6 @@ def made_up(
     return RankTrace(
         rank=rank,
         num_ranks=num_ranks,
-        host=clock,
         clock=clock,
         wall=10**18,
         device="cpu",
@@ -98,7 +97,7 @@ def made_up(
         first_step=0,
         steps=list(steps),
         rank_sets=[list(range(num_ranks)), [rank]],
-        groups={"": GroupFacts(1, 64, 0, 1), "0": GroupFacts(2, 80, 0, 1)},
+        groups={"": GroupFacts(64, 0, 1), "0": GroupFacts(80, 0, 1)},
         spans=list(spans),
         flights=list(flights),
         memory=[Sample(0, 2**20), Sample(50, 3 * 2**20)],

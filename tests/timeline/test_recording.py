@@ -88,9 +88,9 @@ def test_memory_is_asked_where_it_was_taken_or_is_given_back() -> None:
 
 def test_the_facts_of_groups_and_ranks() -> None:
     recorded = recorded_steps(1)
-    facts = GroupFacts(num_params=2, nbytes=80, shard_ranks=0, replica_ranks=1)
+    facts = GroupFacts(nbytes=80, shard_ranks=0, replica_ranks=1)
     assert recorded.rank_sets == [[0, 1], [0]]
-    assert recorded.groups == {"": GroupFacts(0, 0, 0, 1), "0": facts, "1": facts}
+    assert recorded.groups == {"": GroupFacts(0, 0, 1), "0": facts, "1": facts}
     assert (recorded.rank, recorded.num_ranks, recorded.device) == (0, 2, "cpu")
     assert RankTrace.from_json(recorded.to_json()) == recorded
 
