@@ -40,7 +40,7 @@ from composable_shard.insight.report import (
 from composable_shard.optim.layouts import Fits, Layout
 from composable_shard.train.wrap import Policy, apply_fully_shard
 
-# The result of ``estimate``: plain values, and how they are shown ---------------------------------
+# The result of ``estimate``: plain values, and their texts ----------------------------------------
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class MemorySplit:
     Attributes:
         shards: Its shards of the parameters.
         gradients: Gradients: as autograd leaves them, on their way, and reduced.
-        optimizer: The state of the optimizer, and what its step needs besides.
-        gathered: Unsharded parameters, and what gathers need besides.
-        activations: What compute made and still needs.
+        optimizer: The state of the optimizer, and the other memory of its step.
+        gathered: Unsharded parameters, and the other memory of gathers.
+        activations: Tensors that compute made and still needs.
         unsharded: Parameters and buffers that are not sharded, and the batch.
     """
 
@@ -71,11 +71,11 @@ class MemorySplit:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, without the optimizer, whose speed is that of memory.
+    """Seconds of one step, without the optimizer, which is as fast as memory.
 
     Attributes:
-        compute: If nothing had to be sent.
-        communication: If nothing had to be computed.
+        compute: The time of compute alone.
+        communication: The time of communication alone.
         exposed: Communication that compute waits for.
         step: Compute and exposed communication.
     """
@@ -88,20 +88,20 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Estimate(Report):
-    """What one rank needs for a step.
+    """The needs of one rank for a step.
 
     Attributes:
         mesh_shape: ``(replicas, shards)``.
         num_parameters: Elements of all parameters.
         num_groups: Groups that have parameters.
-        peak: What a rank holds on its device at the fullest moment of a step.
-        peak_at: Which moment that is.
-        between_steps: What it holds between steps, gradients cleared.
+        peak: The memory on the device of a rank at the fullest moment of a step.
+        peak_at: That moment.
+        between_steps: The memory between steps, gradients cleared.
         on_cpu: Bytes on the CPU, if parameters are offloaded.
-        traffic: What a rank sends in a step, but for the optimizer.
+        traffic: The traffic of a rank in a step, without the optimizer.
         flops: Floating-point operations of a rank in forward and backward.
-        time: How long that takes, if speeds were given.
-        optimizer: What a step of the optimizer does, if layouts were given.
+        time: The time of a step, if speeds were given.
+        optimizer: A step of the optimizer, if layouts were given.
     """
 
     mesh_shape: tuple[int, int]
@@ -163,7 +163,7 @@ class Estimate(Report):
 
 
 def default_loss(output: Any, batch: Any) -> torch.Tensor:
-    """Take the ``loss`` of an output that has one, else the sum of a tensor.
+    """Return the ``loss`` of an output that has one, else the sum of a tensor.
 
     Raises:
         TypeError: If it is neither.
@@ -195,36 +195,37 @@ def estimate(
     latency: float = 0.0,
     **kwargs: Any,
 ) -> Estimate:
-    """Tell what a training step will need on each of 1 to 100,000 ranks, without any of them.
+    """Compute the needs of a training step on each of 1 to 100,000 ranks, without any of them.
 
     The model is built, sharded and run with tensors that have no memory, as the first of so many
-    ranks. What lives, what is computed and what is sent there is watched. So the time this takes
-    hardly grows with the ranks.
+    ranks. Its allocations, operations and messages are recorded. So the time this takes hardly
+    grows with the ranks.
 
     Args:
-        build_model: Makes the model, of which nothing is allocated.
+        build_model: Makes the model; its parameters are not allocated.
         mesh_shape: The number of ranks, or ``(replicas, shards)``.
-        policy: Which modules have a group of their own, as for :func:`apply_fully_shard`; those
-            that are repeated in lists, if absent.
-        batch: What one rank's forward takes: a tensor, a tuple of arguments, a dict of keyword
+        policy: Picks the modules that have a group of their own, as for :func:`apply_fully_shard`;
+            by default those that are repeated in lists.
+        batch: The inputs of one rank's forward: a tensor, a tuple of arguments, a dict of keyword
             arguments, or a function that makes one. Only shapes and dtypes count, so tensors on the
-            meta device will do.
-        shard: Applies ``fully_shard`` to the model by itself instead, on the mesh that it is given.
-        loss: Makes a scalar of output and batch; if absent, the ``loss`` of the output if it has
+            meta device suffice.
+        shard: Instead of ``policy``, a function of the model and the mesh that applies
+            ``fully_shard``.
+        loss: Makes a scalar of output and batch; by default the ``loss`` of the output if it has
             one, else the sum of its elements.
         optimizer: Makes the optimizer of some parameters; ``None`` leaves it out. Or the layouts
-            of ``with_layout``: then it is told of the rank that has most matrices to step.
-        device: ``"cpu"``, or that of an accelerator.
-        flops: Floating-point operations that a device does in a second. With ``bandwidth``, the
-            time of a step is estimated.
+            of ``with_layout``: the estimate is then that of the rank with the most matrices to
+            step.
+        device: ``"cpu"``, or the type of an accelerator.
+        flops: Floating-point operations that a device does in a second. With ``bandwidth``, adds
+            the time of a step.
         bandwidth: Bytes that a rank sends in a second.
-        replica_bandwidth: The same between replicas; ``bandwidth`` if absent.
-        latency: Seconds that each launch of a collective takes besides.
+        replica_bandwidth: The same between replicas; by default ``bandwidth``.
+        latency: Additional seconds of each launch of a collective.
         kwargs: Arguments of ``fully_shard``, such as ``mp_policy`` and ``reshard_after_forward``.
 
     Returns:
-        An :class:`Estimate`: ``print`` it, ask it for ``to_dict()``, or let rich or a notebook
-        show it.
+        An :class:`Estimate`: ``print`` it, call ``to_dict()``, or let rich or a notebook show it.
 
     Raises:
         TypeError: If an argument has the wrong type, ``build_model`` returns no module, or ``loss``

@@ -46,7 +46,7 @@ from composable_shard.optim.layouts import LayoutOptimizer
 from composable_shard.train.parking import Parked, parkable
 from composable_shard.train.weights.stream import PassCosts, costs_of
 
-# The result of ``explain``: plain values, and how they are shown ----------------------------------
+# The result of ``explain``: plain values, and their texts -----------------------------------------
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class GroupExplanation:
     Attributes:
         name: Its name in the model; that of a root is ``"(root)"``.
         modules: The classes of its modules.
-        parameters: What it holds.
+        parameters: Its parameters.
         sharded_nbytes: Bytes of this rank's shards, padding included.
         gathered_nbytes: Bytes of the gathered parameters.
-        traffic: What it sends in one step.
-        copies: What it packs, copies and casts in one step.
-        reasons: Why it does what it does, sentences.
+        traffic: Its traffic in one step.
+        copies: Its packs, copies and casts in one step.
+        reasons: The reasons, as sentences.
     """
 
     name: str
@@ -165,9 +165,9 @@ class OptimizerExplanation(Report):
 
 @dataclass(frozen=True)
 class ParkingExplanation(Parked):
-    """What ``parked`` would free of the memory of one device, in bytes on this rank.
+    """The memory of one device that ``parked`` would free now, in bytes on this rank.
 
-    It is what is there now: gradients and states of optimizers come with the first step.
+    Gradients and states of optimizers count once the first step has made them.
 
     Attributes:
         device: Such as ``"cuda:0"``. Memory of the host is not parked.
@@ -178,15 +178,15 @@ class ParkingExplanation(Parked):
 
 @dataclass(frozen=True)
 class Explanation(Report):
-    """What sharding does to a model.
+    """How a model is sharded, gathered and reduced.
 
     Attributes:
-        groups: The groups, roots before what lies in them.
-        advice: What to look at.
-        optimizer: What a step of the optimizer does, if one was given.
-        parking: What ``parked`` would free now, of the memory of each device; not compared, since
+        groups: The groups, each root before the groups in it.
+        advice: Advice on needless costs.
+        optimizer: A step of the optimizer, if one was given.
+        parking: The memory of each device that ``parked`` would free now; not compared, since
             gradients and states come with the steps.
-        weights_out: What a pass of ``iter_full`` takes, if ``bucket_bytes`` were given.
+        weights_out: The costs of a pass of ``iter_full``, if ``bucket_bytes`` was given.
     """
 
     groups: tuple[GroupExplanation, ...]
@@ -197,7 +197,7 @@ class Explanation(Report):
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank sends in one step, without the optimizer."""
+        """The traffic of this rank in one step, without the optimizer."""
         return total(group.traffic.total for group in self.groups)
 
     def sections(self) -> list[Section]:
@@ -311,22 +311,23 @@ ROOT = "(root)"
 def explain(
     model: nn.Module, optimizer: Optimizer | None = None, *, bucket_bytes: int | None = None
 ) -> Explanation:
-    """Tell what sharding does to a model: what it keeps, sends, packs, copies and casts, and why.
+    """Explain what a sharded model keeps, sends, packs, copies and casts in a step, and why.
 
-    Read off the layouts, policies and plans that the step will use, for one step in which each
-    module is called once. Works before the first forward and under fake ranks, and changes nothing.
+    The facts come from the layouts, policies and plans that the step will use, for one step in
+    which each module is called once. Works before the first forward and under fake ranks, and
+    changes nothing.
 
     Args:
         model: A sharded module, or one with sharded modules inside.
-        optimizer: Tells of its step, too: how many tensors it steps, and of one that
-            ``with_layout`` made what it sends, what that occupies, and how even the work is. Its
-            states are among what ``parked`` would free.
-        bucket_bytes: Tells of a pass of ``iter_full`` with such buckets, too: what it launches,
-            sends, receives and holds.
+        optimizer: Adds its step: the number of tensors that it steps and, for ``with_layout``,
+            its traffic, its memory and the balance of the work. Its states count among the memory
+            that ``parked`` would free.
+        bucket_bytes: Adds a pass of ``iter_full`` with such buckets: its launches, its traffic and
+            its memory.
 
     Returns:
-        An :class:`Explanation`: ``print`` it, ask it for ``to_dict()``, or let rich or a notebook
-        show it.
+        An :class:`Explanation`: ``print`` it, call ``to_dict()``, or let rich or a notebook show
+        it.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -378,7 +379,7 @@ def _explain_group(step: GroupStep) -> GroupExplanation:
     return GroupExplanation(
         name=step.name,
         modules=tuple(type(module).__name__.removeprefix("FSDP") for module in step.group.modules),
-        parameters=tuple(told for _, told in step.params),
+        parameters=tuple(explanation for _, explanation in step.params),
         sharded_nbytes=step.sharded_nbytes,
         gathered_nbytes=step.unsharded_nbytes,
         traffic=step.traffic(),

@@ -107,7 +107,7 @@ def _ends_forward_and_begins_backward(group: ParamGroup) -> bool:
 
 
 def _has_backward(group: ParamGroup) -> bool:
-    """Tell whether backward comes here; before the first step, whether one trains up to here."""
+    """Return whether backward reaches the group; before the first step, whether it may."""
     tree = group.tree
     if tree.plan.groups:
         return group in tree.plan.groups
@@ -252,7 +252,7 @@ def messages_of(bucket: Storage) -> tuple[int, ...] | None:
 
 
 def _padded_nbytes(formats: Sequence[Format]) -> int:
-    """Return the bytes that each rank sends of a tensor, of which some have fewer rows."""
+    """Return the bytes that each rank sends of a tensor, padded to the most rows of a rank."""
     rows = max(theirs.shape[0] for theirs in formats)
     return rows * prod(formats[0].shape[1:]) * formats[0].dtype.itemsize
 

@@ -235,7 +235,7 @@ def _summarize_rank(trace: RankTrace) -> dict[str, Any]:
     times = dict.fromkeys(("step", "compute", *KINDS, "late", "other", "communication"), 0)
     times["step"] = end - begin
     for span in trace.spans:
-        if begin <= span.start and span.end <= end:  # a mark of a step ends what is under way
+        if begin <= span.start and span.end <= end:  # the mark of a step ends every span
             times[span.kind] += span.end - span.start
             times["late"] += span.late
     times["compute"] = sum(times[kind] for kind in COMPUTE)

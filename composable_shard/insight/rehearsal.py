@@ -371,7 +371,7 @@ def rehearsed(
 
 
 def _take_off_meta(model: nn.Module) -> None:
-    """Replace what is on the meta device by tensors that pass for real, ties kept."""
+    """Replace tensors on the meta device by fake tensors of the CPU; ties are kept."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
