@@ -254,7 +254,7 @@ def test_copies_of_wrappers_that_were_given_process_groups() -> None:
     plain, reference = two_of(mlp())
     model = FSDP(plain, process_group=dist.group.WORLD, use_orig_params=True, device_id=CPU)
     model = copy.deepcopy(model)
-    assert model._use_orig_params
+    assert model.fsdp_use_orig_params
     assert_same_backward(model, reference, of_rank(2, 4))
 
 

@@ -61,9 +61,9 @@ def check_tree(root: FullyShardedDataParallel) -> None:
     if not all(context in _checked for context in contexts):
         wrappers = root.fsdp_modules(root)
         same = {
-            "_use_orig_params": "use_orig_params",
-            "limit_all_gathers": "limit_all_gathers",
-            "_use_full_prec_in_eval": _EVAL_VARIABLES[0],
+            "fsdp_use_orig_params": "use_orig_params",
+            "fsdp_limit_all_gathers": "limit_all_gathers",
+            "fsdp_full_precision_in_eval": _EVAL_VARIABLES[0],
         }
         for attribute, name in same.items():
             values = sorted({getattr(wrapper, attribute) for wrapper in wrappers})
@@ -80,7 +80,7 @@ def _step_in_backward(root: FullyShardedDataParallel) -> None:
         for param in group.params:
             if not _torch.optimizers_in_backward(param.sharded):
                 continue
-            if not root._use_orig_params:
+            if not root.fsdp_use_orig_params:
                 raise RuntimeError(
                     f"Expected no optimizer in backward, got one of '{param.name}' of "
                     f"{group.label}, which is only supported with use_orig_params=True"
@@ -105,7 +105,7 @@ def precision(wrapper: FullyShardedDataParallel) -> Iterator[bool]:
     Raises:
         ShardError: If gradients are on where full parameters are asked for.
     """
-    lowers = wrapper.module.training or not wrapper._use_full_prec_in_eval
+    lowers = wrapper.module.training or not wrapper.fsdp_full_precision_in_eval
     if lowers or wrapper.mixed_precision.param_dtype is None:
         yield True
         return
@@ -199,9 +199,11 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
                 "fully_shard was applied to before; wrap the module around it, or use it as it is"
             )
         choices = Choices.of(locals())
-        self._use_orig_params, self.limit_all_gathers = use_orig_params, limit_all_gathers
+        self.fsdp_use_orig_params, self.fsdp_limit_all_gathers = use_orig_params, limit_all_gathers
         self.mixed_precision = mixed_precision or MixedPrecision()
-        self._use_full_prec_in_eval = any(os.environ.get(name) == "1" for name in _EVAL_VARIABLES)
+        self.fsdp_full_precision_in_eval = any(
+            os.environ.get(name) == "1" for name in _EVAL_VARIABLES
+        )
         self.fsdp_state_dict_settings = state_dicts.settings_of(StateDictType.FULL_STATE_DICT)
         scope = scope_of(module, ignored_modules, ignored_states)
         self.compute_device = resolve_device(scope, choices)
