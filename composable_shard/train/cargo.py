@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from composable_shard import _torch
@@ -24,7 +24,6 @@ from composable_shard.train.places import (
     Ground,
     Target,
     placements_of,
-    sharded_dim,
     whole_on_meta,
 )
 from composable_shard.train.weights.entries import exchange, register_instead
@@ -191,12 +190,15 @@ class Possession:
         if param is None or not isinstance(tensor, DTensor):
             return item
         placement = self.params[param].placement
-        item = item._replace(param=param, dim=sharded_dim(what, tensor, placement))
+        dims = [cut.dim for cut in tensor.placements if isinstance(cut, Shard)]
+        item = item._replace(param=param, dim=dims[0] if dims else None)
+        laid = placement.mesh, placements_of(placement.roles, item.dim)
         sizes = _sizes(item, placement)
-        if sizes != local.shape:
+        if (tensor.device_mesh, tensor.placements) != laid or sizes != local.shape:
             raise ShardError(
-                f"Expected shape {list(sizes)} of {what} on this rank, got {list(local.shape)}; "
-                "such a model is moved by a checkpoint"
+                f"Expected {what} to be cut by Shard over axes of the mesh of the parameter, of "
+                f"shape {list(sizes)} on this rank, got shape {list(local.shape)}, "
+                f"{tensor.placements} on {tensor.device_mesh}; such a model is moved by a checkpoint"
             )
         return item
 
@@ -260,7 +262,7 @@ class Possession:
         The parameter is planned for its new ranks; the DTensor is left as it is.
         """
         index = self._indices[id(param.sharded)]
-        mesh, item = target.over[index], told.items["parameter", index]
+        mesh, item = target.over[param], told.items["parameter", index]
         param.layout = plan_tensor(whole_on_meta(param), param.layout.dim, mesh.num_shards)
         param.mesh, param.placement, param.place = mesh, target.placements[index], None
         param.device = torch.device("cpu") if param.offload is not None else mesh.device

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +59,11 @@ def save_checkpoint(
     target = Path(folder)
     part = target.with_name(f".{target.name}.part")
     ranks = Ranks(process_group, f"saving checkpoint '{target}'")
+    expected = f"to save checkpoint '{target}'"
     with naming_failures(ranks.doing):
-        _on_first(ranks, target, lambda: _make_room(target, part))
+        ranks.on_first(partial(_make_room, target, part), expected)
         _write(state, part, target, process_group)
-        _on_first(ranks, target, lambda: _publish(part, target))
+        ranks.on_first(partial(_publish, part, target), expected)
 
 
 def is_complete(folder: str | os.PathLike[str]) -> bool:
@@ -139,7 +140,8 @@ def _publish(part: Path, target: Path) -> None:
 def write_json(path: Path, content: object) -> None:
     """Write a file and put it on the disk, so that it has its content before it gets its name."""
     with path.open("w") as file:
-        file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        json.dump(content, file, indent=2, sort_keys=True)
+        file.write("\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -151,15 +153,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _on_first(ranks: Ranks, target: Path, act: Callable[[], None]) -> None:
-    """Do something on the first rank; let all of them know how it went.
-
-    Raises:
-        ShardError: On all ranks, if it failed.
-    """
-    if ranks.is_first:
-        with ranks.noting_failure():
-            act()
-    ranks.agree([], "", f"to save checkpoint '{target}'")

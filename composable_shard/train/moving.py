@@ -141,7 +141,7 @@ class _Move:
         self._target = target = Target(owner.model, owner.params, self._meshes)
         if target.is_member:
             for group in owner.groups:
-                over = [target.of_group(group), *map(target.mesh_for, group.params)]
+                over = [target.of_group(group), *(target.over[param] for param in group.params)]
                 check_reshard(group.settings.reshard_after_forward, over)
         return owner.grounds(), target.grounds()
 

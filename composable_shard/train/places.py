@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.placement import ParamPlacement, Role, plan_placement
@@ -174,28 +174,6 @@ def placements_of(roles: Sequence[Role], dim: int | None) -> tuple[Placement, ..
     return tuple(cut if role == "shard" else Replicate() for role in roles)
 
 
-def sharded_dim(what: str, tensor: DTensor, placement: ParamPlacement) -> int | None:
-    """Return on which dim a parameter is sharded, or its gradient, or a state of it.
-
-    Args:
-        what: What messages call it.
-        tensor: The tensor.
-        placement: Of the parameter.
-
-    Raises:
-        ShardError: If it is cut otherwise, or lies on another mesh than the parameter.
-    """
-    dims = (getattr(cut, "dim", None) for cut in tensor.placements)
-    dim = next((dim for dim in dims if dim is not None), None)
-    is_alike = tensor.placements == placements_of(placement.roles, dim)
-    if tensor.device_mesh != placement.mesh or not is_alike:
-        raise ShardError(
-            f"Expected {what} to be cut by Shard over axes of the mesh of the parameter, got "
-            f"{tensor.placements} on {tensor.device_mesh}; such a model is moved by a checkpoint"
-        )
-    return dim
-
-
 # Where parameters are to lie ----------------------------------------------------------------------
 
 Meshes = DeviceMesh | Mapping[Fits, DeviceMesh]
@@ -229,28 +207,21 @@ class Target:
                 "those of some"
             )
         self.is_member = True in members
-        self.over: list[ShardMesh] = []
+        self.over: dict[ShardedParam, ShardMesh] = {}
         self.placements: list[ParamPlacement] = []
         for param, mesh in zip(params, self._meshes, strict=True) if self.is_member else ():
-            over = resolve_mesh(mesh, _dims_of(param))
-            self.over.append(over)
+            over = self.over[param] = resolve_mesh(mesh, _dims_of(param))
             planned = plan_placement(param.name, whole_on_meta(param), param.layout.dim, over)
             self.placements.append(planned)
-        self._indices = {id(param): index for index, param in enumerate(params)}
 
     def grounds(self) -> list[Ground]:
         """Return where each parameter will lie; nothing on a rank that leaves."""
         return [Ground.of(planned.mesh, planned.roles) for planned in self.placements]
 
-    def mesh_for(self, param: ShardedParam) -> ShardMesh:
-        """Return the data-parallel ranks of a parameter."""
-        return self.over[self._indices[id(param)]]
-
     def of_group(self, group: ParamGroup) -> ShardMesh:
         """Return the mesh of a group: of those of its parameters that had its own, or of any."""
         own = [param for param in group.params if param.mesh == group.mesh]
-        found = [self.over[self._indices[id(param)]] for param in (own or group.params)]
-        return (found or self.over)[0]
+        return next(self.over[param] for param in (*own, *group.params, *self.over))
 
     def elsewhere(self, index: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Return on which mesh, without this rank, a parameter lies, and about how.

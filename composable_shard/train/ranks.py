@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -139,6 +139,13 @@ class Ranks:
         if len({digest for digest, *_ in heard}) > 1:
             text = first_difference(self.gather(list(facts)), self.numbers, what)
             raise RankMismatchError(text)
+
+    def on_first(self, act: Callable[[], object], expected: str) -> None:
+        """Act on the first rank, and let all ranks hear of a failure; see :meth:`agree`."""
+        if self.is_first:
+            with self.noting_failure():
+                act()
+        self.agree([], "", expected)
 
     def go_on(self, expected: str) -> None:
         """Raise ``ShardError`` on all ranks if one has failed; cheaper than :meth:`agree`.

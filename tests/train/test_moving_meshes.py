@@ -296,9 +296,11 @@ REFUSED: dict[str, Callable[[], None]] = {
     "move, got [1, 0]; such a model is moved by a checkpoint": (
         lambda: move(plain(on_mesh(0, 1)), (), on_mesh(1, 0))
     ),
-    f"{BEGIN}0: ShardError: Expected shape [4, 6] of state 'exp_avg' of 'weight' on this rank, got "
-    f"[2, 6]; "
-    "such a model is moved by a checkpoint": shorter_state,
+    f"{BEGIN}0: ShardError: Expected state 'exp_avg' of 'weight' to be cut by Shard over axes of "
+    "the mesh of the parameter, of shape [4, 6] on this rank, got shape [2, 6], (Shard(dim=0),) on "
+    "DeviceMesh((shard=2), 'cpu', stride=(1,)); such a model is moved by a checkpoint": (
+        shorter_state
+    ),
     f"{BEGIN}0: ShardError: Expected 'apart', a DTensor, to be sharded by fully_shard for the "
     f"model to move to more ranks, got one that is not; "
     "such a model is moved by a checkpoint": joins_a_plain_dtensor,

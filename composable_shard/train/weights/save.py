@@ -155,14 +155,10 @@ def _save(output: Output, files: Files, ranks: Ranks, advance: Callable[[int], o
                     with ranks.noting_failure():
                         write(one, full)
                 del one, full  # or they would be held while the next bucket is finished
-        if ranks.is_first and not homes:  # a model without tensors
-            with ranks.noting_failure():
-                begin(*files).close()
-        ranks.agree([], "files", expected)
-        if ranks.is_first:
-            with ranks.noting_failure():
-                output.publish(files)
-        ranks.agree([], "files", expected)
+        if not homes:  # a model without tensors
+            ranks.on_first(lambda: begin(*files).close(), expected)
+        ranks.agree([], "", expected)
+        ranks.on_first(lambda: output.publish(files), expected)
     except BaseException:
         for writer in under_way.values():
             with contextlib.suppress(OSError):
