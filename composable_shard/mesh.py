@@ -53,8 +53,7 @@ class DataParallelMeshDims:
         if not names:
             raise ValueError("Expected shard or replicate to name a mesh axis, got neither")
         for name in names:
-            if not isinstance(name, str):
-                raise TypeError(f"Expected names of mesh axes, got {type(name).__name__}: {name!r}")
+            check_type("the name of a mesh axis", name, isinstance(name, str), "a str")
         if len(set(names)) < len(names):
             raise ValueError(f"Expected each mesh axis to be named once, got {tuple(names)}")
 
@@ -170,8 +169,7 @@ def resolve_mesh(
     """
     if mesh is None:
         mesh = _default_mesh()
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"Expected mesh to be a DeviceMesh, got {type(mesh).__name__}: {mesh!r}")
+    check_type("mesh", mesh, isinstance(mesh, DeviceMesh), "a DeviceMesh")
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"Expected a mesh that rank {dist.get_rank()} is in, got {mesh}; ranks that are to "
@@ -207,12 +205,9 @@ def _check_axis_names(mesh: DeviceMesh) -> None:
         )
 
 
-def _from_names(mesh: DeviceMesh, dims: object) -> ShardMesh:
-    if not isinstance(dims, DataParallelMeshDims):
-        raise TypeError(
-            f"Expected dp_mesh_dims to be a DataParallelMeshDims, got {type(dims).__name__}: "
-            f"{dims!r}"
-        )
+def _from_names(mesh: DeviceMesh, dims: DataParallelMeshDims) -> ShardMesh:
+    is_kind = isinstance(dims, DataParallelMeshDims)
+    check_type("dp_mesh_dims", dims, is_kind, "a DataParallelMeshDims")
     known = mesh.mesh_dim_names or ()
     for name in (*dims.shard_names, *dims.replicate_names):
         if name not in known:

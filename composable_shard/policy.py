@@ -127,8 +127,6 @@ class MixedPrecisionPolicy:
 
     def without_override(self) -> MixedPrecisionPolicy:
         """Return what holds for modules, whose inputs are cast, when parameters are resolved."""
-        if self.param_dtype_override_fn is None:
-            return self
         return replace(self, param_dtype_override_fn=None)
 
     def reduction_dtype(

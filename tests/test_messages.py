@@ -328,7 +328,7 @@ OF_FOUR = r"""\
 fully_shard(plain(), mesh=square(), dp_mesh_dims='shard')
     TypeError: Expected dp_mesh_dims to be a DataParallelMeshDims, got str: 'shard'
 DataParallelMeshDims(shard=('dp', 1))
-    TypeError: Expected names of mesh axes, got int: 1
+    TypeError: Expected the name of a mesh axis to be a str, got int: 1
 CPUOffloadPolicy(pin_memory='yes')
     TypeError: Expected pin_memory to be a bool, got str: 'yes'
 fully_shard(plain(), offload_policy={'weight': 'cpu'})

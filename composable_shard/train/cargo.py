@@ -198,7 +198,8 @@ class Possession:
             raise ShardError(
                 f"Expected {what} to be cut by Shard over axes of the mesh of the parameter, of "
                 f"shape {list(sizes)} on this rank, got shape {list(local.shape)}, "
-                f"{tensor.placements} on {tensor.device_mesh}; such a model is moved by a checkpoint"
+                f"{tensor.placements} on {tensor.device_mesh}; such a model is moved by a "
+                "checkpoint"
             )
         return item
 
