@@ -319,8 +319,7 @@ class _Run:
         members: The members, in the order of their offsets.
         tensor: The stepped tensor, [numel]; the parameter itself if it is stepped unchanged.
         is_flat: Whether the tensor is a part of a buffer.
-        state: The states of the tensor; ``None`` before the first step.
-        kept: The states that the members have been given.
+        kept: The states that the members have been given; ``None`` before the first step.
         with_elements: The members whose shards are not empty on this rank.
     """
 
@@ -328,8 +327,7 @@ class _Run:
         first = members[0]
         self.members = members
         self.is_flat = first.buffer is not None
-        self.state: dict[str, Any] | None = None
-        self.kept: dict[str, Any] = {}
+        self.kept: dict[str, Any] | None = None
         self.start, self.end = first.start, members[-1].end
         self.with_elements: list[_Member] = []
         if first.buffer is None:
@@ -406,7 +404,6 @@ class _Steps:
         self._kind = optimizer.stock_class
         step: Any = self._kind.step
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
-        self._num_groups = len(optimizer.param_groups)
         self._members = [
             _member(param, index, group)
             for index, group in enumerate(optimizer.param_groups)
@@ -453,7 +450,7 @@ class _Steps:
         """Return how many runs each parameter group has if no gradient is missing."""
         stepped = [member for member in self._members if member.param.requires_grad]
         runs = Counter(members[0].group for members in self._joined(stepped, None))
-        return [runs[index] for index in range(self._num_groups)]
+        return [runs[index] for index, _ in enumerate(self._optimizer.param_groups)]
 
     @torch.no_grad()
     def step(self) -> None:
@@ -466,21 +463,15 @@ class _Steps:
                 self._seen = seen
             for index in self._unreduced:
                 grads[index] = reduced_grad(self._params[index])
-            self._take(grads)
+            local_grads = _torch.local_tensors(map(grads.__getitem__, self._order))
+            for run in self._flat_runs:
+                run.take(list(islice(local_grads, len(run.with_elements))))
         try:
             self._step(self._inner())
             self._keep_states()
         finally:
-            for run in self._runs:
-                if run.is_flat:
-                    run.tensor.grad = None
-
-    def _take(self, grads: Sequence[torch.Tensor]) -> None:
-        """Set the gradients of all runs."""
-        local_grads = _torch.local_tensors(map(grads.__getitem__, self._order))
-        for run in self._runs:
-            if run.is_flat:
-                run.take(list(islice(local_grads, len(run.with_elements))))
+            for run in self._flat_runs:
+                run.tensor.grad = None
 
     def _inner(self) -> Optimizer:
         """Return the second optimizer: the first one, with runs as its parameters.
@@ -505,22 +496,26 @@ class _Steps:
         flat_ones = [member for member in stepped if member.buffer is not None]
         self._unreduced = [m.index for m in flat_ones if _is_elsewhere(grads[m.index], m.param)]
         self._runs = list(map(_Run, self._joined(stepped, grads)))
+        self._flat_runs = [run for run in self._runs if run.is_flat]
         self._firsts = list(range(len(self._members)))
         for run in self._runs:
             for member in run.members:
                 self._firsts[member.index] = run.members[0].index
         for numbers in self._numbers.values():
             numbers.arrange(self._firsts)
-        self._order = [member.index for run in self._runs for member in run.with_elements]
+        self._order = [member.index for run in self._flat_runs for member in run.with_elements]
         self._run_states = defaultdict[torch.Tensor, dict[str, Any]](dict)
-        lists = {(index, False): list[torch.Tensor]() for index in range(self._num_groups)}
+        num_groups = len(self._optimizer.param_groups)
+        lists = {(index, False): list[torch.Tensor]() for index in range(num_groups)}
         for run in self._runs:
-            key = run.members[0].group, isinstance(run.tensor, DTensor)
+            first = run.members[0]
+            key = first.group, isinstance(run.tensor, DTensor)
             lists.setdefault(key, []).append(run.tensor)
-            run.state = self._state_of(run)
-            if run.state is not None:
-                run.kept = dict(run.state)
-                self._run_states[run.tensor] = run.state
+            state = self._state.get(first.param)
+            if run.is_flat:
+                state = {name: run.part_of(place) for name, place in first.states.items()} or None
+            if state is not None:
+                self._run_states[run.tensor], run.kept = state, dict(state)
         self._stepped = [(group, tensors) for (group, _), tensors in lists.items()]
         self._remember()
 
@@ -554,13 +549,6 @@ class _Steps:
             last = member
         return joined
 
-    def _state_of(self, run: _Run) -> dict[str, Any] | None:
-        """Return the initial states of a run."""
-        first = run.members[0]
-        if not run.is_flat:
-            return self._state.get(first.param)
-        return {name: run.part_of(place) for name, place in first.states.items()} or None
-
     # States ---------------------------------------------------------------------------------
 
     def _adopt(self) -> None:
@@ -573,19 +561,14 @@ class _Steps:
                 member.buffer = None
                 continue
             for name, value in state.items():
-                member.states[name] = self._adopted(member, name, value)
-                state[name] = member.shown(member.states[name])
+                place = member.states[name] = self._place_for(member, name, value)
+                if isinstance(place, Numbers):
+                    place.seen[member.index].copy_(value)
+                elif isinstance(place, torch.Tensor):
+                    into = place[member.start : member.end].view(member.local.shape)
+                    into.copy_(_torch.local_tensor(value))
+                state[name] = member.shown(place)
         self._remember()
-
-    def _adopted(self, member: _Member, name: str, value: Any) -> Any:
-        """Store a state of a member; return where."""
-        place = self._place_for(member, name, value)
-        if isinstance(place, Numbers):
-            place.seen[member.index].copy_(value)
-        elif isinstance(place, torch.Tensor):
-            into = place[member.start : member.end].view(member.local.shape)
-            into.copy_(_torch.local_tensor(value))
-        return place
 
     def _place_for(self, member: _Member, name: str, value: Any) -> Any:
         """Return where a state is stored, the same place for all members of a buffer."""
@@ -604,12 +587,7 @@ class _Steps:
 
     def _keep_states(self) -> None:
         """Move states that the step has created or replaced into flat buffers and numbers."""
-        changed = [
-            run
-            for run in self._runs
-            if run.tensor in self._run_states
-            and (run.state is None or not _are(run.state.values(), run.kept.values()))
-        ]
+        changed = [run for run in self._runs if self._has_changed(run)]
         members = [member for run in changed for member in run.members]
         for member in sorted(members, key=attrgetter("index")):
             # Functions of torch gather states in the order of their creation: the optimizer's
@@ -620,19 +598,26 @@ class _Steps:
                 self._keep(run, state)
             else:
                 self._state[run.members[0].param] = state
-            run.state, run.kept = state, dict(state)
+            run.kept = dict(state)
         for numbers in self._numbers.values():
             numbers.show()
         if changed:
             self._remember()
 
+    def _has_changed(self, run: _Run) -> bool:
+        state = self._run_states.get(run.tensor)
+        if state is None or run.kept is None:
+            return state is not None
+        return not _are(state.values(), run.kept.values())
+
     def _keep(self, run: _Run, state: dict[str, Any]) -> None:
         """Give the states of a run to its members."""
+        kept = run.kept or {}
         for member in run.members:
-            for name in run.kept.keys() - state.keys():
+            for name in kept.keys() - state.keys():
                 del self._state[member.param][name], member.states[name]
         for name, value in state.items():
-            if name in run.kept and run.kept[name] is value:
+            if name in kept and kept[name] is value:
                 continue
             place, state[name] = self._placed(run, name, value)
             for member in run.members:
