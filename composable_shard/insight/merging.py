@@ -359,33 +359,14 @@ def to_html(traces: Sequence[RankTrace], summary: dict[str, Any]) -> str:
 
 
 def _drawn(trace: RankTrace) -> dict[str, Any]:
-    """Return what the script draws of a rank; times in microseconds.
-
-    Items of lanes are ``[kind, group, start, end, op, late, late rank]``, samples of memory
-    ``[time, live]`` or, on a device, ``[time, live, reserved]``.
-    """
-    lanes = [
-        {
-            "title": lane.title,
-            "kind": lane.kind,
-            "items": [
-                [s.kind, s.name, s.start / 1e3, s.end / 1e3, s.op, s.late / 1e3, s.late_rank]
-                for s in lane.spans
-            ],
-        }
-        for lane in lanes_of(trace)
-        if lane.kind != "steps"
-    ]
+    """Return the facts that the script draws of a rank."""
     return {
         "rank": trace.rank,
         "device": trace.device,
-        "steps": [[start / 1e3, end / 1e3] for start, end in trace.intervals],
-        "lanes": lanes,
-        "memory": [
-            [time / 1e3, *(nbytes for nbytes in both if nbytes is not None)]
-            for time, *both in trace.memory
-        ],
-        "nbytes": {name: facts.nbytes for name, facts in trace.groups.items()},
+        "intervals": trace.intervals,
+        "lanes": [lane._asdict() for lane in lanes_of(trace) if lane.kind != "steps"],
+        "memory": trace.memory,
+        "groups": trace.groups,
     }
 
 

@@ -2,6 +2,18 @@
 const content = JSON.parse(document.getElementById("content").textContent);
 const { summary, ranks } = content;
 
+// Python writes nanoseconds, and tuples as arrays; the page draws microseconds.
+const us = (ns) => ns / 1e3;
+for (const rank of ranks) {
+  rank.steps = rank.intervals.map((ends) => ends.map(us));
+  rank.memory = rank.memory.map(([time, live, reserved]) =>
+    reserved === null ? [us(time), live] : [us(time), live, reserved]);
+  for (const lane of rank.lanes) {
+    lane.items = lane.spans.map(([kind, name, start, end, op, , late, lateRank]) =>
+      [kind, name, us(start), us(end), op, us(late), lateRank]);
+  }
+}
+
 // By what a rank does, and by what is under way.
 const colors = {
   forward: "#3b82f6",
@@ -337,9 +349,8 @@ function hover(px, py) {
     tip.append(make("b", name || (op === "copies" ? "end of a pass" : "root")), make("span", what));
     tip.append(make("span", `${duration(end - start)} at ${duration(start - first)}, rank ${hit.row.rank.rank}`));
     if (late > 0) tip.append(make("span", `of it ${duration(late)} until rank ${lateRank} launched`));
-    if (act && hit.row.rank.nbytes[name]) {
-      tip.append(make("span", `${bytes(hit.row.rank.nbytes[name])} unsharded`));
-    }
+    const [nbytes] = hit.row.rank.groups[name] ?? [0];
+    if (op && nbytes) tip.append(make("span", `${bytes(nbytes)} unsharded`));
   } else if (py > lanes.clientHeight && px > LEFT) {
     const time = timeAt(px);
     tip.append(make("b", `at ${duration(time - first)}`));

@@ -80,9 +80,8 @@ class Timeline:
         self.recorded: RankTrace | None = None
         self._skip, self._num_steps = skip, 0
         self._last = None if steps is None else skip + steps
-        self._marks: list[tuple[Any, str, str, Bytes | None]] = []
+        self._marks: list[tuple[Any, str, str, Bytes | None]] = []  # none but while it records
         self._hooks = contextlib.ExitStack()
-        self._is_open = False
         if folder is not None:
             clear(folder, self._empty.rank, self._empty.num_ranks)
         if skip == 0:
@@ -101,7 +100,7 @@ class Timeline:
             (1, 2)
         """
         self._num_steps += 1
-        if self._is_open:
+        if self._marks:
             self._mark("step")
         elif self._num_steps == self._skip:
             self._open()
@@ -119,15 +118,14 @@ class Timeline:
             >>> timeline.recorded.num_ranks
             2
         """
-        if not self._is_open:
+        if not self._marks:
             return
-        self._is_open = False
         self._hooks.close()
         self._mark("end")
         stamps, *others = zip(*self._marks, strict=True)
+        self._marks.clear()
         marks = map(Mark, self._clock.times(stamps), *others)
         self.recorded = self._empty.recorded(list(marks), self._skip)
-        self._marks.clear()
         if self._folder is not None:
             try:
                 self._write(self._folder, self.recorded)
@@ -157,12 +155,11 @@ class Timeline:
             0.0
         """
         if self.recorded is None:
-            state = "not ended" if self._is_open else "not begun"
+            state = "not ended" if self._marks else "not begun"
             raise ValueError(f"Expected a recording that has ended, got one that has {state}")
         return MergedTrace.of([self.recorded]).summary
 
     def _open(self) -> None:
-        self._is_open = True
         self._mark("begin")
         for prefix, root in self._roots.items():
             self._hooks.enter_context(listening(root.tree, partial(self._mark, prefix=prefix)))

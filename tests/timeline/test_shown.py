@@ -143,13 +143,13 @@ def test_the_page_holds_all_ranks(page: str, merged: MergedTrace) -> None:
     assert content["summary"] == json.loads(json.dumps(merged.summary))
     for shown, rank in zip(content["ranks"], merged.ranks, strict=True):
         assert shown["rank"] == rank.rank
-        assert shown["memory"] == [[one.time / 1e3, one.nbytes] for one in rank.memory]
-        lanes = {lane["title"]: lane["items"] for lane in shown["lanes"]}
+        assert shown["memory"] == [list(sample) for sample in rank.memory]
+        lanes = {lane["title"]: lane["spans"] for lane in shown["lanes"]}
         assert list(lanes) == ["compute", "exposed waits", "gathers", "gathers 2", "reductions"]
         spans = lanes["compute"] + lanes["exposed waits"]
-        assert sorted(item[2] for item in spans) == [span.start / 1e3 for span in rank.spans]
-        exposed = sum(item[3] - item[2] for item in lanes["exposed waits"])
-        assert exposed / 1e3 == content["summary"]["ranks"][rank.rank]["exposed_ms"] * 2
+        assert sorted(span[2] for span in spans) == [span.start for span in rank.spans]
+        exposed = sum(span[3] - span[2] for span in lanes["exposed waits"])
+        assert exposed / 1e6 == content["summary"]["ranks"][rank.rank]["exposed_ms"] * 2
 
 
 def test_names_of_groups_cannot_end_the_script() -> None:
@@ -158,7 +158,7 @@ def test_names_of_groups_cannot_end_the_script() -> None:
     merged = MergedTrace.of([recorded])
     text = to_html(merged.ranks, merged.summary)
     content = json.loads(Elements(text).scripts[0])
-    assert content["ranks"][0]["lanes"][0]["items"][0][1] == name
+    assert content["ranks"][0]["lanes"][0]["spans"][0][1] == name
     assert name not in text
 
 
