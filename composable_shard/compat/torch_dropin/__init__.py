@@ -34,12 +34,8 @@ _torch_fsdp = importlib.import_module("torch.distributed.fsdp")
 
 # Policies of torch, said in ours ------------------------------------------------------------------
 
-_OURS = {
-    "MixedPrecisionPolicy": MixedPrecisionPolicy,
-    "CPUOffloadPolicy": CPUOffloadPolicy,
-    "OffloadPolicy": OffloadPolicy,
-    "DataParallelMeshDims": DataParallelMeshDims,
-}  # a class before those that it is derived from
+_POLICIES = (MixedPrecisionPolicy, CPUOffloadPolicy, OffloadPolicy, DataParallelMeshDims)
+"""Ours, a class before those that it is derived from; torch has classes of the same names."""
 
 
 class _EarlierPolicy(MixedPrecisionPolicy):
@@ -60,11 +56,12 @@ def translated(options: Mapping[str, Any]) -> dict[str, Any]:
 def _translated_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _translated_value(member) for name, member in value.items()}
-    for name, ours in _OURS.items():
-        theirs = getattr(_torch_fsdp, name, None)  # torch has not had all of them always
+    for ours in _POLICIES:
+        theirs = getattr(_torch_fsdp, ours.__name__, None)  # torch has not had all of them always
         if theirs is not None and isinstance(value, theirs):
-            names = [field.name for field in dataclasses.fields(theirs)]
-            fields = {name: getattr(value, name) for name in names}
+            fields = {
+                field.name: getattr(value, field.name) for field in dataclasses.fields(theirs)
+            }
             if ours is MixedPrecisionPolicy and not _torch.REDUCES_IN_GRAD_DTYPE:
                 fields["reduce_dtype"] = fields["reduce_dtype"] or fields["param_dtype"]
                 return _EarlierPolicy(**fields)
@@ -126,11 +123,7 @@ def share_comm_ctx(modules: Sequence[Any]) -> None:
 # Pipeline schedules ask the function for the state of a module.
 fully_shard.state = OF_TORCH["fully_shard"].state  # type: ignore[attr-defined]
 
-OURS: dict[str, Callable[..., Any]] = {
-    "fully_shard": fully_shard,
-    "register_fsdp_forward_method": register_fsdp_forward_method,
-    "share_comm_ctx": share_comm_ctx,
-}
+OURS: dict[str, Callable[..., Any]] = {name: globals()[name] for name in _NAMES}
 
 
 def _is_of_torch(module: Any) -> bool:
