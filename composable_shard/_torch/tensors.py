@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,18 +47,21 @@ set_versions = torch._C._autograd._unsafe_set_version_counter
 """Sets version counters of a tuple; autograd refuses saved tensors whose counter has moved."""
 
 
-def chunk_cat_into(out: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Cut each tensor along dim 0 into ``len(out)`` padded chunks; row i gets all chunks i.
+chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
+"""Cuts each tensor along dim 0 into ``num_chunks`` padded chunks; row i of ``out`` gets chunks i.
 
-    One fused kernel that pads with zeros and casts to the dtype of ``out``.
-    """
-    torch._chunk_cat(list(tensors), dim=0, num_chunks=out.shape[0], out=out)
+One fused kernel that pads with zeros and casts to the dtype of ``out``.
+"""
+
+
+copy_each_: Callable[..., object] = torch._foreach_copy_
+"""Copies one tensor or more into others of the same shapes, in one call; casts."""
 
 
 def copy_all_(into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensors into others of the same shapes, in one call; casts."""
+    """Copy any number of tensors into others of the same shapes, in one call; cast."""
     if into:
-        torch._foreach_copy_(into, sources)
+        copy_each_(into, sources)
 
 
 def zero_all_(tensors: list[torch.Tensor]) -> None:

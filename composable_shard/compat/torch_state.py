@@ -101,7 +101,10 @@ class TorchState:
 
         Collective: the reductions of a backward.
         """
-        self._group.tree.finish_backwards()
+        tree = self._group.tree
+        tree.in_flight.finish()
+        tree.launch_reductions()
+        tree.in_flight.finish()
 
 
 class _States(dict[Any, Any]):

@@ -51,11 +51,12 @@ from composable_shard.core.codec import (
     has_grad_extension,
     in_words,
     memory_of,
+    needs_extension,
     padded,
 )
 from composable_shard.core.layout import MessageCost, aligned
-from composable_shard.core.reduction import Reduction, refuse_sparse, stage_of
-from composable_shard.core.storage import GatherOps, ShardedParam, Storage
+from composable_shard.core.reduction import Reduction, Scale, refuse_sparse, stage_of
+from composable_shard.core.storage import Bucket, GatherOps, ShardedParam, Storage
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Pending, launching_stream
 from composable_shard.core.transport.process_groups import agree
@@ -401,6 +402,44 @@ def gather_unknown(buckets: Sequence[Storage], channels: dict[ShardMesh, Channel
             bucket.gather_first(bucket.param.local, channels[mesh])
 
 
+# The buckets of a group, flat ones and those of tensor subclasses ---------------------------------
+
+
+def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> list[Storage]:
+    """Copy shards into buckets: one for each mesh, dtype and device, and one for each subclass.
+
+    Args:
+        params: The parameters.
+        shards: This rank's shard of each.
+    """
+    kinds: dict[tuple[object, ...], list[tuple[ShardedParam, torch.Tensor]]] = {}
+    for param, shard in zip(params, shards, strict=True):
+        dtypes = shard.dtype, param.policy.compute_dtype(shard.dtype)
+        own = param if needs_extension(shard) else None
+        kinds.setdefault((param.mesh, *dtypes, shard.device, own), []).append((param, shard))
+    return [
+        Bucket(*zip(*pairs, strict=True)) if kind[-1] is None else ExtensionBucket(*pairs[0])
+        for kind, pairs in kinds.items()
+    ]
+
+
+def create_unsharded(buckets: Sequence[Storage], channels: dict[ShardMesh, Channel]) -> None:
+    """Make the unsharded parameters of buckets, before their first gather.
+
+    Collective: for tensor subclasses alone; see :func:`gather_unknown`.
+    """
+    for bucket in buckets:
+        if isinstance(bucket, Bucket) and not hasattr(bucket, "unsharded"):
+            bucket.create_unsharded()
+    gather_unknown(buckets, channels)
+
+
+def are_of_kind(buckets: Sequence[Storage]) -> bool:
+    """Return whether no shard of a flat bucket was given hooks of its own since it was built."""
+    flat = (bucket for bucket in buckets if isinstance(bucket, Bucket))
+    return not any(needs_extension(param.local) for bucket in flat for param in bucket.params)
+
+
 # Gradients that are tensor subclasses -------------------------------------------------------------
 
 _codecs: weakref.WeakKeyDictionary[ShardedParam, Codec | None] = weakref.WeakKeyDictionary()
@@ -570,6 +609,7 @@ class EncodedReduction(Reduction):
             _extensions.setdefault(param, {}).setdefault(self._dtype, GradExtension(param))
             for param in self.params
         ]
+        self.scale = Scale(1.0, None, 1.0)  # `wait` divides
 
     @torch.no_grad()
     def launch(self) -> None:
@@ -655,11 +695,12 @@ class EncodedReduction(Reduction):
         self._row_nbytes = aligned(end + self.num_flags, _ALIGNMENT_NBYTES)
 
     @torch.no_grad()
-    def wait_and_average(self) -> None:
-        """Wait for the encoded parts of all ranks, sum and divide them."""
-        self._pending.wait()
-        rows = self._received
-        del self._pending, self._received
+    def wait(self) -> None:
+        """Wait for the encoded parts of all ranks, sum and divide them; or for the replicas."""
+        super().wait()
+        rows = self.__dict__.pop("_received", None)
+        if rows is None:
+            return
         self.reduced = rows.new_zeros(self._numel, dtype=self._dtype)
         for param, start, extension, places in zip(
             self.params, self._starts, self._extensions, self._row_places, strict=True

@@ -74,12 +74,7 @@ class Finalization:
 
         Collective: those reductions.
         """
-        tree = self._tree
-        for group in tree.groups:
-            if group.settings.reduce_grads and group.unsynced_names:
-                tree.in_flight.start(group, deferred=True)
-            if group.settings.reshard_after_backward:
-                group.reshard()
+        self._tree.launch_reductions()
         self._used, self.handle = None, handle
 
     def check_ended(self) -> None:

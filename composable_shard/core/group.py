@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, is_not
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.plugins import Plugins
+from composable_shard.core.extension import are_of_kind, build_buckets, create_unsharded
+from composable_shard.core.plugins import Op, Plugins
 from composable_shard.core.program import Mode, Program
 from composable_shard.core.reduction import Reduction
 from composable_shard.core.registered import (
@@ -133,21 +134,6 @@ class Settings:
     zeros_for_unused: bool = False
 
 
-class BucketFactory(NamedTuple):
-    """Makes the buckets of a group, of kinds that the group does not know.
-
-    Attributes:
-        build: Copies the shards of some parameters into buckets.
-        fits: Whether the buckets are still of the kinds that :attr:`build` would make.
-        prepare: Makes the unsharded parameters, before a program is compiled. All ranks call it at
-            their first use of a group.
-    """
-
-    build: Callable[[Sequence[ShardedParam], Sequence[torch.Tensor]], list[Storage]]
-    fits: Callable[[Sequence[Storage]], bool]
-    prepare: Callable[[Sequence[Storage], dict[ShardMesh, Channel]], None]
-
-
 class ParamGroup:
     """Parameters that are gathered, freed and reduced together.
 
@@ -185,13 +171,12 @@ class ParamGroup:
         self,
         modules: Sequence[nn.Module],
         buckets: Sequence[Storage],
-        factory: BucketFactory,
         mesh: ShardMesh,
         policy: MixedPrecisionPolicy,
     ) -> None:
         self.modules = tuple(modules)
         self.name = type(modules[0]).__name__
-        self._factory, self.mesh = factory, mesh
+        self.mesh = mesh
         self.buckets = list(buckets)
         self.params: list[ShardedParam] = [param for bucket in buckets for param in bucket.params]
         self.policy = policy
@@ -301,9 +286,9 @@ class ParamGroup:
         with torch.inference_mode(False), torch.no_grad():
             take_over_registered(self.params, self.label)
             check_materialized(self.params, self.label)
-            if self._has_outside_shards() or not self._factory.fits(self.buckets):
+            if self._has_outside_shards() or not are_of_kind(self.buckets):
                 self._rebuild()
-            self._factory.prepare(self.buckets, self.channels)
+            create_unsharded(self.buckets, self.channels)
         self.compile()
         if before is None or not self.program.has_shards_of(before):
             self._gathered_version = -1
@@ -364,7 +349,7 @@ class ParamGroup:
         """Copy the shards into new buckets, after some were replaced or removed."""
         for param in self.params:
             param.retire_unsharded()
-        buckets = self._factory.build(self.params, [param.local for param in self.params])
+        buckets = build_buckets(self.params, [param.local for param in self.params])
         for bucket in buckets:
             for param, local in zip(bucket.params, bucket.locals, strict=True):
                 param.hold(local)
@@ -415,15 +400,22 @@ class ParamGroup:
         else:
             return
         try:
-            for op in self._gather.launch:
-                op()
-        except Exception as error:
-            self.announce("gathering", error)
+            self.run(self._gather.launch, "gathering")
+        except Exception:
             for op in (*self._gather.drop, *program.gather.free):
                 op()
             self.state = State.SHARDED
             raise
         self.state = State.UNSHARDING
+
+    def run(self, ops: Sequence[Op], doing: str) -> None:
+        """Run operations that other ranks take part in; tell them if one fails."""
+        try:
+            for op in ops:
+                op()
+        except Exception as error:
+            self.announce(doing, error)
+            raise
 
     def announce(self, doing: str, error: Exception) -> None:
         """Tell the other ranks that this one has failed, and will not do its part."""
@@ -437,12 +429,7 @@ class ParamGroup:
     def wait(self) -> None:
         """Wait for the all-gather, if one is in flight."""
         if self.state is State.UNSHARDING:
-            try:
-                for op in self._gather.wait:
-                    op()
-            except Exception as error:
-                self.announce("gathering", error)
-                raise
+            self.run(self._gather.wait, "gathering")
             self.state = State.UNSHARDED
 
     def reshard(self, *, keeps_part: bool = False) -> None:
@@ -572,12 +559,8 @@ class ParamGroup:
             self.accumulate()
             return None
         program = self.program
-        try:
-            for op in program.reduce[Mode.ADDING if deferred else program.mode()]:
-                op()
-        except Exception as error:
-            self.announce("reducing the gradients of", error)
-            raise
+        ops = program.reduce[Mode.ADDING if deferred else program.mode()]
+        self.run(ops, "reducing the gradients of")
         if program.over_replicas and self.settings.all_reduce_grads:
             for op in program.over_replicas:
                 op()
@@ -585,12 +568,7 @@ class ParamGroup:
 
     def accumulate(self) -> None:
         """Add the gradients to those of the sharded parameters, without sync."""
-        try:
-            for op in self.program.reduce[Mode.UNSYNCED]:
-                op()
-        except Exception as error:
-            self.announce("accumulating the gradients of", error)
-            raise
+        self.run(self.program.reduce[Mode.UNSYNCED], "accumulating the gradients of")
         self.note_unsynced(self.program)
 
     def note_unsynced(self, program: Program) -> None:
@@ -683,12 +661,7 @@ class Flight:
 
     def go_on(self) -> bool:
         """Run the next stage, which begins with a wait; return whether another is left."""
-        try:
-            for op in self._stages[self.num_run]:
-                op()
-        except Exception as error:
-            self.group.announce("reducing the gradients of", error)
-            raise
+        self.group.run(self._stages[self.num_run], "reducing the gradients of")
         self.num_run += 1
         if self.num_run < len(self._stages):
             return True

@@ -241,8 +241,9 @@ class Program:
         hooks: Stage = ops("deliver")
         if group.settings.all_reduce_hook is not None:
             hooks += tuple(one.call_hook for one in reductions)
-        wait = (*ops("await_reduction"), *(one.wait_and_average for one in reductions))
-        averaged = (*wait, *ops("averaged"))
+        average = tuple(one.average for one in reductions if one.scale.after != 1)
+        wait = (*ops("await_reduction"), *(one.wait for one in reductions))
+        averaged = (*wait, *average, *ops("averaged"))
         replicated = [one for one in reductions if one.num_replicas > 1]
         self.returns_over_replicas = any(one.is_offloaded for one in replicated)
         self.over_replicas: Stage = ()
@@ -257,12 +258,11 @@ class Program:
         stream = stream_beside(group.mesh.device)
         if stream is not None and all(type(one) is Reduction for one in reductions):
             split = tuple(partial(one.split_wait, stream) for one in reductions)
-            average = tuple(one.average for one in reductions)
             beside = _within(lambda: _torch.on_stream(stream), (*average, *launches))
             self.over_replicas = (*split, *beside, *ops("all_reduced"))
             wait = (*ops("await_reduction"), *(one.wait_for_shards for one in reductions))
             first = (*wait, *ops("averaged"), *ops("scattered"))
-        await_replicas = (one.wait_for_replicas for one in replicated)
+        await_replicas = (one.wait for one in replicated)
         second = (*ops("await_all_reduce"), *await_replicas, *hooks)
         written = self._with_write(second, ops("replicas_delivered"))
         self.deliver = {False: without, True: (first, *written)}

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress, repeat, starmap
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_, is_not, methodcaller
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ _is_there = partial(is_not, None)
 _is_sparse = attrgetter("is_sparse")
 _hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _no_hooks = (None, None)
+_flattened = methodcaller("reshape", -1)
 
 
 # The divisor of a gradient ------------------------------------------------------------------------
@@ -51,7 +52,7 @@ class Scale:
     Attributes:
         before: Keeps sums of float16 in range.
         divisor: What the reduction itself divides by; ``None`` for a sum.
-        after: The rest.
+        after: The rest, by which `Reduction.average` divides.
     """
 
     before: float
@@ -279,7 +280,7 @@ class Reduction:
                 for layout, grad in zip(layouts, grads, strict=True)
                 if layout.param.numel  # parameters without elements are not sent
             ]
-        direct = [grad.reshape(-1) for grad in grads[:num_direct]]
+        direct = list(map(_flattened, grads[:num_direct]))
         if not all(map(is_, map(_dtype, direct), repeat(self._sent_dtype))):
             direct = self._cast(direct)
         to_pack = grads[num_direct:]
@@ -290,7 +291,7 @@ class Reduction:
         if not all(map(is_, map(_dtype, to_pack), repeat(flags.dtype))):
             to_pack = [tensor.to(self._dtype) for tensor in to_pack]
         packed = _torch.empty(*self._packed_shape, dtype=self._dtype, device=flags.device)
-        _torch.chunk_cat_into(packed, to_pack)
+        _torch.chunk_cat(to_pack, 0, self._mesh.num_shards, out=packed)
         messages = [*direct, packed.view(-1)]
         if self.scale.before != 1:
             _torch.divide_all_(messages, self.scale.before)
@@ -350,17 +351,14 @@ class Reduction:
 
     # Phase deliver --------------------------------------------------------------------------
 
-    def wait_and_average(self) -> None:
-        """Wait for the sum over the ranks, and divide it."""
+    def wait(self) -> None:
+        """Wait for the sum over the ranks, or for the mean over the replicas."""
         self._pending.wait()
         del self._pending
-        if self.scale.after != 1:
-            self.reduced.div_(self.scale.after)
 
     def average(self) -> None:
-        """Divide the sum over the ranks."""
-        if self.scale.after != 1:
-            self.reduced.div_(self.scale.after)
+        """Divide the sum over the ranks; compiled if the reduction has not done all of it."""
+        self.reduced.div_(self.scale.after)
 
     def split_wait(self, stream: torch.Stream) -> None:
         """Let ``stream`` wait for the sum over the shards too; see :meth:`wait_for_shards`."""
@@ -398,11 +396,6 @@ class Reduction:
             if stage_of(param, grad) == "unreplicated":
                 param.sharded.grad = None
                 yield index, _torch.local_tensor(grad)
-
-    def wait_for_replicas(self) -> None:
-        """Wait for the mean over the replicas."""
-        self._pending.wait()
-        del self._pending
 
     def download(self) -> None:
         """Copy the flags, or offloaded gradients, to the host; if neither is needed, write now.
@@ -524,7 +517,8 @@ class LocalReduction(Reduction):
                 note_unreduced(param, stage_of(param, settled_grad(param)))
         self.take_grads()
         self.launch()
-        self.wait_and_average()
+        if self.scale.after != 1:
+            self.average()
         self.download()
         self.write_downloaded()
 
@@ -540,10 +534,12 @@ class LocalReduction(Reduction):
             ]
         del self._grads
 
-    def wait_and_average(self) -> None:
-        """Divide the gradients, if a divisor other than one was set."""
-        if self._divisor != 1:
-            _torch.divide_all_([g for g in self._results_here if g is not None], self._divisor)
+    def wait(self) -> None:
+        """Wait for nobody."""
+
+    def average(self) -> None:
+        """Divide the gradients by the divisor that was set."""
+        _torch.divide_all_([g for g in self._results_here if g is not None], self._divisor)
 
     def download(self) -> None:
         """Copy the gradients to the host, if ``.grad`` is there; otherwise write it."""

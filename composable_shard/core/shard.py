@@ -18,11 +18,10 @@ from torch.nn.parameter import is_lazy
 
 from composable_shard import _torch
 from composable_shard.core.codec import GRAD_PRE, PRE, flatten, has_extension, needs_extension
-from composable_shard.core.extension import ExtensionBucket, gather_unknown
-from composable_shard.core.group import BucketFactory, ParamGroup, group_of
-from composable_shard.core.storage import Bucket, ShardedParam, Slot, Storage
+from composable_shard.core.extension import build_buckets
+from composable_shard.core.group import ParamGroup, group_of
+from composable_shard.core.storage import ShardedParam, Slot
 from composable_shard.core.ties import Managed, owner_of_sharded, remember
-from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.process_groups import gather_objects
 from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh, ShardPlacementFn, own_mesh_of, placement_of, shard_dim
@@ -234,44 +233,8 @@ def init_group(
                     param.hold(local)
                 else:  # around the place in the bucket: a DTensor keeps the storage offset
                     param.create_sharded(local, made_of[param][1])
-    factory = BucketFactory(build_buckets, are_of_kind, create_unsharded)
-    group.__init__(modules, buckets, factory, mesh, policy.without_override())  # type: ignore[misc]
+    group.__init__(modules, buckets, mesh, policy.without_override())  # type: ignore[misc]
     group.params = list(params)  # in the order of the modules, and not of the buckets
-
-
-def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> list[Storage]:
-    """Copy shards into buckets: one for each mesh, dtype and device, and one for each subclass.
-
-    Args:
-        params: The parameters.
-        shards: This rank's shard of each.
-    """
-    kinds: dict[tuple[object, ...], list[tuple[ShardedParam, torch.Tensor]]] = {}
-    for param, shard in zip(params, shards, strict=True):
-        dtypes = shard.dtype, param.policy.compute_dtype(shard.dtype)
-        own = param if needs_extension(shard) else None
-        kinds.setdefault((param.mesh, *dtypes, shard.device, own), []).append((param, shard))
-    return [
-        Bucket(*zip(*pairs, strict=True)) if kind[-1] is None else ExtensionBucket(*pairs[0])
-        for kind, pairs in kinds.items()
-    ]
-
-
-def create_unsharded(buckets: Sequence[Storage], channels: dict[ShardMesh, Channel]) -> None:
-    """Make the unsharded parameters of buckets, before their first gather.
-
-    Collective: for tensor subclasses alone; see :func:`gather_unknown`.
-    """
-    for bucket in buckets:
-        if isinstance(bucket, Bucket) and not hasattr(bucket, "unsharded"):
-            bucket.create_unsharded()
-    gather_unknown(buckets, channels)
-
-
-def are_of_kind(buckets: Sequence[Storage]) -> bool:
-    """Return whether no shard of a flat bucket was given hooks of its own since it was built."""
-    flat = (bucket for bucket in buckets if isinstance(bucket, Bucket))
-    return not any(needs_extension(param.local) for bucket in flat for param in bucket.params)
 
 
 def _own_shards(

@@ -467,7 +467,7 @@ class Regather:
             else _torch.empty(count * part.numel(), dtype=part.dtype, device=part.device)
             for whole, part in zip(self._memory, parts, strict=True)
         ]
-        works = self._channel.regather(self._arrived, parts, count)
+        works = self._channel.gather(self._arrived, parts, count)
         stream = launching_stream(self._channel.mesh.device)
         self._pending = Pending(works, self._channel.gathering, stream, parts)
 
@@ -776,5 +776,5 @@ class Staging:
         pairs = [(into, source) for into, source in pairs if into.numel()]
         if pairs:
             into, sources = [one for one, _ in pairs], [one for _, one in pairs]
-            self.copy_out.append(partial(_torch.copy_all_, into, sources))
+            self.copy_out.append(partial(_torch.copy_each_, into, sources))
         _torch.free(self.flat)

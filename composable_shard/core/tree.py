@@ -446,24 +446,22 @@ class Tree:
         for setting, _ in settings:
             setting.all_reduce_grads = True
         try:
-            self._reduce_deferred(self.groups)
+            self.in_flight.finish()
+            for group in self.groups:
+                if group.unsynced_names:
+                    self.in_flight.start(group, deferred=True)
+            self.in_flight.finish()
         finally:
             for setting, before in settings:
                 setting.all_reduce_grads = before
 
-    def finish_backwards(self) -> None:
-        """Reduce and deliver all gradients that backwards have left, as the settings say."""
-        self._reduce_deferred([group for group in self.groups if group.settings.reduce_grads])
+    def launch_reductions(self) -> None:
+        """Reduce all gradients that backwards have left, as the settings say, and free groups."""
         for group in self.groups:
+            if group.settings.reduce_grads and group.unsynced_names:
+                self.in_flight.start(group, deferred=True)
             if group.settings.reshard_after_backward:
                 group.reshard()
-
-    def _reduce_deferred(self, groups: Sequence[ParamGroup]) -> None:
-        self.in_flight.finish()
-        for group in groups:
-            if group.unsynced_names:
-                self.in_flight.start(group, deferred=True)
-        self.in_flight.finish()
 
     def share_reductions(self, other: Tree) -> None:
         """Bound the reductions in flight together with those of another tree."""

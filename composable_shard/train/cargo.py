@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from composable_shard import _torch
 from composable_shard.core.codec import has_extension, has_grad_extension
+from composable_shard.core.extension import build_buckets
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
 from composable_shard.core.placement import ParamPlacement, plan_tensor
 from composable_shard.core.reduction import assign_grad
-from composable_shard.core.shard import build_buckets
 from composable_shard.core.storage import ShardedParam, Storage
 from composable_shard.errors import ShardError
 from composable_shard.optim.layouts import LayoutOptimizer

@@ -113,14 +113,14 @@ def launch_late(channel: Channel, *args: Any) -> Any:
     return [mock.Mock(wait=wait)]
 
 
-gather_from = Channel._gather_from
+gather_from = Channel.gather
 
 
 @contextlib.contextmanager
 def late_lanes() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(host, "Lane", LateLane))
-        stack.enter_context(mock.patch.object(Channel, "_gather_from", launch_late))
+        stack.enter_context(mock.patch.object(Channel, "gather", launch_late))
         stack.enter_context(mock.patch.dict(host.uploads, clear=True))
         stack.enter_context(mock.patch.dict(host.downloads, clear=True))
         asked: Any = copies_beside_compute  # by whoever has imported it

@@ -136,14 +136,20 @@ class Channel:
 
     # Collectives ----------------------------------------------------------------------------
 
-    def gather(self, outputs: Tensors, inputs: Tensors) -> list[Waitable]:
+    def gather(
+        self, outputs: Tensors, inputs: Tensors, num_neighbors: int | None = None
+    ) -> list[Waitable]:
         """Gather every input [n] over the shards into its output [num_shards * n].
 
         Args:
             outputs: The tensors to write.
             inputs: The tensors to send.
+            num_neighbors: The number of neighbours to gather from instead of all shards.
         """
-        return self._gather_from(self._shard_group, outputs, inputs)
+        group, launch, tag = self._shard_group, self.all_gather.launch, self.tags[0]
+        if num_neighbors is not None:
+            group = subgroup(group, num_neighbors)
+        return self._launch(partial(launch, outputs, inputs, group, tag), group, self.gathering)
 
     def gather_to(self, to: int, outputs: Tensors, inputs: Tensors) -> list[Waitable]:
         """Gather every input on one rank of the shards.
@@ -164,16 +170,6 @@ class Channel:
         """
         if self.mesh.shard_group is not None:
             subgroup(self.mesh.shard_group, num_ranks)
-
-    def regather(self, outputs: Tensors, inputs: Tensors, num_ranks: int) -> list[Waitable]:
-        """Gather every input from ``num_ranks`` neighbours."""
-        return self._gather_from(subgroup(self._shard_group, num_ranks), outputs, inputs)
-
-    def _gather_from(
-        self, group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors
-    ) -> list[Waitable]:
-        launch, tag = self.all_gather.launch, self.tags[0]
-        return self._launch(partial(launch, outputs, inputs, group, tag), group, self.gathering)
 
     def can_average(self) -> bool:
         """Tell whether a reduction over the shards may be an average."""
