@@ -22,7 +22,7 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup, group_of
-from composable_shard.core.hooks import forward_methods, note_owners, register_forward_method
+from composable_shard.core.hooks import note_owners
 from composable_shard.core.shard import init_group
 from composable_shard.core.state_dict import Params, StateDictHook, hooks_of_state_dicts
 from composable_shard.core.storage import ShardedParam, Slot
@@ -134,13 +134,11 @@ class SavedModule(NamedTuple):
         attributes: The state that the module itself would pickle, without names of this process.
         states: The states of other composable functions of torch, by function.
         applied: The registry of these functions, by name.
-        forward_methods: The names of methods that are called as forward is.
     """
 
     attributes: Any
     states: dict[Any, Any]
     applied: dict[str, Any]
-    forward_methods: list[str]
 
 
 class _SavedGroup(NamedTuple):
@@ -172,14 +170,13 @@ def save_module(module: nn.Module) -> SavedModule:
         group = group_of(inner)
         if group is not None:
             group.reshard()
-    methods = forward_methods(module)
     attributes = module.__getstate__()
     states, applied = {}, {}
     if isinstance(attributes, dict):
-        attributes = {k: v for k, v in attributes.items() if k not in methods}
+        attributes = dict(attributes)
         states = dict(attributes.pop(_torch.COMPOSABLE_STATE, {}))
         applied = dict(attributes.pop(_torch.COMPOSABLE_REGISTRY, {}))
-    return SavedModule(attributes, states, applied, methods)
+    return SavedModule(attributes, states, applied)
 
 
 def restore_module(module: nn.Module, saved: SavedModule) -> ParamGroup:
@@ -188,8 +185,6 @@ def restore_module(module: nn.Module, saved: SavedModule) -> ParamGroup:
     assert group is not None
     module.__dict__[_torch.COMPOSABLE_STATE] = saved.states
     module.__dict__[_torch.COMPOSABLE_REGISTRY] = saved.applied
-    for name in saved.forward_methods:
-        register_forward_method(module, name)
     _join(group)
     return group
 

@@ -5,12 +5,10 @@ A hook inspects tensors and calls the tree. It runs no collectives and makes no 
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, update_wrapper
-from types import MethodType
 from typing import Any
 
 import torch
@@ -82,8 +80,18 @@ def install(group: ParamGroup, managed: Iterable[nn.Module]) -> None:
         module.register_forward_hook(hooks.post_forward, always_call=True)
 
 
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Run the method ``name`` of a sharded module as its forward; idempotent."""
+    method = getattr(module, name)
+    if not (isinstance(method, partial) and method.func is run_as_forward):
+        # A copy or a pickle of the module has a partial of the copied method.
+        registered = update_wrapper(partial(run_as_forward, module, method), method)
+        vars(registered)["__self__"] = module
+        module.__dict__[name] = registered
+
+
 def run_as_forward(
-    module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call ``method`` between the hooks of a sharded module, as its forward is called."""
     hooks: ModuleHooks = module.__dict__[_HOOKS]
@@ -318,53 +326,3 @@ def _is_inside(call: Call, node: Any) -> bool:
 
 def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-# Methods that are called as a forward is: between the hooks of their module -----------------------
-
-
-class ForwardMethod:
-    """Stands on one module in the place of a method, and runs it as that module's forward.
-
-    It is bound to the module like a function and holds no reference to it, so a deep copy of the
-    module has the method bound to the copy.
-    """
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        update_wrapper(self, getattr(module, name))
-        del self.__dict__["__wrapped__"]  # it is bound to this module
-        self._bind = _binder(module, name)
-
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run_as_forward(module, self._bind(module), args, kwargs)
-
-
-def register_forward_method(module: nn.Module, name: str) -> None:
-    """Run the method ``name`` of a sharded module as its forward; idempotent."""
-    present = module.__dict__.get(name)
-    if not isinstance(getattr(present, "__func__", None), ForwardMethod):
-        module.__dict__[name] = MethodType(ForwardMethod(module, name), module)
-
-
-def forward_methods(module: nn.Module) -> list[str]:
-    """Return the names of the methods that are run as forward of a module."""
-    return [
-        name
-        for name, value in module.__dict__.items()
-        if isinstance(getattr(value, "__func__", None), ForwardMethod)
-    ]
-
-
-def _binder(module: nn.Module, name: str) -> Callable[[nn.Module], Callable[..., Any]]:
-    """Return a function that looks the method up for a module, this one or a copy of it."""
-    if name in module.__dict__:
-        own = module.__dict__[name]
-        if isinstance(own, MethodType) and own.__self__ is module:
-            return partial(MethodType, own.__func__)
-        return lambda _: own
-    try:
-        found = inspect.getattr_static(type(module), name)
-    except AttributeError:  # it comes from __getattr__
-        method = getattr(module, name)
-        return lambda _: method
-    return lambda owner: found.__get__(owner, type(owner))

@@ -245,13 +245,14 @@ class Reduction:
         """Launch the reduce-scatter of the gradients; send zeros where this rank has none."""
         inputs = self._pack()
         device = self._mesh.device
+        stream = launching_stream(device) if self._has_streams else None
         if self._mesh.num_shards == 1:  # the replicas alone share the gradients
-            self.reduced, self._pending = torch.cat(inputs), Pending([])
+            self.reduced = torch.cat(inputs)
+            self._pending = Pending([] if stream is None else [stream.record_event()])
             return
         self.reduced = _torch.empty(self._numel, dtype=self._dtype, device=device)
         outputs = list(self.reduced.split_with_sizes(self._message_numels))
         works = self._channel.reduce(outputs, inputs, self.scale.divisor)
-        stream = launching_stream(device) if self._has_streams else None
         owned = () if self._channel.reduce_scatter.keeps_inputs else inputs
         self._pending = Pending(works, self._channel.reducing, stream, owned)
 

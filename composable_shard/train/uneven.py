@@ -112,9 +112,7 @@ class _NestedCall:
         with torch.set_grad_enabled(torch.is_grad_enabled() and (record.has_grad or is_reentrant)):
             given = zero if record.has_grad else zero.detach()
             output: torch.Tensor
-            output = run_as_forward(
-                module, partial(self._take_part_inside, intervals), (given,), {}
-            )
+            output = run_as_forward(module, partial(self._take_part_inside, intervals), given)
         if output.requires_grad or not zero.requires_grad:
             return output
         zero = zero.clone()
