@@ -405,6 +405,7 @@ LOW_AND_OFFLOADED = {**LOW_OPTIONS, **OFFLOADED}
 PROGRAMS: dict[str, Training] = {
     "bf16": Training(options=LOW_OPTIONS),
     "one shard": Training(shards=1, options=LOW_OPTIONS),
+    "replicas alone": Training(shards=1, replicas=2),
     "kept after forward": Training(options=KEPT),
     "replicas, now and then": Training(
         replicas=2, around=sometimes_without_all_reduce, accumulates=True

@@ -378,7 +378,7 @@ def train_twice(program: str) -> tuple[list[str], list[bool]]:
 
 
 # Those that give work to streams cannot be trained without a device.
-@pytest.mark.brief(6)
+@pytest.mark.brief(7)
 @pytest.mark.parametrize("program", [n for n, one in PROGRAMS.items() if one.is_for_any_device])
 def test_training_is_that_of_the_cpu(program: str) -> None:
     num_ranks = PROGRAMS[program].replicas * PROGRAMS[program].shards
