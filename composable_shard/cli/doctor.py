@@ -34,28 +34,25 @@ from composable_shard.mesh import resolve_mesh
 
 OLDEST_TORCH = (2, 11)
 BACKENDS = ("gloo", "nccl", "xccl", "ucc", "mpi")
-VARIABLES = (
-    "COMPOSABLE_SHARD_CHECK",
-    "COMPOSABLE_SHARD_POISON_MEMORY",
-    SWITCH,
-    "COMPOSABLE_SHARD_UNSAFE_SETATTR",
-    "OMP_NUM_THREADS",
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_P2P_DISABLE",
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "TORCH_DISTRIBUTED_DEBUG",
-)
-SLOWS_DOWN = {
-    ("COMPOSABLE_SHARD_CHECK", "1"): "compares ranks before every collective, which costs time: "
-    "unset it once training is debugged",
-    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"): "makes every collective slower: unset it",
-    ("NCCL_P2P_DISABLE", "1"): "keeps GPUs from copying to each other: unset it",
+VARIABLES: dict[str, dict[str, str]] = {
+    "COMPOSABLE_SHARD_CHECK": {
+        "1": "compares ranks before every collective, which costs time: unset it once training is "
+        "debugged"
+    },
+    "COMPOSABLE_SHARD_POISON_MEMORY": {},
+    SWITCH: {},
+    "COMPOSABLE_SHARD_UNSAFE_SETATTR": {},
+    "OMP_NUM_THREADS": {},
+    "GLOO_SOCKET_IFNAME": {},
+    "NCCL_SOCKET_IFNAME": {},
+    "NCCL_P2P_DISABLE": {"1": "keeps GPUs from copying to each other: unset it"},
+    "CUDA_VISIBLE_DEVICES": {},
+    "CUDA_DEVICE_MAX_CONNECTIONS": {},
+    "PYTORCH_ALLOC_CONF": {},
+    "PYTORCH_CUDA_ALLOC_CONF": {},
+    "TORCH_DISTRIBUTED_DEBUG": {"DETAIL": "makes every collective slower: unset it"},
 }
-"""Values of variables that make training slower, and how."""
+"""Environment variables that matter, with values that make training slower, and how."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables of the caching allocator, by their newer and their older name."""
 
@@ -149,7 +146,8 @@ def judge(machine: Machine, num_ranks: int) -> Findings:
         ),
         **{
             f"{name}={value} {how}": machine.variables[name] == value
-            for (name, value), how in SLOWS_DOWN.items()
+            for name, slow in VARIABLES.items()
+            for value, how in slow.items()
         },
         "the caching allocator of CUDA has segments of fixed size, between which memory is lost as "
         f"unsharded parameters come and go: set {ALLOCATOR[0]}=expandable_segments:True": (

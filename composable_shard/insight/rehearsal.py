@@ -435,6 +435,7 @@ class Rehearsal:
         self, model: nn.Module, groups: Sequence[ParamGroup], batch: Any, *, is_accelerator: bool
     ) -> None:
         self.model, self.groups, self._is_accelerator = model, groups, is_accelerator
+        self._live = LiveBytes()
         self._params = [param for group in groups for param in group.params]
         ours = {id(param.sharded) for param in self._params}
         others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in ours]
@@ -445,7 +446,7 @@ class Rehearsal:
 
     def record(self, run: Callable[[], None]) -> None:
         """Run a step twice and record the second one, which knows the order."""
-        live = LiveBytes()
+        live = self._live
         buckets = [b for group in self.groups for b in group.buckets if isinstance(b, Bucket)]
         shards = [*(param.local for param in self._params), *(b.sharded for b in buckets)]
         live.ignore([*self.lasting, *shards])
@@ -455,7 +456,7 @@ class Rehearsal:
             live.forget()
             for tree in dict.fromkeys(group.tree for group in self.groups):
                 named = {group.name: group for group in tree.groups}
-                stack.enter_context(listening(tree, partial(self._hear, live, named)))
+                stack.enter_context(listening(tree, partial(self._hear, named)))
             for param in self._params:
                 if param.unsharded.requires_grad:
                     hook = param.unsharded.register_hook(live.call_gradient)
@@ -465,11 +466,9 @@ class Rehearsal:
             self.at_end = live.now
             self.model.zero_grad()
 
-    def _hear(
-        self, live: LiveBytes, groups: Mapping[str, ParamGroup], event: str, name: str
-    ) -> None:
+    def _hear(self, groups: Mapping[str, ParamGroup], event: str, name: str) -> None:
+        live, group = self._live, groups[name]
         live.look()
-        group = groups[name]
         for param in group.params:
             if event == "post_backward" and param.unsharded.grad is not None:
                 live.call_gradient(param.unsharded.grad)
