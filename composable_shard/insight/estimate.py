@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -252,7 +252,7 @@ def estimate(
     check_type("optimizer", optimizer, makes, "a function of parameters, a mapping or None")
     device_type = checked_device("device", device).type
     shape = _checked_shape(mesh_shape)
-    speeds = Speeds.of(
+    speeds = _checked_speeds(
         flops=flops, bandwidth=bandwidth, replica_bandwidth=replica_bandwidth, latency=latency
     )
     if dist.is_initialized():
@@ -298,7 +298,7 @@ def _weigh(
     rehearsal: Rehearsal,
     shape: tuple[int, ...],
     optimizer: OptimizerFactory | Mapping[Fits, Layout] | None,
-    speeds: Speeds | None,
+    speeds: dict[str, float] | None,
     *,
     is_accelerator: bool,
 ) -> Estimate:
@@ -350,7 +350,7 @@ def _weigh(
         on_cpu=on_cpu + offloaded.state + offloaded.besides,
         traffic=sum(traffics.values(), StepTraffic()),
         flops=sum(moment.flops for moment in rehearsal.moments),
-        time=None if speeds is None else speeds.time_of(rehearsal.moments, traffics),
+        time=None if speeds is None else _time_of(rehearsal.moments, traffics, **speeds),
         optimizer=None if layouts is None else explain_layouts(layouts),
     )
 
@@ -358,72 +358,63 @@ def _weigh(
 # The time of a step whose compute and communication run beside each other ------------------------
 
 
-class Speeds(NamedTuple):
-    """The speeds of the devices, as the user gives them.
+def _checked_speeds(**given: float | None) -> dict[str, float] | None:
+    """Return the arguments of :func:`_time_of` that are speeds; ``None`` if none are given.
 
-    Attributes:
+    Raises:
+        TypeError: If one is no number.
+        ValueError: If only some are given, or one is not positive.
+    """
+    numbers = {n: checked_number(n, value) for n, value in given.items() if value is not None}
+    if not all(number > 0 or (name, number) == ("latency", 0) for name, number in numbers.items()):
+        raise ValueError(
+            "Expected positive speeds and a latency of at least 0, got "
+            + ", ".join(f"{name}={number!r}" for name, number in numbers.items())
+        )
+    flops, bandwidth = given["flops"], given["bandwidth"]
+    if (flops is None) != (bandwidth is None):
+        raise ValueError(
+            "Expected both flops and bandwidth, or neither, got "
+            f"flops={flops!r} and bandwidth={bandwidth!r}"
+        )
+    return None if flops is None else {"replica_bandwidth": numbers["bandwidth"], **numbers}
+
+
+def _time_of(
+    moments: Iterable[Moment],
+    traffics: Mapping[ParamGroup, StepTraffic],
+    *,
+    flops: float,
+    bandwidth: float,
+    replica_bandwidth: float,
+    latency: float,
+) -> StepTime:
+    """Replay a recorded step: one lane computes, one communicates, each in order.
+
+    Args:
+        moments: The step.
+        traffics: The traffic of each group.
         flops: Floating-point operations that a device does in a second.
         bandwidth: Bytes that a rank sends in a second to those that share its parameters.
         replica_bandwidth: The same to those that hold the same shards.
-        latency: Seconds that a launch takes besides.
+        latency: Additional seconds of each launch.
     """
-
-    flops: float
-    bandwidth: float
-    replica_bandwidth: float
-    latency: float
-
-    @classmethod
-    def of(cls, **given: float | None) -> Speeds | None:
-        """Return the speeds, ``None`` if none are given.
-
-        Raises:
-            TypeError: If one is no number.
-            ValueError: If only some are given, or one is not positive.
-        """
-        numbers = {n: checked_number(n, value) for n, value in given.items() if value is not None}
-        if not all(
-            number > 0 or (name, number) == ("latency", 0) for name, number in numbers.items()
-        ):
-            raise ValueError(
-                "Expected positive speeds and a latency of at least 0, got "
-                + ", ".join(f"{name}={number!r}" for name, number in numbers.items())
-            )
-        flops, bandwidth = given["flops"], given["bandwidth"]
-        if flops is None and bandwidth is None:
-            return None
-        if flops is None or bandwidth is None:
-            raise ValueError(
-                "Expected both flops and bandwidth, or neither, got "
-                f"flops={flops!r} and bandwidth={bandwidth!r}"
-            )
-        return cls(**{"replica_bandwidth": numbers["bandwidth"], **numbers})
-
-    def time_of(
-        self, moments: Iterable[Moment], traffics: Mapping[ParamGroup, StepTraffic]
-    ) -> StepTime:
-        """Replay a recorded step: one lane computes, one communicates, each in order.
-
-        Args:
-            moments: The step.
-            traffics: The traffic of each group.
-        """
-        compute = clock = lane = communication = 0.0
-        done: dict[tuple[ParamGroup | None, str], float] = {}
-        is_backward = False
-        for event, group, _, flops in moments:
-            compute, clock = compute + flops / self.flops, clock + flops / self.flops
-            is_backward = is_backward or event == "pre_backward"
-            if group is not None and event in ("all_gather", "reduce_scatter", "all_reduce"):
-                traffic, rate = traffics[group], self.bandwidth
-                sent = traffic.backward_gathers if is_backward else traffic.forward_gathers
-                if event == "reduce_scatter":
-                    sent = traffic.reductions
-                elif event == "all_reduce":
-                    sent, rate = traffic.all_reduces, self.replica_bandwidth
-                seconds = sent.launches * self.latency + (sent.nbytes or 0) / rate
-                communication += seconds
-                lane = done[group, event] = max(lane, clock) + seconds
-            elif event.startswith("wait_for_"):
-                clock = max(clock, done.pop((group, event.removeprefix("wait_for_")), 0.0))
-        return StepTime(compute, communication, clock - compute, clock)
+    compute = clock = lane = communication = 0.0
+    done: dict[tuple[ParamGroup | None, str], float] = {}
+    is_backward = False
+    for event, group, _, operations in moments:
+        compute, clock = compute + operations / flops, clock + operations / flops
+        is_backward = is_backward or event == "pre_backward"
+        if group is not None and event in ("all_gather", "reduce_scatter", "all_reduce"):
+            traffic, rate = traffics[group], bandwidth
+            sent = traffic.backward_gathers if is_backward else traffic.forward_gathers
+            if event == "reduce_scatter":
+                sent = traffic.reductions
+            elif event == "all_reduce":
+                sent, rate = traffic.all_reduces, replica_bandwidth
+            seconds = sent.launches * latency + (sent.nbytes or 0) / rate
+            communication += seconds
+            lane = done[group, event] = max(lane, clock) + seconds
+        elif event.startswith("wait_for_"):
+            clock = max(clock, done.pop((group, event.removeprefix("wait_for_")), 0.0))
+    return StepTime(compute, communication, clock - compute, clock)
