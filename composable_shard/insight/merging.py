@@ -336,7 +336,7 @@ def _args_of(trace: RankTrace, span: Span) -> dict[str, Any]:
     if span.kind == "step":
         return {}
     if span.kind == span.op:
-        return {"group": span.name, "unsharded bytes": trace.nbytes_of(span.name)}
+        return {"group": span.name, "unsharded bytes": trace.facts_of(span.name).nbytes}
     late = {"late rank": span.late_rank, "late ms": span.late / 1e6} if span.late else {}
     return {"group": span.name, **late}
 

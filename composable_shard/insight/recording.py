@@ -318,13 +318,13 @@ class GroupFacts(NamedTuple):
 
     Attributes:
         nbytes: Bytes of its parameters when they are gathered.
-        shard_ranks: The ranks that share them, as an index of ``rank_sets``.
-        replica_ranks: The ranks that hold the same shards as this one, as an index too.
+        first_of_shards: The first of the ranks that share them.
+        first_of_replicas: The first of the ranks that hold the same shards as this one.
     """
 
     nbytes: int
-    shard_ranks: int
-    replica_ranks: int
+    first_of_shards: int
+    first_of_replicas: int
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,6 @@ class RankTrace:
         clock: Identifies the clock: ranks with the same value share one.
         device: The device of compute.
         memory_of: The memory that is counted: ``device``, ``heap`` or ``nothing``.
-        rank_sets: Sets of ranks that communicate.
         groups: The groups of the model.
         wall: Nanoseconds since 1970 when that clock showed ``begin``.
         begin: The begin of the recording.
@@ -354,7 +353,6 @@ class RankTrace:
     clock: str
     device: str
     memory_of: str
-    rank_sets: list[list[int]]
     groups: dict[str, GroupFacts]
     wall: int = 0
     begin: int = 0
@@ -368,9 +366,8 @@ class RankTrace:
     @classmethod
     def empty(cls, roots: Mapping[str, ParamGroup], memory_of: str) -> RankTrace:
         """Return the facts about a rank, before it records. Collective: none."""
-        sets: dict[tuple[int, ...], int] = {}
         groups = {
-            join(prefix, group.name): _facts_of(group, sets)
+            join(prefix, group.name): _facts_of(group)
             for prefix, root in roots.items()
             for group in root.tree.groups
         }
@@ -380,7 +377,6 @@ class RankTrace:
             clock=_BOOT.read_text().strip() if _BOOT.exists() else platform.node(),
             device=str(next(iter(roots.values())).mesh.device),
             memory_of=memory_of,
-            rank_sets=[list(ranks) for ranks in sets],
             groups=groups,
         )
 
@@ -422,22 +418,18 @@ class RankTrace:
             memory=[sample._replace(time=sample.time + by) for sample in self.memory],
         )
 
-    def nbytes_of(self, name: str) -> int:
-        """Return the gathered bytes of a group.
+    def facts_of(self, name: str) -> GroupFacts:
+        """Return the facts about a group.
 
-        They are 0 for a group that was named otherwise when the recording began, because its tree
+        Nothing is known of a group that had another name when the recording began, because its tree
         has been sharded further since.
         """
-        return self.groups[name].nbytes if name in self.groups else 0
+        return self.groups.get(name, GroupFacts(0, self.rank, self.rank))
 
     def collective_of(self, of: Span) -> Collective:
         """Return the collective that a flight, or the wait for it, belongs to."""
-        first = self.rank
-        if of.name in self.groups:
-            facts = self.groups[of.name]
-            place = facts.replica_ranks if of.op == "all-reduce" else facts.shard_ranks
-            first = self.rank_sets[place][0]
-        return first, of.op, of.name, of.number
+        _, shards, replicas = self.facts_of(of.name)
+        return replicas if of.op == "all-reduce" else shards, of.op, of.name, of.number
 
     def to_json(self) -> str:
         """Return the text of its file."""
@@ -468,14 +460,14 @@ def _rank_here() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _facts_of(group: ParamGroup, sets: dict[tuple[int, ...], int]) -> GroupFacts:
+def _facts_of(group: ParamGroup) -> GroupFacts:
     nbytes = sum(p.sharded.numel() * p.compute_dtype.itemsize for p in group.params)
     mesh = group.params[0].mesh if group.params else group.mesh  # of several, the first one
-    places = []
-    for ranks in (mesh.shard_group, mesh.replica_group):
-        numbers = [_rank_here()] if ranks is None else dist.get_process_group_ranks(ranks)
-        places.append(sets.setdefault(tuple(numbers), len(sets)))
-    return GroupFacts(nbytes, *places)
+    firsts = (
+        _rank_here() if ranks is None else dist.get_process_group_ranks(ranks)[0]
+        for ranks in (mesh.shard_group, mesh.replica_group)
+    )
+    return GroupFacts(nbytes, *firsts)
 
 
 def file_of(folder: Path, rank: int) -> Path:

@@ -88,9 +88,8 @@ def test_memory_is_asked_where_it_was_taken_or_is_given_back() -> None:
 
 def test_the_facts_of_groups_and_ranks() -> None:
     recorded = recorded_steps(1)
-    facts = GroupFacts(nbytes=80, shard_ranks=0, replica_ranks=1)
-    assert recorded.rank_sets == [[0, 1], [0]]
-    assert recorded.groups == {"": GroupFacts(0, 0, 1), "0": facts, "1": facts}
+    facts = GroupFacts(nbytes=80, first_of_shards=0, first_of_replicas=0)
+    assert recorded.groups == {"": GroupFacts(0, 0, 0), "0": facts, "1": facts}
     assert (recorded.rank, recorded.num_ranks, recorded.device) == (0, 2, "cpu")
     assert RankTrace.from_json(recorded.to_json()) == recorded
 
@@ -112,7 +111,7 @@ def test_gathers_of_kept_parts_are_told_apart() -> None:
 
 
 def test_reductions_over_replicas_are_flights_of_their_own() -> None:
-    with fake_ranks(4):
+    with fake_ranks(4, rank=3):
         mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp"))
         model = two_layers(mesh=mesh)
         timeline = Timeline(model, clock=Ticks(), memory=growing_memory())
@@ -121,7 +120,7 @@ def test_reductions_over_replicas_are_flights_of_their_own() -> None:
     recorded = timeline.recorded
     assert recorded is not None
     assert acts(recorded)[-4:] == ["reduce 1", "reduce 0", "all-reduce 1", "all-reduce 0"]
-    assert recorded.rank_sets == [[0, 1], [0, 2]]
+    assert recorded.groups["0"][1:] == (2, 1)  # the first of ranks 2 and 3, and of 1 and 3
     ends = {f"{flight.op} {flight.name}": flight for flight in recorded.flights}
     for name in ("0", "1"):
         assert ends[f"all-reduce {name}"].start == ends[f"reduce {name}"].end
