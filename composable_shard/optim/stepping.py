@@ -96,11 +96,6 @@ class Param:
         """Return this rank's shard."""
         return _local(self.tensor)
 
-    def local_grad(self) -> torch.Tensor | None:
-        """Return this rank's shard of the gradient. Collective: see :func:`reduced_grad`."""
-        grad = reduced_grad(self.tensor)
-        return None if grad is None else _local(grad)
-
     def spread(self, shape: Sequence[int] | None = None) -> Spread:
         """Return its parts on all ranks, or those of a state of another shape, cut by rows."""
         extents = () if self.mesh is None else self.mesh.shape
@@ -256,12 +251,12 @@ class OwnedBucket:
         """Launch the exchange of values and gradients to the owners."""
         self._values, self._grads = [], []
         places = dict.fromkeys(place for place, _ in self._routes)
-        grads = {place: self.params[place].local_grad() for place in places}
+        grads = {place: reduced_grad(self.params[place].tensor) for place in places}
         for (place, _), route in self._routes.items():
             grad = grads[place]
             if grad is not None:
                 self._values.append(Move(route, self.params[place].local()))
-                self._grads.append(Move(route, grad))
+                self._grads.append(Move(route, _local(grad)))
         self._exchange = launch(self.ranks, self._values + self._grads, to_owner=True)
 
     def arrive(self) -> None:

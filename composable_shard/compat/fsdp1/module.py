@@ -36,7 +36,6 @@ from composable_shard.compat.fsdp1.options import (
     MixedPrecision,
     ProcessGroups,
     ShardingStrategy,
-    StateDictType,
     inside_out,
 )
 from composable_shard.core.group import ParamGroup, group_of
@@ -204,7 +203,6 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         self.fsdp_full_precision_in_eval = any(
             os.environ.get(name) == "1" for name in _EVAL_VARIABLES
         )
-        self.fsdp_state_dict_settings = state_dicts.settings_of(StateDictType.FULL_STATE_DICT)
         scope = scope_of(module, ignored_modules, ignored_states)
         self.compute_device = resolve_device(scope, choices)
         layout = resolve_layout(choices, self.compute_device.type, auto_wrap_policy is not None)
@@ -218,7 +216,6 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         self._tops = shard(module, scope, layout, choices, self.compute_device)
         self._fsdp_wrapped_module = module
         self.training = module.training
-        state_dicts.install(self)
 
     # The wrapped module ---------------------------------------------------------------------
 

@@ -139,20 +139,18 @@ _errors: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictio
 
 
 class Wrapper(nn.Module):
-    """The base of wrappers, with all that state dicts need.
+    """The base of wrappers, with the hooks of state dicts.
 
     Attributes:
         fsdp_state_dict_settings: The type of its state dicts.
     """
 
-    fsdp_state_dict_settings: StateDictSettings
-
-
-def install(wrapper: Wrapper) -> None:
-    """Register the hooks below on a wrapper."""
-    wrapper.register_state_dict_post_hook(_after_save)
-    wrapper.register_load_state_dict_pre_hook(_before_load)
-    wrapper.register_load_state_dict_post_hook(_after_load)
+    def __init__(self) -> None:
+        super().__init__()
+        self.fsdp_state_dict_settings = settings_of(StateDictType.FULL_STATE_DICT)
+        self.register_state_dict_post_hook(_after_save)
+        self.register_load_state_dict_pre_hook(_before_load)
+        self.register_load_state_dict_post_hook(_after_load)
 
 
 def set_state_dict_type(
