@@ -1,10 +1,10 @@
-"""What functions of torch, and subclasses that follow them, find out about a sharded module.
+"""The state of a sharded module that functions of torch, and subclasses, read.
 
 Schedules call ``torch.distributed.fsdp.fully_shard.state(module)``, which looks into a dict of the
 module. Tensor subclasses (those of Transformer Engine do) read the private state of ``fully_shard``
-in ``fsdp_pre_all_gather``, to send only what a forward or only what a backward reads: they call
+in ``fsdp_pre_all_gather``, to send only the tensors that a forward or a backward reads: they call
 ``module._get_fsdp_state()`` on the nearest sharded module, which they look for among all modules
-that torch has a state of. Here is a state with what they read, and nothing to write.
+that torch has a state of. Here is a state that they can read, and not write.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class TrainingState(Enum):
 
 
 class TorchState:
-    """What is read of torch's ``FSDPState``, and of its ``FSDPParamGroup``, which is the same here.
+    """The readable part of torch's ``FSDPState`` and of its ``FSDPParamGroup``, one object here.
 
-    It refuses whatever else torch's have, and every assignment. ``_reshard_after_forward`` says
+    It refuses all other attributes, and every assignment. ``_reshard_after_forward`` says
     whether backward gathers by itself, so that a forward may do with less. It is False: the group
     that ends forward may stay for backward. A pipeline schedule of torch before 2.15 goes through
     all states of a context and their groups to have the gradients of a stage reduced. Here there
@@ -97,7 +97,7 @@ class TorchState:
         return self._group.tree.in_flight
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduce what all microbatches left, wait, and free.
+        """Reduce the gradients that all microbatches left, wait, and free.
 
         Collective: the reductions of a backward.
         """
@@ -112,7 +112,7 @@ class _States(dict[Any, Any]):
 
     Args:
         state: The answer.
-        others: What other functions keep there already.
+        others: The entries of other functions.
     """
 
     def __init__(self, state: TorchState, others: Mapping[Any, Any]) -> None:
@@ -127,7 +127,7 @@ class _States(dict[Any, Any]):
 
 
 def answer_torch(module: nn.Module, group: ParamGroup) -> None:
-    """Let torch, and what follows it, find a state of ``module``, and that it is sharded."""
+    """Let torch find a state of ``module``, and that it is sharded."""
     others = module.__dict__.get(_torch.COMPOSABLE_STATE, {})
     module.__dict__[_torch.COMPOSABLE_STATE] = _States(TorchState(group), others)
     _torch.add_composable_function(module, "fully_shard")
@@ -135,7 +135,7 @@ def answer_torch(module: nn.Module, group: ParamGroup) -> None:
 
 
 def list_with_torch(module: nn.Module) -> None:
-    """Have a sharded module, which may be a copy, found among those that torch has a state of."""
+    """List a sharded module, which may be a copy, among the modules that torch has a state of."""
     _torch.list_module_state(module, torch_state(module))
 
 

@@ -13,8 +13,8 @@ Two matrices of 5 rows over 2 ranks; rank 0 owns A and rank 1 owns B::
 
 Everything follows from shapes and placements, so all ranks compute the same without communication.
 
-Blocks travel in buckets, of which at most two are under way. While one bucket is computed, the next
-is on its way to the owners, and the previous one is back in the shards::
+Blocks travel in buckets; at most two are under way. While one bucket is computed, the next is on
+its way to the owners, and the previous one is back in the shards::
 
     to owners    | 0 |     | 1 |     | 2 |
     compute            | 0 |     | 1 |     | 2 |
@@ -99,7 +99,7 @@ def blocks_of(shape: Sequence[int], split_sizes: Sequence[int] | None = None) ->
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """The parts of a tensor on the ranks of a mesh, whose last axis varies fastest.
+    """The parts of a tensor on the ranks of a mesh; its last axis varies fastest.
 
     Attributes:
         boxes: The part of each rank.
@@ -137,7 +137,7 @@ def spread_over(
         shape: Its global shape.
         extents: Ranks along each axis.
         dims: The dim that each axis shards, axis after axis; ``None`` where it replicates.
-        inner: Axes that shard what the others have left, as data-parallel ones under tensor
+        inner: Axes that shard the parts left by the others, as data-parallel ones under tensor
             parallelism of the same dim.
 
     Example:
@@ -189,7 +189,7 @@ class Block:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Which block of which parameter it is."""
+        """The numbers of its parameter and of the block in it."""
         return self.param, self.number
 
     @property
@@ -239,11 +239,11 @@ class Route:
         return self.held is not None and self.held.numel == self.block.box.numel
 
     def parts(self, *, to_owner: bool) -> tuple[tuple[int, Box], ...]:
-        """Return what travels on one of the ways: the rank at the other end, and which part."""
+        """Return the parts that travel on one of the ways, each with the rank at its other end."""
         return self.sources if to_owner else self.holders
 
     def own_parts(self, *, to_owner: bool) -> list[tuple[int, Box]]:
-        """Return what this rank sends or receives on one of the ways, and who is at the other end.
+        """Return the parts that this rank sends or receives, each with the rank at its other end.
 
         The owner receives on the way to it, and sends on the way back.
         """
@@ -371,7 +371,7 @@ class Parcel:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What a step does with one bucket if every trained parameter has a gradient.
+    """The work of a step on one bucket if every trained parameter has a gradient.
 
     Attributes:
         parcels: Its blocks.
@@ -437,7 +437,7 @@ def most_held(buckets: Sequence[BucketPlan]) -> int:
 
 @dataclass(frozen=True)
 class GroupSteps:
-    """What a step does with one parameter group, on one rank.
+    """The work of a step on one parameter group, on one rank.
 
     Attributes:
         layout: The name of its layout.
@@ -456,7 +456,7 @@ class GroupSteps:
 
 @dataclass(frozen=True)
 class LayoutSteps:
-    """What a step of whole matrices and shards does, on one rank.
+    """The work of a step of whole matrices and shards, on one rank.
 
     Attributes:
         groups: By parameter group.

@@ -1,6 +1,6 @@
 """All-to-alls that move blocks to their owners and back, one each way for many tensors.
 
-A rank copies what it keeps for itself instead of sending it. If no rank sends anything, nothing is
+A rank copies its own parts instead of sending them. If no rank sends anything, nothing is
 launched. Tensors travel as bytes, so tensors of several dtypes share a message.
 """
 

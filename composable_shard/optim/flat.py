@@ -271,7 +271,7 @@ class Numbers:
     """A state that is one number for a parameter, such as the count of its steps.
 
     Users may change the number of one parameter in place. So each parameter has a tensor of its
-    own, whose version counter shows such a change. One call writes all of them after a step.
+    own, and its version counter shows such a change. One call writes all of them after a step.
 
     Args:
         like: A tensor with the dtype and the device.
@@ -320,7 +320,7 @@ class _Run:
         tensor: The stepped tensor, [numel]; the parameter itself if it is stepped unchanged.
         is_flat: Whether the tensor is a part of a buffer.
         kept: The states that the members have been given; ``None`` before the first step.
-        with_elements: The members whose shards are not empty on this rank.
+        with_elements: The members with elements on this rank.
     """
 
     def __init__(self, members: list[_Member]) -> None:
@@ -440,7 +440,7 @@ class _Steps:
         return [state, *chain(*stepped), *sharded, *chain(state, state.values(), names, values)]
 
     def _remember(self) -> None:
-        """Record what users see now."""
+        """Record the objects that users see now."""
         self._remembered = self._visible()
         own = (numbers.own.values() for numbers in self._numbers.values())
         self._own_numbers = list(chain.from_iterable(own))

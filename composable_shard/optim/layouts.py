@@ -80,7 +80,7 @@ class Sharded:
 class Owned:
     """Step whole tensors, each on one rank: its owner.
 
-    A parameter of more than two dims is a stack of matrices, each of which has its own owner. A
+    A parameter of more than two dims is a stack of matrices, and each has its own owner. A
     matrix that lies whole on a rank, such as an expert, stays there.
 
     Args:
@@ -143,9 +143,9 @@ def with_layout(
     """Make one optimizer of stock optimizers that step whole matrices, rows of them, or shards.
 
     It equals the stock optimizers on the unsharded parameters bit by bit. Its parameter groups are
-    one for each layout that fits any parameter, in order; learning-rate schedulers and what else
-    changes their values act on the stock optimizers. States lie with the owners; ``state_dict`` has
-    them sharded like the parameters, so that a checkpoint may be loaded on any number of ranks.
+    one for each layout that fits any parameter, in order; learning-rate schedulers and other
+    changes of their values act on the stock optimizers. States lie with the owners; ``state_dict``
+    has them sharded like the parameters, so that a checkpoint may be loaded on any number of ranks.
 
     Args:
         model: A model with sharded parameters; plain ones are taken as whole.
@@ -161,7 +161,7 @@ def with_layout(
     Collective: makes a process group for a mesh of several axes, and for one on gloo, once. A step
         sends the values and the gradient of each matrix to its owner, and the values back, in two
         all-to-alls for a bucket.
-    Memory: a rank's part of the buckets under way, of which there are at most two; ``explain`` and
+    Memory: a rank's part of at most two buckets under way; ``explain`` and
         ``estimate`` tell how many bytes that is.
     Source: Muon is Scalable for LLM Training (arXiv 2502.16982), which gathers on owners, too.
 
@@ -220,7 +220,7 @@ def does_fit(fits: Fits, names: Sequence[str], param: torch.Tensor) -> bool:
     return any(fits(name, param) for name in names)
 
 
-# Checks, of which all ranks make the same ---------------------------------------------------------
+# Checks, the same on all ranks ---------------------------------------------------------
 
 
 def check(layout: Layout, params: Sequence[Param]) -> dict[str, Any]:
@@ -383,7 +383,7 @@ class LayoutOptimizer(Optimizer):
         Args:
             closure: Computes the loss again.
 
-        Collective: two all-to-alls for each bucket of which anything moves.
+        Collective: two all-to-alls for each bucket in which anything moves.
         """
         loss = loss_of(closure)
         self._only_makes_states, self._made = only_makes_states(self), Counts()
@@ -400,7 +400,7 @@ class LayoutOptimizer(Optimizer):
         return loss
 
     def plan(self) -> LayoutSteps:
-        """Return what a step does on this rank if every trained parameter has a gradient."""
+        """Return the work of a step on this rank if every trained parameter has a gradient."""
         groups = []
         for place, (layout, params) in enumerate(self._rules):
             if place in self._shards:
@@ -415,8 +415,8 @@ class LayoutOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the states, sharded like the parameters.
 
-        Collective: of the owners' states, an all-gather of what they are for each mesh, and an
-        all-to-all for each bucket.
+        Collective: for the owners' states, an all-gather of their descriptions for each mesh, and
+        an all-to-all for each bucket.
         """
         live, self.state = self.state, self.sharded_states()
         self._made = counts_of(self.state) if self._only_makes_states else {}
@@ -447,7 +447,7 @@ class LayoutOptimizer(Optimizer):
         return any(told) or any(any(one.optimizer.state.values()) for one in self._shards.values())
 
     def take_states(self, loaded: Mapping[torch.Tensor, States]) -> None:
-        """Take what :meth:`sharded_states` returned. Collective: see load_state_dict."""
+        """Take the result of :meth:`sharded_states`. Collective: see load_state_dict."""
         self.state = defaultdict(dict)
         for _, part in self._parts():
             part.load([loaded.get(param.tensor, {}) for param in part.params])
@@ -513,7 +513,7 @@ def plan_group(
     buckets: Sequence[BucketPlan] = (),
     num_tensors: int | None = None,
 ) -> GroupSteps:
-    """Return what a step does with the parameters of a layout.
+    """Return the work of a step on the parameters of a layout.
 
     Args:
         layout: The layout.
@@ -538,10 +538,10 @@ def cut_rule(
     loads: dict[Mesh, list[int]],
     nbytes: int,
 ) -> list[tuple[Mesh, list[Block]]]:
-    """Return the buckets of a rule, mesh by mesh, with owners whose work is balanced.
+    """Return the buckets of a rule, mesh by mesh, with owners of balanced work.
 
     Args:
-        layout: Says what the blocks are.
+        layout: Defines the blocks.
         params: The parameters of the rule.
         meshes: On which mesh each lies.
         loads: The work of each rank of each mesh, which is increased.

@@ -42,7 +42,7 @@ from composable_shard.optim.exchange import (
 Factory = Callable[[list[dict[str, Any]]], Optimizer]
 States = dict[str, Any]
 Key = tuple[int, int]
-"""Which block of which parameter, see ``Block.key``."""
+"""The numbers of a parameter and of a block in it, see ``Block.key``."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Param:
 
     @property
     def inner_axes(self) -> tuple[int, ...]:
-        """The axes of its mesh that shard what later ones have left of the same dim."""
+        """The axes of its mesh that shard the parts left by later axes of the same dim."""
         parts = map(_torch.num_parts_of_strided, self.placements)
         return tuple(axis for axis, num_parts in enumerate(parts) if num_parts is not None)
 
@@ -150,7 +150,7 @@ def reduced_grad(param: torch.Tensor) -> torch.Tensor | None:
 def plan_bucket(
     params: Sequence[Param], routes: Sequence[Route], device: torch.device
 ) -> BucketPlan:
-    """Return what a step sends and occupies if every trained parameter has a gradient.
+    """Return the messages and the memory of a step in which all trained parameters have gradients.
 
     Args:
         params: The parameters to which blocks refer.
@@ -216,7 +216,7 @@ def shaped_like_blocks(told: AllTold) -> set[tuple[int, str]]:
 
 
 class OwnedBucket:
-    """Blocks whose values and gradients travel to their owners in one message.
+    """Blocks that send their values and gradients to their owners in one message.
 
     Attributes:
         ranks: The ranks that hold them.
@@ -242,7 +242,7 @@ class OwnedBucket:
         self._exchange: Exchange | None = None
 
     def plan(self) -> BucketPlan:
-        """Return what a step sends and occupies if every trained parameter has a gradient."""
+        """Return the messages and the memory of a step; see :func:`plan_bucket`."""
         return plan_bucket(self.params, list(self._routes.values()), self.ranks.device)
 
     # A step: ``schedule`` interleaves these methods with those of other buckets ----------------
@@ -321,7 +321,7 @@ class OwnedBucket:
         Args:
             told: The descriptions of all owners.
             like: See :func:`shaped_like_blocks`.
-            saved: The states of each parameter of the rule, whose blocks may be in many buckets.
+            saved: The states of each parameter of the rule; its blocks may be in many buckets.
         """
         own_states, moves = self._states(), list[Move]()
         for key in sorted(told.keys() & self._routes.keys()):
@@ -463,7 +463,7 @@ def taken_apart(states: States) -> States:
 
 
 def put_together(parts: States, factory: Factory, like: torch.Tensor) -> States:
-    """Undo :func:`taken_apart`; the states of a first step show what to compose.
+    """Undo :func:`taken_apart`; the states of a first step show their structure.
 
     Args:
         parts: The result of :func:`taken_apart`.

@@ -8,8 +8,8 @@
         check_extension(lambda shape: MyTensor(torch.randn(shape)))
 
 The hooks are checked by themselves, then the tensor in a model that is sharded. Each check runs on
-every rank. The ranks are threads, which show each other what they would send; so a hook is called
-with what ``fully_shard`` would call it with, and nothing is communicated.
+every rank. The ranks are threads of this process. The hooks are called by the code that calls them
+in ``fully_shard``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from composable_shard.testing.ranks import RankError, run_threads
 
 
 class Broken(AssertionError):
-    """A promise is broken; the text says which one, and what was found instead."""
+    """A promise is broken; the text names the promise and the fact found instead."""
 
 
 def expect(holds: bool, promise: str, got: object, remedy: str = "") -> None:
@@ -68,12 +68,12 @@ def expect(holds: bool, promise: str, got: object, remedy: str = "") -> None:
 
 
 class Finding(NamedTuple):
-    """What one check found.
+    """The result of one check.
 
     Attributes:
         check: Its name, which ``skip`` takes.
-        ok: Whether the tensor keeps this promise; also true for what was skipped.
-        sentence: The promise if it is kept, else what is wrong, with the ranks and the shape.
+        ok: Whether the tensor keeps this promise; also true if the check was skipped.
+        sentence: The promise if it is kept, else the fault, with the ranks and the shape.
     """
 
     check: str
@@ -83,7 +83,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What all checks found about one tensor subclass.
+    """The results of all checks of one tensor subclass.
 
     Attributes:
         kind: Name of the class.
@@ -130,12 +130,12 @@ class Case:
 
     Attributes:
         make: Makes a tensor of a shape; called after seeding, so that all ranks make the same.
-        compute: What a model does with an input and the tensor.
+        compute: Computes the output of a model from an input and the tensor.
         trains: Whether it can be trained.
         tolerance: How far results may be off, in parts of the largest value.
         shape: The shape of the tensor.
         num_ranks: How many ranks check it.
-        shown: What each rank shows the others.
+        shown: The objects that the ranks show each other, by rank.
     """
 
     make: Callable[[Shape], torch.Tensor]
@@ -150,7 +150,7 @@ class Case:
         return f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}, shape {list(self.shape)}"
 
     def show(self, value: Any) -> list[Any]:
-        """Show something to the other ranks; return what each of them shows."""
+        """Show an object to the other ranks; return the objects of all ranks."""
         self.shown[dist.get_rank()] = value
         dist.barrier()
         seen = list(self.shown)
@@ -253,7 +253,7 @@ class Gathers:
         return self.bucket.param.unsharded_local
 
     def again(self, shard: torch.Tensor) -> None:
-        """Free the unsharded tensor, and fill it with what the hooks make of another shard."""
+        """Free the unsharded tensor, and fill it by the hooks from another shard."""
         self.bucket.free()
         self.bucket.launch(shard, self._channels[self.bucket.mesh])
         self.bucket.complete()
@@ -292,7 +292,7 @@ def sent(case: Case) -> None:
 def expect_same(
     shown: Sequence[Any], what: str, words: Callable[[Any], str], remedy: str = ""
 ) -> None:
-    """Compare what all ranks have shown."""
+    """Expect the same object from all ranks."""
     first = shown[0]
     for rank, theirs in enumerate(shown):
         got = f"{words(first)} on rank 0 and {words(theirs)} on rank {rank}"
@@ -376,7 +376,7 @@ HOOK_CHECKS = (sent, shard, gathered, out)
 # The hooks for gradients, called directly ---------------------------------------------------------
 
 NUM_STEPS = 8
-"""Reductions of the same gradient, whose errors must cancel out."""
+"""Reductions of the same gradient; their errors must cancel out."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes of reduction."""
@@ -624,7 +624,7 @@ def check_extension(
     skip: Collection[str] = (),
     strict: bool = True,
 ) -> Report:
-    """Check that a tensor subclass keeps what the extension protocol promises.
+    """Check that a tensor subclass keeps the promises of the extension protocol.
 
     The hooks are called as ``fully_shard`` would call them, on one to four ranks (threads of this
     process) with rows that divide evenly and rows that do not; then a model with one weight is
@@ -634,7 +634,7 @@ def check_extension(
     Args:
         make_tensor: Makes a tensor of a shape. The random generator is seeded before each call, and
             ranks rely on getting the same tensor.
-        compute: What a model does with an input ``[rows, shape[-1]]`` and the tensor.
+        compute: Computes the output of a model from an input ``[rows, shape[-1]]`` and the tensor.
         shapes: Shapes to try; sharded over the first dim.
         world_sizes: Numbers of ranks to try.
         trains: Whether the tensor can be trained; outputs are then compared over three steps of
@@ -645,7 +645,7 @@ def check_extension(
         strict: Whether to raise if anything fails.
 
     Returns:
-        What was found; ``str()`` of it says it in words.
+        The results; ``str()`` of them is a text.
 
     Raises:
         AssertionError: With the report as its text, if anything fails and ``strict``.

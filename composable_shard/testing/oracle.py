@@ -268,7 +268,7 @@ class Comparison:
             return []
         found = []
         for name, param in sharded.items():
-            # A reduced gradient is known on all ranks; one that waits, on the ranks it waits on.
+            # All ranks know a reduced gradient; a rank knows its own if it waits.
             wanted = self.oracle.waiting[self.rank].get(name)
             if wanted is None and name in self.oracle.reduced:
                 wanted = _part_of(param, self.oracle.reduced[name])

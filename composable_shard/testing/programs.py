@@ -4,7 +4,8 @@ A `TreeSpec` is a value: hypothesis draws and shrinks it, ranks receive it, and 
 pasted into a test. Calling it builds the model, so it is a `build` for
 `assert_trains_like_unsharded`.
 
-Any list is a program: what has nothing to act on does nothing, or does first what it needs.
+Any list is a program: a step without anything to act on does nothing, or first does what it
+needs.
 So a failing program shrinks by leaving out words.
 """
 
@@ -38,7 +39,7 @@ def call_expression(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def expression(value: Any) -> str:
-    """Write a value: functions by their names, dataclasses without what is default.
+    """Write a value: functions by their names, dataclasses without their defaults.
 
     Example:
         >>> from composable_shard import MixedPrecisionPolicy
@@ -130,13 +131,13 @@ Known = dict[tuple[tuple[int, ...], torch.dtype], nn.Parameter]
 
 
 class Tree(nn.Module):
-    """Uses every parameter, of whatever shape, so that each element has its own gradient.
+    """Uses every parameter, of any shape, so that each element has its own gradient.
 
-    Of a child none of whose parameters are used only the input goes on, at every second place past
-    the child, so that no gradient reaches it. With `skips_unused` it does not run at all.
+    If none of a child's parameters are used, only its input goes on, at every second place past the
+    child, so that no gradient reaches it. With `skips_unused` it does not run at all.
 
     Args:
-        spec: What to build.
+        spec: Its description.
         known: Parameters that tied ones may be; for the children of a tree.
 
     Example:
@@ -163,7 +164,7 @@ class Tree(nn.Module):
         Args:
             x: Of shape `(batch, features)`, any extents.
             used: For each parameter of the tree, in the order of their registration, whether this
-                forward uses it; what is not used is no part of the graph.
+                forward uses it; an unused one is no part of the graph.
         """
         own = list(self._parameters.values())
         for index, param in enumerate(own):
@@ -290,7 +291,7 @@ class TreeLoss:
         return model(torch.randn(BATCH, WIDTH), used).float().square().mean()
 
 
-# What a training loop may do, as words; a list of them is a training program ----------------------
+# The steps of a training loop as words; a list of them is a training program ----------------------
 
 Step = Literal[
     "backward",
@@ -310,9 +311,9 @@ Step = Literal[
 - `forward`: run a forward, and keep its loss for the next backward;
 - `backward`: go back from the sum of the losses kept, or of a new one, and reduce the gradients;
 - `accumulate`: the same without reduction (`no_sync`);
-- `sync`: reduce what was accumulated, without another backward (`synchronize_gradients`);
+- `sync`: reduce the accumulated gradients, without another backward (`synchronize_gradients`);
 - `zero_grad`: clear the gradients, by the module or by the optimizer in turn;
-- `step`: reduce what was accumulated, and take an optimizer step; losses kept are let go, and
+- `step`: reduce accumulated gradients, and take an optimizer step; losses kept are let go, and
   gradients stay until `zero_grad`;
 - `evaluate`: run a forward in evaluation mode and under `no_grad`;
 - `reshard`: free the unsharded parameters of all groups;

@@ -2,8 +2,8 @@
 
 `run_on_ranks` takes the backend as an argument: processes that are kept for the next call, with
 gloo between them (`run_ranks`), or threads of this process (`run_threads`). `fake_ranks` makes one
-process a rank of any world size whose collectives do nothing, for what depends on shapes and
-placements alone.
+process a rank of any world size with collectives that do nothing, to check shapes and
+placements.
 
 Starting a process costs seconds and a call should cost milliseconds, so the processes live on
 between calls. They are kept only while they are surely in step: a call that does not end the same
@@ -91,7 +91,7 @@ class RankError(RuntimeError):
 
     Args:
         num_ranks: how many ranks were called.
-        failures: what each failing rank raised, in rank order.
+        failures: the exceptions of the failing ranks, in rank order.
         unfinished: ranks that had neither returned nor raised when the call was given up.
         stacks: where each unfinished rank stood, when that could be found out.
         reason: why the call was given up, if no rank raised.
@@ -172,7 +172,7 @@ def serve(
                 faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
             with _torch.gloo_of_one_worker():  # also in groups that calls make
                 _answer(rank, pipe, partial(_join_group, rank, num_ranks, port, group_timeout))
-                gc.freeze()  # a collection then looks at what calls leave, not at all of torch
+                gc.freeze()  # a collection then looks at objects of calls, not at all of torch
                 for num_calls in range(1, sys.maxsize):
                     _answer(rank, pipe, pipe.recv())
                     if num_calls % CALLS_PER_COLLECTION == 0:
@@ -187,7 +187,7 @@ def _answer(rank: int, pipe: Connection, fn: Callable[[], Any]) -> None:
     reply: Done | RankFailure
     try:
         reply = Done(pickle.dumps(fn()), _is_spent())
-    except BaseException as error:  # noqa: BLE001 (whatever it is, the caller shall see it)
+    except BaseException as error:  # noqa: BLE001 (the caller shall see any error)
         reply = RankFailure.of(error, rank)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -222,7 +222,7 @@ def _settle() -> None:
 
 
 def _join_group(rank: int, num_ranks: int, port: int, timeout: float) -> None:
-    # A terminal's interrupt reaches every process; the caller alone decides what it means.
+    # A terminal's interrupt reaches every process; the caller alone acts on it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -260,8 +260,8 @@ GRACE = 5.0
 START_TIMEOUT = 120.0
 SETTLE_TIMEOUT = 20.0
 STACK_TIMEOUT = 5.0
-# What the fork server imports once for all ranks: modules of torch, and of the others those that
-# the caller has. Ours are here by name, as the package imports them when they are asked for.
+# The fork server imports these once for all ranks: modules of torch, and others if the caller has
+# them. Ours are here by name, as the package imports them when they are asked for.
 PRELOAD = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.tensor"),
     *("torch.distributed.checkpoint", "composable_shard.api", "composable_shard.insight.events"),
@@ -442,7 +442,7 @@ def run_on_ranks(
     """Run `fn(*args, **kwargs)` on ranks that form one process group.
 
     Args:
-        fn: What to run. For `"gloo"` a function that other processes can import.
+        fn: The function. For `"gloo"` a function that other processes can import.
         world_size: How many ranks.
         args: Sent to every rank.
         backend: `"gloo"`: real processes, kept for the next call (see `run_ranks`). `"threads"`:
@@ -549,7 +549,7 @@ def run_threads(
         fn: called once per thread.
         num_ranks: the world size.
         timeout: seconds after which the call is given up. A thread cannot be killed: one
-            that waits in a collective is woken, one that loops goes on in the background.
+            that waits in a collective is woken, and a thread that loops goes on in the background.
 
     Returns:
         The results in rank order.
@@ -573,7 +573,7 @@ def run_threads(
                 results[rank] = fn(*args, **kwargs)
                 dist.destroy_process_group()
             except SystemExit:
-                pass  # how the backend ends a rank that waits for one that is gone
+                pass  # the backend ends a rank so if it waits for a rank that is gone
             except BaseException as error:  # noqa: BLE001 (the caller shall see it)
                 failures.append(RankFailure.of(error, rank))
                 release(error)

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for what sharding has to get right.
+"""Hypothesis strategies for the inputs of sharding.
 
 For tests of sharded models, of tensor subclasses and of custom collectives. The only part of the
 package that needs hypothesis; import it by its full name.
@@ -69,7 +69,7 @@ def _row_counts(num_shards: int) -> st.SearchStrategy[int]:
 def shapes(
     draw: st.DrawFn, num_shards: int, max_dims: int = 3, min_extent: int = 1
 ) -> tuple[int, ...]:
-    """Small shapes of which any dim may have fewer, as many or more rows than there are shards.
+    """Small shapes; any dim may have fewer, as many or more rows than there are shards.
 
     Args:
         draw: Given by hypothesis.
@@ -267,10 +267,10 @@ def policies(
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16, torch.float64),
     any_inputs: bool = False,
 ) -> st.SearchStrategy[MixedPrecisionPolicy]:
-    """Mixed precision policies; shrinks to the one that casts nothing.
+    """Mixed precision policies; shrinks to the policy that casts nothing.
 
     Args:
-        dtypes: What may be chosen besides nothing and float32.
+        dtypes: The choices besides nothing and float32.
         any_inputs: Whether the modules compute with inputs of any dtype. Then outputs may be cast
             and inputs be left as they are.
 
@@ -305,7 +305,7 @@ def reshard_choices(num_shards: int) -> st.SearchStrategy[bool | int | None]:
     return st.sampled_from([None, True, False, *fewer])
 
 
-# Strategies for what a training loop does, and for which rank uses what ---------------------------
+# Strategies for training loops, and for the parameters that each rank uses ------------------------
 
 
 def uses(num_ranks: int, num_uses: int) -> st.SearchStrategy[tuple[tuple[bool, ...], ...]]:

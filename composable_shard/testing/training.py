@@ -61,7 +61,7 @@ class Rehearsal:
     """A sharded model and its oracle, which do the same steps one after another.
 
     Args:
-        plan: What is trained.
+        plan: The training.
 
     Attributes:
         model: The sharded model; a new one after a checkpoint.
@@ -159,7 +159,7 @@ class Rehearsal:
         self._kept = []
         if self.oracle.waits_somewhere:
             self._sync()
-        # What was summed in another order leaves its last bits in the parameters.
+        # Gradients summed in another order leave their last bits in the parameters.
         self.comparison.is_exact &= not self.oracle.has_folded
         self.optimizer.step()
         self.oracle.step()
@@ -299,8 +299,8 @@ def assert_trains_like_unsharded(
     """Assert that a sharded model follows a training program as an unsharded one does.
 
     Every rank trains its part of the sharded model on batches of its own, and beside it one whole
-    model for each rank, whose gradients it averages: the oracle, which trains on the global batch
-    and communicates nothing. After every step of the program losses, gradients, parameters and
+    model for each rank, with averaged gradients: the oracle, which trains on the global batch and
+    communicates nothing. After every step of the program losses, gradients, parameters and
     buffers are compared: bit by bit where sums are exact (up to two ranks, SGD, and no
     half-precision parameters or float16 reduction), otherwise by a few roundings.
 
@@ -308,15 +308,15 @@ def assert_trains_like_unsharded(
         build: Returns a new model each time; its values come from torch's random state, which is
             set before. Like `shard`, `loss` and `optimizer`, a function that rank processes can
             import (module-level, a partial of one, a `TreeSpec`).
-        program: The steps; see `composable_shard.testing.programs.Step` for what each does.
-        world_size: How many ranks; 2, or what `mesh` has.
+        program: The steps; see `composable_shard.testing.programs.Step` describes each.
+        world_size: How many ranks; 2, or those of `mesh`.
         mesh: Extents of the mesh, `(shard,)` or `(replicate, shard)`; by default there is one
             axis of all ranks, made by `fully_shard`.
         policy: The mixed precision policy of all groups.
-        shard: `shard(model, **options)` applies `fully_shard` to the model and what it likes
-            within, with these options; by default `shard_children`, for a tree `shard_tree`.
+        shard: `shard(model, **options)` applies `fully_shard` to the model and to modules
+            within it, with these options; by default `shard_children`, for a tree `shard_tree`.
         loss: `loss(model, step, rank)` draws a batch, runs the model and returns a scalar. The
-            random state is set for each step and rank, so `torch.randn` draws what it should.
+            random state is set for each step and rank, so `torch.randn` draws the right batch.
             By default, for a tree, `TreeLoss()`.
         optimizer: Makes an optimizer from parameters; by default SGD with momentum. One that
             divides by the gradient's size (Adam) turns the rounding of gradients near zero into
@@ -329,7 +329,7 @@ def assert_trains_like_unsharded(
 
     Raises:
         AssertionError: They do not train alike, or the sharded one raised or hung. The text names
-            the step, the rank and what differs, and holds the call as an expression to paste.
+            the step, the rank and the differences, and holds the call as an expression to paste.
         ValueError: The program has an unknown step or none at all, `mesh` does not have
             `world_size` ranks or has more axes, `tolerance` is not finite, or there is no `loss`.
         TypeError: An argument has the wrong type, or something cannot be sent to the ranks.

@@ -362,7 +362,7 @@ def resolve_layout(choices: Choices, device_type: str, wraps_below: bool) -> Lay
         wraps_below: Whether all wrappers of the tree are made by one call.
 
     Raises:
-        ValueError: If the ranks are given in both forms, or in one that does not fit the strategy.
+        ValueError: If the ranks are given in both forms, or do not fit the strategy.
 
     Collective: for a pair of process groups an all-gather of a small object; making process groups
         for a hybrid strategy without any.
@@ -478,7 +478,7 @@ def check_all(
 
     Raises:
         TypeError: If an argument of a wrapper has the wrong type, or there is none of that name.
-        ValueError: If a module cannot be sharded as it is asked.
+        ValueError: If a module cannot be sharded by its arguments.
         MaterializationError: If a module on the meta device cannot be initialized.
     """
     calls, has_own = [], set[nn.Module]()

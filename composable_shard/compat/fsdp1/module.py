@@ -125,17 +125,17 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class FullyShardedDataParallel(state_dicts.Wrapper):
-    """Wrap a module whose parameters are sharded.
+    """Wrap a module and shard its parameters.
 
     A thin layer: the wrapped module is sharded by :func:`composable_shard.fully_shard`, and all
     that the wrapper does is done by the public interface. Names of parameters, buffers and modules
-    are those of the plain model. ``docs/from_fsdp1.md`` says what is called otherwise there.
+    are those of the plain model. ``docs/from_fsdp1.md`` lists the differences to torch's class.
 
     Args:
         module: The module. Modules below it may be wrapped already.
         process_group: The ranks, all of them if absent; for hybrid strategies a pair
             ``(shard, replicate)``.
-        sharding_strategy: What is sharded; ``FULL_SHARD`` if absent.
+        sharding_strategy: The sharded and replicated parts; ``FULL_SHARD`` if absent.
         cpu_offload: Whether shards are kept on the CPU.
         auto_wrap_policy: Which modules below are wrapped, with the same arguments.
         backward_prefetch: A hint that changes nothing: the order is recorded.
@@ -257,7 +257,7 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
     def apply(self, fn: Callable[[nn.Module], object]) -> FullyShardedDataParallel:
         """Call ``fn`` with each module from the inside out, while parameters are full.
 
-        What it changes is written to the shards; all ranks must change them alike.
+        Its changes are written to the shards; all ranks must make the same ones.
         Collective: see :meth:`summon_full_params`.
         """
         with self.summon_full_params(self):
@@ -307,7 +307,7 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
     # Training -------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module, whose hooks gather and free its parameters.
+        """Call the wrapped module; its hooks gather and free its parameters.
 
         Raises:
             ValueError: At the first forward of the root, if nested wrappers disagree on

@@ -22,7 +22,7 @@ from composable_shard.arguments import check_type, check_value
 # Strategy, precision and offload ------------------------------------------------------------------
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
-"""Over which ranks: one group, or one that shards and one that replicates."""
+"""The ranks: one group, or a group that shards and a group that replicates."""
 
 
 class ShardingStrategy(Enum):
@@ -134,7 +134,7 @@ class ExemptPrecision(MixedPrecision):
 
     @classmethod
     def of(cls, module: nn.Module, around: MixedPrecision) -> ExemptPrecision:
-        """Return the precision of a module within one that computes in ``around``."""
+        """Return the precision of a module within another, which computes in ``around``."""
         held = (*module.parameters(), *module.buffers())
         own = next((tensor.dtype for tensor in held if tensor.is_floating_point()), None)
         return cls(param_dtype=own, cast_forward_inputs=True, output_dtype=around.param_dtype)
@@ -148,7 +148,7 @@ class ExemptPrecision(MixedPrecision):
 
 @dataclass(frozen=True)
 class Choices:
-    """The arguments that a wrapper passes on to those that it makes below it.
+    """The arguments that a wrapper passes on to the wrappers that it makes below it.
 
     Raises:
         TypeError: If one has the wrong type.

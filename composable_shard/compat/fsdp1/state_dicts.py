@@ -159,7 +159,7 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Set what the state dicts of all wrappers in a module hold.
+    """Set the type of the state dicts of all wrappers in a module.
 
     Args:
         module: A wrapper, or a module with wrappers below.
@@ -168,7 +168,7 @@ def set_state_dict_type(
         optim_state_dict_config: The same for the optimizer's state dict.
 
     Returns:
-        What was set before.
+        The settings before.
 
     Raises:
         TypeError: If a config is not that of the type.
@@ -193,7 +193,7 @@ def set_state_dict_type(
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """Return what the state dicts of all wrappers in a module hold.
+    """Return the type of the state dicts of all wrappers in a module.
 
     Raises:
         ValueError: If there are no wrappers, or they disagree.
@@ -228,7 +228,7 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Set what the state dicts of all wrappers in a module hold, within this context.
+    """Set the type of the state dicts of all wrappers in a module, within this context.
 
     Args:
         module: A wrapper, or a module with wrappers below.
@@ -381,7 +381,7 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Turn what :func:`optim_state_dict` returned into what the optimizer loads.
+    """Turn a result of :func:`optim_state_dict` into a state dict that the optimizer loads.
 
     Args:
         model: The module whose parameters it has: a wrapper, or one with wrappers below.

@@ -3,10 +3,10 @@
 ``install()`` does it for this process, ``composable-shard run script.py`` and ``torchrun -m
 composable_shard.run script.py`` for a script and all that it starts. See ``docs/drop_in.md``.
 
-Classes of torch stay what they are when the drop-in is installed: a policy may have been made, and
-the class taken, before. So what ``fully_shard`` is given is translated.
+The drop-in leaves the classes of torch alone: a program may have made a policy, or imported the
+class, before. So the arguments of ``fully_shard`` are translated.
 
-Modules that torch's ``fully_shard`` was applied to before keep working: what concerns them goes to
+Modules that torch's ``fully_shard`` was applied to before keep working: calls for them go to
 torch's functions. Ours are imported when they are called, since the drop-in may be installed in the
 middle of importing this package, which itself imports from torch.
 """
@@ -35,7 +35,7 @@ _torch_fsdp = importlib.import_module("torch.distributed.fsdp")
 # Policies of torch, said in ours ------------------------------------------------------------------
 
 _POLICIES = (MixedPrecisionPolicy, CPUOffloadPolicy, OffloadPolicy, DataParallelMeshDims)
-"""Ours, a class before those that it is derived from; torch has classes of the same names."""
+"""Ours, a class before its base classes; torch has classes of the same names."""
 
 
 class _EarlierPolicy(MixedPrecisionPolicy):
@@ -83,7 +83,7 @@ def _translated_function(place: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return place_ours
 
 
-# What takes the place of torch's functions --------------------------------------------------------
+# The functions in the place of torch's --------------------------------------------------------
 
 _NAMES = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
 OF_TORCH: dict[str, Callable[..., Any]] = {
@@ -101,7 +101,7 @@ def fully_shard(module: Any, **options: Any) -> Any:
 
 
 def register_fsdp_forward_method(module: Any, method_name: str) -> None:
-    """Let another method of a module be called as its forward is, by whose module it is."""
+    """Let another method of a module be called like its forward, by ours or by torch's function."""
     from composable_shard import api
 
     if _is_of_torch(module):
@@ -137,7 +137,7 @@ def _is_of_torch(module: Any) -> bool:
 
 
 class Installation:
-    """What :func:`install` returns: leaving it as a context takes our functions out again.
+    """The result of :func:`install`; as a context, it takes our functions out at its end.
 
     Attributes:
         replaced: Where a function was replaced, as ``"module.name"``, sorted.
@@ -165,17 +165,17 @@ def install() -> Installation:
     """Make torch's ``fully_shard`` ours, for this process.
 
     Replaces ``fully_shard``, ``register_fsdp_forward_method`` and ``share_comm_ctx`` where torch
-    has them, and in every loaded module that has imported them by name. Not reached: what holds
-    such a function elsewhere (a closure, a default argument, an attribute of an object, a
-    ``functools.partial``). Install before such modules are imported, which every later import is.
+    has them, and in every loaded module that has imported them by name. Not reached: a
+    function that is held elsewhere (in a closure, a default argument, an attribute of an object, a
+    ``functools.partial``). Install before such modules are imported.
 
     Classes stay torch's: its policies are understood, and our modules are instances of its
-    ``FSDPModule``. Modules that are sharded already stay what they are. May be called again, to
-    reach what has been loaded from elsewhere since.
+    ``FSDPModule``. Modules that are sharded already stay as they are. May be called again, to
+    reach modules that were loaded since.
 
     Returns:
-        What was replaced; as a context manager, it uninstalls at its end, unless the drop-in was
-        installed before.
+        The replaced functions; as a context manager, it uninstalls at its end, unless the drop-in
+        was installed before.
 
     Collective: none.
 
@@ -196,7 +196,7 @@ def install() -> Installation:
 def uninstall() -> None:
     """Make torch's ``fully_shard`` its own again, in all loaded modules.
 
-    What was sharded stays sharded by ours. Does nothing if the drop-in is not installed.
+    Modules that ours sharded stay sharded. Does nothing if the drop-in is not installed.
 
     Example:
         >>> from composable_shard.compat.torch_dropin import install, is_installed, uninstall
@@ -255,12 +255,12 @@ def run_script(target: str, arguments: Sequence[str] = (), *, is_module: bool = 
     Args:
         target: Path of a script, of a folder or of a zip file with a ``__main__.py``, or the name
             of a module.
-        arguments: What follows it on the command line.
+        arguments: The arguments that follow it on the command line.
         is_module: Whether ``target`` is a module, as after ``python -m``.
 
     Raises:
-        Exception: What the program raises, ``SystemExit`` too, and what runpy does if there is no
-            such program.
+        Exception: That of the program, ``SystemExit`` too, or that of runpy if there is no such
+            program.
 
     Collective: none of its own.
 
@@ -283,7 +283,7 @@ def run_script(target: str, arguments: Sequence[str] = (), *, is_module: bool = 
 
 @contextlib.contextmanager
 def _command_line(target: str, arguments: Sequence[str], is_module: bool) -> Iterator[None]:
-    """Set what Python sets of ``sys`` when it starts a program."""
+    """Set ``sys.argv`` and ``sys.path[0]`` as Python does when it starts a program."""
     before = sys.argv, sys.path[0]
     folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
     sys.argv, sys.path[0] = ["-m" if is_module else target, *arguments], folder
