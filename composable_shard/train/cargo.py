@@ -31,15 +31,6 @@ from composable_shard.train.weights.entries import exchange, register_instead
 # What the ranks tell each other -------------------------------------------------------------------
 
 
-def check_plain(what: str, tensor: torch.Tensor) -> None:
-    """Raise ``ShardError`` unless a tensor is plain: only its class or hooks know what moves."""
-    if _torch.is_subclass(tensor) or has_extension(tensor) or has_grad_extension(tensor):
-        raise ShardError(
-            f"Expected {what} to be a plain tensor without all-gather hooks, got "
-            f"{type(tensor).__name__}; such a model is moved by a checkpoint"
-        )
-
-
 Key = tuple[str | int, ...]
 """What a tensor is of a model, alike on all ranks: ``("parameter", 3)``, say."""
 
@@ -185,7 +176,11 @@ class Possession:
 
     def _described(self, what: str, tensor: torch.Tensor, param: int | None) -> Item:
         local = _torch.local_part(tensor)
-        check_plain(what, local)
+        if _torch.is_subclass(local) or has_extension(local) or has_grad_extension(local):
+            raise ShardError(
+                f"Expected {what} to be a plain tensor without all-gather hooks, got "
+                f"{type(local).__name__}; such a model is moved by a checkpoint"
+            )
         item = Item(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
         if param is None or not isinstance(tensor, DTensor):
             return item

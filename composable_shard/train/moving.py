@@ -25,7 +25,7 @@ from composable_shard.optim import exchange
 from composable_shard.optim.blocks import Box, padded, whole
 from composable_shard.optim.exchange import part_of
 from composable_shard.optim.layouts import Fits
-from composable_shard.train.cargo import Item, Possession, Tensors, Told, check_plain
+from composable_shard.train.cargo import Item, Possession, Tensors, Told
 from composable_shard.train.places import Ground, Meshes, Piece, Target, pieces_of, rounds_of
 from composable_shard.train.ranks import Ranks
 
@@ -51,8 +51,6 @@ def _check_group(group: ParamGroup) -> None:
                 f"Expected parameter '{param.name}' to be sharded by fully_shard alone for a model "
                 "to move, got one under tensor parallelism; such a model is moved by a checkpoint"
             )
-        if not param.local.is_meta:
-            check_plain(f"parameter '{param.name}'", param.local)
         if param.name in group.unsynced_names or is_partial(param.sharded.grad):
             raise ShardError(
                 f"Expected a reduced gradient of '{param.name}', got one that was accumulated "
