@@ -54,8 +54,8 @@ def shape_of(tensor: torch.Tensor, coordinate: Sequence[int]) -> tuple[int, ...]
 
 def sharded_axes(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
     """Return the axes of a mesh over whose ranks a tensor is spread."""
-    spread = (i for i, p in enumerate(placements) if not p.is_replicate() and mesh.size(i) > 1)
-    return tuple(spread)
+    cuts = enumerate(placements)
+    return tuple(axis for axis, p in cuts if not p.is_replicate() and mesh.size(axis) > 1)
 
 
 _Runs = tuple[tuple[slice, slice], ...]

@@ -94,14 +94,12 @@ def reshard(module: nn.Module, doing: str) -> None:
 
 def listed_in(module: nn.Module) -> list[Entry]:
     """List the tensors of a model as it is; of what is gathered, the shards. Collective: none."""
-    names: dict[object, list[str]] = {}
-    tensors: dict[object, torch.Tensor] = {}
+    found: dict[object, Entry] = {}
     for name, tensor, is_persistent in registered(module):
         if is_persistent:
-            key = _identity(tensor)
-            names.setdefault(key, []).append(name)
-            tensors.setdefault(key, tensor)
-    return [Entry(tuple(names[key]), tensors[key]) for key in tensors]
+            entry = found.setdefault(_identity(tensor), Entry((), tensor))
+            entry.names += (name,)
+    return [*found.values()]
 
 
 def registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
@@ -151,7 +149,7 @@ def materialize(module: nn.Module, entries: Iterable[Entry]) -> None:
 
     Args:
         module: The model.
-        entries: What of it.
+        entries: The tensors of it that need memory, among others.
     """
     params = [param for group in groups_in(module.modules()) for param in group.params]
     homes = {id(param.sharded): param.device for param in params}
@@ -162,9 +160,8 @@ def materialize(module: nn.Module, entries: Iterable[Entry]) -> None:
         if not entry.is_meta:
             continue
         old = entry.tensor
-        device = homes.get(id(old), anywhere)
-        if id(old) not in homes and isinstance(old, DTensor):
-            device = torch.device(old.device_mesh.device_type)
+        home = torch.device(old.device_mesh.device_type) if isinstance(old, DTensor) else anywhere
+        device = homes.get(id(old), home)
         new = _torch.without_values(torch.empty_like(old, device=device, requires_grad=False))
         if not isinstance(old, nn.Parameter):
             entry.tensor = new

@@ -96,7 +96,7 @@ class Planned:
         """Return this rank's part, as a plain tensor of any dtype."""
         plain = self.entry.plain
         if plain is not None:
-            return plain.detach()
+            return plain.detach().resolve_conj().resolve_neg()
         assert self.make_plain is not None
         subclass = self.entry.local.detach()
         made = self.make_plain(subclass)
