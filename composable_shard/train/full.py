@@ -138,14 +138,12 @@ def full_copy(tensor: torch.Tensor, name: str) -> torch.Tensor:
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell whether two tensors of one shape and dtype hold the same, also for NaN and -0."""
     pairs = zip(_torch.leaves(one), _torch.leaves(other), strict=True)
-    return all(torch.equal(_bits(mine), _bits(theirs)) for mine, theirs in pairs)
+    return all(torch.equal(as_bytes(mine), as_bytes(theirs)) for mine, theirs in pairs)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor.view(_INTEGERS[tensor.itemsize]) if tensor.is_floating_point() else tensor
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a plain tensor, [nbytes]; of a contiguous one, in its memory."""
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 # What all ranks see alike -------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from composable_shard.arguments import (
 )
 from composable_shard.errors import MaterializationError, ShardError
 from composable_shard.mesh import start_process_group
-from composable_shard.train.full import count_write, full_copy, sharded_axes
+from composable_shard.train.full import as_bytes, count_write, full_copy, sharded_axes
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.entries import (
     Entry,
@@ -312,8 +312,7 @@ def _broadcast(
 def _send(bucket: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int) -> None:
     """Send the bytes of tensors together; those of a contiguous one alone go in place."""
     device = _torch.device_for(group, bucket[0].device)
-    flat = [leaf.resolve_conj().resolve_neg().contiguous().view(-1) for leaf in bucket]
-    numbers = [leaf.view(torch.uint8).to(device) for leaf in flat]
+    numbers = [as_bytes(leaf).to(device) for leaf in bucket]
     sent = numbers[0] if len(numbers) == 1 else torch.cat(numbers)
     dist.broadcast(sent, group=group, group_src=source)
     for leaf, own in zip(bucket, sent.split([len(own) for own in numbers]), strict=True):

@@ -37,7 +37,7 @@ from composable_shard.core.placement import matching_pieces
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.mesh import axis_of
-from composable_shard.train.full import boxes_of, full_copy, shape_of, sharded_axes
+from composable_shard.train.full import as_bytes, boxes_of, full_copy, shape_of, sharded_axes
 from composable_shard.train.ranks import Ranks, Together, naming_failures
 from composable_shard.train.weights.entries import Entry
 
@@ -244,7 +244,7 @@ class Message:
         for number, (to, is_given) in enumerate(route.receivers(self._to) if inputs else ()):
             channel, extent = route.channels[number], route.extents[number]
             outputs = [
-                self._full[one].view(-1).view(torch.uint8)
+                as_bytes(self._full[one])
                 if one in self._full
                 else _torch.empty(extent * len(own), dtype=torch.uint8, device=route.device)
                 for one, own in zip(self.sent if is_given else (), inputs, strict=False)
@@ -260,7 +260,7 @@ class Message:
         own, device = one.values(), self.route.device
         is_ready = own.is_contiguous() and own.device == device and own.dtype == one.dtype
         if is_ready and own.nbytes == nbytes:
-            return own.view(-1).view(torch.uint8)
+            return as_bytes(own)
         padded = _torch.empty(nbytes, dtype=torch.uint8, device=device)
         padded[: own.numel() * one.dtype.itemsize].view(one.dtype).view(own.shape).copy_(own)
         return padded

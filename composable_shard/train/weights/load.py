@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 from composable_shard.arguments import check_flags, check_function, check_path
 from composable_shard.errors import ShardError
-from composable_shard.train.full import Box, boxes_of, count_write, same_bits
+from composable_shard.train.full import Box, as_bytes, boxes_of, count_write, same_bits
 from composable_shard.train.ranks import Ranks, naming_failures
 from composable_shard.train.weights.entries import (
     Entry,
@@ -167,7 +167,7 @@ def _broadcast(stored: Stored, reader: Reader, ranks: Ranks, sent: torch.Tensor)
     if ranks.is_first and ranks.failure is None and len(sent):
         with ranks.noting_failure():
             full = reader.read(stored, tuple(slice(0, length) for length in stored.shape))
-            sent = full.reshape(-1).view(torch.uint8).to(sent.device)
+            sent = as_bytes(full).to(sent.device)
     if ranks.group is not None and len(sent):
         with naming_failures(ranks.doing):
             dist.broadcast(sent, group=ranks.group, group_src=0)
