@@ -121,8 +121,11 @@ class Possession:
         places = (param.placement for param in self.params)
         return [Ground.of(place.mesh, place.roles) for place in places]
 
-    def told(self) -> tuple[Told, Tensors]:
-        """Describe what this rank has, and return it.
+    def told(self, *, has_joining: bool) -> tuple[Told, Tensors]:
+        """Describe the values of this rank, and return them.
+
+        Args:
+            has_joining: Whether some ranks join, which need all of it.
 
         Raises:
             ShardError: If something of it cannot be moved.
@@ -146,6 +149,11 @@ class Possession:
                 what = f"the gradient of '{param.name}'"
                 add(("gradient", index), what, param.sharded.grad, index)
         for name, tensor in self._plain().items():
+            if has_joining and isinstance(tensor, DTensor):
+                raise ShardError(
+                    f"Expected '{name}', a DTensor, to be sharded by fully_shard for the model to "
+                    "move to more ranks, got one that is not; such a model is moved by a checkpoint"
+                )
             if not isinstance(tensor, DTensor):
                 add(("plain", name), f"'{name}'", tensor[None] if not tensor.ndim else tensor)
         for place, optimizer in enumerate(self._optimizers):
@@ -164,15 +172,6 @@ class Possession:
                         told.states.append(key)
             told.settings.append([{**group, "params": []} for group in optimizer.param_groups])
         return told, tensors
-
-    def check_joining(self) -> None:
-        """Raise ``ShardError`` if something of this rank could not be given to one that joins."""
-        for name, tensor in self._plain().items():
-            if isinstance(tensor, DTensor):
-                raise ShardError(
-                    f"Expected '{name}', a DTensor, to be sharded by fully_shard for the model to "
-                    "move to more ranks, got one that is not; such a model is moved by a checkpoint"
-                )
 
     def _described(self, what: str, tensor: torch.Tensor, param: int | None) -> Item:
         local = _torch.local_part(tensor)

@@ -120,8 +120,6 @@ class _Move:
         with self._ranks.noting_failure():
             for index, param in enumerate(self._owner.params):
                 self._ways.append(self._ways_of(param.name, index))
-            if self._joining() and dist.get_rank() in self._before:
-                self._owner.check_joining()
         self._agree([], "model")
 
     def _joining(self) -> list[int]:
@@ -200,7 +198,7 @@ class _Move:
         first = next(iter(self._before))
         if dist.get_rank() in self._before:
             with self._ranks.noting_failure():
-                own, tensors = self._owner.told()
+                own, tensors = self._owner.told(has_joining=bool(self._joining()))
                 sent = pickle.dumps(own) if dist.get_rank() == first else b""
         self._agree([], "model")
         told: Told = pickle.loads(self._ranks.from_one(sent, first))
