@@ -212,8 +212,8 @@ def _warn_of_same_rows(ranks: dist.ProcessGroup, device: torch.device, filled: _
     same = [name for (name, _), most, least in pairs if most == -least]
     if same:
         warnings.warn(
-            f"All ranks hold the same rows of {same[0]}: random functions fill shards on the CPU "
-            "alike where ranks have one seed; initialize by init_sharded(model, seed=...)",
+            f"All ranks hold the same rows of {same[0]}: on the CPU, ranks with the same seed fill "
+            "their shards with the same random numbers; call init_sharded(model, seed=...) instead",
             stacklevel=2,
         )
 

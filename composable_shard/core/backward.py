@@ -1,11 +1,12 @@
 """One backward: when each group is gathered, and when it is finished (freed and reduced).
 
-Imports group, reduction, tape. The tape gives the plan, which is the same on all ranks.
-Autograd only says how far this rank may run it. If this rank's loss does not reach a group, the
-rank still gathers the group in turn and reduces zeros, because another rank's loss may reach it.
+Imports group, reduction, tape. The tape makes the plan, which is the same on all ranks. Events from
+autograd only decide when this rank takes the next steps of it. If this rank's loss does not reach a
+group, the rank still gathers the group in turn and reduces zeros, because another rank's loss may
+reach it.
 
 On one device, autograd runs the most recently created nodes first. So a group is complete before
-an earlier group is needed, and all ranks call collectives in the same order.
+a group that forward used earlier is needed, and all ranks call collectives in the same order.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _current_task = _torch.current_backward
 
 
 class GroupProgress:
-    """The progress of one backward through one group; each backward makes a new one.
+    """The progress of one backward through one group; each backward creates a new object.
 
     Attributes:
         expected_nodes: For each graph task, how many nodes of the group it will run: gradient
@@ -37,7 +38,8 @@ class GroupProgress:
             reentrant checkpoint runs one graph task inside another.
         awaits_inner_task: Whether a checkpoint has recomputed the group and may start a graph task
             whose nodes are not counted yet.
-        num_recomputes: How many calls of the group checkpoints have recomputed for good.
+        num_recomputes: How many calls of the group checkpoints have recomputed. A recomputation
+            inside another checkpoint does not count, because that one repeats it in its backward.
         has_input_markers: Whether every call reached so far has input markers. Without them, a node
             may read the parameters after the last gradient is accumulated.
     """
@@ -56,8 +58,8 @@ class Backward:
 
     Attributes:
         steps: The remaining steps of the plan, the next step last.
-        is_inside: Whether it lies within a forward.
-        kept: The groups that it leaves unsharded, as ``settings.reshard_after_backward`` says.
+        is_inside: Whether it runs inside a forward.
+        kept: The groups that it leaves unsharded, because of ``settings.reshard_after_backward``.
         launched: The groups whose reductions it has launched.
     """
 
@@ -76,18 +78,19 @@ class Backward:
         Args:
             groups: All groups of the tree.
             plan: The plan, which all ranks share.
-            ran_inside: Groups to finish first: a backward within the forward has come to them.
+            ran_inside: The groups that backwards inside the forward have reached. Those outside of
+                the plan are finished first.
             in_flight: The reductions in flight, also of earlier backwards.
             on_end: Called when autograd has finished.
-            is_inside: Whether it lies within a forward. It reduces nothing then: the backward of
-                that forward does.
+            is_inside: Whether it runs inside a forward. It then only accumulates gradients, and the
+                backward of that forward reduces them.
         """
         self.steps, self.is_inside = list(plan.steps), is_inside
         self._num_recomputes = plan.num_recomputes
         self._planned, self._to_gather = set(plan.groups), set(plan.groups)
         self._finish_queue: deque[ParamGroup] = deque()  # their finish step has been reached
         self._groups, self._in_flight = groups, in_flight
-        self._to_free: list[ParamGroup] = []  # in `close`
+        self._to_free: list[ParamGroup] = []  # groups that `close` frees
         self.kept: list[ParamGroup] = []
         self.launched: set[ParamGroup] = set()
         self._task = _current_task()
@@ -95,7 +98,7 @@ class Backward:
         for group in groups:
             group.progress = None
             group.finished_nodes.clear()
-        end = partial(on_end, self)  # only the engine owns it: it dies if backward fails
+        end = partial(on_end, self)  # only the engine owns it, and releases it if backward fails
         self._end = weakref.ref(end, self._on_death)
         _torch.on_backward_end(end)
         for group in ran_inside:
@@ -108,9 +111,10 @@ class Backward:
         return self._end() is not None and _current_task() != -1
 
     def _on_death(self, _: object) -> None:
-        """Register the sharded parameters if autograd has failed, and tell ranks that wait.
+        """Register the sharded parameters if autograd has failed, and announce it to other ranks.
 
-        With streams a thread of the engine may call this; then the next forward registers them.
+        On devices with streams, a thread of the engine may call this; then the next forward
+        registers the sharded parameters.
         """
         if self._has_closed:
             return
@@ -120,7 +124,7 @@ class Backward:
                     group.register_sharded()
         if not announced:
             ranks = process_groups_of(self._groups)
-            error = RuntimeError("autograd has raised an error, which that rank tells")
+            error = RuntimeError("autograd raised an error, which is in the output of that rank")
             announce(ranks, f"running backward of {self._groups[0].label}", error)
 
     # Events from autograd and checkpoints ---------------------------------------------------
@@ -143,7 +147,7 @@ class Backward:
     def gather_for_recompute(self, group: ParamGroup) -> None:
         """Gather ``group``, because a checkpoint recomputes it."""
         progress = self._ensure_progress(group)
-        progress.num_recomputes += not _torch.is_in_checkpoint()  # which recomputes it once more
+        progress.num_recomputes += not _torch.is_in_checkpoint()  # that one recomputes it again
         if not self._has_pending_nodes(group):
             progress.awaits_inner_task = True
         self._run_steps_to_gather(group)
@@ -167,7 +171,7 @@ class Backward:
                 self._planned.add(group)
                 self.steps.append(PlanStep(group, is_gather=False))
             if self.is_inside:
-                group.tree.tape.advance(group, 0)  # forward may need it next: it stays in between
+                group.tree.tape.advance(group, 0)  # recorded as a use; see `free_inside`
                 _gather_alone(group)
         task = _current_task()
         if task not in progress.expected_nodes:
@@ -185,8 +189,8 @@ class Backward:
     def _run_steps_to_gather(self, group: ParamGroup) -> None:
         """Run the plan up to the step that gathers ``group``.
 
-        Autograd visits calls in reverse order of forward. If a group was left later and is not
-        needed by now, this rank's loss does not reach it.
+        Autograd visits calls in reverse order of forward. If forward left another group later, and
+        backward has not needed that group by now, this rank's loss does not reach it.
         """
         while group in self._to_gather:
             step = self.steps.pop()
@@ -263,7 +267,7 @@ class Backward:
         if not group.settings.reshard_after_backward:
             self.kept.append(group)
             if not group.is_split and all(call.is_reached for call in group.live_calls()):
-                group.register_sharded()  # otherwise a schedule is still to ask for gradients
+                group.register_sharded()  # otherwise a pipeline schedule will need them again
         elif group.progress is None or group.progress.has_input_markers:
             group.reshard()
         else:
@@ -276,13 +280,13 @@ class Backward:
     # The end --------------------------------------------------------------------------------
 
     def close(self, *, waits: bool) -> set[ParamGroup]:
-        """Run the remaining steps, free everything and, if it ``waits``, deliver all gradients.
+        """Run the remaining steps, free everything and, with ``waits``, deliver all gradients.
 
         This finishes incomplete groups too: autograd may have passed undefined gradients, which
-        are not counted. A backward within a forward only runs its steps.
+        are not counted. A backward inside a forward only runs its steps.
 
         Returns:
-            The groups that it has come to.
+            The groups of its plan, and those that it has reached besides.
 
         Raises:
             ShardError: If a gradient was accumulated after its group was reduced. On the ranks
@@ -302,7 +306,7 @@ class Backward:
         for group in self._groups:
             if group in self._planned:
                 continue
-            if group.is_unsharded_registered and not group.is_held:  # frozen
+            if group.is_unsharded_registered and not group.is_held:  # frozen, so not planned
                 self.kept.append(group)
                 group.register_sharded()
             # Earlier backwards may have accumulated without sync.
@@ -317,7 +321,7 @@ class Backward:
             if group.finished_nodes and any(map(Reduction.has_unsharded_grads, group.reductions)):
                 raise ShardError(
                     f"Expected all gradients of {group.label} before its reduction, got one after "
-                    "it, of a graph that ran inside of this backward; run that before or after it"
+                    "it, of a backward inside of this one; run that before or after this one"
                 )
         self._has_closed = True
         return self._planned
@@ -335,7 +339,7 @@ def _gather_alone(group: ParamGroup) -> None:
 def _graph_error(group: ParamGroup) -> ShardError:
     return ShardError(
         f"Expected a backward into the parameters of {group.label} without create_graph=True, got "
-        "one with it, whose graph ends where gradients are reduced; take gradients of inputs by "
+        "one with it, although reduced gradients have no graph; for gradients of inputs, call "
         "torch.autograd.grad(loss, inputs, create_graph=True)"
     )
 
@@ -343,26 +347,27 @@ def _graph_error(group: ParamGroup) -> ShardError:
 def _refuse_leaves(group: ParamGroup) -> None:
     """Raise if ``torch.autograd.grad`` would return gradients that should be reduced.
 
-    Those within a forward, and of parameters that the user has unsharded, are the user's.
+    It may return unreduced gradients inside a forward, and after the user has called ``unshard()``.
     """
     syncs = group.settings.reduce_grads and group.mesh.num_ranks > 1
     if syncs and not group.tree.call_stack and not group.is_held:
         raise ShardError(
             f"Expected a backward into the parameters of {group.label}, got torch.autograd."
-            "grad by them, whose gradients are of this rank alone; call loss.backward() and "
-            "read .grad, or set_requires_gradient_sync(False) to get those of this rank"
+            "grad of them, which returns gradients of this rank alone; call loss.backward() and "
+            "read .grad, or set_requires_gradient_sync(False) first if you want those"
         )
 
 
 def _is_half(group: ParamGroup) -> bool:
-    """Return whether a schedule differentiates inputs alone, and weights later.
+    """Return whether a pipeline schedule runs the input half of a split (zero-bubble) backward.
 
-    A pipeline schedule runs all backwards without sync and without freeing, some in two halves, by
-    ``torch.autograd.grad``. The second one differentiates the parameters that are registered at the
-    first, and the sharded ones are not in the graph.
+    A pipeline schedule runs all backwards without sync and without freeing, some of them in two
+    halves, by ``torch.autograd.grad``: for the inputs, later for the weights. The second half
+    differentiates the parameters that were registered in the first, so these must be the unsharded
+    ones: the sharded ones are not in the graph.
 
     Raises:
-        ShardError: If the sharded ones are registered. On all ranks of the stage.
+        ShardError: If the sharded parameters are registered; on all ranks of the stage.
     """
     tree = group.tree
     ends_here = tree.is_last_backward and not tree.finalization.by_hand

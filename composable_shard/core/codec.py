@@ -1,4 +1,4 @@
-"""Tensor subclasses on their way to the ranks and back: hooks, formats, and how to rebuild them.
+"""Communication of tensor subclasses: their hooks, the formats of sent tensors, and rebuilding.
 
 A local shard with ``fsdp_pre_all_gather`` / ``fsdp_post_all_gather`` chooses the tensors to send
 and builds the result from them. A wrapper subclass without these hooks is sent inner tensor by
@@ -29,7 +29,7 @@ GRAD_PRE, GRAD_POST = "fsdp_pre_reduce_scatter", "fsdp_post_reduce_scatter"
 
 
 def has_extension(tensor: torch.Tensor) -> bool:
-    """Tell whether a local shard brings the protocol, on its class or on the object.
+    """Return whether a local shard has the all-gather hooks, from its class or as attributes.
 
     Raises:
         TypeError: If it defines only one of the two methods.
@@ -38,7 +38,7 @@ def has_extension(tensor: torch.Tensor) -> bool:
 
 
 def has_grad_extension(tensor: torch.Tensor) -> bool:
-    """Tell whether a local shard brings the protocol for its gradient.
+    """Return whether a local shard has the reduce-scatter hooks for its gradient.
 
     Raises:
         TypeError: If it defines only one of the two methods.
@@ -58,7 +58,7 @@ def _has_both(tensor: torch.Tensor, pre: str, post: str) -> bool:
 
 
 def needs_extension(tensor: torch.Tensor) -> bool:
-    """Tell whether a local shard cannot live in a flat bucket, which holds plain tensors."""
+    """Return whether a local shard cannot be part of a flat bucket, which holds plain tensors."""
     brings_hooks = has_extension(tensor) or has_grad_extension(tensor)
     return brings_hooks or _torch.is_subclass_of_user(tensor)
 
@@ -71,15 +71,15 @@ def bound_hook(hook: Any, tensor: torch.Tensor) -> Any:
 
 
 def checked_result(hook: str, name: str, result: Any) -> tuple[Sequence[torch.Tensor], Any]:
-    """Return the tensors and the metadata that the first hook of a protocol has returned.
+    """Return the tensors and the metadata from the result of a pre hook.
 
     Args:
-        hook: The hook.
-        name: What messages call the parameter.
-        result: What it returned.
+        hook: The name of the hook.
+        name: The name of the parameter, for error messages.
+        result: The result of the hook.
 
     Raises:
-        ExtensionError: If that is something else.
+        ExtensionError: If the result is not a pair of tensors and metadata.
     """
     if not (isinstance(result, tuple) and len(result) == 2):
         raise ExtensionError(
@@ -99,7 +99,7 @@ def checked_result(hook: str, name: str, result: Any) -> tuple[Sequence[torch.Te
 
 @dataclass(frozen=True)
 class Format:
-    """What one rank sends for one tensor; ``shape`` has the gathered dim first."""
+    """The dtype and shape of a tensor that one rank sends; its first dim is gathered."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -117,7 +117,7 @@ def formats_of(tensors: Sequence[torch.Tensor]) -> Formats:
 
 
 def in_words(formats: Formats) -> str:
-    """List formats for a message."""
+    """Return a list of formats as text, for error messages."""
     return f"[{', '.join(map(str, formats))}]"
 
 
@@ -125,8 +125,8 @@ def check_alike(name: str, formats: Mapping[int, Formats]) -> None:
     """Raise ``ExtensionError`` unless the tensors of all ranks can be gathered together.
 
     Args:
-        name: What messages call the parameter.
-        formats: What each rank sends, by its number.
+        name: The name of the parameter, for error messages.
+        formats: The formats that each rank sends, by rank.
     """
     first_rank, first = next(iter(formats.items()))
     for rank, theirs in formats.items():
@@ -144,12 +144,12 @@ def check_alike(name: str, formats: Mapping[int, Formats]) -> None:
 
 @dataclass(frozen=True)
 class Codec:
-    """How a wrapper subclass is taken apart, and made again of other plain tensors.
+    """Splits a wrapper subclass into plain tensors, and rebuilds it from other plain tensors.
 
     Attributes:
         kind: Its class.
-        context: What the class needs besides.
-        inner: Its inner tensors by name, with their own codecs where they are wrapper subclasses.
+        context: The context that ``__tensor_flatten__`` returned.
+        inner: Its inner tensors by name, with their own codecs if they are wrapper subclasses.
     """
 
     kind: type
@@ -158,7 +158,7 @@ class Codec:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The attributes of the plain tensors, with dots where wrapper subclasses are nested."""
+        """The attributes of the plain tensors, with dots if wrapper subclasses are nested."""
         found = list[str]()
         for name, codec in self.inner:
             found += [name] if codec is None else [f"{name}.{n}" for n in codec.names]
@@ -169,7 +169,7 @@ class Codec:
         return [attrgetter(name)(tensor) for name in self.names]
 
     def rebuild(self, parts: Iterator[torch.Tensor]) -> torch.Tensor:
-        """Make a tensor of the next plain ones."""
+        """Build a tensor from the next plain tensors."""
         made = {
             name: next(parts) if codec is None else codec.rebuild(parts)
             for name, codec in self.inner
@@ -191,14 +191,14 @@ def codec_of(tensor: torch.Tensor) -> Codec | None:
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-    """Split wrapper subclasses into inner tensors; return them and a function that rebuilds."""
+    """Split wrapper subclasses into plain tensors; return these and a function to rebuild them."""
     codecs = [codec_of(tensor) for tensor in tensors]
     flat: list[torch.Tensor] = []
     for tensor, codec in zip(tensors, codecs, strict=True):
         inner = [tensor] if codec is None else codec.parts(tensor)
         if codec is None and _torch.is_subclass_of_user(tensor):
             raise ExtensionError(
-                f"Expected {type(tensor).__name__} to say what it is made of, got no "
+                f"Expected a wrapper subclass, got {type(tensor).__name__} without "
                 f"__tensor_flatten__; define {PRE} and {POST} on it"
             )
         if any(part.shape != tensor.shape for part in inner):
@@ -219,13 +219,13 @@ def flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
 # Memory of tensors that travel --------------------------------------------------------------------
 
 Memory = dict[int, torch.Tensor]
-"""Flat views of whole storages, by the numbers of these."""
+"""A flat view of each storage, by the number of the storage."""
 
 
 def memory_of(tensors: Sequence[torch.Tensor]) -> Memory:
-    """Return the memory behind tensors that can be freed and allocated again.
+    """Return views of the storages of some tensors, if they can be freed and allocated again.
 
-    A view is of bytes where its storage does not divide into elements.
+    A view has dtype uint8 if its storage is not a whole number of elements.
     """
     found: Memory = {}
     for leaf in (leaf for tensor in tensors for leaf in _torch.leaves(tensor)):
@@ -239,7 +239,7 @@ def memory_of(tensors: Sequence[torch.Tensor]) -> Memory:
 
 
 def padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return a tensor flat, with zeros behind it up to ``rows`` rows."""
+    """Return a flat tensor, padded with zeros to ``rows`` rows."""
     if tensor.shape[0] == rows:
         return tensor.view(-1)
     longer = _torch.poison_when_unused(tensor.new_zeros(rows, *tensor.shape[1:]))
@@ -247,21 +247,21 @@ def padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return longer.view(-1)
 
 
-# What users set on a parameter --------------------------------------------------------------------
+# Attributes that users set on a parameter ---------------------------------------------------------
 
 
 def share_attributes(sharded: nn.Parameter, other: nn.Parameter) -> Attributes | None:
-    """Let users find what they set on one form of a parameter, ``param.tag = ...``, on the other.
+    """Make attributes that users set on a parameter (``param.tag = ...``) visible on both forms.
 
-    Both forms get one dict, unless the other is a tensor subclass, which keeps attributes of its
-    own there.
+    Both forms share one ``__dict__``, unless the unsharded one is a tensor subclass, which keeps
+    attributes of its own there.
 
     Args:
         sharded: The sharded form.
-        other: An unsharded one, just made.
+        other: An unsharded form that was just created.
 
     Returns:
-        Two dicts to carry attributes between; ``None`` if there is one.
+        An object that copies attributes between two dicts; ``None`` if they share one.
     """
     if type(other) in (nn.Parameter, DTensor):
         other.__dict__ = sharded.__dict__
@@ -270,7 +270,7 @@ def share_attributes(sharded: nn.Parameter, other: nn.Parameter) -> Attributes |
 
 
 class Attributes:
-    """Carries attributes that users set, changed or deleted from one form to the other."""
+    """Copies user attributes that were set, changed or deleted between the forms of a parameter."""
 
     def __init__(self, sharded: nn.Parameter, other: nn.Parameter) -> None:
         self.sharded, self._other = sharded, other
@@ -279,19 +279,19 @@ class Attributes:
         self.give()
 
     def give(self) -> None:
-        """Carry changes of the sharded form to the other, which is registered now."""
+        """Copy changes of the sharded form to the other, which is about to be registered."""
         self._carry(self.sharded.__dict__, self._other.__dict__)
 
     def take(self) -> None:
-        """Carry changes of the other form to the sharded one, which is registered now."""
+        """Copy changes of the other form to the sharded one, which is about to be registered."""
         found = self._other.__dict__.items()
         self._carry({k: v for k, v in found if self._is_of_user(k, v)}, self.sharded.__dict__)
 
     def _is_of_user(self, name: str, value: object) -> bool:
-        """Tell whether a user, and not the class, has set an attribute of the other form.
+        """Return whether a user, and not the class, has set an attribute of the other form.
 
         Unless users had set it before, an attribute belongs to the class if the class declares it
-        (``functools.cached_property``), or if it holds tensors, which the next gather outdates.
+        (``functools.cached_property``), or if it holds tensors, which the next gather makes stale.
         """
         if name in self._carried or name in self.sharded.__dict__:
             return True
@@ -309,7 +309,7 @@ class Attributes:
 
 
 def attributes_of_user(param: nn.Parameter) -> dict[str, object]:
-    """Return the attributes that users set on a parameter: those that its class has not set."""
+    """Return the attributes that users set on a parameter, without those that its class set."""
     of_class = {"_is_param"}
     if type(param) not in (nn.Parameter, DTensor):
         of_class.update(param.detach().__dict__)

@@ -53,18 +53,18 @@ def group_of(module: nn.Module) -> ParamGroup | None:
 
 
 def set_group(module: nn.Module, group: ParamGroup) -> None:
-    """Let a module belong to a group."""
+    """Set the group of a module."""
     module.__dict__[_GROUP] = group
 
 
-ON_OTHER_RANKS = "on other ranks; move() it to a mesh that has this one first"
-"""Why shards are not in memory of a rank that is not in their mesh."""
+ON_OTHER_RANKS = "on other ranks; move() the model to a mesh with this rank first"
+"""The reason why a rank outside of the mesh of a group has no shards of it, and the remedy."""
 
 
 _groups_of_params: dict[int, weakref.ref[ParamGroup]] = {}
-"""By id, the groups of sharded parameters; an id may have passed to another tensor since."""
+"""By id, the groups of sharded parameters; by now an id may be that of another tensor."""
 
-_num_registered = 0  # how often that has changed
+_num_registered = 0  # the number of changes to it
 
 
 def num_registered() -> int:
@@ -73,7 +73,7 @@ def num_registered() -> int:
 
 
 def group_of_param(param: torch.Tensor) -> ParamGroup | None:
-    """Return the group of a sharded parameter, once it was gathered or registered otherwise."""
+    """Return the group of a sharded parameter after ``ParamGroup.register_params``, else None."""
     ref = _groups_of_params.get(id(param))
     owner = None if ref is None else ref()
     return owner if owner is not None and owner.owns(param) else None
@@ -104,7 +104,7 @@ class Settings:
         reduce_grads: Whether backward reduces gradients over the ranks.
         all_reduce_grads: Whether it also reduces them over the replicas.
         divisor: The divisor of the sum of gradients; ``None`` for the number of ranks.
-        sums_only: Whether collectives only sum, and divisions are done beside them.
+        sums_only: Whether collectives only sum, and divisions are separate operations.
         unshard_in_backward: Whether backward gathers the group.
         keeps_storage: Whether the unsharded memory stays allocated between uses.
         forward_prefetch: The groups to gather early when this one is used in forward; ``None`` for
@@ -113,7 +113,7 @@ class Settings:
         prefetch_depth: How many groups are gathered early.
         max_reductions: How many reductions may be in flight; each holds its unsharded gradients.
         all_reduce_hook: Called with each buffer of reduced gradients.
-        hook_stream: The stream on which it runs; ``None`` for that of compute.
+        hook_stream: The stream of ``all_reduce_hook``; ``None`` for the compute stream.
         zeros_for_unused: Whether a parameter that no rank used gets a gradient of zeros.
     """
 
@@ -144,11 +144,11 @@ class ParamGroup:
         state: Whether the unsharded parameters exist.
         is_unsharded_registered: Whether the modules hold the unsharded or the sharded parameters.
         is_held: Whether ``unshard()`` was called since the group was freed.
-        is_partly_run: Whether some modules of a list have run, and others are still to come.
+        is_partly_run: Whether some of several ``modules`` have run, and others have not yet.
         unsharded_version: Grows when a gather brings new values. It is the version counter of the
             unsharded parameters.
-        is_split: Whether a schedule has asked for the gradients of inputs alone; it will ask for
-            those of the weights.
+        is_split: Whether a pipeline schedule has run the input half of a split backward. The weight
+            half is still to come.
         is_opened: Whether the modules hold full parameters, inside of ``unsharded()``.
         num_optimizer_steps: How many optimizer steps have changed the shards.
         unsynced_names: Names of parameters that may have unreduced gradients.
@@ -186,7 +186,7 @@ class ParamGroup:
         self.is_unsharded_registered = self.is_held = self.is_partly_run = False
         self.is_opened = self.is_split = False
         self._absence: str | None = None
-        self._ran: set[nn.Module] = set()  # of a list, since the group was gathered
+        self._ran: set[nn.Module] = set()  # which of several modules, since the last gather
         self.unsharded_version = 0
         self.num_optimizer_steps = 0
         self.unsynced_names: frozenset[str] = frozenset()
@@ -214,7 +214,7 @@ class ParamGroup:
             channel.set_label(self.label)
 
     def all_modules(self) -> Iterator[nn.Module]:
-        """Yield its modules and all modules below."""
+        """Yield its modules and all of their submodules."""
         for top in self.modules:
             yield from top.modules()
 
@@ -224,7 +224,7 @@ class ParamGroup:
 
     @property
     def label(self) -> str:
-        """The group as messages call it."""
+        """The name of the group in messages."""
         return f"group '{self.name}'" if self.name else "the root group"
 
     @property
@@ -260,12 +260,12 @@ class ParamGroup:
         and autograd raises if the version of a saved parameter has changed.
 
         Args:
-            is_used_now: Whether everything is checked. A prefetch checks less: if the program is
-                out of date, its use drops the gathered parameters.
+            is_used_now: Whether to check everything. A prefetch checks less: if the program turns
+                out to be out of date when the group is used, the prefetched parameters are dropped.
 
         Returns:
-            Whether the group computes with its own parameters, and not with full tensors that
-            ``torch.func.functional_call`` has put in their places.
+            Whether the group computes with its own parameters, and not with full tensors of
+            ``torch.func.functional_call``.
         """
         if self._exposure is not None:
             self.adopt()
@@ -316,13 +316,13 @@ class ParamGroup:
         self.is_trained = bool(self.program.accumulators)
 
     def follow_stream(self) -> None:
-        """Let gradients be accumulated on the current stream: autograd nodes belong to a stream."""
+        """Recompile if the current stream has changed: accumulation nodes belong to a stream."""
         stream = compute_stream(self.mesh.device)
         if stream != self._stream:
             self._stream = stream
             if self.state is State.PARTLY_SHARDED:
                 self.reshard()
-            self.program.accumulators.clear()  # which lets the nodes go
+            self.program.accumulators.clear()  # releases the nodes of the old stream
             self.compile()
 
     def remove(self, param: ShardedParam) -> None:
@@ -333,8 +333,8 @@ class ParamGroup:
     def _has_outside_shards(self) -> bool:
         """Return whether shards lie outside the buckets, and have to be copied into new ones.
 
-        Those that ``functional_call`` passes are gathered from where they are, except if the
-        unsharded parameters are views of the shards.
+        Shards passed by ``functional_call`` are not copied but gathered from their own memory,
+        unless the unsharded parameters are views of the shards.
         """
         outside = [
             bucket.params
@@ -362,13 +362,13 @@ class ParamGroup:
         mesh: ShardMesh,
         successors: Iterable[tuple[ShardMesh, ShardMesh]],
     ) -> None:
-        """Let the parameters lie on other ranks, in other buckets.
+        """Replace the mesh, the buckets and the channels, when the group moves to other ranks.
 
         Args:
-            buckets: Those of the parameters, which are planned for their ranks.
-            mesh: The ranks of the group.
-            successors: Pairs of a mesh that it had and the one in its place, which takes over the
-                choices of its channel.
+            buckets: The new buckets, planned for the new ranks.
+            mesh: The new mesh of the group.
+            successors: Pairs of an old mesh and the new mesh that replaces it. The channel of the
+                new one takes over the choice of collectives.
 
         Collective: makes a process group if reductions have one of their own.
         """
@@ -381,7 +381,7 @@ class ParamGroup:
         self.absence, self._gathered_version = None, -1
 
     def leave(self) -> None:
-        """Let the parameters lie on other ranks alone; this rank has no shards of them."""
+        """Drop the buckets, when the group moves to other ranks: this rank has no shards of it."""
         self.buckets, self.absence = [], ON_OTHER_RANKS
 
     def unshard(self) -> None:
@@ -409,7 +409,7 @@ class ParamGroup:
         self.state = State.UNSHARDING
 
     def run(self, ops: Sequence[Op], doing: str) -> None:
-        """Run operations that other ranks take part in; tell them if one fails."""
+        """Run operations in which other ranks take part; announce a failure to them."""
         try:
             for op in ops:
                 op()
@@ -418,7 +418,7 @@ class ParamGroup:
             raise
 
     def announce(self, doing: str, error: Exception) -> None:
-        """Tell the other ranks that this one has failed, and will not do its part."""
+        """Tell the other ranks that this one has failed, so that they do not wait for it."""
         announce(process_groups_of([self]), f"{doing} {self.label}", error)
 
     def prefetch(self) -> None:
@@ -466,24 +466,24 @@ class ParamGroup:
             self.register_sharded()
 
     def note_run(self, module: nn.Module) -> None:
-        """Note that a module of a list runs; if it has run already, another round begins."""
+        """Record that one of several modules runs; if it has run already, a new round begins."""
         if module in self._ran:
             self._ran.clear()
         self._ran.add(module)
         self.is_partly_run = len(self._ran) < len(self.modules)
 
     def expose(self) -> None:
-        """Leave the unsharded parameters to users until they are used or freed."""
+        """Record the unsharded parameters, which stay registered, to find changes by users."""
         settings = self.settings
         has_marks = settings.reduce_grads or settings.reshard_after_backward
         self._exposure = self._exposure or Exposure(self.params, has_marks=has_marks)
 
     def adopt(self) -> None:
-        """Apply the changes that users made to the unsharded parameters to the sharded ones.
+        """Clear or freeze the sharded parameters if users did so to the unsharded ones.
 
         Raises:
-            ShardError: If users wrote some after forward. A rank may see that alone, so the others
-                are told.
+            ShardError: If users wrote to unsharded parameters after forward. Maybe only this rank
+                notices, so the error is announced to the others.
         """
         exposure, self._exposure = self._exposure, None
         assert exposure is not None
@@ -498,7 +498,7 @@ class ParamGroup:
             f"{', '.join(map(repr, lost))} written, which is lost when they are freed; call "
             "reshard() first and write the sharded ones, or write within unsharded()"
         )
-        self.announce("going on with", error)
+        self.announce("using the parameters of", error)
         raise error
 
     def register_sharded(self) -> None:
@@ -536,7 +536,7 @@ class ParamGroup:
         raise error
 
     def _shard_version(self) -> int:
-        """Return a number that grows with every change of the shards that can be seen."""
+        """Return a number that grows with every change of the shards that can be detected."""
         return sum(map(_version, self.program.version_tensors)) + self.num_optimizer_steps
 
     # Reduce ---------------------------------------------------------------------------------
@@ -546,7 +546,8 @@ class ParamGroup:
 
         Args:
             deferred: Whether to reduce only gradients that were accumulated without sync. All
-                ranks decide alike: ``unsynced_names`` grows with the settings, not with gradients.
+                ranks decide alike, because ``unsynced_names`` depends on the settings, and not on
+                the gradients of a rank.
 
         Returns:
             The reduction, if one is in flight.
@@ -581,7 +582,7 @@ class ParamGroup:
 
     @torch.no_grad()
     def divide_by(self, divisor: float) -> None:
-        """Set the divisor of sums over all ranks, also for gradients that are not reduced yet.
+        """Set the divisor of gradient sums; rescale accumulated gradients that are not reduced yet.
 
         Raises:
             ShardError: If some of those were added to a gradient that is divided already; on all
@@ -613,13 +614,13 @@ class ParamGroup:
 
     @property
     def gives_zeros(self) -> bool:
-        """Whether parameters that no backward has come to get gradients of zeros."""
+        """Whether parameters that no backward has reached get gradients of zeros."""
         return self.settings.zeros_for_unused and self.is_compiled and self.needs_reduce
 
     def refuse_writes(self, versions: int) -> None:
         """Raise if unsharded parameters were written in place, which is lost when they are freed.
 
-        The data of a rank may decide whether they are, so the other ranks are told.
+        Whether a forward writes may depend on the data of its rank, so the other ranks are told.
         """
         if self.state is not State.UNSHARDED or sum(map(_version, self.program.freed)) == versions:
             return
@@ -674,16 +675,16 @@ class Flight:
         return False
 
     def finish(self) -> None:
-        """Run all stages, the last of which writes ``.grad`` of the sharded parameters."""
+        """Run all remaining stages; the last one writes ``.grad`` of the sharded parameters."""
         while self.go_on():
             pass
 
 
 class Flights:
-    """The reductions in flight, of a tree or of several that share them.
+    """The reductions in flight, of one tree or of several trees that share them.
 
-    A reduction holds the unsharded gradients of its group in its first stage alone, so there is a
-    bound on how many are in that stage. The end of a backward runs the others.
+    A reduction holds the unsharded gradients of its group until its first stage has run, so
+    ``max_reductions`` limits how many wait for that. The end of a backward runs the other stages.
     """
 
     def __init__(self) -> None:
@@ -694,9 +695,10 @@ class Flights:
         return bool(self._first or self._later)
 
     def start(self, group: ParamGroup, *, deferred: bool = False) -> None:
-        """Start the reduction of a group, after the others that have to be finished before.
+        """Start the reduction of a group.
 
-        Those are its own, and the oldest ones until another one exceeds no limit.
+        Before that, run the first stage of the oldest reductions until the limit allows another
+        one, and finish earlier reductions of this group.
         """
         first, limit = self._first, group.settings.max_reductions
         while len(first) >= limit:
@@ -708,7 +710,7 @@ class Flights:
             first.append(flight)
 
     def finish_of(self, group: ParamGroup) -> None:
-        """Finish those of a group."""
+        """Finish the reductions of a group."""
         first = self._first
         while first and group in map(_group_of_flight, first):
             self._go_on_with_oldest()
@@ -717,7 +719,7 @@ class Flights:
             flight.finish()
 
     def finish(self) -> None:
-        """Finish all."""
+        """Finish all reductions."""
         while self._first:
             self._go_on_with_oldest()
         while self._later:
@@ -734,6 +736,6 @@ class Flights:
         flight = self._first.popleft()
         if not flight.go_on():
             return
-        if flight.program.returns_over_replicas:  # a device may not have room for several
+        if flight.program.returns_over_replicas:  # free the device of earlier offloaded shards
             self._later = [other for other in self._later if other.num_run > 1 or other.go_on()]
         self._later.append(flight)

@@ -34,13 +34,13 @@ _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ParamGroup]] = weakref
 
 
 def owner_of(module: nn.Module) -> ParamGroup | None:
-    """Return the group that holds the parameters of a module that is sharded or inside of one."""
+    """Return the group of the parameters of a module that is sharded or inside a sharded one."""
     owner = _owners.get(module)
     return None if owner is None else owner()
 
 
 def groups_in(modules: Iterable[nn.Module]) -> list[ParamGroup]:
-    """Return the groups with parameters in ``modules``: their own, and outer ones of tied ones.
+    """Return the groups with parameters in ``modules``, including outer groups of tied parameters.
 
     A parameter that is tied across groups is registered in modules of groups that do not own it.
     """
@@ -56,7 +56,7 @@ def groups_in(modules: Iterable[nn.Module]) -> list[ParamGroup]:
 
 
 def note_owners(group: ParamGroup) -> None:
-    """Note that a group holds the parameters of its modules and of all below without a group."""
+    """Record the group of its modules, and of all of their submodules without a group."""
     found = list(group.modules)
     for module in found:
         _owners[module] = weakref.ref(group)
@@ -64,11 +64,11 @@ def note_owners(group: ParamGroup) -> None:
 
 
 def install(group: ParamGroup, managed: Iterable[nn.Module]) -> None:
-    """Let the modules of a group call back before and after forward.
+    """Register the forward hooks of the modules of a group.
 
     Args:
         group: The group.
-        managed: Its modules and all below, except those of inner groups.
+        managed: Its modules and all of their submodules, except those of inner groups.
     """
     managed = list(managed)
     hooks = ModuleHooks(group, managed)
@@ -81,7 +81,7 @@ def install(group: ParamGroup, managed: Iterable[nn.Module]) -> None:
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Run the method ``name`` of a sharded module as its forward; idempotent."""
+    """Run the method ``name`` of a sharded module between its forward hooks; idempotent."""
     method = getattr(module, name)
     if not (isinstance(method, partial) and method.func is run_as_forward):
         # A copy or a pickle of the module has a partial of the copied method.
@@ -158,7 +158,7 @@ class ModuleHooks:
         return self.leave(output, has_failed=has_failed)
 
     def leave(self, output: Any, *, has_failed: bool) -> Any:
-        """End the innermost call; return the output, hooked, cast, and safe from the free."""
+        """End the innermost call; return the output, hooked, cast and without freed memory."""
         if self._group.is_opened:
             return output
         tree = self._group.tree
@@ -178,7 +178,7 @@ class ModuleHooks:
             _find_storing(call)
         stored = _stored(call.group) if hooks and call.group.program.storing else ()
         hooked = hooks and _hook_outputs(call, (output, put, stored) if put or stored else output)
-        if tree.ran_inside and not hooked and torch.is_grad_enabled():  # it may have no parameters
+        if tree.ran_inside and not hooked and torch.is_grad_enabled():  # maybe without parameters
             hooked = any(tensor.requires_grad for tensor in tensors_in(output))
         output_dtype = self._group.policy.output_dtype
         if output_dtype is not None and not has_failed:
@@ -195,7 +195,8 @@ class ModuleHooks:
     def _keep(self, markers: Sequence[Node], tensor: Tensor) -> Tensor:
         """Copy an output that is a view of an unsharded parameter, which is about to be freed.
 
-        An input that is returned unchanged gets a node of its own, which may hold the call.
+        An input that is returned unchanged gets a node of its own: a hook on the input marker would
+        refer to the call, which refers to the marker.
         """
         if tensor.grad_fn in markers:
             return tensor.view_as(tensor)
@@ -224,9 +225,9 @@ class ModuleHooks:
         return tensor
 
     def _on_marker(self, grads: Sequence[Tensor | None], _: Any) -> None:
-        # It must not hold the call: the call holds the marker, which would be a reference cycle.
+        # Must not refer to the call: the call refers to the marker, and the marker to this hook.
         group = self._group
-        if torch.is_grad_enabled():  # the gradient of a gradient comes this way
+        if torch.is_grad_enabled():  # double backward will pass through here
             for grad in _levels(grad for grad in grads if grad is not None):
                 for tensor in (grad, grad._base):  # an in-place op on a view replaces its node
                     if tensor is not None and tensor.requires_grad:
@@ -241,7 +242,7 @@ class ModuleHooks:
 
 
 def _check_can_run_opened(group: ParamGroup) -> None:
-    """Raise if a group that is open cannot run as a plain module."""
+    """Raise if a group inside of ``unsharded()`` cannot run as a plain module."""
     if torch.is_grad_enabled():
         raise ShardError(
             f"Expected no forward of {group.label} with gradients inside of unsharded(), got one; "
@@ -251,15 +252,15 @@ def _check_can_run_opened(group: ParamGroup) -> None:
         if any(isinstance(slot.get(), DTensor) for slot in param.slots):
             raise ShardError(
                 f"Expected full parameters in a forward of {group.label} inside of unsharded(), "
-                f"got '{param.name}' sharded; open the sharded module itself, on all ranks"
+                f"got '{param.name}' sharded; call unsharded() on the sharded module, on all ranks"
             )
 
 
 def _moved(device: torch.device, tensor: Tensor) -> Tensor:
     """Move an input of the outermost module to the device of compute.
 
-    The caller may fill pinned memory with the next batch at once, so that copy is waited for.
-    Other memory of the host has been read when the copy returns.
+    The copy from pinned memory blocks, because the caller may fill that with the next batch at
+    once. A non-blocking copy from pageable memory has read its source when it returns.
     """
     return tensor.to(device, non_blocking=not tensor.is_pinned())
 
@@ -298,7 +299,7 @@ def _find_storing(call: Call) -> None:
 
 
 def _stored(group: ParamGroup) -> list[Tensor]:
-    """Return the tensors that forward has stored on modules: a loss may be of them alone."""
+    """Return the tensors that forward has stored on modules: a loss may use only these."""
     values = [attributes.get(name) for attributes, name in group.program.storing]
     return [one for one in tensors_in(values) if not _is_hooked_for(group, one)]
 

@@ -26,7 +26,7 @@ ATOMS: frozenset[type] = frozenset(
         *(FunctionType, BuiltinFunctionType, MethodType, ModuleType),
     ]
 )
-"""Types that hold no tensors and are worth telling apart quickly."""
+"""Frequent types without tensors inside, which are skipped without further checks."""
 
 _CHANGEABLE = (list, set, deque, Mapping)
 
@@ -35,11 +35,12 @@ _ITEMS: Any = type({}.items())
 
 
 class Given(NamedTuple):
-    """A container among the inputs, and the one that forward gets in its place.
+    """A container among the inputs, and the container that forward gets instead.
 
     Attributes:
-        own: The container.
-        shown: A copy of it around changed tensors, or itself if none is changed.
+        own: The container of the caller.
+        shown: The container that forward gets: a copy with cast or marked tensors, or ``own``
+            itself if no tensor in it was changed.
         items: The items of ``shown`` before forward.
     """
 
@@ -61,12 +62,12 @@ def map_tensors(
 
     Args:
         change: The function.
-        value: What a module takes or returns.
-        given: Collects the containers for :func:`find_changes`.
-        around: By the id of each container around ``value``, whether that was found inside itself.
+        value: An input or output of a module.
+        given: A list to which containers are added, for :func:`find_changes`.
+        around: For the id of each container around ``value``, whether it contains itself.
 
     Raises:
-        ShardError: If a container that holds itself has a tensor to change.
+        ShardError: If a container that contains itself has a tensor to change.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -77,7 +78,7 @@ def map_tensors(
         around[id(value)] = True
         return value
     for known in given or ():
-        if known.own is value:  # in a second place
+        if known.own is value:  # the same container occurs twice
             return known.shown
     opened = _opened(value)
     if opened is None:
@@ -90,12 +91,12 @@ def map_tensors(
     if not all(map(is_, mapped, items)):
         if holds_itself:
             raise ShardError(
-                "Expected inputs and outputs without containers that hold themselves, got a "
-                f"{type(value).__name__} with itself inside and a tensor to cast or to watch; pass "
-                "its tensors by themselves"
+                "Expected inputs and outputs without containers that contain themselves, got a "
+                f"{type(value).__name__} that does, with a tensor to cast or to hook; pass its "
+                "tensors separately"
             )
         shown = make(mapped)
-    # Registered containers may make other items each time they are opened.
+    # Containers registered with pytree may create new items each time they are flattened.
     if given is not None and (isinstance(value, _CHANGEABLE) or dataclasses.is_dataclass(value)):
         given.append(Given(value, shown, mapped))
     return shown
@@ -106,11 +107,11 @@ def find_changes(given: Sequence[Given], label: str) -> tuple[list[Any], ShardEr
 
     Args:
         given: The containers that :func:`map_tensors` has collected.
-        label: What messages call the module.
+        label: The name of the module in messages.
 
     Returns:
-        The items that forward put into containers, and an error if a container is a copy: the
-        caller would not see its changes.
+        The items that forward put into containers, and an error if a changed container is a copy:
+        the caller would not see the change.
     """
     put, error = list[Any](), None
     for own, shown, before in given:
@@ -129,10 +130,10 @@ def find_changes(given: Sequence[Given], label: str) -> tuple[list[Any], ShardEr
 
 
 def tensors_in(value: Any, around: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
-    """Yield every tensor in ``value``: in all that :func:`map_tensors` goes into.
+    """Yield every tensor in ``value``, in the same containers as :func:`map_tensors`.
 
     Args:
-        value: What a module takes or returns.
+        value: An input or output of a module.
         around: The ids of the containers around it, which are not entered again.
     """
     if isinstance(value, torch.Tensor):
@@ -144,7 +145,7 @@ def tensors_in(value: Any, around: tuple[int, ...] = ()) -> Iterator[torch.Tenso
 
 
 def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Return the items of a container, and a function that makes one like it of other items."""
+    """Return the items of a container, and a function that makes such a container of new items."""
     registered = _torch.registered_container(value)
     if registered is not None:
         return registered
@@ -183,10 +184,9 @@ def _copy_with(value: Any, named: Mapping[Any, Any], items: list[Any]) -> Any:
 
 
 class CastBuffers:
-    """Puts floating-point buffers in another dtype in their places while forward runs.
+    """Replaces floating-point buffers by copies in another dtype while forward runs.
 
-    What forward wrote to such a buffer is copied back when it ends. Elements that it did not write
-    keep their own precision.
+    At the end, elements that forward wrote are copied back. The others keep their precision.
     """
 
     def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
@@ -196,11 +196,11 @@ class CastBuffers:
 
     @property
     def may_substitute(self) -> bool:
-        """Whether there is anything that it could ever replace."""
+        """Whether buffers are to be cast at all."""
         return bool(self._modules)
 
     def put(self) -> None:
-        """Put the cast buffers in."""
+        """Replace the buffers by cast copies."""
         casts: dict[int, torch.Tensor] = {}  # several modules may share a buffer
         for module in self._modules:
             for name, buffer in list(module._buffers.items()):
@@ -213,7 +213,7 @@ class CastBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the buffers back, but where forward has taken them out or put others in."""
+        """Put the buffers back, with written elements, unless forward removed or resized them."""
         for module, name, buffer in self._replaced:
             current = module._buffers.get(name)
             if current is None:
@@ -221,7 +221,7 @@ class CastBuffers:
             if current.shape != buffer.shape:
                 module._buffers[name] = current.to(buffer.dtype)
                 continue
-            # batch norm writes its statistics without moving their version counters
+            # batch norm writes its statistics without bumping their version counters
             written = current != buffer.to(self._dtype)
             buffer.copy_(torch.where(written, current.to(buffer.dtype), buffer))
             module._buffers[name] = buffer
@@ -229,9 +229,9 @@ class CastBuffers:
 
 
 class PreciseNormWeights:
-    """Gives batch norms their weights in the dtype of their running statistics while forward runs.
+    """Casts weights of batch norms to the dtype of the running statistics while forward runs.
 
-    Batch norm takes inputs of a lower precision than its statistics, but no weights of one.
+    Batch norm accepts inputs of lower precision than its statistics, but not weights.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -240,11 +240,11 @@ class PreciseNormWeights:
 
     @property
     def may_substitute(self) -> bool:
-        """Whether there is anything that it could ever replace."""
+        """Whether there are batch norms."""
         return bool(self._norms)
 
     def put(self) -> None:
-        """Put the cast weights in; gradients reach the parameters through the cast."""
+        """Replace the weights by cast ones; gradients reach the parameters through the cast."""
         for norm in self._norms:
             statistics = norm._buffers.get("running_mean")
             if statistics is None:
@@ -256,7 +256,7 @@ class PreciseNormWeights:
                     self._replaced.append((norm, name, param, cast))
 
     def restore(self) -> None:
-        """Register the parameters again, but where others have been registered meanwhile."""
+        """Register the parameters again, unless others have been registered meanwhile."""
         for norm, name, param, cast in self._replaced:
             if norm._parameters.get(name) is cast:
                 norm._parameters[name] = param

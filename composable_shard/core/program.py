@@ -28,7 +28,7 @@ from composable_shard.core.transport.pending import UsedStreams, on_stream_besid
 Stage = tuple[Op, ...]
 
 FREED = 1_000_000_000
-"""The version of freed unsharded parameters: autograd then refuses the saved ones."""
+"""The version of freed unsharded parameters: autograd refuses a backward that would read them."""
 
 _requires_grad = attrgetter("requires_grad")
 _grad_dtype = attrgetter("grad_dtype")
@@ -50,10 +50,11 @@ class Program:
     Attributes:
         gather: Operations that gather the parameters, and free them.
         keep: Operations that keep a part of the unsharded parameters, before the others are freed.
-        regather: Operations that gather them from the parts of neighbours, or free the own part.
-        pre_forward, post_forward, pre_backward, post_backward: Operations of features alone.
+        regather: Operations that gather them from the parts of neighbours, or free the kept part.
+        pre_forward, post_forward, pre_backward, post_backward: Operations of features only.
         reduce: For each mode, operations that launch the reduction, or accumulate without sync.
-        over_replicas: Operations that launch the reduction over the replicas behind it.
+        over_replicas: On devices, operations that launch the reduction over the replicas right
+            after the one over the shards.
         deliver: The stages that complete a reduction, with a reduction over the replicas and
             without. Each begins with a wait; the last one writes ``.grad``.
         version_tensors: Tensors whose version counters grow when the shards change.
@@ -62,13 +63,14 @@ class Program:
         carried: The attributes of parameters that do not share one dict between both forms.
         sharded: The sharded parameters that were registered at compile time.
         freed: The unsharded parameters whose memory is freed.
-        storages: The numbers of their storages.
+        storages: The ids of the storages of ``freed``; see ``_torch.storage_number``.
         accumulators: The autograd nodes that accumulate into the trainable parameters.
         reduced_names: The parameters to reduce: trainable ones, and frozen ones that still have
             unsynced gradients.
         reductions: One for each bucket and dtype with gradients to reduce.
-        needs_reduce: Whether there are any.
-        looked_at: The modules after whose forward ``storing`` was looked up.
+        needs_reduce: Whether there are any ``reductions``.
+        looked_at: The modules that have run since the program was compiled: after the first forward
+            of each, ``storing`` was determined.
         storing: Attributes of modules, by dict and name, in which forward stores tensors.
     """
 
@@ -108,14 +110,14 @@ class Program:
         )
 
     def has_slots(self, generation: int, *, is_unsharded_registered: bool) -> bool:
-        """Return whether slots and features are unchanged: a gather is probably not in vain."""
+        """Return whether slots and features are unchanged: the cheap part of :meth:`is_current`."""
         registered = self._slots_unsharded if is_unsharded_registered else self._slots_sharded
         return generation == self.generation and all(
             map(is_, map(dict.get, self._holders, self._names), registered)
         )
 
     def has_shards_of(self, other: Program) -> bool:
-        """Return whether both programs gather the same shards, so that their versions compare."""
+        """Return whether both programs gather the same shards: their versions are comparable."""
         mine, others = self.version_tensors, other.version_tensors
         return len(mine) == len(others) and all(map(is_, mine, others))
 
@@ -125,7 +127,7 @@ class Program:
         return Mode.FRESH if has_no_grads else Mode.ADDING
 
     def forget_unsynced(self) -> None:
-        """Expire if it was compiled for unsynced gradients, which are gone now."""
+        """Make the program out of date if it was compiled for unsynced gradients: none are left."""
         if self.is_widened or len(self.reduced_names) > len(self.accumulators):
             self.generation = -1
 
@@ -183,7 +185,7 @@ class Program:
         reductions = self.reductions
         self.pre_forward, self.post_forward = ops("pre_forward"), ops("post_forward")
         self.pre_backward, self.post_backward = ops("pre_backward"), ops("post_backward")
-        group.program = self  # features look at it
+        group.program = self  # features read it
         launches = (reduction.launch for reduction in reductions)
         launch = (*ops("reduce"), *launches, *ops("reduced"))
         self.reduce: dict[Mode, tuple[Op, ...]] = {
@@ -197,7 +199,7 @@ class Program:
         self._compile_delivery(group, ops)
 
     def _compile_gather(self, group: Any, ops: Callable[[Phase], tuple[Op, ...]]) -> None:
-        """Compile how the group is gathered, and gathered again from parts that neighbours keep."""
+        """Compile the operations that gather the group, all of it or from parts of neighbours."""
         settings, num_ranks = group.settings, group.settings.reshard_after_forward
         kept, regathers = settings.keeps_storage, list[Regather]()
         parts = [GatherOps((), (), (), ())]
@@ -206,7 +208,7 @@ class Program:
             parts.append(bucket.gather_ops(shards, channel, keeps_storage=kept))
             if num_ranks is not None and not isinstance(num_ranks, bool):
                 regathers.append(Regather(bucket, channel, num_ranks))
-        # All memory is there before the first collective is launched.
+        # All memory is allocated before the first collective is launched.
         before = chain.from_iterable(part.launch[:-1] for part in parts)
         launches = (*before, *chain.from_iterable(part.launch[-1:] for part in parts))
         _, waits, drops, frees = map(chain.from_iterable, zip(*parts, strict=True))
@@ -234,8 +236,8 @@ class Program:
     def _compile_delivery(self, group: Any, ops: Callable[[Phase], tuple[Op, ...]]) -> None:
         """Compile the stages of the delivery, with a reduction over the replicas and without.
 
-        On devices the reduction over the replicas is launched behind the one over the shards, on
-        a stream of its own. On the host it is launched once that has been waited for.
+        On devices the reduction over the replicas is launched right after the one over the shards,
+        on a stream of its own. On the CPU it is launched when the one over the shards is complete.
         """
         reductions = self.reductions
         hooks: Stage = ops("deliver")
@@ -268,7 +270,7 @@ class Program:
         self.deliver = {False: without, True: (first, *written)}
 
     def _with_write(self, ops: Stage, delivered: Stage) -> tuple[Stage, ...]:
-        """Add operations that write ``.grad``, in a later stage if the host must wait for it."""
+        """Add operations that write ``.grad``, in a later stage if the host must await copies."""
         late = [one for one in self.reductions if one.is_late]
         write = tuple(
             one.download
@@ -339,9 +341,9 @@ class Program:
 def reduced_together(
     group: Any, reduced: Sequence[ShardedParam]
 ) -> Iterator[tuple[type[Reduction], list[Storage], list[ShardedParam], torch.dtype]]:
-    """Yield which gradients are reduced together: the class of the reduction, and its arguments.
+    """Yield the class of each reduction, and its buckets, parameters and dtype.
 
-    Several dtypes of a group are reduced in the promoted dtype.
+    If the parameters of a group have several reduce dtypes, all use the promoted dtype.
     """
     unsynced = group.unsynced_names
     wide = {one for one in reduced if one.adds_to_synced and one.name in unsynced}
@@ -349,7 +351,7 @@ def reduced_together(
     widest: dict[bool, torch.dtype] = {}
     for is_complex in (False, True):
         found = {dtype for dtype in dtypes.values() if dtype.is_complex == is_complex}
-        with suppress(RuntimeError, TypeError):  # float8 promotes to nothing
+        with suppress(RuntimeError, TypeError):  # float8 dtypes have no promotion
             widest[is_complex] = reduce(torch.promote_types, found)
     planned: dict[tuple[Any, ...], tuple[list[Storage], list[ShardedParam]]] = {}
     for bucket in group.buckets:

@@ -1,11 +1,11 @@
-"""Reduces gradients of one bucket, from the unsharded parameters to ``.grad`` of the sharded ones.
+"""Reduces gradients, from the unsharded parameters to ``.grad`` of the sharded ones.
 
 Imports storage and the transport. The methods of `Reduction` are operations of the phases
-``reduce`` and ``deliver``. The placements of a gradient say how far its reduction has come:
-``Partial`` on all data-parallel axes, ``Partial`` on the replicate axis alone, or the parameter's
-own.
+``reduce`` and ``deliver``. The placements of a gradient say how far it is reduced: ``Partial`` on
+all data-parallel axes (not at all), ``Partial`` on the replicate axis alone (over the shards), or
+the placements of the parameter (completely).
 
-One flag per parameter travels behind the packed gradients. If the reduced flag is zero, no rank
+One flag per parameter is sent after the packed gradients. If the reduced flag is zero, no rank
 had a gradient, and ``.grad`` stays as it was.
 """
 
@@ -50,9 +50,9 @@ class Scale:
     """Divide by ``before``, reduce with ``divisor``, divide by ``after``.
 
     Attributes:
-        before: Keeps sums of float16 in range.
-        divisor: What the reduction itself divides by; ``None`` for a sum.
-        after: The rest, by which `Reduction.average` divides.
+        before: A divisor that keeps sums of float16 in range.
+        divisor: The divisor that the reduction itself applies; ``None`` for a sum.
+        after: The rest of the divisor, which `Reduction.average` applies.
     """
 
     before: float
@@ -82,7 +82,7 @@ def plan_scale(
     return Scale(before, None, total / before)
 
 
-# The reduction of one bucket's gradients ----------------------------------------------------------
+# The reduction of gradients -----------------------------------------------------------------------
 
 
 class Reduction:
@@ -92,6 +92,8 @@ class Reduction:
         reduced: One flat buffer with the reduced shards and flags, from launch to write.
         num_flags: How many elements at its end are flags.
         params: The parameters, in the order of the buffer.
+        members: The parameter of each tensor in the buffer. A subclass may repeat a parameter, once
+            for each inner tensor of its gradient.
         is_offloaded: Whether ``.grad`` is on the host, and compute is not.
         is_late: Whether the host waits for copies before ``.grad`` is written, at the end of a
             backward.
@@ -112,10 +114,10 @@ class Reduction:
 
         Args:
             buckets: Buckets over one mesh.
-            params: Those of their parameters whose gradients are reduced.
+            params: The parameters of these buckets that take part in the reduction.
             dtype: The dtype of the reduction.
             channel: The collectives of the mesh.
-            group: The group, whose settings say how to reduce.
+            group: The group of the parameters, for its settings.
         """
         self._channel, self._dtype, self._group = channel, dtype, group
         self._mesh, self._compute_dtype = buckets[0].mesh, buckets[0].compute_dtype
@@ -131,7 +133,7 @@ class Reduction:
         self._num_direct = sum(param in direct for param in params)
         self._sent_dtype = sent_dtype(buckets, dtype, channel)
         self._unsharded = tuple(param.unsharded for param in self.params)
-        # By their parameters' own dtypes, before others widen the reduction.
+        # Rounded to the parameter's own reduce dtype, if other parameters widen the reduction.
         own = [(i, reduce_dtype(p), p.compute_dtype) for i, p in enumerate(self.params)]
         self._rounded = [(i, to) for i, to, at in own if to != dtype and to.itemsize < at.itemsize]
         self._sharded = tuple(param.sharded for param in self.params)
@@ -146,7 +148,7 @@ class Reduction:
         self._plan_messages()
         self._plan_results()
         settings, num_shards = group.settings, self._mesh.num_shards
-        # A hook may fill a gradient that has no flag.
+        # The all-reduce hook may fill gradients that no rank had, whatever the flags say.
         self._gives_zeros = settings.zeros_for_unused or settings.all_reduce_hook is not None
         total = settings.divisor
         self._divisor = num_shards if total is None else total / self._mesh.num_replicas
@@ -199,7 +201,7 @@ class Reduction:
 
     @property
     def would_round(self) -> bool:
-        """Whether it is too narrow for reduced gradients that unreduced ones were added to."""
+        """Whether its dtype would round the sum of a reduced and an unreduced gradient."""
         added = (wide_dtype(param) for param in self.params if param.adds_to_synced)
         return any(torch.promote_types(dtype, self._dtype) != self._dtype for dtype in added)
 
@@ -229,7 +231,7 @@ class Reduction:
             self._grads[index] = None if grad is None else grad.to(own)
 
     def take_with_unsynced(self) -> None:
-        """Take the gradients, and add those that earlier backwards left unreduced."""
+        """Take the gradients, and add unreduced gradients of earlier backwards."""
         self.take_grads()
         factor = self._num_ranks_per_divisor()
         for index, (param, sharded) in enumerate(zip(self.params, self._sharded, strict=True)):
@@ -246,7 +248,7 @@ class Reduction:
         inputs = self._pack()
         device = self._mesh.device
         stream = launching_stream(device) if self._has_streams else None
-        if self._mesh.num_shards == 1:  # the replicas alone share the gradients
+        if self._mesh.num_shards == 1:  # only the reduction over the replicas is left
             self.reduced = torch.cat(inputs)
             self._pending = Pending([] if stream is None else [stream.record_event()])
             return
@@ -309,8 +311,9 @@ class Reduction:
     def accumulate_unsynced(self) -> None:
         """Add the gradients to ``.grad`` of the sharded parameters, as ``Partial`` DTensors.
 
-        Every rank turns reduced gradients into ``Partial`` ones, used or not: the mean over ranks
-        of "num_shards times my rows, zero elsewhere" is the reduced gradient.
+        Every rank turns reduced gradients into ``Partial`` ones, even of parameters that it did not
+        use: the mean over ranks of "num_shards times the rows of this rank, zero elsewhere" is the
+        reduced gradient.
         """
         self.take_grads()
         grads, factor = self._grads, self._num_ranks_per_divisor()
@@ -340,7 +343,7 @@ class Reduction:
         return 1.0 if divisor is None else self._mesh.num_ranks / divisor
 
     def _unreduced_form(self, param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
-        """Return a reduced gradient as one that is still to be averaged over all ranks."""
+        """Turn a reduced gradient into unreduced ones: their mean over all ranks is ``grad``."""
         shard = _torch.local_tensor(grad).to(self._mesh.device)
         dtype = torch.promote_types(shard.dtype, self._dtype)
         full = param.layout.new_zeros(shard, dtype)
@@ -358,7 +361,7 @@ class Reduction:
         del self._pending
 
     def average(self) -> None:
-        """Divide the sum over the ranks; compiled if the reduction has not done all of it."""
+        """Divide the sum over the ranks by the rest of the divisor; compiled if there is one."""
         self.reduced.div_(self.scale.after)
 
     def split_wait(self, stream: torch.Stream) -> None:
@@ -372,13 +375,13 @@ class Reduction:
         del self._over_shards
 
     def leave_out_replicas(self) -> None:
-        """Leave the reduced shards as they are: they differ from replica to replica."""
+        """Skip the reduction over the replicas; the reduced shards differ between replicas."""
         self._specs = self._specs_of("unreplicated")
         for param in self.params:
             note_unreduced(param, stage_of(param, param.sharded.grad))
 
     def launch_over_replicas(self) -> None:
-        """Launch the reduction over the replicas, with the shards in ``.grad`` that await one."""
+        """Launch the reduction over the replicas, with shards in ``.grad`` that still need it."""
         self._specs = self._specs_of("sharded")
         flags, added = self.reduced[-self.num_flags :], list[torch.Tensor]()
         shards = list(starmap(self.reduced.as_strided, self._places))
@@ -391,7 +394,7 @@ class Reduction:
         self._pending = Pending(works, self._channel.reducing, stream, added)
 
     def _take_unreplicated(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Take the shards that await a reduction over the replicas, with their places."""
+        """Take the shards in ``.grad`` that still need a reduction over the replicas, by index."""
         for index, param in enumerate(self.params):
             grad: Any = param.sharded.grad
             if stage_of(param, grad) == "unreplicated":
@@ -438,10 +441,10 @@ class Reduction:
                 self._add(sharded, _torch.from_local(shard, spec))
 
     def write_after_autograd(self) -> None:
-        """Write, but wait for autograd where it is still to write gradients of its own.
+        """Write, at the end of the backward if autograd will still write to the same ``.grad``.
 
-        DTensor cannot add the gradient of a penalty to a reduced one if a rank has no rows, but the
-        reduced one can be added to that of the penalty.
+        Autograd writes the gradient of a penalty on the sharded parameters. DTensor cannot add it
+        to a reduced gradient if a rank has no rows, but the reduced gradient can be added to it.
         """
         leaves = _torch.in_graphs(self._sharded) if _torch.current_backward() != -1 else ()
         if leaves and any(map(_torch.will_run, _torch.accumulate_nodes(leaves))):
@@ -473,7 +476,7 @@ class Reduction:
         """Return the sharded parameters that any rank used, with their mean gradients."""
         shards = self._shards_of(self.reduced)
         results = zip(self._sharded, shards, self._specs, self._are_lifted, strict=True)
-        if self._all_have_grads or self._gives_zeros:  # the flags need no look
+        if self._all_have_grads or self._gives_zeros:  # no need to read the flags
             del self.reduced
             return results
         flags = self.__dict__.pop("_flags", self.reduced[-self.num_flags :]).tolist()
@@ -501,12 +504,13 @@ class Reduction:
 
 
 class LocalReduction(Reduction):
-    """The reduction where nothing is shared: one rank holds all of every parameter."""
+    """The reduction over a mesh of one rank, without communication."""
 
     def accumulate_unsynced(self) -> None:
-        """Add the gradients to ``.grad``: alone, they are the sum.
+        """Add the gradients to ``.grad``: on one rank they are already reduced.
 
-        Hooks of users run after the reduction, and rounding to the final dtype happens there.
+        If there are hooks of users, or the final dtype rounds, wait for the sync as several ranks
+        do: hooks and rounding apply once to the accumulated gradient.
         """
         finals = zip(map(reduce_dtype, self.params), self._final_dtypes, strict=True)
         rounds = any(torch.promote_types(dtype, final) != final for dtype, final in finals)
@@ -536,7 +540,7 @@ class LocalReduction(Reduction):
         del self._grads
 
     def wait(self) -> None:
-        """Wait for nobody."""
+        """Return at once: there is nothing to wait for."""
 
     def average(self) -> None:
         """Divide the gradients by the divisor that was set."""
@@ -608,7 +612,7 @@ def stage_of(param: ShardedParam, grad: Any) -> GradStage | None:
 
 
 def note_unreduced(param: ShardedParam, stage: GradStage | None) -> None:
-    """Note whether an unreduced gradient is added to a reduced one, by the present stage."""
+    """Record whether an unreduced gradient is added to a reduced one, given its present stage."""
     if stage != "unreplicated":
         param.adds_to_synced = stage == "sharded"
 
@@ -642,7 +646,7 @@ def sent_dtype(buckets: Sequence[Storage], reduced: torch.dtype, channel: Channe
 
 
 def reduce_dtype(param: ShardedParam) -> torch.dtype:
-    """Return the dtype in which a parameter's gradient is reduced, other parameters aside."""
+    """Return the dtype in which a parameter's gradient would be reduced if it were alone."""
     has_asked, asked = grad_dtype_asked(param.sharded)
     if has_asked and asked is None and param.policy.reduce_dtype is None:
         return param.compute_dtype
@@ -694,7 +698,7 @@ def add_grad(sharded: nn.Parameter, grad: Any) -> None:
     if old_grad is None:
         assign_grad(sharded, grad)
         return
-    if is_partial(grad) and not is_partial(old_grad):  # replicas are alike, and so their own mean
+    if is_partial(grad) and not is_partial(old_grad):  # all replicas are equal to their mean
         local, spec = _torch.local_tensor(old_grad), _torch.spec_of(grad)
         old_grad = _torch.from_local(local, _torch.spec_with_dtype(spec, local.dtype))
         sharded.grad = old_grad

@@ -1,9 +1,9 @@
-"""The parameters that users register in the place of ours, and their changes of unsharded ones.
+"""Changes by users: tensors that replace sharded parameters, and writes to unsharded ones.
 
-Imports reduction, storage. Before a gather, replaced sharded parameters are taken over, and full
-tensors of ``torch.func.functional_call`` are found. After a forward, nothing that users do to
-unsharded parameters may be lost without a word: if they clear gradients, those of the sharded
-parameters are cleared too, and a write is refused.
+Imports reduction, storage. Before a gather, tensors that have replaced sharded parameters are
+adopted, and full tensors of ``torch.func.functional_call`` are found. After a forward, no change of
+unsharded parameters may be lost silently: if users clear their gradients, those of the sharded
+parameters are cleared too, and a write raises an error.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from composable_shard.errors import MaterializationError, ShardError
 def is_substituted(
     params: Sequence[ShardedParam], label: str, *, is_unsharded_registered: bool
 ) -> bool:
-    """Return whether full tensors of the user stand in the places of all parameters of a group.
+    """Return whether ``torch.func.functional_call`` has replaced all parameters by full tensors.
 
     Args:
         params: The parameters of the group.
-        label: The group as messages call it.
-        is_unsharded_registered: Which of their forms is registered otherwise.
+        label: The name of the group in messages.
+        is_unsharded_registered: Whether the group has registered its unsharded parameters.
 
     Raises:
-        ShardError: If they do for some alone, or outside of ``torch.func.functional_call``, or if
-            a parameter that is gathered has gone. On the ranks where.
+        ShardError: If only some are replaced, or outside of ``torch.func.functional_call``, or if
+            a gathered parameter was removed. Only on ranks where this happened.
     """
     others, sharded, gone = [], False, []
     for param in params:
@@ -43,7 +43,7 @@ def is_substituted(
         if current is param.sharded:
             continue
         if current is None:
-            if is_unsharded_registered:  # otherwise the gather refuses it, and tells the others
+            if is_unsharded_registered:  # otherwise `take_over_registered` refuses it
                 gone.append(param.name)
             continue
         sharded = sharded or isinstance(current, DTensor)
@@ -71,14 +71,14 @@ def is_substituted(
 
 
 def take_over_registered(params: Sequence[ShardedParam], label: str) -> None:
-    """Take over sharded parameters that users have replaced, by a load or a conversion.
+    """Adopt the sharded parameters that users have registered instead, by a load or a conversion.
 
     Args:
         params: The parameters of a group.
-        label: The group as messages call it.
+        label: The name of the group in messages.
 
     Raises:
-        ShardError: If one does not fit, with all that do not. Nothing is taken over then.
+        ShardError: If some do not fit; the message lists them, and nothing is adopted.
     """
     found = [param.find_registered() for param in params]
     misfits = [
@@ -108,9 +108,9 @@ def carry_over(
     """Give a parameter the attributes and the ``grad_dtype`` of the one that it replaces.
 
     Args:
-        attributes: Those of the old parameter.
-        asked_of_old: See :func:`grad_dtype_asked`.
-        new: The parameter.
+        attributes: The attributes of the old parameter.
+        asked_of_old: The result of :func:`grad_dtype_asked` for the old parameter.
+        new: The new parameter.
     """
     has_asked, asked = asked_of_old
     for name, value in attributes.items():
@@ -164,13 +164,13 @@ def check_materialized(params: Sequence[ShardedParam], label: str) -> None:
 
 
 class _Content(NamedTuple):
-    """The content of an unsharded parameter, as far as it can be told at little cost.
+    """A cheap fingerprint of the content of an unsharded parameter.
 
     Attributes:
         versions: The version counters of the parameter and its parts.
-        bits: On the host, the sum of the bits of this rank's rows: writes to ``.data`` bump no
-            version. A device would have to be waited for.
-        storage: The number of its storage.
+        bits: On the CPU, the sum of this rank's rows, read as integers: writes to ``.data`` bump no
+            version counter. On devices 0, because reading the sum would synchronize.
+        storage: The id of its storage.
     """
 
     versions: tuple[int, ...]
@@ -179,17 +179,17 @@ class _Content(NamedTuple):
 
 
 class Exposure:
-    """Unsharded parameters as they were when users got them.
+    """The state of unsharded parameters at the end of a forward that leaves them registered.
 
-    Where the sharded parameter has a gradient, a mark stands in ``.grad`` of the unsharded one, to
-    see whether it is cleared: a sparse tensor of one zero, so that autograd may add to it.
+    If the sharded parameter has a gradient, ``.grad`` of the unsharded one holds a mark, which
+    shows whether users clear it: a sparse tensor with one zero, to which autograd may add.
 
     Attributes:
-        has_moved: Whether :meth:`adopt` has seen that users gave a parameter other memory.
+        has_moved: Whether :meth:`adopt` has found other memory in a parameter.
     """
 
     def __init__(self, params: Sequence[ShardedParam], *, has_marks: bool) -> None:
-        """Note the content of the parameters; put marks if ``has_marks``."""
+        """Record the content of the parameters; with ``has_marks``, set the marks."""
         self._noted = [
             (param, _content_of(param), _mark(param) if has_marks else None) for param in params
         ]
@@ -197,7 +197,7 @@ class Exposure:
         self.has_moved = False
 
     def adopt(self) -> list[str]:
-        """Clear and freeze sharded parameters as users did the unsharded ones; remove the marks.
+        """Clear or freeze sharded parameters if users did so to unsharded ones; remove the marks.
 
         Returns:
             The names of written parameters and gradients, whose new values would be lost.

@@ -1,6 +1,6 @@
-"""State dicts: shards go out as they are; full tensors that come in are cut to shards.
+"""State dicts: saving returns the shards as they are; loading cuts full tensors to shards.
 
-Nothing here communicates, but for loading DTensors that are cut in another way.
+Nothing here communicates, except that loaded DTensors with other placements are redistributed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Params = dict[str, ShardedParam]
 
 
 def install_state_dict_hooks(group: ParamGroup) -> None:
-    """Have state dicts of the group's modules hold shards, and take shards or full tensors.
+    """Make state dicts of the group's modules contain shards, and accept shards or full tensors.
 
-    Hooks of users that were registered before run after these in a save, and before them in a
-    load: they see the shards that are saved, and the loaded values as they came.
+    User hooks that were registered earlier run after these in a save, and before them in a load. So
+    they see the shards that are saved, and the values to load before they are cut.
     """
     places: dict[nn.Module, Params] = {}
     for param in group.params:
@@ -58,12 +58,12 @@ def hooks_of_state_dicts(group: ParamGroup) -> list[tuple[StateDictHook, Params]
 class StateDictHook:
     """Calls one of the functions below for a module and the parameters that its group owns there.
 
-    A module that is copied or pickled without its group, as ``copy.deepcopy(model.head)`` and
-    ``torch.save(model.head, file)`` do where the group is that of the model, has shards of its own
-    and belongs to none: there it does nothing. A pickle of the group gives it back its group.
+    If a module is copied or pickled without its group (``copy.deepcopy(model.head)`` or
+    ``torch.save(model.head, file)``, if only ``model`` is sharded), the copy has shards of its own
+    and no group, and its hooks do nothing. If the group is pickled too, loading restores it.
 
     Attributes:
-        group: The group; ``None`` if it does nothing.
+        group: The group; ``None`` if the hook does nothing.
         params: The parameters of the module that the group owns.
     """
 
@@ -86,16 +86,16 @@ class StateDictHook:
 
 
 def _owned(group: ParamGroup, params: Params) -> Params:
-    """Leave out parameters that another group has taken over, with hooks of its own."""
+    """Return ``params`` without those that another group has taken over; it has its own hooks."""
     own = {id(param) for param in group.params}
     return {attribute: param for attribute, param in params.items() if id(param) in own}
 
 
-# Out ----------------------------------------------------------------------------------------
+# Saving -------------------------------------------------------------------------------------
 
 
 def _before_save(group: ParamGroup, params: Params, module: nn.Module, *_: object) -> None:
-    """Show the sharded parameters: for good, or in the middle of compute for this call."""
+    """Register the sharded parameters; for this call only during compute or after ``unshard()``."""
     group.check_awake("for a state dict")
     if not group.is_unsharded_registered:
         return
@@ -107,16 +107,16 @@ def _before_save(group: ParamGroup, params: Params, module: nn.Module, *_: objec
 
 
 def _after_save(group: ParamGroup, params: Params, module: nn.Module, *_: object) -> None:
-    """Go back to compute, if this was in the middle of it."""
+    """Register the unsharded parameters again if they were replaced for this call only."""
     if group.is_unsharded_registered:
         for attribute, param in _owned(group, params).items():
             module._parameters[attribute] = param.unsharded
 
 
 def _is_computing(group: ParamGroup) -> bool:
-    """Tell whether this is called from within a forward of the group, or from a backward.
+    """Return whether a forward of the group, or any backward, is running on this thread.
 
-    A forward that was interrupted leaves its calls behind, but runs inside of no module.
+    An interrupted forward leaves its calls on the stack, but then no module call is running.
     """
     if _torch.current_backward() != -1:
         return True
@@ -124,7 +124,7 @@ def _is_computing(group: ParamGroup) -> bool:
     return is_running and _torch.module_call_frame() is not None
 
 
-# In -----------------------------------------------------------------------------------------
+# Loading ------------------------------------------------------------------------------------
 
 
 def _before_load(
@@ -136,15 +136,15 @@ def _before_load(
     local_metadata: dict[str, Any],
     *rest: Any,
 ) -> None:
-    """Replace full tensors by this rank's rows of them; the dict is the loader's own copy.
+    """Replace full tensors by this rank's rows of them; torch passes a copy of the user's dict.
 
-    A value that does not fit stays as it is, and torch reports it.
+    A value of the wrong shape is left unchanged, and torch reports it.
     """
     group.check_awake("to load a state dict")
     if group.state is State.UNSHARDED and _is_computing(group):
         raise ShardError(
-            f"Expected to load parameters of {group.label} before or after its forward and "
-            "backward, got a load_state_dict in the middle of one; load it when that has ended"
+            f"Expected load_state_dict of {group.label} outside of its forward and backward, got a "
+            "call during one; call it before or after them"
         )
     group.reshard()
     host.settle()  # copies of shards that a forward without a backward has launched
@@ -156,7 +156,7 @@ def _before_load(
         if not isinstance(value, torch.Tensor) or not isinstance(current, DTensor):
             continue
         if param.shape == () and value.shape == (1,):
-            value = value[0]  # as torch has it, which no longer can when this is a shard
+            value = value[0]  # as torch does for plain tensors; it cannot for a DTensor
         if value.shape != param.shape:
             continue
         model = param.placement.model
@@ -178,9 +178,9 @@ def _before_load(
 
 
 def _shard_of(param: ShardedParam, full: torch.Tensor, current: DTensor, assign: bool) -> DTensor:
-    """Return this rank's rows of a full tensor: a view to copy from, or a copy to keep.
+    """Return this rank's rows of a full tensor: a view, or a copy if ``assign``.
 
-    Under tensor parallelism also of a DTensor of the kind that was sharded.
+    Under tensor parallelism, ``full`` may also be a DTensor that is sharded like the original.
     """
     local = param.shard_of(full)
     if assign:
@@ -194,7 +194,7 @@ def _shard_of(param: ShardedParam, full: torch.Tensor, current: DTensor, assign:
 
 
 def _after_load(group: ParamGroup, params: Params, module: nn.Module, *_: object) -> None:
-    """Register an assigned parameter wherever the one that it replaces is; keep attributes."""
+    """Register an assigned parameter in all places of the one that it replaces; keep attributes."""
     for attribute, param in _owned(group, params).items():
         current = module._parameters.get(attribute)
         if isinstance(current, DTensor) and current.__dict__ is not param.before_load[0]:

@@ -52,7 +52,7 @@ from composable_shard.policy import (
 # One parameter ------------------------------------------------------------------------------------
 
 LIFTED = "_composable_shard_lifted"
-"""On a parameter whose ``grad_dtype`` the library, and not the user, has set to ``None``."""
+"""The attribute with the ``grad_dtype`` of the user, if the library has set it to ``None``."""
 
 _UNSAFE_VARIABLES = ("COMPOSABLE_SHARD_UNSAFE_SETATTR", "FSDP_USE_UNSAFE_SETATTR")
 
@@ -62,10 +62,10 @@ _stand_ins: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[ShardedParam]
 
 
 def remember_stand_in(tensor: torch.Tensor, param: ShardedParam) -> None:
-    """Note that a module holds, or has held, ``tensor`` in the place of a sharded parameter.
+    """Record that a module holds, or has held, ``tensor`` in the place of a sharded parameter.
 
-    Only weak references to the tensor itself are possible: torch does not convert a module with a
-    parameter, such as the sharded one, that is weakly referred to.
+    The record refers weakly to ``tensor`` and to ``param``, but not to ``param.sharded``: torch
+    cannot convert a module if there are weak references to its parameters.
     """
     key = id(tensor)
     known = weakref.ref(tensor, lambda _: _stand_ins.pop(key, None))
@@ -73,7 +73,7 @@ def remember_stand_in(tensor: torch.Tensor, param: ShardedParam) -> None:
 
 
 def sharded_form(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sharded parameter that an unsharded one stands for; any other tensor itself."""
+    """Return the sharded parameter for which a tensor stands in; any other tensor unchanged."""
     known = _stand_ins.get(id(tensor))
     param = None if known is None else known[1]()
     return tensor if param is None else param.sharded
@@ -141,11 +141,12 @@ class ShardedParam:
         policy: Its dtypes.
         offload: How its shard is kept on the CPU; ``None`` if it is not.
         device: Where its shard belongs.
-        layout: How it lies in flat buffers.
+        layout: Its layout in flat buffers.
         placement: The mesh and placements of its DTensors.
         began_on_meta: Whether it was sharded before it had values.
         local: This rank's shard; outside of loads and conversions, a view of the bucket.
-        outer: The number of the DTensor's own storage, which a new ``.data`` replaces.
+        outer: The id of the storage of the DTensor itself, not of its local tensor.
+            Assigning ``.data`` changes it.
         sharded: The DTensor that is registered outside forward and backward.
         unsharded: The parameter used in compute.
         unsharded_local: Its plain tensor: itself, except under tensor parallelism.
@@ -153,7 +154,8 @@ class ShardedParam:
         parts: Inner tensors of a subclass that are freed too, and that autograd may save.
         place: Where its shard lies in a bucket; ``None`` if it is gathered by itself.
         before_load: The attributes and the ``grad_dtype`` when a load began.
-        attributes: Carries attributes of users between both forms, if each has a dict of its own.
+        attributes: Copies attributes that users have set between the sharded and the unsharded
+            parameter, if these do not share one ``__dict__``.
     """
 
     local: torch.Tensor
@@ -200,7 +202,7 @@ class ShardedParam:
             "before_load",
         }
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        return {**state, "asked": grad_dtype_asked(self.sharded)}  # which torch does not pickle
+        return {**state, "asked": grad_dtype_asked(self.sharded)}  # torch does not pickle it
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         has_asked, asked = state.pop("asked")
@@ -228,7 +230,7 @@ class ShardedParam:
         return self
 
     def facts(self) -> tuple[Sequence[int], int | None, object]:
-        """Return shape, sharded dim and the dtype asked of gradients: those ranks agree on."""
+        """Return the facts that ranks compare: shape, sharded dim, ``grad_dtype`` of the user."""
         has_asked, asked = grad_dtype_asked(self.sharded)
         takes_any = has_asked and asked is None and self.policy.reduce_dtype is None
         return self.layout.shape, self.layout.dim, "any dtype" if takes_any else asked
@@ -253,7 +255,7 @@ class ShardedParam:
         return self.layout.shard_of(self.model_part(full), self.mesh.shard_rank).detach()
 
     def model_part(self, full: torch.Tensor) -> torch.Tensor:
-        """Return the part of a full tensor that the data-parallel ranks share."""
+        """Return the part of a full tensor that ``mesh`` shards: all, or a tensor-parallel part."""
         if isinstance(full, DTensor):
             return _torch.local_tensor(full)
         model = self.placement.model
@@ -275,7 +277,7 @@ class ShardedParam:
             self.sharded.grad_dtype = original.grad_dtype
 
     def hold(self, local: torch.Tensor) -> None:
-        """Let ``local`` be this rank's shard."""
+        """Make ``local`` this rank's shard."""
         # The same tensor object, so that `local` shares the version counter of its bucket.
         _torch.set_local_tensor(self.sharded, local)
         self.local, self.dtype = local, local.dtype
@@ -297,7 +299,7 @@ class ShardedParam:
         return next((one for one in found if one is not sharded and one is not unsharded), sharded)
 
     def retire_unsharded(self) -> None:
-        """Forget the unsharded parameter; a graph that still accumulates into it raises."""
+        """Forget the unsharded parameter; a backward that still accumulates into it raises."""
         unsharded = self.__dict__.get("unsharded")
         if unsharded is not None and unsharded.requires_grad:
             unsharded.register_hook(partial(_refuse_stale, self.name))
@@ -319,7 +321,7 @@ class ShardedParam:
 
         Args:
             tensor: The tensor.
-            is_encoded: Whether its class has hooks that choose the class of the leaf.
+            is_encoded: Whether all-gather hooks have made it, and so chosen the class of the leaf.
         """
         self.is_counted, self.attributes = False, None
         model = self.placement.model
@@ -362,7 +364,7 @@ def grad_dtype_asked(sharded: nn.Parameter) -> tuple[bool, torch.dtype | None]:
 
 def _refuse_stale(name: str, _: torch.Tensor) -> None:
     raise StaleParameterError(
-        f"Expected the backward of a forward before its parameters were replaced, got '{name}' "
+        f"Expected no change of parameters between a forward and its backward, got '{name}' "
         "replaced by a load or a conversion in between; run backward before replacing them"
     )
 
@@ -376,7 +378,7 @@ class GatherOps(NamedTuple):
     Attributes:
         launch: Allocate memory and launch the all-gather.
         wait: Wait for it and fill the unsharded parameters.
-        drop: Wait until nothing writes any more, if nobody needs the parameters after all.
+        drop: Abandon the all-gather: wait until nothing writes to the memory any more.
         free: Free the memory of the unsharded parameters.
     """
 
@@ -427,14 +429,14 @@ class Storage(Protocol):
         """
 
     def free(self) -> bool:
-        """Free the unsharded memory that was to stay allocated; return whether arrays share it."""
+        """Free the unsharded memory; return whether NumPy arrays share it, so that it stays."""
 
     def memory_for_backward(self) -> Sequence[torch.Tensor]:
-        """Return the flat memory, of one length on all ranks, that a backward may read."""
+        """Return the flat memory that a backward may read, of the same length on all ranks."""
 
 
 class Regather:
-    """Keeps one of several equal parts of memory, and gathers it again from neighbours."""
+    """Keeps one of several equal parts of memory, and gathers all of them from neighbours."""
 
     def __init__(self, bucket: Storage, channel: Channel, num_ranks: int) -> None:
         """Plan to gather memory from some neighbours. Collective: makes their process group."""
@@ -507,7 +509,7 @@ class Bucket:
             copied.
         whole: The part of ``unsharded`` to copy ``sharded`` to, if there is only one shard.
         is_away: Whether shards are kept on another device than that of compute.
-        is_uploaded: Whether shards are copied from pinned memory of the host, beside compute.
+        is_uploaded: Whether shards are copied from pinned host memory, overlapping with compute.
         has_arrays: Whether arrays of NumPy share the memory of ``unsharded``, which then stays.
         gather_outputs: Where each message arrives: in place, or, the packed one, in ``staging``.
         staging: The packed message of all ranks; has no memory between uses.
@@ -516,7 +518,7 @@ class Bucket:
     reduction = None
 
     def __init__(self, params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> None:
-        """Lay out the buffers and copy the shards; :attr:`locals` is then where they are.
+        """Lay out the buffers and copy the shards into them; :attr:`locals` holds the copies.
 
         Args:
             params: The parameters, with one mesh and one compute dtype.
@@ -604,7 +606,8 @@ class Bucket:
     def create_unsharded(self) -> None:
         """Make the unsharded and the staging buffer, and all views of them; then free both.
 
-        The first gather is about to need the memory: before, there may be room for shards alone.
+        Called right before the first gather, which needs this memory: earlier, there may be room
+        for the shards alone.
         """
         layout, mesh = self.layout, self.mesh
         if self.shares_storage:
@@ -643,9 +646,9 @@ def _memory_ops(tensor: torch.Tensor, *, may_stay: bool = False) -> tuple[Op, Op
 
 
 class _AllGather:
-    """The all-gather of a bucket: a message per direct parameter, and one for all packed ones.
+    """The all-gather of a bucket: one message per large parameter, and one for all packed ones.
 
-    Shards in pinned memory of the host are copied to the device beside compute.
+    Copies of shards from pinned host memory to the device overlap with compute.
     """
 
     def __init__(self, bucket: Bucket, shards: Sequence[torch.Tensor], channel: Channel) -> None:
@@ -665,7 +668,10 @@ class _AllGather:
             _torch.free(self._source)
 
     def ops(self, *, keeps_storage: bool) -> GatherOps:
-        """Return the operations. Memory that is there stays: builtins would allocate it anew."""
+        """Return the operations.
+
+        Memory that may stay allocated is not resized by builtins, which would allocate it again.
+        """
         bucket, source, staging = self._bucket, self._source, self._bucket.staging
         allocate, free = _memory_ops(bucket.unsharded, may_stay=keeps_storage or bucket.has_arrays)
         if bucket.mesh.num_shards == 1:
@@ -688,13 +694,13 @@ class _AllGather:
         return GatherOps([*gather, self.launch], wait, drop, [free])
 
     def _copy_in(self, source: torch.Tensor) -> None:
-        """Fill the input, in the compute dtype and on the device of compute."""
+        """Fill the input of the all-gather, in the compute dtype and on the compute device."""
         flat = self._bucket.sharded
         if not self._in_place:  # users have replaced sharded parameters
             flat = torch.zeros_like(flat)
             _torch.copy_all_(self._bucket.shard_views(flat), list(self._shards))
         if self._bucket.is_uploaded:
-            self._lane = upload_lane(source.device)  # should the copy fail, it is waited for
+            self._lane = upload_lane(source.device)  # first: a copy that fails is waited for, too
             upload(flat, source)
         else:
             source.copy_(flat)
@@ -704,7 +710,7 @@ class _AllGather:
         self._lane.arrival().wait()
 
     def launch(self) -> None:
-        """Launch the all-gather, behind the copy to the device if there is one."""
+        """Launch the all-gather, after the copy to the device if there is one."""
         bucket, lane = self._bucket, self._lane
         with nullcontext() if lane is None else lane.behind():
             works: list[Waitable] = self._channel.gather(bucket.gather_outputs, self._inputs)
@@ -729,8 +735,9 @@ class Staging:
     Attributes:
         flat: Its memory, freed between uses.
         message: Where the message arrives.
-        copy_out: The operations that copy the parameters to the unsharded buffer. On devices that
-            is one kernel, which writes everything else that has arrived to the end of ``flat``.
+        copy_out: The operations that copy the parameters to the unsharded buffer. On devices, one
+            kernel splits the message: parameters that gather in place go straight to that buffer,
+            and everything else goes to the end of ``flat``.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -763,7 +770,7 @@ class Staging:
                     split[-1] = place[: num_ranks * width].view(num_ranks, width)
                     continue
                 split[-1] = column = spare(width)
-            if param.gathers_in_place:  # padding lies behind the rows: one copy takes it along
+            if param.gathers_in_place:  # padding follows the rows: one copy includes it
                 count = param.num_nonempty
                 pairs.append((place[: count * width].view(count, width), column[:count]))
             else:

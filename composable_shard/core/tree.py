@@ -1,4 +1,4 @@
-"""All groups of one root: begins and ends forwards and backwards, and decides when to free groups.
+"""`Tree`: the groups below one root. It begins and ends forwards and backwards, and frees groups.
 
 Imports agreement, backward, finalization, group, tape, plugins.
 """
@@ -41,13 +41,13 @@ class Call:
     Attributes:
         module: The module.
         visit: Its record on the tape; ``None`` if it cannot have a backward.
-        is_recomputed: Whether a checkpoint makes the call during a backward.
+        is_recomputed: Whether an activation checkpoint recomputes the module in a backward.
         exception_on_entry: The exception being handled when the call began.
-        is_substituted: Whether it computes with tensors of ``torch.func.functional_call``.
-        versions: The versions of the unsharded parameters when it began.
-        markers: The autograd nodes of its input markers.
-        given: The containers among its inputs, and their copies with prepared tensors.
-        is_reached: Whether a backward has come to one of its outputs.
+        is_substituted: Whether it computes with the tensors of ``torch.func.functional_call``.
+        versions: The sum of the version counters of the unsharded parameters when it began.
+        markers: The autograd nodes of its input markers, which are identities around its inputs.
+        given: The containers among its inputs, and their copies with cast and marked tensors.
+        is_reached: Whether a backward has reached one of its outputs.
     """
 
     __slots__ = (
@@ -83,10 +83,10 @@ class Tree:
         in_flight: The reductions in flight; trees may share them.
         is_last_backward: Whether the end of a backward waits for its reductions.
         is_agreed: Whether all ranks are known to hold the same model.
-        post_optim_event: The next gather waits for it.
-        finalization: Finishes backwards by a call of the user.
-        plan: That of the latest backward.
-        ran_inside: The groups that backwards within the running forward have come to.
+        post_optim_event: The event of ``set_post_optim_event``, for which the next gather waits.
+        finalization: The state of manual finalization, by ``finalize_backward``.
+        plan: The plan of the latest backward.
+        ran_inside: The groups that backwards inside the running forward have reached.
     """
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
@@ -108,7 +108,7 @@ class Tree:
         self._has_graph = False  # whether that call began with gradients enabled
         self._backward: Backward | None = None
         self.ran_inside: dict[ParamGroup, None] = {}
-        self._spare: dict[ParamGroup, None] = {}  # stay, as forward probably needs them next
+        self._spare: dict[ParamGroup, None] = {}  # not freed yet: forward may need them next
         self.plan: Plan[ParamGroup] = NO_PLAN
         for group in groups:
             group.reshard()
@@ -138,7 +138,7 @@ class Tree:
             self.remove(self._trace)
 
     def _recompile(self) -> None:
-        """Compile the programs whose all-gather is not in flight."""
+        """Recompile the programs of groups that are fully sharded or fully unsharded."""
         for group in self.groups:
             if group.is_compiled and group.state in (State.SHARDED, State.UNSHARDED):
                 group.compile()
@@ -150,7 +150,7 @@ class Tree:
         is_recomputed = _current_task() != -1 and self._goes_through(group)
         if not is_recomputed and (not self.call_stack or self._begins_anew(group)):
             self._begin_forward(group)
-        backward = self.begin_backward() if is_recomputed else None  # which this call is not around
+        backward = self.begin_backward() if is_recomputed else None  # before the call is pushed
         call = Call(group, module, is_recomputed=is_recomputed)
         self.call_stack.append(call)
         if not group.params:
@@ -161,7 +161,7 @@ class Tree:
             backward.gather_for_recompute(group)
         else:
             if _torch.num_modes() or _torch.current_transform() is not None:
-                with _torch.outside_transforms():  # the gathered parameters outlive them
+                with _torch.outside_transforms():  # the parameters outlive the transforms
                     call.is_substituted = not self._gather(group)
             else:
                 call.is_substituted = not self._gather(group)
@@ -178,7 +178,7 @@ class Tree:
         return call
 
     def _tell_of_empty(self, group: ParamGroup, event: str) -> None:
-        """Tell the listener of a group without parameters, which runs no program."""
+        """Call the listener for a group without parameters, which has no program to call it."""
         if self._trace.hear is not None and not group.params:
             self._trace.hear(event, group.name)
 
@@ -192,10 +192,10 @@ class Tree:
         return any(one.params and self._goes_through(one) for one in below)
 
     def leave(self, call: Call, *, needs_grad: bool, has_failed: bool) -> None:
-        """End the innermost call; free its group, unless backward keeps it.
+        """End the innermost call; free its group, unless it stays gathered for backward.
 
-        A kept group keeps its memory. Its sharded parameters are still registered, except with
-        ``reshard_after_forward=False`` or on the root.
+        A group that stays gathered keeps its memory. Its sharded parameters are registered all the
+        same, except with ``reshard_after_forward=False`` and, by default, on the root.
         """
         self.call_stack.pop()
         group = call.group
@@ -219,15 +219,15 @@ class Tree:
             self._end_forward(group, needs_grad=needs_grad, has_failed=has_failed)
 
     def _begins_anew(self, group: ParamGroup) -> bool:
-        """Return whether a call begins a forward, though an interrupt has left calls behind."""
+        """Return whether a call begins a forward: the calls on the stack are interrupted ones."""
         may_begin = group is self.call_stack[0].group or group is self.root
-        # A module may call itself, too, while the frame of its first call is executing.
+        # If the frame of the outermost call is still executing, a module has called itself.
         return may_begin and not (self._frame and _torch.is_executing(self._frame))
 
     def _begin_forward(self, outermost: ParamGroup) -> None:
         if self.call_stack or self.has_failed:
             self.reset()
-        for group in self.ran_inside:  # no backward of that forward has come
+        for group in self.ran_inside:  # the last forward has had no backward of its own
             group.accumulate()
         self.ran_inside.clear()
         for group in self.groups:  # may be stale: a write through ``.data`` bumps no version
@@ -235,7 +235,7 @@ class Tree:
                 group.reshard()
         self.finalization.check_ended()
         self.prepare_gather()
-        if not self._has_streams:  # otherwise the allocator keeps freed memory
+        if not self._has_streams:  # otherwise the caching allocator keeps freed memory
             _torch.keep_spare()
         self._frame, self._has_graph = _torch.module_call_frame(), torch.is_grad_enabled()
         self.tape.begin_forward(outermost)
@@ -243,7 +243,7 @@ class Tree:
             feature.begin_forward(self)
 
     def _stays(self, group: ParamGroup) -> bool:
-        """Return whether users have asked to keep the parameters that were gathered before."""
+        """Return whether a gathered group stays gathered when a forward begins."""
         settings = group.settings
         if settings.reshard_after_forward is False or group.is_held or group.is_partly_run:
             return True
@@ -251,13 +251,13 @@ class Tree:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the next backward adds to the gradients of the last, as far as is known."""
+        """Whether the next backward adds to the same gradients as the last one, as far as known."""
         is_open = not (self.is_last_backward or self.finalization.by_hand)
         is_open = is_open or self.finalization.is_open
         return is_open or any(group.unsynced_names for group in self.groups)
 
     def prepare_gather(self) -> None:
-        """Agree on the model before the first gather; wait for an optimizer that runs beside."""
+        """Compare the model between ranks before the first gather; wait for the optimizer event."""
         if not self.is_agreed:
             self.agree()
         event, self.post_optim_event = self.post_optim_event, None
@@ -265,18 +265,18 @@ class Tree:
             event.wait()
 
     def forget_forwards(self) -> None:
-        """Start as a new tree does: other ranks have joined, which have recorded nothing."""
+        """Forget the recorded orders: ranks that have just joined have not recorded any."""
         self.tape, self.is_agreed = Tape(), False
 
     def agree(self) -> None:
-        """Check that all ranks hold the same model, unless they are known to."""
+        """Check that all ranks hold the same model, unless that was checked before."""
         if not self.is_agreed:
             self._check_modules()
             agree_on_model(self.groups)
             self.is_agreed = True
 
     def _check_modules(self) -> None:
-        """Refuse tied parameters without an owner, and late ``replicate``; warn of late ones."""
+        """Refuse misplaced settings, unowned ties, late ``replicate``; warn of late parameters."""
         self.finalization.refuse_misplaced()
         refuse_unowned(module for group in self.groups for module in group.all_modules())
         for group in self.groups:
@@ -294,7 +294,7 @@ class Tree:
             return
         if _current_task() == -1:
             _torch.return_spare()
-        if not self.tape.visits:  # otherwise the end of the backward does
+        if not self.tape.visits:  # otherwise the end of the backward waits
             self._settle_copies()
         for feature in self.plugins.features:
             feature.end_forward(self, outermost)
@@ -374,7 +374,7 @@ class Tree:
             return self._backward
         if backward is not None:
             self.reset()
-        if self.tape.visits:  # otherwise the same forwards have another backward
+        if self.tape.visits:  # otherwise this is another backward of the same forwards
             self.plan = self.tape.plan_backward()
         if not self._has_streams:
             _torch.keep_spare()
@@ -394,7 +394,7 @@ class Tree:
         self._backward = None
 
     def free_inside(self, group: ParamGroup) -> None:
-        """Free a group whose backward within a forward is over, unless the forward needs it."""
+        """Free a group after its backward inside a forward, unless that forward needs it."""
         is_running = any(call.group is group for call in self.call_stack)
         if is_running or group.is_held or not group.settings.reshard_after_backward:
             return
@@ -405,7 +405,7 @@ class Tree:
             group.reshard()
 
     def _reduce_inside(self) -> None:
-        """Reduce gradients of backwards within a forward that has no backward of its own."""
+        """Reduce gradients of backwards inside a forward that has no backward of its own."""
         ran = dict.fromkeys([*(visit.group for visit in self.tape.visits[::-1]), *self.ran_inside])
         for group in ran:
             group.reshard()
@@ -456,7 +456,7 @@ class Tree:
                 setting.all_reduce_grads = before
 
     def launch_reductions(self) -> None:
-        """Reduce all gradients that backwards have left, as the settings say, and free groups."""
+        """Launch the deferred reductions that the settings allow; free the groups."""
         for group in self.groups:
             if group.settings.reduce_grads and group.unsynced_names:
                 self.in_flight.start(group, deferred=True)
@@ -464,7 +464,7 @@ class Tree:
                 group.reshard()
 
     def share_reductions(self, other: Tree) -> None:
-        """Bound the reductions in flight together with those of another tree."""
+        """Share the reductions in flight, and so the limit on them, with another tree."""
         self.in_flight.finish()
         self.in_flight = other.in_flight
 
@@ -481,7 +481,7 @@ class Tree:
 
     @property
     def is_reducing(self) -> bool:
-        """Whether gradients of backwards are yet to arrive."""
+        """Whether a reduction is in flight, or a backward is not finalized."""
         return bool(self.in_flight) or self.finalization.is_open
 
     @property
@@ -492,13 +492,13 @@ class Tree:
     def reset(self, *, drops_earlier: bool = False) -> None:
         """Return to the state between two steps, after a forward or backward has failed.
 
-        Gradients already in ``.grad`` of the sharded parameters stay. Those in flight that earlier
-        backwards have launched are delivered, unless it ``drops_earlier``. Others are dropped.
+        Gradients already in ``.grad`` of the sharded parameters stay. Reductions that earlier
+        backwards have launched are finished, unless ``drops_earlier``. Other gradients are dropped.
         """
         launched = self._backward.launched if self._backward is not None else set()
         for group in self.groups if self.in_flight and not drops_earlier else ():
             if group not in launched:
-                with suppress(ShardError, RuntimeError):  # the next collective says why
+                with suppress(ShardError, RuntimeError):  # the next collective raises it again
                     self.in_flight.finish_of(group)
         if self._backward is not None:
             self._backward = None
@@ -516,24 +516,24 @@ class Tree:
 
 
 def check_at_rest(group: ParamGroup, op: str) -> None:
-    """Raise ``ShardError`` if ``op`` is called while a group computes, or is open."""
+    """Raise ``ShardError`` if ``op`` is called in a forward, a backward or ``unsharded()``."""
     if group.tree.is_computing:
         raise ShardError(
-            f"Expected {op}() outside of forward and backward, got it in one of {group.label}; "
-            "use it between iterations"
+            f"Expected {op}() outside of forward and backward, got a call within one of "
+            f"{group.label}; use it between iterations"
         )
     if group.is_opened:
         raise ShardError(
-            f"Expected {op}() outside of unsharded(), got it inside of one of {group.label}; "
-            "leave that first"
+            f"Expected {op}() outside of unsharded(), got a call inside of unsharded() of "
+            f"{group.label}; leave that context first"
         )
 
 
 def join_tree(root: ParamGroup) -> Tree:
     """Put the group of an outer module and all groups below it into one tree, and name them."""
     groups: dict[ParamGroup, list[str]] = {root: []}
-    for place, top in enumerate(root.modules):
-        prefix = f"{place}." if len(root.modules) > 1 else ""
+    for index, top in enumerate(root.modules):
+        prefix = f"{index}." if len(root.modules) > 1 else ""
         for name, module in top.named_modules():
             group = group_of(module)
             if group is not None and group is not root:

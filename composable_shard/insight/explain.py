@@ -157,9 +157,9 @@ class OptimizerExplanation(Report):
         if not self.traffic.launches:
             return ()
         return (
-            f"matrices on their way occupy at most {nbytes_text(self.held_nbytes)} of this rank, "
+            f"matrices in flight occupy at most {nbytes_text(self.held_nbytes)} of this rank, "
             "in at most two buckets",
-            f"the rank with most to do has {self.imbalance:.3g} times the work of the mean",
+            f"the busiest rank has {self.imbalance:.3g} times the mean work",
         )
 
 

@@ -49,7 +49,7 @@ ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.Rprop,
     torch.optim.ASGD,
 }
-"""The classes of torch that treat every element by itself."""
+"""The elementwise optimizers of torch."""
 
 
 def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
@@ -59,7 +59,7 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
 
     Args:
         optimizer: Of sharded parameters, and of any others; changed, and returned.
-        elementwise: Declares that a class other than torch's treats every element by itself.
+        elementwise: Declares that a class other than torch's updates each element independently.
 
     Raises:
         TypeError: If ``optimizer`` is not an optimizer, or is not known to be elementwise. LAMB,
@@ -88,9 +88,9 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
         return optimizer
     if kind not in ELEMENTWISE and not elementwise:
         raise TypeError(
-            f"Expected an optimizer that treats every element by itself, got {kind.__name__}, of "
-            "which that is not known; pass elementwise=True if it takes no norm, product or other "
-            "look at a parameter as a whole"
+            f"Expected an elementwise optimizer, got {kind.__name__}, which is not known to be "
+            "one; pass elementwise=True if it updates each element independently of the others, "
+            "without norms or matrix products"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("Expected differentiable=False to step flat buffers, got True")

@@ -53,8 +53,8 @@ from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
 
 TEXTS = {
-    name: f"Expected to load parameters of {group} before or after its forward and backward, got "
-    "a load_state_dict in the middle of one; load it when that has ended"
+    name: f"Expected load_state_dict of {group} outside of its forward and backward, got a call "
+    "during one; call it before or after them"
     for name, group in {"forward": "group 'outer'", "backward": "the root group"}.items()
 }
 
@@ -313,7 +313,7 @@ def test_a_graph_of_before_a_load_is_refused_once_another_forward_has_run() -> N
     with pytest.raises(StaleParameterError) as caught:
         loss.backward()
     assert str(caught.value) == (
-        "Expected the backward of a forward before its parameters were replaced, got 'weight' "
+        "Expected no change of parameters between a forward and its backward, got 'weight' "
         "replaced by a load or a conversion in between; run backward before replacing them"
     )
 

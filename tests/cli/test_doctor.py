@@ -281,10 +281,10 @@ def test_one_thread_each_is_not_too_many_for_more_ranks_than_cores() -> None:
     assert found == Findings()
 
 
-WHY = "a rank has no memory to share: [Errno 1] not here"
+WHY = "a rank cannot set up shared memory: [Errno 1] not here"
 SENT = (
     "ranks 0-1, 1-2 send through sockets what they could read in shared memory: "
-    "a rank has no memory to share: [Errno 1] not here"
+    "a rank cannot set up shared memory: [Errno 1] not here"
 )
 MIXED = {
     "0-1": f"messages, because {WHY}",

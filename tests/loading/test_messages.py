@@ -173,12 +173,12 @@ def test_in_a_forward_and_within_unsharded(whole: Path) -> None:
             list(iter_full(model if dist.get_rank() else linear()))
 
     assert all_say(in_forward) == (
-        "Expected load_sharded() outside of forward and backward, got it in one of the root group; "
-        "use it between iterations"
+        "Expected load_sharded() outside of forward and backward, got a call within one of the "
+        "root group; use it between iterations"
     )
     outside = (
-        "Expected {}() outside of unsharded(), got it inside of one of the root group; leave that "
-        "first"
+        "Expected {}() outside of unsharded(), got a call inside of unsharded() of the root group; "
+        "leave that context first"
     )
     assert all_say(within, True) == outside.format("save_full")
     assert all_say(within, False) == (

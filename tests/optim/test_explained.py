@@ -170,8 +170,8 @@ A step of with_layout: tensors that this rank steps, messages and bytes it sends
   1                Sharded           7    1.45 k        5         0         0     0 B
 
 Optimizer
-  - matrices on their way occupy at most 36 KiB of this rank, in at most two buckets
-  - the rank with most to do has 1 times the work of the mean"""
+  - matrices in flight occupy at most 36 KiB of this rank, in at most two buckets
+  - the busiest rank has 1 times the mean work"""
 
 
 def test_the_text() -> None:

@@ -164,9 +164,9 @@ def test_what_is_not_known_to_treat_elements_by_themselves_is_refused() -> None:
     for kind in (Normed, torch.optim.Adafactor):
         optimizer = kind([nn.Parameter(torch.ones(3))])
         text = (
-            f"Expected an optimizer that treats every element by itself, got {kind.__name__}, of "
-            "which that is not known; pass elementwise=True if it takes no norm, product or other "
-            "look at a parameter as a whole"
+            f"Expected an elementwise optimizer, got {kind.__name__}, which is not known to be "
+            "one; pass elementwise=True if it updates each element independently of the others, "
+            "without norms or matrix products"
         )
         with pytest.raises(TypeError, match=re.escape(text)):
             flat(optimizer)

@@ -96,7 +96,7 @@ CASES = {
     Unviewed: KEEP.format("view", "Unviewed"),
     Uncast: KEEP.format("to(torch.bfloat16)", "Uncast"),
     Closed: (
-        "Expected Closed to say what it is made of, got no __tensor_flatten__; define "
+        "Expected a wrapper subclass, got Closed without __tensor_flatten__; define "
         "fsdp_pre_all_gather and fsdp_post_all_gather on it"
     ),
     Rows: (

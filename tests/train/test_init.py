@@ -154,8 +154,9 @@ def ones(module: nn.Module) -> None:
 
 
 SAME = (
-    "All ranks hold the same rows of '1.weight' of the root group: random functions fill shards on "
-    "the CPU alike where ranks have one seed; initialize by init_sharded(model, seed=...)"
+    "All ranks hold the same rows of '1.weight' of the root group: on the CPU, ranks with the same "
+    "seed fill their shards with the same random numbers; call init_sharded(model, seed=...) "
+    "instead"
 )
 
 

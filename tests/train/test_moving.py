@@ -297,10 +297,10 @@ def of_other_shape(model: Odd, mesh: DeviceMesh) -> None:
 
 
 REFUSED: dict[str, Callable[[Odd, DeviceMesh], None]] = {
-    "ShardError: Expected move() outside of forward and backward, got it in one of the root group; "
-    "use it between iterations": in_forward,
-    "ShardError: Expected move() outside of unsharded(), got it inside of one of the root group; "
-    "leave that first": lambda model, mesh: entered(unsharded(model), model, mesh),
+    "ShardError: Expected move() outside of forward and backward, got a call within one of the "
+    "root group; use it between iterations": in_forward,
+    "ShardError: Expected move() outside of unsharded(), got a call inside of unsharded() of the "
+    "root group; leave that context first": lambda m, mesh: entered(unsharded(m), m, mesh),
     "ShardError: Expected the root group in memory to be moved, got it parked; leave the context "
     "of parked() first": lambda model, mesh: entered(parked(model), model, mesh),
     "ShardError: Expected the gradients of the root group before it is moved, got some that are "

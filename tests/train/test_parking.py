@@ -217,10 +217,10 @@ def park_when_full(model: Wide) -> None:
 
 
 REFUSED: dict[str, Callable[[Wide], None]] = {
-    "Expected parked() outside of forward and backward, got it in one of the root group; use it "
-    "between iterations": park_in_forward,
-    "Expected parked() outside of unsharded(), got it inside of one of the root group; leave that "
-    "first": park_when_full,
+    "Expected parked() outside of forward and backward, got a call within one of the root group; "
+    "use it between iterations": park_in_forward,
+    "Expected parked() outside of unsharded(), got a call inside of unsharded() of the root group; "
+    "leave that context first": park_when_full,
     "Expected FSDPWide on a device to be parked, got all of it in memory of the host, which "
     "parked() does not free; save a checkpoint, delete the model and its optimizers, and load them "
     "from it afterwards": lambda model: parked(model, stock(model)).__enter__(),
@@ -363,7 +363,7 @@ def test_a_rank_that_a_model_has_left_is_told_so(tmp_path: Path) -> None:
     alone = dist.new_group([1])
     cases = uses(model, optimizer, tmp_path / "model.safetensors", alone)
     move(model, optimizer, first)
-    why = "on other ranks; move() it to a mesh that has this one first"
+    why = "on other ranks; move() the model to a mesh with this rank first"
     if dist.get_rank() == 1:
         check(cases, why)
         assert list(optimizer.state_dict()) == ["state", "param_groups"]

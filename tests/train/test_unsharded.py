@@ -378,13 +378,13 @@ def edited_forward(model: Net) -> None:
 
 SHARDED = (
     "ShardError: Expected full parameters in a forward of the root group inside of unsharded(), "
-    "got '{}' sharded; open the sharded module itself, on all ranks"
+    "got '{}' sharded; call unsharded() on the sharded module, on all ranks"
 )
 
 
 OUTSIDE = (
-    "ShardError: Expected unsharded() outside of forward and backward, got it in one of {}; use it "
-    "between iterations"
+    "ShardError: Expected unsharded() outside of forward and backward, got a call within one of "
+    "{}; use it between iterations"
 )
 SHAPE = (
     "ValueError: Expected 'weight' of Linear to have shape [6, 4] at the end of unsharded(), got "
@@ -395,8 +395,8 @@ REFUSED: list[tuple[Callable[[Net], None], str]] = [
     (in_backward, OUTSIDE.format("the root group")),
     (
         within("", lambda model: open_it(model.inp)),
-        "ShardError: Expected unsharded() outside of unsharded(), got it inside of one of the root "
-        "group; leave that first",
+        "ShardError: Expected unsharded() outside of unsharded(), got a call inside of unsharded() "
+        "of the root group; leave that context first",
     ),
     (
         within("", lambda model: model(own_input())),

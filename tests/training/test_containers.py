@@ -355,8 +355,8 @@ def test_a_change_of_what_is_cast_is_refused(kind: str, wraps: bool) -> None:
 
 def test_a_tensor_to_be_changed_in_what_holds_itself_is_refused() -> None:
     text = (
-        "Expected inputs and outputs without containers that hold themselves, got a list with "
-        "itself inside and a tensor to cast or to watch; pass its tensors by themselves"
+        "Expected inputs and outputs without containers that contain themselves, got a list that "
+        "does, with a tensor to cast or to hook; pass its tensors separately"
     )
     items: list[Any] = [torch.ones(2, W)]
     items.append(items)

@@ -99,7 +99,7 @@ def test_a_parameter_that_forward_changes_in_place_is_refused() -> None:
 
 CREATE_GRAPH = (
     "Expected a backward into the parameters of the root group without create_graph=True, "
-    "got one with it, whose graph ends where gradients are reduced; take gradients of inputs by "
+    "got one with it, although reduced gradients have no graph; for gradients of inputs, call "
     "torch.autograd.grad(loss, inputs, create_graph=True)"
 )
 

@@ -110,5 +110,5 @@ def test_a_gradient_behind_the_reduction_of_its_group_is_refused() -> None:
         model(torch.ones(1, 2)).backward()
     assert str(caught.value) == (
         "Expected all gradients of group 'last' before its reduction, got one after it, of a "
-        "graph that ran inside of this backward; run that before or after it"
+        "backward inside of this one; run that before or after this one"
     )

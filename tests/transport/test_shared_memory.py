@@ -125,19 +125,19 @@ def refuse(*_: object, **__: object) -> None:
 
 
 FAILURES = {
-    "memory": (os, "memfd_create", "a rank has no memory to share: [Errno 1] not here"),
-    "end": (os, "pidfd_open", "a rank has no memory to share: [Errno 1] not here"),
+    "memory": (os, "memfd_create", "a rank cannot set up shared memory: [Errno 1] not here"),
+    "end": (os, "pidfd_open", "a rank cannot set up shared memory: [Errno 1] not here"),
     "socket": (
         *(socket.socket, "connect"),
-        "no Unix socket leads from one to the other: [Errno 1] not here",
+        "a Unix socket could not connect them: [Errno 1] not here",
     ),
     "visit": (
         *(socket, "recv_fds"),
-        "a rank cannot take the memory of another: [Errno 1] not here",
+        "a rank cannot receive or map the file of another: [Errno 1] not here",
     ),
     "map": (
         *(shared_memory, "PeerFile"),
-        "a rank cannot take the memory of another: [Errno 1] not here",
+        "a rank cannot receive or map the file of another: [Errno 1] not here",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""A thread beside training: it watches waits, and serves ranks that wait for this one."""
+"""A background thread: it watches waits, and takes note of messages from waiting ranks."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from collections.abc import Callable
 from types import MethodType
 
 PAUSE = 0.5
-"""Seconds from one round of calls to the next."""
+"""Seconds between two rounds of calls, at most."""
 
-_END = 2.0  # seconds that the interpreter waits for the thread
+_END = 2.0  # seconds that the interpreter waits for the thread to end
 
 _Act = Callable[[], object]
 
 
 def do_beside(act: Callable[[], object]) -> None:
-    """Call a function now and then on the thread.
+    """Call a function periodically on the background thread.
 
     Args:
-        act: The function: quick, and safe on any thread. A method is called until its object is
-            gone. Errors are dropped.
+        act: The function; it must be quick and thread-safe. A method does not keep its object
+            alive, and is called until the object is freed. Errors are ignored.
     """
     _acts.append(weakref.WeakMethod(act) if isinstance(act, MethodType) else lambda: act)
 
 
 def ask(act: Callable[[], object], seconds: float = 0.0) -> None:
-    """Call a function once on the thread; wait for it for so many seconds at most."""
+    """Call a function once on the background thread; wait for it at most ``seconds`` seconds."""
     _thread.ensure()
     is_done = threading.Event()
 
@@ -71,8 +71,8 @@ class _Thread:
             for ref in list(_acts):
                 self._do(ref)
 
-    # These are methods because a variable of the loop would keep the last function, and with it its
-    # process group, until the next.
+    # These are methods because a local variable of `_run` would keep the last function, and its
+    # process group, alive until the next call.
 
     def _answer_one(self) -> bool:
         try:
@@ -92,7 +92,7 @@ class _Thread:
             act()
 
     def _end(self) -> None:
-        """End the thread before the interpreter, which would abort otherwise."""
+        """End the thread before the interpreter ends, which would abort otherwise."""
         if self._thread is not None and self._process == os.getpid():
             self.asked.put(None)
             self._thread.join(_END)

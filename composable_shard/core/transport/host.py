@@ -1,7 +1,7 @@
-"""Copies between pinned memory of the host and a device, beside compute.
+"""Copies between pinned memory of the host and a device, concurrent with compute.
 
-Each direction of a device has a lane. A copy begins after what compute has launched before it;
-compute goes on meanwhile, and continues after the copy only where it needs what was copied.
+Each direction of a device has a lane: a copy stream. A copy begins after the work that compute has
+launched before it. Compute waits for a copy only where it needs the copied values.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ downloads: dict[torch.device, Lane] = {}
 
 
 class Lane:
-    """The copies in one direction of one device, in order, on a stream of their own.
+    """The stream of all copies in one direction between the host and a device.
 
     Hazard: memory goes back to the compute stream while a copy still uses it, for example after an
     error, when nothing waits for the copy. Guard: the lane keeps the tensors of the last copies,
-    and the stream that launched a copy continues after it before its tensors are released. Test:
+    and the stream that launched a copy waits for it before its tensors are released. Test:
     ``test_tensors_are_kept_until_compute_continues_after_their_copy``.
 
     Args:
@@ -41,7 +41,7 @@ class Lane:
         self._kept: deque[tuple[torch.Stream, torch.Event, torch.Tensor, torch.Tensor]] = deque()
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """Launch a copy; memory of the host may be reused after :meth:`settle`."""
+        """Launch a copy; host memory must not be reused before :meth:`settle`."""
         self.is_busy = True
         with self.behind():
             into.copy_(source, non_blocking=True)
@@ -53,29 +53,29 @@ class Lane:
 
     @contextlib.contextmanager
     def behind(self) -> Iterator[None]:
-        """Give work to the lane, after its copies so far and after compute.
+        """Run the block on the copy stream, after its earlier copies and after compute.
 
-        Memory that is allocated inside belongs to the lane; see :meth:`departure`.
+        Memory allocated inside belongs to the copy stream; see :meth:`departure`.
         """
         self._stream.wait_stream(_torch.current_stream(self._device))
         with _torch.on_stream(self._stream):
             yield
 
     def arrival(self) -> Waitable:
-        """Return a work whose wait makes the compute stream continue after the copies so far."""
+        """Return an event: if a compute stream waits for it, it runs after all earlier copies."""
         return self._stream.record_event()
 
     def departure(self) -> Waitable:
-        """Return a work whose wait makes the lane continue after the compute stream that waits.
+        """Return an object whose ``wait`` makes the copy stream wait for the current stream.
 
-        Hazard: that stream releases memory of the lane, which allocates again after another compute
-        stream alone. Guard: the lane continues after this one, too. Test:
-        ``test_nothing_is_seen_where_nothing_was_planted``, by "custom, offload, branches".
+        Hazard: the current stream releases memory of the copy stream, which reuses the memory after
+        waiting for another compute stream only. Guard: the copy stream waits for this one too.
+        Test: ``test_nothing_is_seen_where_nothing_was_planted``, by "custom, offload, branches".
         """
         return _Departure(self._stream, self._device)
 
     def settle(self) -> None:
-        """Wait, on the host, until all copies have been made."""
+        """Block the host until all copies are complete."""
         if self.is_busy:
             self._stream.synchronize()
             self._kept.clear()
@@ -84,7 +84,7 @@ class Lane:
 
 @dataclass
 class _Departure:
-    """The moment when a compute stream has used memory of a lane."""
+    """Makes the copy stream wait for the stream that has used memory of a lane."""
 
     stream: torch.Stream
     device: torch.device
@@ -99,7 +99,7 @@ def upload_lane(device: torch.device) -> Lane:
 
 
 def upload(source: torch.Tensor, into: torch.Tensor) -> None:
-    """Copy pinned memory to a device, by its lane; it is cast there.
+    """Copy pinned memory to a device on its copy stream, and cast it there.
 
     Args:
         source: On the host. It must not be written before :func:`settle`.
@@ -115,7 +115,7 @@ def upload(source: torch.Tensor, into: torch.Tensor) -> None:
 
 
 def download(source: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor of a device to pinned memory; it is complete after :func:`settle`."""
+    """Copy a tensor of a device to pinned memory; the copy is complete after :func:`settle`."""
     is_pinned = _torch.has_streams(source.device)
     into = _torch.empty_like(source, device="cpu", pin_memory=is_pinned)
     _lane(downloads, source.device).copy(into, source)
@@ -123,16 +123,16 @@ def download(source: torch.Tensor) -> torch.Tensor:
 
 
 def is_busy() -> bool:
-    """Tell whether a copy may be under way that the host has not waited for."""
+    """Return whether a copy may be in flight that the host has not waited for."""
     lanes = [*uploads.values(), *downloads.values()]
     return any(lane.is_busy for lane in lanes)
 
 
 def settle() -> None:
-    """Wait, on the host, for all copies in both directions.
+    """Block the host until all copies in both directions are complete.
 
-    Hazard: code of the user writes shards that a device has still to read. Guard: every forward and
-    backward ends with this. Test: ``test_copies_may_be_late``.
+    Hazard: user code writes shards that a device has still to read. Guard: every backward, and
+    every forward without a backward, ends with this. Test: ``test_copies_may_be_late``.
     """
     for lanes in (uploads, downloads):
         for lane in list(lanes.values()):

@@ -18,19 +18,19 @@ from composable_shard import _torch, mesh
 from composable_shard.core.transport.failures import count_launch, watched
 from composable_shard.mesh import ShardMesh
 
-# Process groups that the library makes: the default one, those of parts of it, and their end ------
+# Process groups that the library creates, and their destruction -----------------------------------
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]
 _made = weakref.WeakKeyDictionary()
 _makers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-_LONGEST_EXIT = 30.0  # seconds until the interpreter ends all the same
+_LONGEST_EXIT = 30.0  # seconds that the interpreter waits for gloo's threads at its end, at most
 
 
 def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
-    """Return the process group of ``num_ranks`` neighbours, this rank among them.
+    """Return the process group of ``num_ranks`` consecutive ranks of ``group``, with this one.
 
-    If ``num_ranks`` is the size of ``group``, it has the same ranks, but is another group, whose
-    collectives run beside those of ``group``.
+    If ``num_ranks`` is the size of ``group``, it is a second process group of the same ranks. Its
+    collectives run concurrently with those of ``group``.
 
     Args:
         group: A process group.
@@ -51,22 +51,22 @@ def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
 
 
 def subgroups_of(group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
-    """Return the process groups of this rank that :func:`subgroup` has made of ``group``."""
+    """Return the process groups of this rank that :func:`subgroup` has made from ``group``."""
     return [] if group is None else list(_made.get(group, {}).values())
 
 
 def end_process_groups() -> None:
     """Destroy the process groups that the library has made in this process.
 
-    Runs when the interpreter ends, so that a script need not call ``destroy_process_group``. A
-    default group that the user started stays, and only what was made of it goes. After an uncaught
-    error nothing is destroyed: collectives may be under way, and destroying could wait for them.
+    Runs when the interpreter ends, so that a script need not call ``destroy_process_group``. If the
+    user started the default group, only the groups that were made from it are destroyed. After an
+    uncaught error nothing is destroyed: collectives may be in flight, and it could wait for them.
 
     Collective: none.
     """
     if not dist.is_available():
         return
-    # Also if the user has destroyed the group: its threads run on while anything refers to it.
+    # Even if the user has destroyed the group: its threads run until nothing refers to it.
     _torch.wait_for_workers(_LONGEST_EXIT)
     if not dist.is_initialized() or getattr(sys, "last_value", None) is not None:
         return
@@ -74,7 +74,7 @@ def end_process_groups() -> None:
         dist.destroy_process_group()
         return
     for part, process in list(_makers.items()):
-        if process == os.getpid() and _torch.is_in_use(part):  # a forked child has other threads
+        if process == os.getpid() and _torch.is_in_use(part):  # a fork lacks the group's threads
             dist.destroy_process_group(part)
 
 
@@ -83,56 +83,56 @@ atexit.register(end_process_groups)
 # Small objects and numbers that ranks exchange ----------------------------------------------------
 
 
-def gather_objects(said: object, group: dist.ProcessGroup, op: str) -> list[Any]:
+def gather_objects(own: object, group: dist.ProcessGroup, op: str) -> list[Any]:
     """Return the objects of all ranks of ``group``, in rank order.
 
     Args:
-        said: The object of this rank, which is pickled.
+        own: The object of this rank, which is pickled.
         group: The ranks.
-        op: The operation, such as "agreeing on what is sent", for messages.
+        op: The operation, such as "agreeing on what is sent", for error messages.
 
     Raises:
         CommunicationError: If a rank has ended, or does not answer within the time-out.
 
     Collective: an all-gather of the objects, after one of their sizes.
     """
-    heard: list[Any] = [None] * group.size()
+    gathered: list[Any] = [None] * group.size()
     with watched(group, op):
-        dist.all_gather_object(heard, said, group=group)
-    return heard
+        dist.all_gather_object(gathered, own, group=group)
+    return gathered
 
 
 def agree(
-    said: Any,
+    own: Any,
     mesh: ShardMesh,
     merge: Callable[[dict[int, Any]], Any],
     op: str,
 ) -> Any:
-    """Return the merged objects of all ranks of a mesh: over the shards, then the replicas.
+    """Merge the objects of all ranks of a mesh, over the shards, then over the replicas.
 
     Args:
-        said: The object of this rank, which is pickled.
+        own: The object of this rank, which is pickled.
         mesh: The ranks.
-        merge: Merges the objects of some ranks, by their ranks in the job.
+        merge: Merges a dict of objects by global rank.
         op: See :func:`gather_objects`.
 
     Collective: an all-gather of the objects over each axis of more than one rank.
     """
     for group in mesh.process_groups:
-        heard = gather_objects(said, group, op)
-        said = merge(dict(zip(dist.get_process_group_ranks(group), heard, strict=True)))
-    return said
+        gathered = gather_objects(own, group, op)
+        own = merge(dict(zip(dist.get_process_group_ranks(group), gathered, strict=True)))
+    return own
 
 
 class SmallAllReduce:
     """An all-reduce of a few numbers over all ranks of a mesh, which is launched at once.
 
     Args:
-        numbers: The numbers of this rank, on the device of the mesh or on the host. From the host
-            they travel by gloo if there is gloo, so that they wait for no kernel.
+        numbers: The numbers of this rank, on the device of the mesh or on the host. If the groups
+            have gloo, numbers on the host are reduced by gloo, so that they wait for no kernel.
         op: The reduce op.
         mesh: The ranks.
-        doing: The operation, for messages.
+        doing: The operation, for error messages.
 
     Collective: an all-reduce over the default process group, or, if that has other ranks than the
         mesh, one over the shards and one over the replicas.
@@ -152,7 +152,7 @@ class SmallAllReduce:
         self._launch()
 
     def wait(self) -> list[Any]:
-        """Return the reduced numbers; the host waits for nothing else."""
+        """Return the reduced numbers; the host does not wait for later compute."""
         device = self._numbers.device
         beside: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if _torch.has_streams(device):
@@ -178,7 +178,7 @@ class SmallAllReduce:
 def compare(
     text: str, ranks: dist.ProcessGroup, device: torch.device, *numbers: int
 ) -> tuple[bool, list[int]]:
-    """Tell whether all ranks have the same text, and return the maximum of each number.
+    """Return whether all ranks have the same text, and the maximum of each number.
 
     Collective: one all-reduce of 16 bytes, and 8 for each number.
     """
@@ -193,8 +193,8 @@ def first_difference(heard: Sequence[Sequence[str]], ranks: Sequence[int], what:
     """Return a message that names the first difference between the facts of two ranks.
 
     Args:
-        heard: The facts of each rank, in order; not all ranks have the same.
-        ranks: The ranks as messages call them.
+        heard: The facts of each rank, in rank order; they must differ between some ranks.
+        ranks: The rank numbers to show in the message.
         what: The subject of the facts, such as "model".
     """
     first = heard[0]

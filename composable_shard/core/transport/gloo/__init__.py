@@ -1,1 +1,1 @@
-"""Collectives of gloo on the CPU: from rank to rank, and through memory that a host shares."""
+"""Collectives over gloo on the CPU: point to point, and through memory shared within a host."""

@@ -1,11 +1,11 @@
-"""Memory that ranks of one host share: each writes its own and reads that of the others.
+"""Shared memory between ranks of one host: each rank writes its own and reads that of the others.
 
-For every process group a rank has a file in memory (``memfd``). Through a Unix socket it passes the
-file, open for reading, to each rank that it can reach, with a descriptor that tells when its
-process ends. Unprivileged processes may do all this, and no rank writes memory of another.
+For every process group a rank has an anonymous file in memory (``memfd``). Through a Unix socket it
+sends a read-only descriptor of the file to the other ranks of the host, and a pidfd, which signals
+the end of its process. This needs no privileges, and no rank writes the memory of another.
 
-The file begins with the control words, which ``mailbox.py`` explains. Behind them lie slabs, in
-which tensors wait until the other ranks have read them.
+The file begins with the control words, which ``mailbox.py`` explains. After them come slabs, which
+hold tensors until the other ranks have read them.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from composable_shard.errors import ShardError
 
 SWITCH = "COMPOSABLE_SHARD_SHARED_MEMORY"
 IDLE_USES = 8
-"""A free slab goes back to the system once so many others were taken. Forward uses fewer slabs than
-backward, and memory is short where backward begins."""
+"""The memory of a free slab is returned to the system after more than this many takes of others.
+Forward uses fewer slabs than backward, and memory use is highest at the start of backward."""
 
 _MAP_FIXED = 0x10  # of mmap(2)
 _NUM_MAPPED = 16  # pieces of a peer's file that stay mapped while they are not in use
 _DONTNEED, _COLLAPSE = mmap.MADV_DONTNEED, 25  # of madvise(2)
-_HUGE_NBYTES = 2 * 1024 * 1024  # of a huge page, on most processors; others refuse to make one
+_HUGE_NBYTES = 2 * 1024 * 1024  # of a huge page on most processors; others get small pages
 
-# Slabs, and the files that they are pieces of -----------------------------------------------------
+# Files, and the slabs in them ---------------------------------------------------------------------
 
 
 @functools.cache
@@ -61,11 +61,11 @@ def _libc() -> ctypes.CDLL:
 class _Piece:
     """A piece of a file that stays mapped until nothing refers to its memory.
 
-    Python's own ``mmap`` keeps a descriptor for every piece, and aligns to small pages alone.
+    Python's own ``mmap`` keeps a descriptor for every piece, and aligns only to small pages.
 
-    Hazard: the garbage collector ends a mapping before it calls the ``__del__`` of its user, and
-    the system hands the addresses out again at once. Guard: a mapping that has ended forgets no
-    pages. Test: ``test_what_has_ended_forgets_no_pages_of_others``.
+    Hazard: the garbage collector unmaps a piece before it calls ``__del__`` of an object that uses
+    it, and the system reuses the addresses at once. Guard: :meth:`forget_pages` does nothing after
+    the unmapping. Test: ``test_what_has_ended_forgets_no_pages_of_others``.
 
     Args:
         file: The descriptor of the file.
@@ -94,7 +94,7 @@ class _Piece:
         self._advise, self._forget = _libc().madvise, _DONTNEED  # globals may be gone at the end
 
     def forget_pages(self) -> None:
-        """Stop counting its pages as memory of this process, until this process uses them again."""
+        """Release its pages from the resident memory of this process, until it uses them again."""
         if self._mapping.alive:
             self._advise(self.address, self.nbytes, self._forget)
 
@@ -124,7 +124,7 @@ class Slab:
         start: Its start in the file.
         nbytes: Its size.
         address: Its address.
-        last_use: The number of slabs taken when it was taken last.
+        last_use: The number of takes from the file, up to the last take of this slab.
     """
 
     def __init__(self, file: int, start: int, nbytes: int, alignment: int) -> None:
@@ -144,10 +144,10 @@ class OwnFile:
         num_words: The number of control words at its beginning.
 
     Attributes:
-        words: The control words, zeros at first.
+        words: The control words, initially zero.
 
     Raises:
-        OSError: If the system has no files in memory.
+        OSError: If the file cannot be created.
     """
 
     def __init__(self, num_words: int) -> None:
@@ -162,7 +162,7 @@ class OwnFile:
         self._num_uses = 0
 
     def take(self, nbytes: int) -> Slab:
-        """Return a slab of at least so many bytes, the smallest free one or a new one.
+        """Return the smallest free slab with at least ``nbytes`` bytes, or a new one.
 
         Raises:
             ShardError: If there is no memory left.
@@ -186,26 +186,26 @@ class OwnFile:
     def _new(self, nbytes: int) -> Slab:
         """Append a slab to the file, of huge pages where possible.
 
-        Huge pages are read three times as fast and allocated in a quarter of the time. One small
-        page has to be there to become a huge one.
+        Huge pages are read three times as fast and allocated in a quarter of the time. A huge page
+        is made of a range in which at least one small page is allocated.
         """
         num_huge = nbytes // _HUGE_NBYTES
         alignment = _HUGE_NBYTES if num_huge else mmap.PAGESIZE
         start = _round_up(self._end, alignment)
         slab = Slab(self.file, start, nbytes, alignment)
-        try:  # an error now, not a signal later
+        try:  # allocate now: without memory, a write would raise a signal instead of an error
             for number in range(num_huge):
                 os.posix_fallocate(self.file, start + number * _HUGE_NBYTES, mmap.PAGESIZE)
             _libc().madvise(slab.address, num_huge * _HUGE_NBYTES, _COLLAPSE)
-            os.posix_fallocate(self.file, start, nbytes)  # small pages, or all of it
+            os.posix_fallocate(self.file, start, nbytes)  # the rest, in small pages
         except OSError as error:
-            _libc().madvise(slab.address, nbytes, mmap.MADV_REMOVE)  # the part that was allocated
+            _libc().madvise(slab.address, nbytes, mmap.MADV_REMOVE)  # free what was allocated
             raise _no_memory(nbytes, error) from error
         self._end = start + nbytes
         return slab
 
     def _return_idle(self) -> None:
-        """Give the memory of slabs that were not taken for long back to the system."""
+        """Return the memory of slabs that have long been idle to the system."""
         for slab in list(self._free):
             if self._num_uses - slab.last_use > IDLE_USES:
                 self._return(slab)
@@ -216,7 +216,7 @@ class OwnFile:
 
 
 class PeerFile:
-    """The file of another rank, which this one reads; the pieces used last stay mapped.
+    """The file of another rank, mapped read-only; the most recently used pieces stay mapped.
 
     Args:
         file: Its descriptor, which is closed with this object.
@@ -257,8 +257,8 @@ class PeerFile:
 class View:
     """A slab of another rank.
 
-    Pages that were read count as memory of this process, too, until :meth:`forget_pages`, which no
-    ``__del__`` calls here, since Python drops an interrupt there.
+    Pages that were read also count as resident memory of this process until :meth:`forget_pages`.
+    No ``__del__`` calls that here, since Python ignores a ``KeyboardInterrupt`` in ``__del__``.
     """
 
     def __init__(self, piece: _Piece) -> None:
@@ -266,11 +266,11 @@ class View:
         self.forget_pages = piece.forget_pages
 
     def bytes(self, nbytes: int) -> bytes:
-        """Return the first bytes, or fewer if there are not so many."""
+        """Return the first ``nbytes`` bytes, or all if there are fewer."""
         return bytes(memoryview(self._memory)[:nbytes])
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor [numel] that begins at ``start``, which may only be read."""
+        """Return the tensor [numel] that begins at ``start``; it must not be written."""
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
@@ -280,7 +280,7 @@ def _last_error() -> str:
     return os.strerror(ctypes.get_errno())
 
 
-# Which ranks can share memory, and how they get each other's files --------------------------------
+# Finding the ranks that can share memory, and passing files between them --------------------------
 
 
 @dataclass
@@ -290,8 +290,8 @@ class Shared:
     Attributes:
         own: Its own file; ``None`` if it can share with no rank.
         files: The files of other ranks, by rank.
-        ends: By rank, the descriptor that tells when the process of that rank ends.
-        reasons: By rank, why no memory is shared with that rank.
+        ends: By rank, the pidfd of its process.
+        reasons: By rank, the reason for not sharing memory with it.
         on_this_host: The other ranks that run on this host.
     """
 
@@ -303,7 +303,7 @@ class Shared:
 
 
 def share(group: dist.ProcessGroup, num_words: int) -> Shared:
-    """Share memory with the ranks of ``group`` that can be reached.
+    """Share memory with the ranks of ``group`` that run on this host, as far as possible.
 
     Args:
         group: A process group that sends tensors of the CPU.
@@ -311,9 +311,9 @@ def share(group: dist.ProcessGroup, num_words: int) -> Shared:
 
     Collective: three all-gathers of small objects.
 
-    Hazard: something fails on one rank alone, and others wait for it, or expect it to share.
-    Guard: every failure is a reason, which both ranks of a pair know in the end. Test:
-    ``test_a_rank_that_cannot_share_is_sent_messages``.
+    Hazard: one rank fails, and others wait for it, or expect it to share. Guard: every failure is
+    recorded as a reason, and ranks exchange their reasons, so both ranks of a pair know that they
+    do not share. Test: ``test_a_rank_that_cannot_share_is_sent_messages``.
     """
     rank, own_host = group.rank(), _host()
     door, refused = _open_door(group.size(), num_words)
@@ -338,14 +338,14 @@ def share(group: dist.ProcessGroup, num_words: int) -> Shared:
     return shared
 
 
-def _hear(said: Any, group: dist.ProcessGroup) -> list[Any]:
-    heard: list[Any] = [None] * group.size()
-    dist.all_gather_object(heard, said, group=group)
-    return heard
+def _hear(own: Any, group: dist.ProcessGroup) -> list[Any]:
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, own, group=group)
+    return gathered
 
 
 def _hear_reasons(shared: Shared, group: dist.ProcessGroup) -> None:
-    """Adopt the reasons of other ranks for not sharing with this rank."""
+    """Exchange reasons; adopt those of other ranks for not sharing with this rank."""
     rank = group.rank()
     for peer, reasons in enumerate(_hear(shared.reasons, group)):
         if rank in reasons:
@@ -355,16 +355,16 @@ def _hear_reasons(shared: Shared, group: dist.ProcessGroup) -> None:
 
 
 def _host() -> int:
-    """Return a number that identifies the running system."""
+    """Return a number that identifies this host until it reboots."""
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
-        text = secrets.token_bytes(16)  # not Linux, or no descriptor left: shared with nobody
+        text = secrets.token_bytes(16)  # not Linux, or no descriptor left: share with no rank
     return int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
 
 
 def _open_door(num_ranks: int, num_words: int) -> tuple[_Door | None, str]:
-    """Return a door, or the reason why there is none."""
+    """Return a listening socket, or ``None`` and the reason why there is none."""
     if os.environ.get(SWITCH) == "0":
         return None, f"{SWITCH}=0 is set"
     needs = "memfd_create", "pidfd_open", "posix_fallocate"
@@ -373,22 +373,22 @@ def _open_door(num_ranks: int, num_words: int) -> tuple[_Door | None, str]:
     try:
         return _Door(num_ranks, num_words), ""
     except (OSError, ShardError) as error:
-        return None, f"a rank has no memory to share: {error}"
+        return None, f"a rank cannot set up shared memory: {error}"
 
 
 class _Door:
-    """A Unix socket through which other processes pass their files to this one.
+    """A listening Unix socket, through which other processes send their files to this one.
 
-    Its name is random, but anybody can list the sockets of the host. So a visitor also shows a
-    secret, which only ranks of the process group know.
+    Its name is random, but any process can list the sockets of the host. So a connecting process
+    also sends a secret, which only ranks of the process group know.
 
     Args:
-        num_ranks: How many ranks may come.
+        num_ranks: The number of connections that may be pending.
         num_words: The number of control words.
 
     Attributes:
         own: The file of this process.
-        card: The name of the socket, and the secret.
+        card: The random part of the name of the socket, and the secret.
     """
 
     def __init__(self, num_ranks: int, num_words: int) -> None:
@@ -407,21 +407,21 @@ class _Door:
             self.close = stack.pop_all().close
 
     def pass_to(self, card: tuple[str, bytes], rank: int) -> str | None:
-        """Pass this rank's file, for reading, through the door of another process.
+        """Send a read-only descriptor of this rank's file, and its pidfd, to another process.
 
         Returns:
-            The reason why that is not possible, if it is not.
+            The reason if that failed, otherwise ``None``.
         """
         try:
             with _new_socket() as visit:
                 visit.connect(_name_of(card))
                 socket.send_fds(visit, [_secret_of(card, rank)], self._passed)
         except OSError as error:
-            return f"no Unix socket leads from one to the other: {error}"
+            return f"a Unix socket could not connect them: {error}"
         return None
 
     def take_in(self, shared: Shared, num_words: int) -> None:
-        """Take the files of the ranks that have come."""
+        """Accept connections until all expected ranks have sent their files."""
         expected = {
             _secret_of(self.card, peer): peer
             for peer in shared.on_this_host
@@ -439,7 +439,7 @@ class _Door:
                         os.close(file)
                     if peer is not None and is_cut:
                         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-                    continue  # a stranger
+                    continue  # not from an expected rank
                 for file in found:
                     os.set_inheritable(file, False)
                 file, shared.ends[peer] = found
@@ -448,10 +448,10 @@ class _Door:
                 del expected[secret]
         except (OSError, ShardError) as error:
             for peer in expected.values():
-                shared.reasons[peer] = f"a rank cannot take the memory of another: {error}"
+                shared.reasons[peer] = f"a rank cannot receive or map the file of another: {error}"
 
 
-_VISIT = 30.0  # seconds to wait for a call that another process has already made
+_VISIT = 30.0  # seconds to wait for a connection that another process has already made
 _SECRET_NBYTES = 32
 
 
@@ -470,7 +470,7 @@ def _secret_of(card: tuple[str, bytes], rank: int) -> bytes:
 
 
 def has_ended(end: int, seconds: float) -> bool:
-    """Wait for the end of a process, by its descriptor; tell whether it has ended."""
+    """Wait at most ``seconds`` for the end of the process of a pidfd; return whether it ended."""
     poll = select.poll()
     poll.register(end, select.POLLIN)
     return bool(poll.poll(1000 * seconds))
