@@ -28,7 +28,7 @@ from composable_shard.arguments import (
     check_value,
 )
 from composable_shard.errors import MaterializationError, ShardError
-from composable_shard.mesh import start_process_group
+from composable_shard.mesh import default_device_type, start_process_group
 from composable_shard.train.full import as_bytes, count_write, full_copy, sharded_axes
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.entries import (
@@ -132,11 +132,9 @@ def _entries_of(model: nn.Module) -> list[Entry]:
 
 def _forked_generators() -> contextlib.AbstractContextManager[None]:
     """Leave the generators of the CPU and of the current device as they are."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
-        return torch.random.fork_rng([])
-    index = torch.accelerator.current_device_index()
-    return torch.random.fork_rng([index], device_type=device.type)
+    kind = default_device_type()
+    devices = [] if kind == "cpu" else [torch.accelerator.current_device_index()]
+    return torch.random.fork_rng(devices, device_type=kind)
 
 
 class _FullTensors(TorchFunctionMode):

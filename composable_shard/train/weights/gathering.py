@@ -231,6 +231,13 @@ class Message:
         self._full: dict[Planned, torch.Tensor] = {}
         self._rows: dict[Planned, torch.Tensor] = {}
 
+    def gathers(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield the number of ranks and the bytes of each input of the gathers to all ranks."""
+        sent = [*self.sent.values()]
+        for num_ranks in self.route.extents if sent else ():
+            yield num_ranks, sent
+            sent = [num_ranks * nbytes for nbytes in sent]
+
     def prepare(self, *, arrives: bool) -> None:
         """Copy the input and allocate the output of each gather; nothing is launched yet.
 

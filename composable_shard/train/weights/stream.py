@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import count
+from itertools import chain, count
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -254,25 +254,17 @@ def costs_of(model: nn.Module, bucket_nbytes: int) -> PassCosts:
     """
     routes, planned = cache(Route), plan(listed_in(model))
     buckets = [Bucket(run, routes, None) for run in runs_within(planned, bucket_nbytes)]
-    launches = messages = traffic = largest = 0
-    for bucket in buckets:
-        held = 0
-        for message in bucket.messages:
-            sent = [*message.sent.values()]
-            for num_ranks in message.route.extents if sent else ():
-                launches, messages = launches + 1, messages + len(sent)
-                traffic += (num_ranks - 1) * sum(sent)
-                held += sum(sent)
-                sent = [num_ranks * nbytes for nbytes in sent]
-        largest = max(largest, held)
+    gathers = [[gather for m in bucket.messages for gather in m.gathers()] for bucket in buckets]
+    traffic = sum((num_ranks - 1) * sum(sent) for num_ranks, sent in chain(*gathers))
+    parts = [sum(sum(sent) for _, sent in several) for several in gathers]
     return PassCosts(
         bucket_nbytes=bucket_nbytes,
         num_buckets=len(buckets),
-        launches=launches,
-        messages=messages,
+        launches=sum(map(len, gathers)),
+        messages=sum(len(sent) for _, sent in chain(*gathers)),
         sent_nbytes=traffic,
         received_nbytes=traffic,
-        held_nbytes=2 * max(bucket.nbytes for bucket in buckets) + largest,
+        held_nbytes=2 * max(bucket.nbytes for bucket in buckets) + max(parts),
         by_class=tuple(one.name for bucket in buckets for one in bucket.by_class),
     )
 
