@@ -77,7 +77,7 @@ class ShardPlacementResult:
         mesh: A 1-D mesh, or a 2-D one ``(replicate, shard)``; ``None`` for that of the
             ``fully_shard`` call.
 
-    What it is made of is checked where it is used, as the error then names the parameter.
+    ``fully_shard`` checks both, so that an error names the parameter.
 
     Source: ``torch.distributed.fsdp.ShardPlacementResult``, which takes a private mesh object.
 

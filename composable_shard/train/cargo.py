@@ -1,4 +1,4 @@
-"""What of a model and its optimizers moves to other ranks, and what becomes of this rank's part."""
+"""The tensors of a model and its optimizers that move, and the part of this rank before and after."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from composable_shard.train.places import (
 )
 from composable_shard.train.weights.entries import exchange, register_instead
 
-# What the ranks tell each other -------------------------------------------------------------------
+# Descriptions of tensors --------------------------------------------------------------------------
 
 
 Key = tuple[str | int, ...]
-"""What a tensor is of a model, alike on all ranks: ``("parameter", 3)``, say."""
+"""The place of a tensor in a model, the same on all ranks, such as ``("parameter", 3)``."""
 
 
 class Item(NamedTuple):
-    """A tensor that moves, as a rank describes it to one that is to have it.
+    """The description of a tensor that moves.
 
     Attributes:
         shape: Its global shape.
@@ -54,14 +54,14 @@ class Item(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a rank that has a model tells one that is to have it.
+    """The description of a model, which the ranks that have it give to those that join.
 
     Attributes:
-        items: What moves.
-        values: Numbers among the states of optimizers, which are told and not sent, and whether
-            they lie on the device.
-        states: All states of optimizers, as they follow each other there.
-        settings: Those of the parameter groups of each optimizer.
+        items: The tensors that move.
+        values: Numbers among the states of optimizers, and whether they lie on the device. They
+            travel with the description.
+        states: The keys of all states of optimizers, in the order of the optimizers.
+        settings: The settings of the parameter groups of each optimizer.
     """
 
     items: dict[Key, Item]
@@ -208,7 +208,7 @@ class Possession:
         stepped = (param for group in optimizer.param_groups for param in group["params"])
         return {index: param for index, param in enumerate(stepped) if id(param) in own}
 
-    # Memory for what is to come ---------------------------------------------------------------
+    # Memory for values to come ----------------------------------------------------------------
 
     def make_room(self, told: Told, target: Target) -> Tensors:
         """Return memory for the values to come; those of now stay until :meth:`settle`."""
@@ -280,15 +280,15 @@ class Possession:
             param.__dict__.clear()
             param.__dict__.update(before)
 
-    # What becomes of it -----------------------------------------------------------------------
+    # Here or elsewhere ------------------------------------------------------------------------
 
     def settle(self, told: Told, tensors: Tensors, target: Target) -> None:
-        """Let the model lie on other ranks, of which this is one.
+        """Let the model lie on the new ranks; this is one of them.
 
         Args:
-            told: What has moved.
-            tensors: What :meth:`make_room` returned, filled.
-            target: Where to.
+            told: The description of the model.
+            tensors: The tensors that :meth:`make_room` returned, filled.
+            target: The new meshes.
 
         Collective: of optimizers whose states lie with owners, see ``LayoutOptimizer``.
         """

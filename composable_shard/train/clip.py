@@ -35,10 +35,10 @@ from composable_shard.core.transport.failures import announce, watched
 from composable_shard.errors import ShardError
 from composable_shard.train.full import sharded_axes
 
-# What clipping and unscaling ask of a gradient ----------------------------------------------------
+# Gradients to scale -------------------------------------------------------------------------------
 
 _LINEAR = ("sum", "avg", "max", "min")
-"""What a pending reduction may be for its parts to be scaled in place of its result."""
+"""Pending reductions that commute with scaling."""
 
 
 def pending(grad: torch.Tensor) -> list[tuple[int, Placement]]:

@@ -1,4 +1,4 @@
-"""One tensor of which ranks hold parts: which part each holds, the whole, and what has changed."""
+"""A tensor in parts on several ranks: the part of each rank, the full tensor, and its changes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def boxes_of(
     neighbours, and none if the rank holds nothing.
 
     Args:
-        tensor: A DTensor, or a plain tensor of which each rank has all.
+        tensor: A DTensor, or a plain tensor that each rank has in full.
         coordinate: The rank's coordinate in the mesh; that of this rank if absent.
     """
     if tensor.numel():
@@ -105,7 +105,7 @@ def full_copy(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
     Args:
         tensor: The DTensor; a plain tensor is copied.
-        name: What messages call it.
+        name: Its name in messages.
 
     Raises:
         ExtensionError: If it is of a class that cannot be made whole, or would be another one then.
@@ -146,7 +146,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-# What all ranks see alike -------------------------------------------------------------------------
+# Changes, the same on all ranks -------------------------------------------------------------------
 
 
 def count_write(tensor: torch.Tensor) -> None:

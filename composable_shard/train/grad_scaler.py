@@ -1,4 +1,4 @@
-"""Scaling losses, and unscaling gradients of which each rank has a part."""
+"""Scaling losses, and unscaling gradients that lie in parts on several ranks."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class ShardedGradScaler(_torch.GradScalerBase):
         Args:
             optimizer: Whose gradients; those that are sparse, uncoalesced and of half precision
                 are replaced by coalesced ones.
-            inverse: What to multiply by, a float32 scalar.
+            inverse: The factor, a float32 scalar.
             found_inf: A float32 tensor of one element that is set to 1 if on any rank a gradient is
                 not finite.
 
@@ -210,7 +210,7 @@ def _local(param: torch.Tensor) -> torch.Tensor:
     grad = _torch.local_part(cast(torch.Tensor, param.grad))
     if grad.is_sparse:
         if grad.dtype is torch.float16 and not grad.is_coalesced():
-            # What overflows when duplicates are added would do so in the optimizer, unnoticed.
+            # A sum of duplicates that overflows here would overflow in the optimizer, unnoticed.
             param.grad = grad = grad.float().coalesce().half()
         grad = _torch.sparse_values(grad)
     if grad.is_complex():

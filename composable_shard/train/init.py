@@ -138,7 +138,7 @@ def _forked_generators() -> contextlib.AbstractContextManager[None]:
 
 
 class _FullTensors(TorchFunctionMode):
-    """Gives functions of torch full tensors in the place of shards, of which it keeps the rows.
+    """Gives functions of torch full tensors in the place of shards, and keeps this rank's rows.
 
     Args:
         entries: The tensors of a model.
@@ -208,7 +208,7 @@ def sync_module_states(
     Call it before ``fully_shard``, which keeps each rank's own rows of its own values. A module
     that some ranks built on the meta device is made real there first, by ``to_empty``.
 
-    What is sharded already cannot be had from one rank: the rows it gave away are gone. That is
+    A sharded parameter cannot come from one rank, which no longer has all rows of it. That is
     refused, unless ``keep_shards`` says that shards are right as they are; then buffers, plain
     parameters, and shards of which there are replicas are synchronized.
 

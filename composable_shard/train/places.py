@@ -9,8 +9,8 @@ A rank that holds a whole copy together with others is given the rest of that co
 nothing, that of whichever copy it falls to. So every rank gets each element once. What is sent is
 cut into pieces, and the pieces are put into rounds in which no rank has more than a bucket.
 
-What is said here of other ranks they say themselves, in numbers: a rank that is not in a mesh, or
-in another part of it, knows neither its process groups nor its order.
+Each rank tells the others its own places, in numbers: a rank that is not in a mesh, or in another
+part of it, knows neither its process groups nor its order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COPIES_SENT = 2
 
 
 Holding = dict[int, tuple[Box, int]]
-"""How a tensor lies on ranks: what each of them holds, and of which copy of the tensor."""
+"""The layout of a tensor: the box of each rank, and the copy of the tensor that it belongs to."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Ground(NamedTuple):
     Attributes:
         ranks: Their numbers in the job, along the last axis first.
         extents: How many there are along each axis.
-        roles: What each axis does: shard or replicate.
+        roles: The role of each axis: shard or replicate.
     """
 
     ranks: tuple[int, ...]
@@ -177,7 +177,7 @@ def placements_of(roles: Sequence[Role], dim: int | None) -> tuple[Placement, ..
 # Where parameters are to lie ----------------------------------------------------------------------
 
 Meshes = DeviceMesh | Mapping[Fits, DeviceMesh]
-"""The mesh of all parameters; or one for each pattern of names, the first of which fits."""
+"""The mesh of all parameters; or one for each pattern of names, and the first that fits counts."""
 
 
 class Target:

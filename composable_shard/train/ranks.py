@@ -117,7 +117,7 @@ class Ranks:
         """Let all ranks go on if none of them has failed and all have the same facts.
 
         Args:
-            facts: What must be the same on all ranks.
+            facts: Facts that must be the same on all ranks.
             what: The subject of the facts, for messages.
             expected: The start of the message if this rank has failed.
             remedy: The end of that message.

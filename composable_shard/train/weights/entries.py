@@ -1,4 +1,4 @@
-"""What a model keeps in a checkpoint, and which tensor of a file goes where."""
+"""The tensors of a model that a checkpoint has, their names, and memory for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from composable_shard.core.hooks import groups_in
 from composable_shard.core.storage import sharded_form
 from composable_shard.core.tree import check_at_rest
 
-# What a model keeps in a checkpoint: each tensor once, with all the names it has ------------------
+# The tensors in a checkpoint: each once, with all of its names ------------------------------------
 
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Modules around modules, which the names in a checkpoint do not mention."""
@@ -35,7 +35,7 @@ class Entry:
 
     @property
     def local(self) -> torch.Tensor:
-        """What this rank holds of it."""
+        """The part of this rank."""
         if isinstance(self.tensor, DTensor):
             return _torch.local_tensor(self.tensor)
         return self.tensor.detach()

@@ -143,7 +143,7 @@ def _opened(place: Path) -> Iterator[Any]:
 class Reader:
     """Reads ranges of tensors; keeps the last file mapped, as the next range may be in it.
 
-    What was read of a mapped file stays in memory until it is let go, so that happens often.
+    Pages of a mapped file stay in memory until it is closed, so it is closed often.
     """
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ METADATA = {"format": "pt"}
 _LENGTH_NBYTES = 8  # of the header, in front of it
 
 Shaped = tuple[torch.dtype, Sequence[int]]
-"""What a tensor is before its values are known."""
+"""The dtype and shape of a tensor."""
 
 
 class FileWriter:

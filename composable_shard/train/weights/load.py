@@ -178,7 +178,7 @@ def _broadcast(stored: Stored, reader: Reader, ranks: Ranks, sent: torch.Tensor)
 
 
 class Loaded(NamedTuple):
-    """What a checkpoint and a model share, and what they do not.
+    """The result of a load: the names that a checkpoint and a model share, and the others.
 
     Its text says how it went: ``<loaded 12 tensors, nothing missing, nothing unexpected>``.
 

@@ -212,12 +212,12 @@ def agree_on_plan(
     return planned
 
 
-# What a pass launches, moves and holds, before it is made -----------------------------------------
+# The costs of a pass, before it is made -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PassCosts:
-    """What one pass of ``iter_full`` takes of this rank.
+    """The costs of one pass of ``iter_full`` on this rank.
 
     Attributes:
         bucket_nbytes: Bytes of full tensors that are gathered together, or one larger tensor.
@@ -269,7 +269,7 @@ def costs_of(model: nn.Module, bucket_nbytes: int) -> PassCosts:
     )
 
 
-# What this rank holds, and what of it has changed: nothing is communicated ------------------------
+# The parts of this rank, and their changes: nothing is communicated -------------------------------
 
 Version = tuple[int, ...]
 """Equal if nothing has been seen to change in between; its numbers mean nothing."""
@@ -308,15 +308,12 @@ def _version(entry: Entry) -> Version:
     return seen[_SERIAL], seen.get(_STEPS, 0), counters, *(leaf.data_ptr() for leaf in leaves)
 
 
-# What a rank holds --------------------------------------------------------------------------------
-
-
 class LocalShard(NamedTuple):
     """A part of a full tensor that this rank holds.
 
     Attributes:
         name: The first name of the tensor in the model.
-        box: Which part it is: a slice of each dim of the full tensor.
+        box: Its place: a slice of each dim of the full tensor.
         tensor: The part itself, in the memory of the model.
         version: Compare it with a later one, by ``==``, to see whether the tensor has changed.
     """
