@@ -1,4 +1,4 @@
-"""The tensors of a model and its optimizers that move, and the part of this rank before and after."""
+"""The tensors of a model and its optimizers that move, and the part of them on this rank."""
 
 from __future__ import annotations
 
