@@ -60,7 +60,8 @@ class Ranks:
         """Return the largest word of any rank. Collective: an all-reduce of 8 bytes."""
         if self.group is None:
             return word
-        largest = torch.tensor([word], device=_torch.device_for(self.group, torch.device("cpu")))
+        device = _torch.device_for(self.group, torch.device("cpu"))
+        largest = torch.tensor([word], dtype=torch.int64, device=device)
         with naming_failures(self.doing):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return int(largest)
