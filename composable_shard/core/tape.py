@@ -233,6 +233,6 @@ class Tape(Generic[Group]):
         # Of several visits of a group, the last one in these orders stays in the dict.
         visits, group_of = self.visits[::-1], attrgetter("group")
         first = dict(zip(map(group_of, visits), visits, strict=True))
-        reading = filter(attrgetter("may_read"), self.visits)
+        reading = filter(attrgetter("may_read"), visits)
         last = sorted(reading, key=attrgetter("interval.left"))
         return first, dict(zip(map(group_of, last), last, strict=True))

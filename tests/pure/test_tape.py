@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from composable_shard.core.tape import Interval, Tape, Visit
@@ -106,6 +106,7 @@ def test_every_group_is_gathered_once_and_finished_once_afterwards(forwards: lis
         assert steps.index(f"+{group}") < steps.index(f"-{group}")
 
 
+@example("aAeaAE")
 @given(calls)
 def test_all_of_a_checkpoint_is_gathered_before_any_of_it_is_finished(inside: str) -> None:
     groups = {letter for letter in inside if letter.islower()}
