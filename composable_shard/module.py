@@ -44,7 +44,7 @@ from composable_shard.core.group import (
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.reduction import assign_grad, clear, is_partial
 from composable_shard.core.registered import carry_over
-from composable_shard.core.storage import ShardedParam, grad_dtype_asked
+from composable_shard.core.storage import ShardedParam, user_grad_dtype
 from composable_shard.core.transport.collectives import (
     AllGather,
     ReduceScatter,
@@ -196,7 +196,7 @@ def _convert(
     held = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
     params = [param for group in groups for param in group.params if id(param.sharded) in held]
     grads = [param.sharded.grad for param in params]
-    asked = [grad_dtype_asked(param.sharded) for param in params]
+    asked = [user_grad_dtype(param.sharded) for param in params]
     with torch.no_grad():
         others = [t for m in modules for t in m._buffers.values() if t is not None]
         others += [p.grad for p in held.values() if p.grad is not None]

@@ -99,7 +99,7 @@ class Backward:
             group.progress = None
             group.finished_nodes.clear()
         end = partial(on_end, self)  # only the engine owns it, and releases it if backward fails
-        self._end = weakref.ref(end, self._on_death)
+        self._end = weakref.ref(end, self._on_callback_freed)
         _torch.on_backward_end(end)
         for group in ran_inside:
             if group not in plan.groups:
@@ -110,7 +110,7 @@ class Backward:
         """Whether the backward has neither ended nor failed."""
         return self._end() is not None and _current_task() != -1
 
-    def _on_death(self, _: object) -> None:
+    def _on_callback_freed(self, _: object) -> None:
         """Register the sharded parameters if autograd has failed, and announce it to other ranks.
 
         On devices with streams, a thread of the engine may call this; then the next forward
@@ -137,7 +137,7 @@ class Backward:
         if group.progress is None:
             settings = group.settings
             if not (settings.reduce_grads or settings.reshard_after_backward):
-                group.is_split = group.is_split or _is_half(group)
+                group.is_split = group.is_split or _is_input_half(group)
             for op in group.program.pre_backward:
                 op()
         progress = self._ensure_progress(group)
@@ -172,7 +172,7 @@ class Backward:
                 self.steps.append(PlanStep(group, is_gather=False))
             if self.is_inside:
                 group.tree.tape.advance(group, 0)  # recorded as a use; see `free_inside`
-                _gather_alone(group)
+                _gather_now(group)
         task = _current_task()
         if task not in progress.expected_nodes:
             nodes = [*group.program.accumulators]
@@ -203,7 +203,7 @@ class Backward:
                     step.group.progress.awaits_inner_task = False
                 self._finish_queued()
         if group.state is not State.UNSHARDED and group.settings.unshard_in_backward:
-            _gather_alone(group)  # needed again after it was finished
+            _gather_now(group)  # needed again after it was finished
             self._to_free.append(group)
 
     def _gather(self, group: ParamGroup) -> None:
@@ -327,7 +327,7 @@ class Backward:
         return self._planned
 
 
-def _gather_alone(group: ParamGroup) -> None:
+def _gather_now(group: ParamGroup) -> None:
     group.unshard()
     group.wait()
     group.register_unsharded()
@@ -358,7 +358,7 @@ def _refuse_leaves(group: ParamGroup) -> None:
         )
 
 
-def _is_half(group: ParamGroup) -> bool:
+def _is_input_half(group: ParamGroup) -> bool:
     """Return whether a pipeline schedule runs the input half of a split (zero-bubble) backward.
 
     A pipeline schedule runs all backwards without sync and without freeing, some of them in two

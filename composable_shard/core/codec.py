@@ -116,12 +116,12 @@ def formats_of(tensors: Sequence[torch.Tensor]) -> Formats:
     return tuple(Format(tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
 
 
-def in_words(formats: Formats) -> str:
+def to_text(formats: Formats) -> str:
     """Return a list of formats as text, for error messages."""
     return f"[{', '.join(map(str, formats))}]"
 
 
-def check_alike(name: str, formats: Mapping[int, Formats]) -> None:
+def check_same_formats(name: str, formats: Mapping[int, Formats]) -> None:
     """Raise ``ExtensionError`` unless the tensors of all ranks can be gathered together.
 
     Args:
@@ -137,8 +137,8 @@ def check_alike(name: str, formats: Mapping[int, Formats]) -> None:
         if not alike:
             raise ExtensionError(
                 f"Expected {PRE} of {name} to return tensors of the same number, dtypes and "
-                f"trailing dims on all ranks, got {in_words(first)} on rank {first_rank} and "
-                f"{in_words(theirs)} on rank {rank}"
+                f"trailing dims on all ranks, got {to_text(first)} on rank {first_rank} and "
+                f"{to_text(theirs)} on rank {rank}"
             )
 
 

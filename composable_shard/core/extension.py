@@ -42,17 +42,17 @@ from composable_shard.core.codec import (
     Formats,
     Memory,
     bound_hook,
-    check_alike,
+    check_same_formats,
     checked_result,
     codec_of,
     flatten,
     formats_of,
     has_extension,
     has_grad_extension,
-    in_words,
     memory_of,
     needs_extension,
     padded,
+    to_text,
 )
 from composable_shard.core.layout import MessageCost, aligned
 from composable_shard.core.reduction import Reduction, Scale, refuse_sparse, stage_of
@@ -185,7 +185,7 @@ class ExtensionBucket:
         if now != agreed:
             raise ExtensionError(
                 f"Expected {PRE} of {self.param.name} to return what it returned at the first "
-                f"unshard, {in_words(agreed)}, got {in_words(now)}"
+                f"unshard, {to_text(agreed)}, got {to_text(now)}"
             )
         pairs = zip(self._message.tensors, self._num_rows(), strict=True)
         inputs = [padded(tensor, max(counts)) for tensor, counts in pairs]
@@ -378,7 +378,7 @@ def _agree_on_formats(buckets: Sequence[ExtensionBucket]) -> None:
     group = mesh.shard_group
     ranks = [rank] if group is None else dist.get_process_group_ranks(group)
     for index, bucket in enumerate(buckets):
-        check_alike(bucket.param.name, {number: formats[index] for number, formats in told})
+        check_same_formats(bucket.param.name, {number: formats[index] for number, formats in told})
         bucket.formats = [heard[number][index] for number in ranks]
 
 
@@ -532,7 +532,7 @@ class SplitReduction(Reduction):
             if codec is not None:  # classes may demand equal storage offsets
                 grad = codec.rebuild(map(torch.clone, shards[span]))
                 grad = grad.to(self._final_dtypes[span.start])
-            yield param.sharded, grad, self._specs[span.start], self._are_lifted[span.start]
+            yield param.sharded, grad, self._specs[span.start], self._differ_in_dtype[span.start]
 
 
 # Gradients that their class encodes ---------------------------------------------------------------
@@ -564,8 +564,8 @@ class GradExtension:
             raise self._broken(expected, shapes)
         formats = row_formats_of(tensors)
         if self.formats is not None and self.formats != formats:
-            expected = f"{in_words(self.formats)} as before"
-            raise self._broken(expected, in_words(formats))
+            expected = f"{to_text(self.formats)} as before"
+            raise self._broken(expected, to_text(formats))
         return list(tensors)
 
     def decode(self, received: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
@@ -730,8 +730,8 @@ def _merged(params: Sequence[ShardedParam], heard: dict[int, Any]) -> dict[int, 
             if formats != expected:
                 return (
                     f"Expected {GRAD_PRE} of {params[index].name} to return the same on all "
-                    f"ranks, got {in_words(expected)} on rank {first_rank} and "
-                    f"{in_words(formats)} on rank {rank}"
+                    f"ranks, got {to_text(expected)} on rank {first_rank} and "
+                    f"{to_text(formats)} on rank {rank}"
                 )
     return {index: formats for index, (_, formats) in first.items()}
 

@@ -268,7 +268,7 @@ class ParamGroup:
             ``torch.func.functional_call``.
         """
         if self._exposure is not None:
-            self.adopt()
+            self.apply_user_changes()
         registered = self.is_unsharded_registered
         if self.is_compiled:
             program, version = self.program, self._gathered_version
@@ -388,7 +388,7 @@ class ParamGroup:
         """Launch the all-gather, unless the group is unsharded or unsharding."""
         program = self.program
         if self._exposure is not None:
-            self.adopt()
+            self.apply_user_changes()
         if self.state is State.SHARDED:
             version = self._shard_version()
             if version != self._gathered_version:
@@ -440,7 +440,7 @@ class ParamGroup:
                 ``settings.reshard_after_forward`` is a number of ranks.
         """
         if self._exposure is not None:
-            self.adopt()
+            self.apply_user_changes()
         self.is_held = self.is_partly_run = self.is_split = False
         self._ran.clear()
         if self.state is not State.SHARDED:
@@ -478,7 +478,7 @@ class ParamGroup:
         has_marks = settings.reduce_grads or settings.reshard_after_backward
         self._exposure = self._exposure or Exposure(self.params, has_marks=has_marks)
 
-    def adopt(self) -> None:
+    def apply_user_changes(self) -> None:
         """Clear or freeze the sharded parameters if users did so to the unsharded ones.
 
         Raises:
@@ -487,7 +487,7 @@ class ParamGroup:
         """
         exposure, self._exposure = self._exposure, None
         assert exposure is not None
-        lost = exposure.adopt()
+        lost = exposure.apply_user_changes()
         if not lost or self.is_held:
             return
         self.reshard()
@@ -504,7 +504,7 @@ class ParamGroup:
     def register_sharded(self) -> None:
         """Register the sharded parameters."""
         if self._exposure is not None:
-            self.adopt()
+            self.apply_user_changes()
         for attributes in self.program.carried:
             attributes.take()
         for holder, name, sharded, unsharded, put in self.program.slots:
@@ -639,7 +639,7 @@ class ParamGroup:
     def reset(self) -> None:
         """Return to the state between two steps after a forward or backward has failed."""
         if self._exposure is not None:
-            self._exposure.adopt()
+            self._exposure.apply_user_changes()
             self._exposure = None
         self.reshard()
         for reduction in self.reductions:
@@ -660,7 +660,7 @@ class Flight:
         self._stages = program.deliver[group.settings.all_reduce_grads]
         self.num_run = 0
 
-    def go_on(self) -> bool:
+    def advance(self) -> bool:
         """Run the next stage, which begins with a wait; return whether another is left."""
         self.group.run(self._stages[self.num_run], "reducing the gradients of")
         self.num_run += 1
@@ -676,7 +676,7 @@ class Flight:
 
     def finish(self) -> None:
         """Run all remaining stages; the last one writes ``.grad`` of the sharded parameters."""
-        while self.go_on():
+        while self.advance():
             pass
 
 
@@ -702,7 +702,7 @@ class Flights:
         """
         first, limit = self._first, group.settings.max_reductions
         while len(first) >= limit:
-            self._go_on_with_oldest()
+            self._advance_oldest()
         if first or self._later:
             self.finish_of(group)
         flight = group.start_reduction(deferred=deferred)
@@ -713,7 +713,7 @@ class Flights:
         """Finish the reductions of a group."""
         first = self._first
         while first and group in map(_group_of_flight, first):
-            self._go_on_with_oldest()
+            self._advance_oldest()
         for flight in [one for one in self._later if one.group is group]:
             self._later.remove(flight)
             flight.finish()
@@ -721,10 +721,10 @@ class Flights:
     def finish(self) -> None:
         """Finish all reductions."""
         while self._first:
-            self._go_on_with_oldest()
+            self._advance_oldest()
         while self._later:
             later, self._later = self._later, []
-            self._later = [flight for flight in later if flight.go_on()]
+            self._later = [flight for flight in later if flight.advance()]
 
     def discard(self, group: ParamGroup) -> None:
         """Drop the reductions of a group whose backward has failed."""
@@ -732,10 +732,10 @@ class Flights:
             (self._first if flight in self._first else self._later).remove(flight)
             flight.program.discard()
 
-    def _go_on_with_oldest(self) -> None:
+    def _advance_oldest(self) -> None:
         flight = self._first.popleft()
-        if not flight.go_on():
+        if not flight.advance():
             return
-        if flight.program.returns_over_replicas:  # free the device of earlier offloaded shards
-            self._later = [other for other in self._later if other.num_run > 1 or other.go_on()]
+        if flight.program.has_offloaded_replicas:  # free the device of earlier offloaded shards
+            self._later = [other for other in self._later if other.num_run > 1 or other.advance()]
         self._later.append(flight)

@@ -173,8 +173,8 @@ class ModuleHooks:
                 self._group.refuse_writes(call.versions)
             output = map_tensors(partial(self._keep, call.markers), output)
         put, error = find_changes(call.given, self._group.label) if call.given else ((), None)
-        hooks = bool(call.group.params) and torch.is_grad_enabled()
-        if hooks and call.module not in call.group.program.looked_at:
+        hooks = bool(call.group.params) and torch.is_grad_enabled() and not has_failed
+        if hooks and call.module not in call.group.program.searched:
             _find_storing(call)
         stored = _stored(call.group) if hooks and call.group.program.storing else ()
         hooked = hooks and _hook_outputs(call, (output, put, stored) if put or stored else output)
@@ -288,7 +288,7 @@ def _hook_outputs(call: Call, output: Any) -> bool:
 def _find_storing(call: Call) -> None:
     """Find the attributes of modules in which the first forward of a program stores tensors."""
     program = call.group.program
-    program.looked_at.add(call.module)
+    program.searched.add(call.module)
     program.storing = [
         (module.__dict__, name)
         for module in call.group.all_modules()

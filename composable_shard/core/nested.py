@@ -34,7 +34,7 @@ _VALUES: Any = type({}.values())
 _ITEMS: Any = type({}.items())
 
 
-class Given(NamedTuple):
+class InputContainer(NamedTuple):
     """A container among the inputs, and the container that forward gets instead.
 
     Attributes:
@@ -52,7 +52,7 @@ class Given(NamedTuple):
 def map_tensors(
     change: Callable[[torch.Tensor], torch.Tensor],
     value: Any,
-    given: list[Given] | None = None,
+    given: list[InputContainer] | None = None,
     around: dict[int, bool] | None = None,
 ) -> Any:
     """Apply ``change`` to every tensor in ``value``; a container without changed ones stays itself.
@@ -98,11 +98,13 @@ def map_tensors(
         shown = make(mapped)
     # Containers registered with pytree may create new items each time they are flattened.
     if given is not None and (isinstance(value, _CHANGEABLE) or dataclasses.is_dataclass(value)):
-        given.append(Given(value, shown, mapped))
+        given.append(InputContainer(value, shown, mapped))
     return shown
 
 
-def find_changes(given: Sequence[Given], label: str) -> tuple[list[Any], ShardError | None]:
+def find_changes(
+    given: Sequence[InputContainer], label: str
+) -> tuple[list[Any], ShardError | None]:
     """Find the containers among the inputs that forward has changed.
 
     Args:

@@ -54,14 +54,14 @@ class Trace(Feature):
     """Calls a function with every event.
 
     Attributes:
-        hear: The function. Programs that were compiled with an earlier one call it too.
+        listener: The function. Programs that were compiled with an earlier one call it too.
     """
 
-    hear: Listener | None = None
+    listener: Listener | None = None
 
     def _tell(self, event: str, name: str) -> None:
-        if self.hear is not None:
-            self.hear(event, name)
+        if self.listener is not None:
+            self.listener(event, name)
 
     def ops(self, group: Any, phase: Phase) -> Sequence[Op]:
         """Return a call for each event of the phase."""

@@ -69,14 +69,14 @@ class Program:
             unsynced gradients.
         reductions: One for each bucket and dtype with gradients to reduce.
         needs_reduce: Whether there are any ``reductions``.
-        looked_at: The modules that have run since the program was compiled: after the first forward
+        searched: The modules that have run since the program was compiled: after the first forward
             of each, ``storing`` was determined.
         storing: Attributes of modules, by dict and name, in which forward stores tensors.
     """
 
     def __init__(self, group: Any) -> None:
         self.generation = group.plugins.generation
-        self.looked_at: set[nn.Module] = set()
+        self.searched: set[nn.Module] = set()
         self.storing: list[tuple[dict[str, Any], str]] = []
         params: list[ShardedParam] = group.params
         self.sharded = tuple(param.sharded for param in params)
@@ -247,13 +247,13 @@ class Program:
         wait = (*ops("await_reduction"), *(one.wait for one in reductions))
         averaged = (*wait, *average, *ops("averaged"))
         replicated = [one for one in reductions if one.num_replicas > 1]
-        self.returns_over_replicas = any(one.is_offloaded for one in replicated)
+        self.has_offloaded_replicas = any(one.is_offloaded for one in replicated)
         self.over_replicas: Stage = ()
         if not replicated:
             same = self._with_write((*averaged, *hooks), ops("delivered"))
             self.deliver = {True: same, False: same}
             return
-        leave_out = (one.leave_out_replicas for one in replicated)
+        leave_out = (one.skip_replicas for one in replicated)
         without = self._with_write((*averaged, *leave_out), ops("delivered"))
         launches: Stage = tuple(one.launch_over_replicas for one in replicated)
         first = (*averaged, *launches, *ops("scattered"), *ops("all_reduced"))

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 from composable_shard.core.layout import PACKED_ALIGNMENT_NBYTES, aligned, is_packed, message_numels
 from composable_shard.core.placement import GradStage
-from composable_shard.core.storage import LIFTED, ShardedParam, Storage, grad_dtype_asked
+from composable_shard.core.storage import USER_GRAD_DTYPE, ShardedParam, Storage, user_grad_dtype
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.host import download
@@ -190,8 +190,8 @@ class Reduction:
             step = 1 if index < self._num_direct else self._step
             start += aligned(param.layout.param.shard_numel, step)
         self._specs = self._specs_of("sharded")
-        self._are_lifted = [
-            grad_dtype_asked(param.sharded)[1] not in (None, dtype) or param.sharded.dtype != dtype
+        self._differ_in_dtype = [
+            user_grad_dtype(param.sharded)[1] not in (None, dtype) or param.sharded.dtype != dtype
             for param, dtype in zip(self.members, self._final_dtypes, strict=True)
         ]
 
@@ -374,7 +374,7 @@ class Reduction:
         self._over_shards.wait()
         del self._over_shards
 
-    def leave_out_replicas(self) -> None:
+    def skip_replicas(self) -> None:
         """Skip the reduction over the replicas; the reduced shards differ between replicas."""
         self._specs = self._specs_of("unreplicated")
         for param in self.params:
@@ -434,8 +434,8 @@ class Reduction:
         if not all(map(_no_hooks.__eq__, map(_hooks, self._sharded))):
             self._write_with_hooks()
             return
-        for sharded, shard, spec, is_lifted in self._results():
-            if sharded.grad is None and not is_lifted:
+        for sharded, shard, spec, differs_in_dtype in self._results():
+            if sharded.grad is None and not differs_in_dtype:
                 sharded.grad = _torch.from_local(shard, spec)
             else:
                 self._add(sharded, _torch.from_local(shard, spec))
@@ -475,7 +475,7 @@ class Reduction:
     def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
         """Return the sharded parameters that any rank used, with their mean gradients."""
         shards = self._shards_of(self.reduced)
-        results = zip(self._sharded, shards, self._specs, self._are_lifted, strict=True)
+        results = zip(self._sharded, shards, self._specs, self._differ_in_dtype, strict=True)
         if self._all_have_grads or self._gives_zeros:  # no need to read the flags
             del self.reduced
             return results
@@ -563,12 +563,12 @@ class LocalReduction(Reduction):
     def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
         grads = self._results_here
         del self._results_here
-        rows = zip(self._sharded, grads, self._specs, self._are_lifted, strict=True)
+        rows = zip(self._sharded, grads, self._specs, self._differ_in_dtype, strict=True)
         dtypes = iter(self._final_dtypes)
-        for sharded, grad, spec, is_lifted in rows:
+        for sharded, grad, spec, differs_in_dtype in rows:
             dtype = next(dtypes)
             if grad is not None:
-                yield sharded, grad.to(dtype), spec, is_lifted
+                yield sharded, grad.to(dtype), spec, differs_in_dtype
 
     def discard(self) -> None:
         """Drop all gradients that are not in ``.grad`` yet."""
@@ -647,7 +647,7 @@ def sent_dtype(buckets: Sequence[Storage], reduced: torch.dtype, channel: Channe
 
 def reduce_dtype(param: ShardedParam) -> torch.dtype:
     """Return the dtype in which a parameter's gradient would be reduced if it were alone."""
-    has_asked, asked = grad_dtype_asked(param.sharded)
+    has_asked, asked = user_grad_dtype(param.sharded)
     if has_asked and asked is None and param.policy.reduce_dtype is None:
         return param.compute_dtype
     return param.policy.reduction_dtype(param.dtype, asked)
@@ -661,7 +661,7 @@ def wide_dtype(param: ShardedParam) -> torch.dtype:
 
 def final_grad_dtype(param: ShardedParam, reduced: torch.dtype) -> torch.dtype:
     """Return the dtype of a parameter's reduced gradient in ``.grad``."""
-    has_asked, asked = grad_dtype_asked(param.sharded)
+    has_asked, asked = user_grad_dtype(param.sharded)
     if has_asked and asked is None:
         return reduced
     return asked or param.policy.grad_dtype or param.dtype
@@ -673,7 +673,7 @@ def assign_grad(sharded: nn.Parameter, grad: torch.Tensor) -> None:
     if asked is not None and asked != grad.dtype:
         sharded.grad = None
         is_default = asked == sharded.dtype
-        sharded.__dict__[LIFTED] = (False, None) if is_default else (True, asked)
+        sharded.__dict__[USER_GRAD_DTYPE] = (False, None) if is_default else (True, asked)
         sharded.grad_dtype = None
     sharded.grad = grad
 

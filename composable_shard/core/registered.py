@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.reduction import clear
-from composable_shard.core.storage import LIFTED, ShardedParam, grad_dtype_asked
+from composable_shard.core.storage import USER_GRAD_DTYPE, ShardedParam, user_grad_dtype
 from composable_shard.errors import MaterializationError, ShardError
 
 # Before a gather ----------------------------------------------------------------------------------
@@ -95,11 +95,11 @@ def take_over_registered(params: Sequence[ShardedParam], label: str) -> None:
         assert tensor is not None
         local = _torch.local_tensor(tensor)
         if tensor is not param.sharded:
-            carry_over(param.sharded.__dict__, grad_dtype_asked(param.sharded), tensor)
+            carry_over(param.sharded.__dict__, user_grad_dtype(param.sharded), tensor)
             param.sharded = tensor
             param.put(tensor)
         param.local, param.dtype = local, local.dtype
-        param.outer = _torch.storage_number(tensor)
+        param.outer_storage = _torch.storage_number(tensor)
 
 
 def carry_over(
@@ -109,12 +109,12 @@ def carry_over(
 
     Args:
         attributes: The attributes of the old parameter.
-        asked_of_old: The result of :func:`grad_dtype_asked` for the old parameter.
+        asked_of_old: The result of :func:`user_grad_dtype` for the old parameter.
         new: The new parameter.
     """
     has_asked, asked = asked_of_old
     for name, value in attributes.items():
-        if name != LIFTED:
+        if name != USER_GRAD_DTYPE:
             new.__dict__.setdefault(name, value)
     fits = new.grad is None or asked in (None, new.grad.dtype)
     if has_asked and new.is_leaf and new.grad_dtype == new.dtype and fits:
@@ -129,7 +129,7 @@ def _misfit(param: ShardedParam, found: torch.Tensor | None) -> str | None:
         return f"a plain tensor for '{param.name}'"
     expected, spec = _torch.spec_of(param.sharded), _torch.spec_of(found)
     local = _torch.local_tensor(found)
-    if local is param.local and _torch.storage_number(found) != param.outer:
+    if local is param.local and _torch.storage_number(found) != param.outer_storage:
         return f"a new .data, which DTensor ignores, for '{param.name}'"
     for kind, got, own in (
         ("shape", list(spec.shape), list(expected.shape)),
@@ -185,7 +185,7 @@ class Exposure:
     shows whether users clear it: a sparse tensor with one zero, to which autograd may add.
 
     Attributes:
-        has_moved: Whether :meth:`adopt` has found other memory in a parameter.
+        has_moved: Whether :meth:`apply_user_changes` has found other memory in a parameter.
     """
 
     def __init__(self, params: Sequence[ShardedParam], *, has_marks: bool) -> None:
@@ -196,7 +196,7 @@ class Exposure:
         self._requires_grad = [param.sharded.requires_grad for param in params]
         self.has_moved = False
 
-    def adopt(self) -> list[str]:
+    def apply_user_changes(self) -> list[str]:
         """Clear or freeze sharded parameters if users did so to unsharded ones; remove the marks.
 
         Returns:

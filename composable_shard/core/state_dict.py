@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup, State
 from composable_shard.core.registered import carry_over
-from composable_shard.core.storage import ShardedParam, grad_dtype_asked
+from composable_shard.core.storage import ShardedParam, user_grad_dtype
 from composable_shard.core.transport import host
 from composable_shard.errors import ShardError
 
@@ -150,7 +150,7 @@ def _before_load(
     host.settle()  # copies of shards that a forward without a backward has launched
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     for attribute, param in _owned(group, params).items():
-        param.before_load = param.sharded.__dict__, grad_dtype_asked(param.sharded)
+        param.state_before_load = param.sharded.__dict__, user_grad_dtype(param.sharded)
         key, current = prefix + attribute, module._parameters.get(attribute)
         value = state_dict.get(key)
         if not isinstance(value, torch.Tensor) or not isinstance(current, DTensor):
@@ -197,8 +197,8 @@ def _after_load(group: ParamGroup, params: Params, module: nn.Module, *_: object
     """Register an assigned parameter in all places of the one that it replaces; keep attributes."""
     for attribute, param in _owned(group, params).items():
         current = module._parameters.get(attribute)
-        if isinstance(current, DTensor) and current.__dict__ is not param.before_load[0]:
-            carry_over(*param.before_load, cast(nn.Parameter, current))
+        if isinstance(current, DTensor) and current.__dict__ is not param.state_before_load[0]:
+            carry_over(*param.state_before_load, cast(nn.Parameter, current))
         if len(param.slots) > 1 and isinstance(current, DTensor):
             for slot in param.slots:
                 slot.put(current)

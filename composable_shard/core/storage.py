@@ -51,7 +51,7 @@ from composable_shard.policy import (
 
 # One parameter ------------------------------------------------------------------------------------
 
-LIFTED = "_composable_shard_lifted"
+USER_GRAD_DTYPE = "_composable_shard_lifted"
 """The attribute with the ``grad_dtype`` of the user, if the library has set it to ``None``."""
 
 _UNSAFE_VARIABLES = ("COMPOSABLE_SHARD_UNSAFE_SETATTR", "FSDP_USE_UNSAFE_SETATTR")
@@ -145,7 +145,7 @@ class ShardedParam:
         placement: The mesh and placements of its DTensors.
         began_on_meta: Whether it was sharded before it had values.
         local: This rank's shard; outside of loads and conversions, a view of the bucket.
-        outer: The id of the storage of the DTensor itself, not of its local tensor.
+        outer_storage: The id of the storage of the DTensor itself, not of its local tensor.
             Assigning ``.data`` changes it.
         sharded: The DTensor that is registered outside forward and backward.
         unsharded: The parameter used in compute.
@@ -153,13 +153,13 @@ class ShardedParam:
         adds_to_synced: Whether unreduced gradients were added to one that had been reduced.
         parts: Inner tensors of a subclass that are freed too, and that autograd may save.
         place: Where its shard lies in a bucket; ``None`` if it is gathered by itself.
-        before_load: The attributes and the ``grad_dtype`` when a load began.
+        state_before_load: The attributes and the ``grad_dtype`` when a load began.
         attributes: Copies attributes that users have set between the sharded and the unsharded
             parameter, if these do not share one ``__dict__``.
     """
 
     local: torch.Tensor
-    before_load: tuple[dict[str, Any], tuple[bool, torch.dtype | None]]
+    state_before_load: tuple[dict[str, Any], tuple[bool, torch.dtype | None]]
     sharded: nn.Parameter
     unsharded: nn.Parameter
     unsharded_local: torch.Tensor
@@ -199,10 +199,10 @@ class ShardedParam:
             "unsharded_local",
             "parts",
             "attributes",
-            "before_load",
+            "state_before_load",
         }
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        return {**state, "asked": grad_dtype_asked(self.sharded)}  # torch does not pickle it
+        return {**state, "asked": user_grad_dtype(self.sharded)}  # torch does not pickle it
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         has_asked, asked = state.pop("asked")
@@ -220,8 +220,8 @@ class ShardedParam:
                 _torch.rebind(spec.mesh)
         _torch.rebind(self.placement.mesh)
         self.local = _torch.local_tensor(self.sharded)
-        self.outer = _torch.storage_number(self.sharded)
-        self.sharded.__dict__.pop(LIFTED, None)
+        self.outer_storage = _torch.storage_number(self.sharded)
+        self.sharded.__dict__.pop(USER_GRAD_DTYPE, None)
         if has_asked:
             self.sharded.grad_dtype = asked
 
@@ -231,7 +231,7 @@ class ShardedParam:
 
     def facts(self) -> tuple[Sequence[int], int | None, object]:
         """Return the facts that ranks compare: shape, sharded dim, ``grad_dtype`` of the user."""
-        has_asked, asked = grad_dtype_asked(self.sharded)
+        has_asked, asked = user_grad_dtype(self.sharded)
         takes_any = has_asked and asked is None and self.policy.reduce_dtype is None
         return self.layout.shape, self.layout.dim, "any dtype" if takes_any else asked
 
@@ -281,7 +281,7 @@ class ShardedParam:
         # The same tensor object, so that `local` shares the version counter of its bucket.
         _torch.set_local_tensor(self.sharded, local)
         self.local, self.dtype = local, local.dtype
-        self.outer = _torch.storage_number(self.sharded)
+        self.outer_storage = _torch.storage_number(self.sharded)
 
     def version(self) -> int:
         """Return a number that grows when the shard changes in place."""
@@ -353,10 +353,10 @@ def _contiguous(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def grad_dtype_asked(sharded: nn.Parameter) -> tuple[bool, torch.dtype | None]:
+def user_grad_dtype(sharded: nn.Parameter) -> tuple[bool, torch.dtype | None]:
     """Return whether the user has set ``grad_dtype`` of a sharded parameter, and to what."""
-    if LIFTED in sharded.__dict__:
-        asked: tuple[bool, torch.dtype | None] = sharded.__dict__[LIFTED]
+    if USER_GRAD_DTYPE in sharded.__dict__:
+        asked: tuple[bool, torch.dtype | None] = sharded.__dict__[USER_GRAD_DTYPE]
         return asked
     dtype = sharded.grad_dtype
     return (False, None) if dtype == sharded.dtype else (True, dtype)

@@ -21,7 +21,7 @@ from composable_shard.core.agreement import agree_on_model, refuse_replicated, w
 from composable_shard.core.backward import Backward
 from composable_shard.core.finalization import Finalization
 from composable_shard.core.group import Flights, ParamGroup, State, group_of
-from composable_shard.core.nested import Given
+from composable_shard.core.nested import InputContainer
 from composable_shard.core.observers import Listener, OrderCheck, Trace, order_checks
 from composable_shard.core.plugins import Feature, Plugins
 from composable_shard.core.tape import NO_PLAN, Interval, Plan, Tape, Visit
@@ -61,7 +61,7 @@ class Call:
         self.exception_on_entry = sys.exc_info()[1]
         self.visit: Visit[ParamGroup] | None = None
         self.markers: list[Node] = []
-        self.given: list[Given] = []
+        self.given: list[InputContainer] = []
         self.is_substituted = self.is_reached = False
         self.versions = 0
 
@@ -127,14 +127,14 @@ class Tree:
     @property
     def listener(self) -> Listener | None:
         """The function that is called with every event; see `observers.py`."""
-        return self._trace.hear
+        return self._trace.listener
 
     @listener.setter
-    def listener(self, hear: Listener | None) -> None:
-        was_heard, self._trace.hear = self._trace.hear is not None, hear
-        if hear is not None:
+    def listener(self, listener: Listener | None) -> None:
+        was_set, self._trace.listener = self._trace.listener is not None, listener
+        if listener is not None:
             self.install(self._trace)
-        elif was_heard:
+        elif was_set:
             self.remove(self._trace)
 
     def _recompile(self) -> None:
@@ -155,7 +155,7 @@ class Tree:
         self.call_stack.append(call)
         if not group.params:
             if not is_recomputed:
-                self._tell_of_empty(group, "pre_forward")
+                self._report_empty_group(group, "pre_forward")
             return call
         if backward is not None:
             backward.gather_for_recompute(group)
@@ -177,10 +177,10 @@ class Tree:
         group.register_unsharded()
         return call
 
-    def _tell_of_empty(self, group: ParamGroup, event: str) -> None:
+    def _report_empty_group(self, group: ParamGroup, event: str) -> None:
         """Call the listener for a group without parameters, which has no program to call it."""
-        if self._trace.hear is not None and not group.params:
-            self._trace.hear(event, group.name)
+        if self._trace.listener is not None and not group.params:
+            self._trace.listener(event, group.name)
 
     def _goes_through(self, group: ParamGroup) -> bool:
         """Return whether the running backward goes through ``group``."""
@@ -205,7 +205,7 @@ class Tree:
             for op in group.program.post_forward:
                 op()
         else:
-            self._tell_of_empty(group, "post_forward")
+            self._report_empty_group(group, "post_forward")
         if call.visit is not None and not has_failed:
             self.tape.leave(call.visit, needs_reduce=group.needs_reduce, needs_grad=needs_grad)
         interval = None if call.visit is None else call.visit.interval
@@ -247,10 +247,10 @@ class Tree:
         settings = group.settings
         if settings.reshard_after_forward is False or group.is_held or group.is_partly_run:
             return True
-        return not settings.reshard_after_backward and self.goes_on
+        return not settings.reshard_after_backward and self.is_accumulating
 
     @property
-    def goes_on(self) -> bool:
+    def is_accumulating(self) -> bool:
         """Whether the next backward adds to the same gradients as the last one, as far as known."""
         is_open = not (self.is_last_backward or self.finalization.by_hand)
         is_open = is_open or self.finalization.is_open
@@ -378,7 +378,7 @@ class Tree:
             self.plan = self.tape.plan_backward()
         if not self._has_streams:
             _torch.keep_spare()
-        self._tell_of_empty(self.root, "pre_backward")
+        self._report_empty_group(self.root, "pre_backward")
         self._backward = Backward(
             self.groups, self.plan, self.ran_inside, self.in_flight, self._end_backward
         )
@@ -419,13 +419,13 @@ class Tree:
         by_hand = self.finalization.note_backward()
         with _torch.apart_from_transforms():
             backward.close(waits=self.is_last_backward and not by_hand)
-        self._tell_of_empty(self.root, "post_backward")
+        self._report_empty_group(self.root, "post_backward")
         self._settle_copies()
         self._backward = None
         self.ran_inside.clear()
         self.tape.clear()
         _torch.return_spare()
-        if backward.kept and not self.goes_on:
+        if backward.kept and not self.is_accumulating:
             for group in backward.kept:
                 group.reshard()
         for feature in self.plugins.features:
@@ -435,10 +435,10 @@ class Tree:
         """Wait for copies between host and device: users may write the shards from now on."""
         if not host.uploads or not host.is_busy():
             return
-        hear = self.listener or (lambda event, name: None)
-        hear("begin_wait_for_copies", self.root.name)
+        listener = self.listener or (lambda event, name: None)
+        listener("begin_wait_for_copies", self.root.name)
         host.settle()
-        hear("wait_for_copies", self.root.name)
+        listener("wait_for_copies", self.root.name)
 
     def synchronize_gradients(self) -> None:
         """Reduce gradients that were accumulated without sync."""

@@ -38,10 +38,10 @@ from composable_shard.core.codec import (
     GRAD_PRE,
     POST,
     PRE,
-    check_alike,
+    check_same_formats,
     has_grad_extension,
-    in_words,
     needs_extension,
+    to_text,
 )
 from composable_shard.core.extension import (
     ExtensionBucket,
@@ -283,7 +283,7 @@ def sent(case: Case) -> None:
     """All ranks send tensors of the same number, dtypes and trailing dims, with equal metadata."""
     bucket = Gathers(case).bucket
     shard = bucket.param.local
-    check_alike("the tensor", dict(enumerate(case.show(bucket.encode(shard)))))
+    check_same_formats("the tensor", dict(enumerate(case.show(bucket.encode(shard)))))
     _, metadata = bucket.call_pre(shard)
     what = "equal metadata on all ranks, since each rank gets its own back"
     expect_same(case.show(metadata), what, str, "send what differs")
@@ -424,7 +424,7 @@ def gradient_sent(case: Case) -> None:
         for _ in range(2):
             formats = case.show(row_formats_of(reductions.encode()))
             what = f"{GRAD_PRE} to return the same dtypes and shapes on all ranks and each time"
-            expect_same(formats, what, in_words)
+            expect_same(formats, what, to_text)
 
 
 def gradient_summed(case: Case) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 from composable_shard import fully_shard
-from composable_shard.testing import RankError, run_ranks
+from composable_shard.errors import MaterializationError
+from composable_shard.testing import RankError, fake_ranks, run_ranks
 
 CHANGED = (
     "RuntimeError: one of the variables needed for gradient computation has been modified by an "
@@ -87,3 +89,11 @@ def test_message_of_a_state_on_all_ranks(fn: Callable[[], None], said: str, num_
     text = f"{failure.exception_type.__name__}: {failure.message}"
     # Errors of autograd say more.
     assert text.startswith(said) if said in (CHANGED, CONVERTED) else text == said
+
+
+def test_a_forward_that_cannot_gather_ends_without_an_error_of_its_hooks() -> None:
+    with fake_ranks(2), torch.device("meta"), warnings.catch_warnings(record=True) as caught:
+        model = fully_shard(linear())
+        with pytest.raises(MaterializationError):
+            model(torch.ones(2, 4))
+    assert caught == []

@@ -325,7 +325,7 @@ def one_is_late(num: int, sign: Path) -> tuple[list[bool], bool]:
         return make_room(self, ranks)
 
     box()
-    with mock.patch.object(beside, "_acts", []):  # where it would take note
+    with mock.patch.object(beside, "_periodic", []):  # where it would take note
         time.sleep(0.1)  # in which what has begun there ends
         dist.barrier()
         if dist.get_rank() == 1:

@@ -131,7 +131,7 @@ FAILURES = {
         *(socket.socket, "connect"),
         "a Unix socket could not connect them: [Errno 1] not here",
     ),
-    "visit": (
+    "connection": (
         *(socket, "recv_fds"),
         "a rank cannot receive or map the file of another: [Errno 1] not here",
     ),
@@ -275,20 +275,20 @@ def test_processes_that_may_not_look_into_each_other_share_all_the_same(
 def test_a_visitor_who_does_not_know_the_secret_or_brings_too_little_is_sent_away(
     knows: bool,
 ) -> None:
-    host, guest = (shared_memory._Door(2, 8) for _ in range(2))
+    host, guest = (shared_memory._Listener(2, 8) for _ in range(2))
     with shared_memory._new_socket() as stranger:
-        stranger.connect(shared_memory._name_of(host.card))
+        stranger.connect(shared_memory._name_of(host.endpoint))
         if knows:
-            stranger.send(shared_memory._secret_of(host.card, 1))
+            stranger.send(shared_memory._secret_of(host.endpoint, 1))
         else:
             socket.send_fds(stranger, [b"x" * 32], [guest.own.file, guest.own.file])
     guest.own.words[3] = 41
-    assert guest.pass_to(host.card, 1) is None
+    assert guest.send_files(host.endpoint, 1) is None
     shared = Shared(host.own, on_this_host=[1])
-    host.take_in(shared, 8)
+    host.receive_files(shared, 8)
     assert (shared.reasons, list(shared.files), shared.files[1].words[3]) == ({}, [1], 41)
-    for door in (host, guest):
-        door.close()
+    for listener in (host, guest):
+        listener.close()
 
 
 def test_nobody_but_its_owner_can_write_a_file_and_nobody_can_shorten_it() -> None:

@@ -39,7 +39,7 @@ from composable_shard.compat.fsdp1.options import (
     inside_out,
 )
 from composable_shard.core.group import ParamGroup, group_of
-from composable_shard.core.nested import Given, find_changes, map_tensors
+from composable_shard.core.nested import InputContainer, find_changes, map_tensors
 
 # Before and after a forward -----------------------------------------------------------------------
 
@@ -317,7 +317,7 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         is_root = self.check_is_root()
         if is_root:
             check_tree(self)
-        given: list[Given] = []
+        given: list[InputContainer] = []
         with precision(self) as lowers:
             own = self.mixed_precision
             casts = own.cast_root_forward_inputs if is_root else own.cast_forward_inputs

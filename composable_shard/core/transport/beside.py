@@ -19,17 +19,17 @@ _END = 2.0  # seconds that the interpreter waits for the thread to end
 _Act = Callable[[], object]
 
 
-def do_beside(act: Callable[[], object]) -> None:
+def repeat(act: Callable[[], object]) -> None:
     """Call a function periodically on the background thread.
 
     Args:
         act: The function; it must be quick and thread-safe. A method does not keep its object
             alive, and is called until the object is freed. Errors are ignored.
     """
-    _acts.append(weakref.WeakMethod(act) if isinstance(act, MethodType) else lambda: act)
+    _periodic.append(weakref.WeakMethod(act) if isinstance(act, MethodType) else lambda: act)
 
 
-def ask(act: Callable[[], object], seconds: float = 0.0) -> None:
+def run_once(act: Callable[[], object], seconds: float = 0.0) -> None:
     """Call a function once on the background thread; wait for it at most ``seconds`` seconds."""
     _thread.ensure()
     is_done = threading.Event()
@@ -39,7 +39,7 @@ def ask(act: Callable[[], object], seconds: float = 0.0) -> None:
             act()
         is_done.set()
 
-    _thread.asked.put(do)
+    _thread.requests.put(do)
     if seconds:
         is_done.wait(seconds)
 
@@ -49,44 +49,44 @@ def ensure_thread() -> None:
     _thread.ensure()
 
 
-_acts: list[Callable[[], _Act | None]] = []
+_periodic: list[Callable[[], _Act | None]] = []
 
 
 class _Thread:
     def __init__(self) -> None:
-        self.asked: queue.SimpleQueue[_Act | None] = queue.SimpleQueue()
+        self.requests: queue.SimpleQueue[_Act | None] = queue.SimpleQueue()
         self._process = 0
         self._thread: threading.Thread | None = None
 
     def ensure(self) -> None:
         if self._process == os.getpid():
             return
-        self._process, self.asked = os.getpid(), queue.SimpleQueue()
+        self._process, self.requests = os.getpid(), queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="composable-shard", daemon=True)
         self._thread.start()
         atexit.register(self._end)
 
     def _run(self) -> None:
-        while self._answer_one():
-            for ref in list(_acts):
+        while self._run_request():
+            for ref in list(_periodic):
                 self._do(ref)
 
     # These are methods because a local variable of `_run` would keep the last function, and its
     # process group, alive until the next call.
 
-    def _answer_one(self) -> bool:
+    def _run_request(self) -> bool:
         try:
-            asked = self.asked.get(timeout=PAUSE)
+            request = self.requests.get(timeout=PAUSE)
         except queue.Empty:
             return True
-        if asked is not None:
-            asked()
-        return asked is not None
+        if request is not None:
+            request()
+        return request is not None
 
     def _do(self, ref: Callable[[], _Act | None]) -> None:
         act = ref()
         if act is None:
-            _acts.remove(ref)
+            _periodic.remove(ref)
             return
         with contextlib.suppress(BaseException):  # the thread goes on
             act()
@@ -94,7 +94,7 @@ class _Thread:
     def _end(self) -> None:
         """End the thread before the interpreter ends, which would abort otherwise."""
         if self._thread is not None and self._process == os.getpid():
-            self.asked.put(None)
+            self.requests.put(None)
             self._thread.join(_END)
 
 

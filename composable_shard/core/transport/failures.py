@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from composable_shard import _torch
-from composable_shard.core.transport.beside import PAUSE, ask, do_beside, ensure_thread
+from composable_shard.core.transport.beside import PAUSE, ensure_thread, repeat, run_once
 from composable_shard.errors import CommunicationError, RankMismatchError, ShardError
 
 _losses: weakref.WeakKeyDictionary[dist.ProcessGroup, str]
@@ -292,15 +292,15 @@ def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Excepti
             board.num_failures += 1
             announced.add(board)
             text = f"{board.num_failures} {op}: {type(error).__name__}: {reason}"
-            ask(functools.partial(board.say, _FAILED, text))
+            run_once(functools.partial(board.say, _FAILED, text))
     if announced:
-        ask(bool, _ANSWER)  # until it is published: a rank that waits in the store blocks it
+        run_once(bool, _ANSWER)  # until it is published: a rank that waits in the store blocks it
 
 
 def go_on() -> None:
     """Withdraw the failure of this rank, which calls a collective again."""
     while announced:
-        ask(functools.partial(announced.pop().take_back, _FAILED))
+        run_once(functools.partial(announced.pop().take_back, _FAILED))
 
 
 def count_launch(group: dist.ProcessGroup, key: str) -> int:
@@ -393,7 +393,7 @@ class watched:
             with contextlib.suppress(ValueError):
                 _waits.remove(self)
             if self._is_said:
-                ask(functools.partial(self._take_back, self.board))
+                run_once(functools.partial(self._take_back, self.board))
         if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
             told = self.explain(error)
             _losses.setdefault(self._group, str(told))
@@ -410,7 +410,7 @@ class watched:
             return error
         has_waited = self._start > 0  # the launch of a collective fails without
         is_late = has_waited and any(sign in str(error) for sign in _SIGNS_OF_A_TIME_OUT)
-        ask(functools.partial(self._ask, board, is_late), _ANSWER)
+        run_once(functools.partial(self._ask, board, is_late), _ANSWER)
         own = str(error).removeprefix(f"Rank {dist.get_rank()} failed while {self._op}: ")
         if not self._answer or self._answer in own or own in self._answer:
             return error  # nothing new: it is the cause, or another rank says the same
@@ -487,4 +487,4 @@ def _look_at_waits() -> None:
             wait.look()
 
 
-do_beside(_look_at_waits)
+repeat(_look_at_waits)

@@ -22,8 +22,8 @@ from composable_shard.mesh import ShardMesh
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]
 _made = weakref.WeakKeyDictionary()
-_makers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-_LONGEST_EXIT = 30.0  # seconds that the interpreter waits for gloo's threads at its end, at most
+_creator_pids: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_EXIT_TIMEOUT = 30.0  # seconds that the interpreter waits for gloo's threads at its end, at most
 
 
 def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
@@ -46,7 +46,7 @@ def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
         is_gloo = _torch.backend_name(group, torch.device("cpu")) == "gloo"
         timeout = _torch.timeout_of(group) if is_gloo else None
         made[num_ranks] = _torch.new_local_group(ranks, dist.get_backend(group), name, timeout)
-        _makers[made[num_ranks]] = os.getpid()
+        _creator_pids[made[num_ranks]] = os.getpid()
     return made[num_ranks]
 
 
@@ -67,13 +67,13 @@ def end_process_groups() -> None:
     if not dist.is_available():
         return
     # Even if the user has destroyed the group: its threads run until nothing refers to it.
-    _torch.wait_for_workers(_LONGEST_EXIT)
+    _torch.wait_for_workers(_EXIT_TIMEOUT)
     if not dist.is_initialized() or getattr(sys, "last_value", None) is not None:
         return
     if mesh.started_process_group() is dist.group.WORLD:
         dist.destroy_process_group()
         return
-    for part, process in list(_makers.items()):
+    for part, process in list(_creator_pids.items()):
         if process == os.getpid() and _torch.is_in_use(part):  # a fork lacks the group's threads
             dist.destroy_process_group(part)
 

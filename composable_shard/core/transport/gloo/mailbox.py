@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from composable_shard.core.transport.beside import do_beside, ensure_thread
+from composable_shard.core.transport.beside import ensure_thread, repeat
 from composable_shard.core.transport.failures import watched
 from composable_shard.core.transport.gloo.shared_memory import (
     SWITCH,
@@ -349,7 +349,7 @@ def mailbox_of(group: dist.ProcessGroup) -> Mailbox | None:
         _reasons[group] = shared.reasons
         _mailboxes[group] = box = Mailbox(group, shared) if shared.files else None
         if box is not None:
-            do_beside(box.catch_up)
+            repeat(box.catch_up)
             ensure_thread()
         _tell(group, shared)
     return _mailboxes[group]

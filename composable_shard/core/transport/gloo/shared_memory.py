@@ -316,38 +316,38 @@ def share(group: dist.ProcessGroup, num_words: int) -> Shared:
     do not share. Test: ``test_a_rank_that_cannot_share_is_sent_messages``.
     """
     rank, own_host = group.rank(), _host()
-    door, refused = _open_door(group.size(), num_words)
-    cards = _hear((own_host, door.card if door else refused), group)
-    shared = Shared(door.own if door else None)
-    for peer, (host, card) in enumerate(cards):
+    listener, refused = _open_listener(group.size(), num_words)
+    endpoints = _all_gather((own_host, listener.endpoint if listener else refused), group)
+    shared = Shared(listener.own if listener else None)
+    for peer, (host, endpoint) in enumerate(endpoints):
         if peer == rank:
             continue
         if host == own_host:
             shared.on_this_host.append(peer)
-        if door is None or isinstance(card, str):
-            shared.reasons[peer] = refused or str(card)
+        if listener is None or isinstance(endpoint, str):
+            shared.reasons[peer] = refused or str(endpoint)
         elif host != own_host:
             shared.reasons[peer] = "they run on different hosts"
-        elif (reason := door.pass_to(card, rank)) is not None:
+        elif (reason := listener.send_files(endpoint, rank)) is not None:
             shared.reasons[peer] = reason
-    _hear_reasons(shared, group)
-    if door is not None:
-        door.take_in(shared, num_words)
-        door.close()
-    _hear_reasons(shared, group)
+    _exchange_reasons(shared, group)
+    if listener is not None:
+        listener.receive_files(shared, num_words)
+        listener.close()
+    _exchange_reasons(shared, group)
     return shared
 
 
-def _hear(own: Any, group: dist.ProcessGroup) -> list[Any]:
+def _all_gather(own: Any, group: dist.ProcessGroup) -> list[Any]:
     gathered: list[Any] = [None] * group.size()
     dist.all_gather_object(gathered, own, group=group)
     return gathered
 
 
-def _hear_reasons(shared: Shared, group: dist.ProcessGroup) -> None:
+def _exchange_reasons(shared: Shared, group: dist.ProcessGroup) -> None:
     """Exchange reasons; adopt those of other ranks for not sharing with this rank."""
     rank = group.rank()
-    for peer, reasons in enumerate(_hear(shared.reasons, group)):
+    for peer, reasons in enumerate(_all_gather(shared.reasons, group)):
         if rank in reasons:
             shared.reasons.setdefault(peer, reasons[rank])
     for peer in shared.reasons:
@@ -363,7 +363,7 @@ def _host() -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
 
 
-def _open_door(num_ranks: int, num_words: int) -> tuple[_Door | None, str]:
+def _open_listener(num_ranks: int, num_words: int) -> tuple[_Listener | None, str]:
     """Return a listening socket, or ``None`` and the reason why there is none."""
     if os.environ.get(SWITCH) == "0":
         return None, f"{SWITCH}=0 is set"
@@ -371,12 +371,12 @@ def _open_door(num_ranks: int, num_words: int) -> tuple[_Door | None, str]:
     if not sys.platform.startswith("linux") or not all(hasattr(os, name) for name in needs):
         return None, "shared memory needs Linux"
     try:
-        return _Door(num_ranks, num_words), ""
+        return _Listener(num_ranks, num_words), ""
     except (OSError, ShardError) as error:
         return None, f"a rank cannot set up shared memory: {error}"
 
 
-class _Door:
+class _Listener:
     """A listening Unix socket, through which other processes send their files to this one.
 
     Its name is random, but any process can list the sockets of the host. So a connecting process
@@ -388,15 +388,15 @@ class _Door:
 
     Attributes:
         own: The file of this process.
-        card: The random part of the name of the socket, and the secret.
+        endpoint: The random part of the name of the socket, and the secret.
     """
 
     def __init__(self, num_ranks: int, num_words: int) -> None:
         with contextlib.ExitStack() as stack:
             self.own = OwnFile(num_words)
-            self.card = secrets.token_hex(16), secrets.token_bytes(16)
+            self.endpoint = secrets.token_hex(16), secrets.token_bytes(16)
             self._socket = stack.enter_context(_new_socket())
-            self._socket.bind(_name_of(self.card))
+            self._socket.bind(_name_of(self.endpoint))
             self._socket.listen(num_ranks)
             self._own_end = os.pidfd_open(os.getpid())
             stack.callback(os.close, self._own_end)
@@ -406,33 +406,33 @@ class _Door:
             self._passed = [to_read, self._own_end]
             self.close = stack.pop_all().close
 
-    def pass_to(self, card: tuple[str, bytes], rank: int) -> str | None:
+    def send_files(self, endpoint: tuple[str, bytes], rank: int) -> str | None:
         """Send a read-only descriptor of this rank's file, and its pidfd, to another process.
 
         Returns:
             The reason if that failed, otherwise ``None``.
         """
         try:
-            with _new_socket() as visit:
-                visit.connect(_name_of(card))
-                socket.send_fds(visit, [_secret_of(card, rank)], self._passed)
+            with _new_socket() as connection:
+                connection.connect(_name_of(endpoint))
+                socket.send_fds(connection, [_secret_of(endpoint, rank)], self._passed)
         except OSError as error:
             return f"a Unix socket could not connect them: {error}"
         return None
 
-    def take_in(self, shared: Shared, num_words: int) -> None:
+    def receive_files(self, shared: Shared, num_words: int) -> None:
         """Accept connections until all expected ranks have sent their files."""
         expected = {
-            _secret_of(self.card, peer): peer
+            _secret_of(self.endpoint, peer): peer
             for peer in shared.on_this_host
             if peer not in shared.reasons
         }
         try:
             while expected:
-                visit, _ = self._socket.accept()
-                with visit:
-                    visit.settimeout(_VISIT)
-                    secret, found, flags, _ = socket.recv_fds(visit, _SECRET_NBYTES, 2)
+                connection, _ = self._socket.accept()
+                with connection:
+                    connection.settimeout(_CONNECT_TIMEOUT)
+                    secret, found, flags, _ = socket.recv_fds(connection, _SECRET_NBYTES, 2)
                 peer, is_cut = expected.get(secret), bool(flags & socket.MSG_CTRUNC)
                 if peer is None or is_cut or len(found) < 2:
                     for file in found:
@@ -451,22 +451,22 @@ class _Door:
                 shared.reasons[peer] = f"a rank cannot receive or map the file of another: {error}"
 
 
-_VISIT = 30.0  # seconds to wait for a connection that another process has already made
+_CONNECT_TIMEOUT = 30.0  # seconds to wait for a connection that another process has already made
 _SECRET_NBYTES = 32
 
 
 def _new_socket() -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    made.settimeout(_VISIT)
+    made.settimeout(_CONNECT_TIMEOUT)
     return made
 
 
-def _name_of(card: tuple[str, bytes]) -> bytes:
-    return f"\0composable_shard-{card[0]}".encode()
+def _name_of(endpoint: tuple[str, bytes]) -> bytes:
+    return f"\0composable_shard-{endpoint[0]}".encode()
 
 
-def _secret_of(card: tuple[str, bytes], rank: int) -> bytes:
-    return hashlib.sha256(card[1] + str(rank).encode()).digest()
+def _secret_of(endpoint: tuple[str, bytes], rank: int) -> bytes:
+    return hashlib.sha256(endpoint[1] + str(rank).encode()).digest()
 
 
 def has_ended(end: int, seconds: float) -> bool:
