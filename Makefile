@@ -15,8 +15,8 @@ CLIENTS := $(VENV)/clients
 
 # What is run on the newest torch besides: what a change of torch could break, the clients beside.
 ON_NEWEST := tests/test_contract.py tests/training tests/subclasses tests/order tests/parameters \
-	tests/interface tests/compat/test_torch_dropin.py tests/faults/test_reset.py \
-	tests/faults/test_failed_iterations.py tests/faults/test_diverging_orders.py
+	tests/interface tests/compat/test_torch_dropin.py tests/faults/test_failed_iterations.py \
+	tests/faults/test_diverging_orders.py
 
 # An environment for one version of torch is held to our constraints alone, whatever pip is
 # configured to: a machine may cap torch.
@@ -52,9 +52,10 @@ demo: $(INSTALLED)
 		--trace runs/timeline $(ARGS)
 
 # Ranks wait for each other more than they compute, so two files at a time suit two cores; in the
-# order of tests/conftest.py, as xdist's own begins with the files of many short tests.
+# order of tests/conftest.py, as xdist's own begins with the files of many short tests. Bytecode is
+# kept whatever the environment says, so that the next run need not compile the tests.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
 		$(if $(ALL),,--brief) $(ARGS)
 
 test-all:

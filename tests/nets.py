@@ -19,11 +19,12 @@ WIDTH = 6
 class Block(nn.Module):
     """A residual MLP with weights, biases and norms: big and small parameters in one group."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self, width: int = WIDTH, hidden: int = 0) -> None:
         super().__init__()
+        hidden = hidden or 2 * width + 1
         self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width + 1)
-        self.down = nn.Linear(2 * width + 1, width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -32,10 +33,10 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks between an input and an output layer, which belong to the root."""
 
-    def __init__(self, num_blocks: int = 2, width: int = WIDTH) -> None:
+    def __init__(self, num_blocks: int = 2, width: int = WIDTH, hidden: int = 0) -> None:
         super().__init__()
         self.inp = nn.Linear(4, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(num_blocks))
         self.out = nn.Linear(width, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

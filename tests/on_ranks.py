@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,19 +30,24 @@ def on_ranks(
     """Run a test on ranks, each of which gets the test's arguments.
 
     Args:
-        count: How many, or the name of the parameter that says so, which the test does not take.
+        count: How many, or the name of the parameter that says so. The test takes it if it is the
+            extents of a mesh, and not if it is a number.
         timeout: Seconds, as for ``run_ranks``.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(body)
+
         @functools.wraps(body)
         def test(**arguments: Any) -> None:
-            num_ranks = arguments.pop(count) if isinstance(count, str) else count
+            num_ranks = arguments[count] if isinstance(count, str) else count
+            if isinstance(num_ranks, tuple):
+                num_ranks = math.prod(num_ranks)
+            arguments = {name: arguments[name] for name in signature.parameters}
             run_ranks(Body(body.__module__, body.__name__), num_ranks, timeout=timeout, **arguments)
 
-        signature = inspect.signature(body)
         parameters = list(signature.parameters.values())
-        if isinstance(count, str):
+        if isinstance(count, str) and count not in signature.parameters:
             parameters.append(inspect.Parameter(count, inspect.Parameter.KEYWORD_ONLY))
         test.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return test

@@ -31,8 +31,3 @@ needs_new_reduce_dtype = pytest.mark.skipif(
     not FOLLOWS_GRADIENTS,
     reason=f"torch {__version__}: its own reduce_dtype=None follows param_dtype",
 )
-
-needs_kept_storage = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_keep_unsharded_storage"),
-    reason=f"torch {__version__}: its own FSDPModule keeps no memory to compare with",
-)

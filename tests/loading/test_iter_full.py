@@ -52,8 +52,11 @@ def over_placements(name: str) -> None:
         compare(model, nbytes)
 
 
-@pytest.mark.brief(4)
-@pytest.mark.parametrize("name", CASES)
+HARDEST = ("own-mesh", "hybrid-inner")
+
+
+@pytest.mark.brief(2)
+@pytest.mark.parametrize("name", sorted(CASES, key=HARDEST.__contains__, reverse=True))
 def test_every_placement_and_what_it_costs(name: str) -> None:
     """Uneven, on inner dims, hybrid, tensor-parallel, on meshes of their own."""
     run_ranks(over_placements, CASES[name].num_ranks, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import (
@@ -17,7 +18,6 @@ from torch.distributed.tensor import (
 )
 
 from composable_shard import DataParallelMeshDims, fully_shard
-from composable_shard.testing import run_ranks
 from meshes.compare import whole
 
 WIDTH = 6
@@ -52,7 +52,24 @@ def distribute(model: TwoLayers, mesh: DeviceMesh) -> None:
         setattr(model, name, nn.Parameter(distribute_tensor(param.data, mesh, placements)))
 
 
-def train(axes: Axes, dims: DataParallelMeshDims, dim: int) -> list[object]:
+CASES = [
+    (((2, 2), ("dp", "tp")), DataParallelMeshDims(shard="dp")),
+    (((2, 2), ("dp", "tp")), DataParallelMeshDims(replicate="dp")),
+    (((2, 2, 1), ("rep", "dp", "tp")), DataParallelMeshDims(shard="dp", replicate="rep")),
+    (((2, 1, 2), ("rep", "dp", "tp")), DataParallelMeshDims(shard="dp", replicate="rep")),
+    (((2, 2, 1), ("dp", "cp", "tp")), DataParallelMeshDims(shard=("dp", "cp"))),
+    (((2, 1, 2), ("dp", "cp", "tp")), DataParallelMeshDims(shard=("dp", "cp"))),
+    (((2, 2, 1), ("a", "b", "tp")), DataParallelMeshDims(replicate=("a", "b"))),
+]
+
+
+@pytest.mark.brief(2)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("axes", "dims"), CASES)
+@on_ranks(4, timeout=30)
+def test_training_equals_that_of_the_oracle(
+    axes: Axes, dims: DataParallelMeshDims, dim: int
+) -> None:
     """Train on rows that are spread over the data-parallel axes; tell what differs."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", axes[0], mesh_dim_names=axes[1])
@@ -87,30 +104,23 @@ def train(axes: Axes, dims: DataParallelMeshDims, dim: int) -> list[object]:
     for name, param in model.named_parameters():
         if not torch.allclose(whole(param), oracle.get_parameter(name), rtol=1e-4, atol=1e-4):
             found.append(name)
-    return found
+    assert found == []
 
 
-CASES = [
-    (((2, 2), ("dp", "tp")), DataParallelMeshDims(shard="dp")),
-    (((2, 2), ("dp", "tp")), DataParallelMeshDims(replicate="dp")),
-    (((2, 2, 1), ("rep", "dp", "tp")), DataParallelMeshDims(shard="dp", replicate="rep")),
-    (((2, 1, 2), ("rep", "dp", "tp")), DataParallelMeshDims(shard="dp", replicate="rep")),
-    (((2, 2, 1), ("dp", "cp", "tp")), DataParallelMeshDims(shard=("dp", "cp"))),
-    (((2, 1, 2), ("dp", "cp", "tp")), DataParallelMeshDims(shard=("dp", "cp"))),
-    (((2, 2, 1), ("a", "b", "tp")), DataParallelMeshDims(replicate=("a", "b"))),
+AVERAGE = Partial("avg")
+STRIDED = "_StridedShard(dim=0, sf=2), Shard(dim=0))"
+ACTING_AS_ONE = [
+    (*CASES[0], f"({STRIDED}", 2, (AVERAGE, Shard(0))),
+    (*CASES[5], f"({STRIDED}", 2, (AVERAGE, Shard(0))),
+    (*CASES[3], f"(Replicate(), {STRIDED}", 3, (AVERAGE, AVERAGE, Shard(0))),
 ]
 
 
-@pytest.mark.brief(2)
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize(("axes", "dims"), CASES)
-def test_training_equals_that_of_the_oracle(
-    axes: Axes, dims: DataParallelMeshDims, dim: int
+@pytest.mark.parametrize(("axes", "dims", "placements", "num_axes", "of_grad"), ACTING_AS_ONE)
+@on_ranks(4)
+def test_axes_that_shard_act_as_one(
+    axes: Axes, dims: DataParallelMeshDims, placements: str, num_axes: int, of_grad: object
 ) -> None:
-    assert run_ranks(train, 4, axes, dims, dim, timeout=30) == [[]] * 4
-
-
-def placements(axes: Axes, dims: DataParallelMeshDims) -> list[object]:
     mesh = init_device_mesh("cpu", axes[0], mesh_dim_names=axes[1])
     model = TwoLayers()
     distribute(model, mesh)
@@ -120,27 +130,5 @@ def placements(axes: Axes, dims: DataParallelMeshDims) -> list[object]:
         loss = model(distribute_tensor(torch.ones(8, WIDTH), mesh, rows)).sum()
         loss.full_tensor().backward()
     up = model.up
-    return [str(up.placements), up.device_mesh.ndim, up.grad.placements]  # type: ignore[union-attr]
-
-
-def test_axes_that_shard_act_as_one() -> None:
-    average = Partial("avg")
-    assert (
-        run_ranks(placements, 4, *CASES[0])
-        == [["(_StridedShard(dim=0, sf=2), Shard(dim=0))", 2, (average, Shard(0))]] * 4
-    )
-    assert (
-        run_ranks(placements, 4, *CASES[5])
-        == [["(_StridedShard(dim=0, sf=2), Shard(dim=0))", 2, (average, Shard(0))]] * 4
-    )
-    assert (
-        run_ranks(placements, 4, *CASES[3])
-        == [
-            [
-                "(Replicate(), _StridedShard(dim=0, sf=2), Shard(dim=0))",
-                3,
-                (average, average, Shard(0)),
-            ]
-        ]
-        * 4
-    )
+    assert (str(up.placements), up.device_mesh.ndim) == (placements, num_axes)
+    assert up.grad.placements == of_grad  # type: ignore[union-attr]

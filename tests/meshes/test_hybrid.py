@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +14,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from near import Apart
+from nets import full
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -155,7 +159,8 @@ def test_a_custom_divide_factor_divides_the_sum_over_all_ranks(divisor: float) -
 # Placements and events -----------------------------------------------------------------------
 
 
-def placements_on_the_way() -> list[object]:
+@on_ranks(4)
+def test_the_placements_of_a_gradient_tell_how_far_it_has_come() -> None:
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(4, 6, bias=False), mesh=hybrid_mesh((2, 2)))
     x = inputs_for(0, dist.get_rank())[:, :4]
@@ -167,25 +172,15 @@ def placements_on_the_way() -> list[object]:
     model(x).sum().backward()
     seen.append(model.weight.grad.placements)
     visible = whole(model.weight.grad)
+    model.synchronize_gradients()  # over the replicas too
+    seen.append(model.weight.grad.placements)
     model.set_requires_all_reduce(True)
     model.zero_grad()
     model(x).sum().backward()
     seen.append(model.weight.grad.placements)
-    seen.append(torch.allclose(visible, 2 * whole(model.weight.grad)))
-    return seen
-
-
-def test_the_placements_of_a_gradient_tell_how_far_it_has_come() -> None:
-    average = Partial("avg")
-    expected = [
-        (Replicate(), Shard(0)),
-        (3, 4),
-        (average, average),
-        (average, Shard(0)),
-        (Replicate(), Shard(0)),
-        True,
-    ]
-    assert run_ranks(placements_on_the_way, 4) == [expected] * 4
+    average, sharded = Partial("avg"), (Replicate(), Shard(0))
+    assert seen == [sharded, (3, 4), (average, average), (average, Shard(0)), sharded, sharded]
+    assert torch.allclose(visible, 2 * whole(model.weight.grad))
 
 
 def two_groups() -> Any:
@@ -197,7 +192,9 @@ def two_groups() -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def events(all_reduces: bool) -> list[tuple[str, str]]:
+@pytest.mark.parametrize("all_reduces", [True, False])
+@on_ranks(2)
+def test_the_all_reduce_of_a_group_overlaps_the_backward_of_the_next(all_reduces: bool) -> None:
     model = two_groups()
     model.set_requires_all_reduce(all_reduces)
     model(torch.ones(2, 4)).sum().backward()
@@ -205,10 +202,6 @@ def events(all_reduces: bool) -> list[tuple[str, str]]:
         model, "reduce_scatter", "wait_for_reduce_scatter", "all_reduce", "wait_for_all_reduce"
     ) as recorded:
         model(torch.ones(2, 4)).sum().backward()
-    return recorded
-
-
-def test_the_all_reduce_of_a_group_overlaps_the_backward_of_the_next() -> None:
     expected = [
         ("reduce_scatter", "1"),
         ("wait_for_reduce_scatter", "1"),
@@ -219,12 +212,11 @@ def test_the_all_reduce_of_a_group_overlaps_the_backward_of_the_next() -> None:
         ("wait_for_all_reduce", "1"),
         ("wait_for_all_reduce", "0"),
     ]
-    assert run_ranks(events, 2, True) == [expected] * 2
-    only_shards = [event for event in expected if "all" not in event[0]]
-    assert run_ranks(events, 2, False) == [only_shards] * 2
+    assert recorded == [event for event in expected if all_reduces or "all" not in event[0]]
 
 
-def events_before_accumulating() -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_what_is_in_flight_goes_on_before_a_group_accumulates() -> None:
     """Leave two reductions in flight; then accumulate in the group that finishes first."""
     model = two_groups()
     model.set_reduce_scatter_max_input_buffers(2)
@@ -234,17 +226,8 @@ def events_before_accumulating() -> list[tuple[str, str]]:
         recorded.clear()
         model[0].set_requires_gradient_sync(False)
         model(torch.ones(2, 4)).sum().backward()
-    return recorded
-
-
-def test_what_is_in_flight_goes_on_before_a_group_accumulates() -> None:
-    expected = [
-        ("all_reduce", "1"),
-        ("reduce_scatter", "1"),
-        ("all_reduce", "0"),
-        ("accumulate", "0"),
-    ]
-    assert run_ranks(events_before_accumulating, 2) == [expected] * 2
+    expected = ["all_reduce 1", "reduce_scatter 1", "all_reduce 0", "accumulate 0"]
+    assert list(map(" ".join, recorded)) == expected
 
 
 # Ranks that send, as those on other hosts do ----------------------------------------------------
@@ -259,16 +242,95 @@ def test_any_step_on_ranks_that_send(extents: tuple[int, int]) -> None:
     assert run_ranks(Apart(follow), ranks, program, timeout=30) == [[]] * ranks
 
 
-def hooked_once() -> float:
+@on_ranks(2)
+def test_a_hook_gets_what_is_averaged_over_the_replicas_once() -> None:
+    """Each of three microbatches adds 2 to every element."""
     model = nn.Linear(4, 4, bias=False)
     fully_shard(model, mesh=hybrid_mesh((2, 1)))
     model.set_all_reduce_hook(lambda reduced: reduced.mul_(2))
     for all_reduces in (False, False, True):
         model.set_requires_all_reduce(all_reduces)
         model(torch.ones(2, 4)).sum().backward()
-    return float(whole(model.weight.grad)[0, 0])
+    assert float(whole(model.weight.grad)[0, 0]) == 12.0
 
 
-def test_a_hook_gets_what_is_averaged_over_the_replicas_once() -> None:
-    """Each of three microbatches adds 2 to every element."""
-    assert run_ranks(hooked_once, 2, timeout=60) == [12.0, 12.0]
+# Replicas that an all-reduce hook makes -----------------------------------------------------------
+
+
+ROWS = 5
+"""The first shard holds three of them, the second two."""
+
+Uses = tuple[str, str]
+"""How each replica uses the table: not at all, by a factor of zero, or its first or last rows."""
+
+
+class Lookup(nn.Module):
+    """A layer beside parameters that a batch may leave out; one of them has a single row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.table = nn.Embedding(ROWS, 3)
+        self.scale = nn.Parameter(torch.ones(1, 3))
+
+    def forward(self, x: torch.Tensor, use: str) -> torch.Tensor:
+        out = self.layer(x)
+        if use == "none":
+            return out
+        rows = torch.tensor([0, 1] if use == "first" else [ROWS - 1, ROWS - 2])
+        return out + self.table(rows) * self.scale * (0.0 if use == "zero" else 1.0)
+
+
+def mean_over(grads: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Average over the replicas, as a hook does."""
+    dist.all_reduce(grads, group=mesh.get_group("replicate"))
+    grads.div_(mesh["replicate"].size())
+
+
+def is_same(got: torch.Tensor | None, want: torch.Tensor | None) -> bool:
+    """Tell whether all ranks have a gradient, and whether it is that."""
+    has = torch.tensor(float(got is not None))
+    dist.all_reduce(has, dist.ReduceOp.MIN)
+    if not has:
+        return False
+    assert got is not None and want is not None
+    return torch.allclose(full(got.detach()), want.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "uses",
+    [
+        (("none", "first"), ("last", "none")),
+        (("none", "zero"), ("first", "first")),
+        (("none", "none"), ("none", "last")),
+    ],
+    ids=["rows_of_one_shard", "zeros", "nobody"],
+)
+@on_ranks(4, timeout=60)
+def test_shards_and_replicas_of_a_hook_stay_the_same(uses: tuple[Uses, ...]) -> None:
+    """Return for each step which parameters differ from the oracle's, in gradient or value."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    oracle = Lookup()
+    model = fully_shard(copy.deepcopy(oracle), mesh=mesh["shard"])
+    model.set_all_reduce_hook(functools.partial(mean_over, mesh=mesh))
+    optimizers = [
+        torch.optim.AdamW(one.parameters(), lr=0.1, weight_decay=0.5) for one in (oracle, model)
+    ]
+    wrong = []
+    for step, of_step in enumerate(uses):
+        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        use = of_step[mesh.get_local_rank("replicate")]
+        for one in (oracle, model):
+            one(x, use).square().sum().backward()
+        for param in oracle.parameters():
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(grad)
+            param.grad = grad / dist.get_world_size()
+        pairs = list(zip(oracle.named_parameters(), model.parameters(), strict=True))
+        wrong.append([name for (name, want), got in pairs if not is_same(got.grad, want.grad)])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        wrong[-1] += [name for (name, want), got in pairs if not is_same(got, want)]
+    assert wrong == [[]] * len(uses)

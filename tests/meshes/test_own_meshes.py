@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
@@ -111,7 +112,8 @@ def test_experts_and_others_stay_sharded_over_as_many_neighbours() -> None:
     assert run_ranks(train, 4, "result", 2, timeout=30) == [[]] * 4
 
 
-def what_is_where() -> list[object]:
+@on_ranks(4)
+def test_one_group_gathers_over_both_meshes_at_once() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     layer = Layer()
     fully_shard(
@@ -121,30 +123,21 @@ def what_is_where() -> list[object]:
     )
     with record_events(layer, "all_gather", "reduce_scatter") as events:
         layer(torch.ones(2, WIDTH)).sum().backward()
-    up, gate = layer.experts.up, layer.gate.weight
-    return [tuple(up.to_local().shape), tuple(gate.to_local().shape), up.device_mesh.size(), events]
+    up, gate, rank = layer.experts.up, layer.gate.weight, dist.get_rank()
+    assert tuple(up.to_local().shape) == ((3, 6) if rank < 2 else (2, 6))
+    assert tuple(gate.to_local().shape) == ((2, 6) if rank < 3 else (0, 6))
+    assert up.device_mesh.size() == 2
+    assert events == [("all_gather", ""), ("reduce_scatter", "")]
 
 
-def test_one_group_gathers_over_both_meshes_at_once() -> None:
-    events = [("all_gather", ""), ("reduce_scatter", "")]
-    seen = run_ranks(what_is_where, 4)
-    for rank, (up, gate, size, recorded) in enumerate(seen):
-        assert up == ((3, 6) if rank < 2 else (2, 6))
-        assert gate == ((2, 6) if rank < 3 else (0, 6))
-        assert (size, recorded) == (2, events)
-
-
-def groups_of_equal_meshes() -> list[bool]:
+@on_ranks(2)
+def test_equal_meshes_keep_their_process_groups() -> None:
     """Tell for a model over each of two equal meshes whether it meets in the group of that mesh."""
     meshes = [DeviceMesh.from_group(dist.new_group(), "cpu") for _ in range(2)]
     assert meshes[0] == meshes[1]
     models = [fully_shard(nn.Linear(4, 4), mesh=mesh) for mesh in meshes]
-    return [
+    assert [
         each.weight.device_mesh.get_group() is mesh.get_group()
         for model, mesh in zip(models, meshes, strict=True)
         for each in (model, copy.deepcopy(model))
-    ]
-
-
-def test_equal_meshes_keep_their_process_groups() -> None:
-    assert run_ranks(groups_of_equal_meshes, 2) == [[True] * 4] * 2
+    ] == [True] * 4

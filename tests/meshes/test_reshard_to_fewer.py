@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from near import Apart
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -78,13 +79,13 @@ def test_tensor_subclasses_gather_from_fewer_ranks() -> None:
             assert torch.equal(got, wanted)
 
 
-def gathers(reshard: int) -> list[tuple[int, int, int]]:
-    """Return the ranks that each gather was over, and the bytes sent and received."""
+@on_ranks(4)
+def test_backward_gathers_from_the_neighbours_only() -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     for layer in model:
-        fully_shard(layer, reshard_after_forward=reshard)
+        fully_shard(layer, reshard_after_forward=2)
     fully_shard(model)
-    seen = []
+    seen = []  # the ranks that each gather was over, and the bytes sent and received
     launch = point_to_point.DirectAllGather.launch
 
     def watched(self: Any, outputs: Any, inputs: Any, group: Any, tag: int) -> Any:
@@ -96,17 +97,13 @@ def gathers(reshard: int) -> list[tuple[int, int, int]]:
         model(torch.ones(2, 64)).sum().backward()
     finally:
         point_to_point.DirectAllGather.launch = launch  # type: ignore[method-assign]
-    return seen
-
-
-def test_backward_gathers_from_the_neighbours_only() -> None:
     full = 64 * 64 * 4
     forward, backward = (4, full // 4, full), (2, full // 2, full)
-    for seen in run_ranks(gathers, 4, 2):
-        assert seen == [forward, forward, backward, backward]
+    assert seen == [forward, forward, backward, backward]
 
 
-def num_groups_made() -> int:
+@on_ranks(4)
+def test_process_groups_are_made_once_for_all_calls() -> None:
     made = []
     new_group = dist.new_group
 
@@ -125,11 +122,7 @@ def num_groups_made() -> int:
             model(torch.ones(2, 4)).sum().backward()
     finally:
         dist.new_group = new_group
-    return len(made)
-
-
-def test_process_groups_are_made_once_for_all_calls() -> None:
-    assert run_ranks(num_groups_made, 4) == [1] * 4
+    assert len(made) == 1
 
 
 def test_the_number_of_all_shards_means_true_and_1_means_false() -> None:
@@ -147,26 +140,19 @@ def test_the_number_of_all_shards_means_true_and_1_means_false() -> None:
         assert not hasattr(model.weight, "to_local")
 
 
-def groups_of_some_ranks() -> list[list[int]]:
-    """Return the ranks of the groups that are made where ranks know of different groups before."""
+@on_ranks(4)
+def test_ranks_that_know_of_different_groups_make_one_together() -> None:
     whole = dist.new_group()  # torch 2.15 could not make it after a group of some ranks alone
     if dist.get_rank() < 2:
         dist.new_group([0, 1], use_local_synchronization=True)
     mesh = DeviceMesh.from_group(whole, "cpu")
-    found = []
-    for num_ranks in (4, 2):
+    pair = dist.get_rank() // 2 * 2
+    for num_ranks, ranks in ((4, [0, 1, 2, 3]), (2, [pair, pair + 1])):
         group = subgroup(mesh.get_group(), num_ranks)
-        found.append(dist.get_process_group_ranks(group))
+        assert dist.get_process_group_ranks(group) == ranks
         total = torch.ones(1)
         dist.all_reduce(total, group=group)
         assert total == num_ranks
-    return found
-
-
-def test_ranks_that_know_of_different_groups_make_one_together() -> None:
-    whole = [0, 1, 2, 3]
-    expected = [[whole, pair] for pair in ([0, 1], [0, 1], [2, 3], [2, 3])]
-    assert run_ranks(groups_of_some_ranks, 4) == expected
 
 
 # Ranks that send, as those on other hosts do ----------------------------------------------------

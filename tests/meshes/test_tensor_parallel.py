@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from nets import Block, Net
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Shard
@@ -23,29 +25,6 @@ from composable_shard.testing import run_ranks
 from meshes.compare import Oracle, gradient_differences, step_differences
 
 WIDTH = 8
-
-
-class Block(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, hidden)
-        self.down = nn.Linear(hidden, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(hidden) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 def plain_plan() -> dict[str, ParallelStyle]:
@@ -74,7 +53,7 @@ def parallel_model(
     mesh: DeviceMesh, hidden: int, plan: Callable[[], dict[str, ParallelStyle]]
 ) -> tuple[nn.Module, Oracle]:
     torch.manual_seed(0)
-    model = Net(hidden)
+    model = Net(2, WIDTH, hidden)
     oracle = Oracle(model)
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], plan())
@@ -89,10 +68,10 @@ def shard_all(model: nn.Module, mesh: DeviceMesh, **options: object) -> None:
     fully_shard(model, mesh=data, **options)
 
 
-def batch(step: int, mesh: DeviceMesh) -> torch.Tensor:
+def batch(step: int, mesh: DeviceMesh, width: int = 4) -> torch.Tensor:
     """Ranks that differ by their tensor-parallel coordinate alone get the same batch."""
     data_rank = dist.get_rank() // mesh["tp"].size()
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + data_rank))
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(10 * step + data_rank))
 
 
 def train(shape: Mesh, hidden: int, reshard: bool | int) -> list[str]:
@@ -124,15 +103,16 @@ def test_training_with_fewer_ranks_to_gather_from() -> None:
     assert run_ranks(train, 4, MESHES[0], 12, False, timeout=60) == [[]] * 4
 
 
-def train_in_sequence_parallel() -> list[str]:
+@on_ranks(4)
+def test_partial_gradients_of_sequence_parallelism_are_summed() -> None:
     """Each tensor-parallel rank has some rows; a norm's gradient is a sum over these ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
     torch.manual_seed(0)
-    model = Block(12)
+    model = Block(WIDTH, 12)
     oracle = Oracle(model)
     parallelize_module(model, mesh["tp"], sequence_plan())
     fully_shard(model, mesh=mesh["shard"])
-    x = batch(0, mesh)
+    x = batch(0, mesh, WIDTH)
     rows = x.chunk(2)[mesh["tp"].get_local_rank()]
     found: list[str] = []
     for sync in (False, True):
@@ -141,14 +121,11 @@ def train_in_sequence_parallel() -> list[str]:
         oracle.model(x).square().sum().backward()
         oracle.take()
     oracle.reduce()
-    return found + gradient_differences(dict(model.named_parameters()), oracle)
+    assert found + gradient_differences(dict(model.named_parameters()), oracle) == []
 
 
-def test_partial_gradients_of_sequence_parallelism_are_summed() -> None:
-    assert run_ranks(train_in_sequence_parallel, 4) == [[]] * 4
-
-
-def placements() -> list[object]:
+@on_ranks(4)
+def test_placements_span_the_data_parallel_and_the_tensor_parallel_axis() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
     model, _ = parallel_model(mesh, 12, plain_plan)
     shard_all(model, mesh)
@@ -160,11 +137,7 @@ def placements() -> list[object]:
     with model.no_sync():  # type: ignore[operator]
         model(batch(0, mesh)).sum().backward()
     seen += [*inside, block.up.weight.grad.placements, tuple(block.up.weight.grad.to_local().shape)]
-    return seen
-
-
-def test_placements_span_the_data_parallel_and_the_tensor_parallel_axis() -> None:
-    expected = [
+    assert seen == [
         "(Shard(dim=0),)",
         "(Shard(dim=0),)",
         "(_StridedShard(dim=0, sf=2), Shard(dim=0))",
@@ -176,4 +149,3 @@ def test_placements_span_the_data_parallel_and_the_tensor_parallel_axis() -> Non
         (Partial("avg"), Shard(0)),
         (6, 8),
     ]
-    assert run_ranks(placements, 4) == [expected] * 4

@@ -111,7 +111,8 @@ def test_memory_of_generated_parameters(
         assert told.held_nbytes == held
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+@pytest.mark.brief(2)
+@pytest.mark.parametrize("num_ranks", [4, 2, 3, 8])
 def test_a_step_holds_at_most_two_buckets(num_ranks: int) -> None:
     """However many there are; values, gradients and messages all counted."""
     in_a_bucket = [Spec((24, 24)) for _ in range(num_ranks)]

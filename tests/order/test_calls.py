@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from nets import assert_parity, assert_same, average_gradients, full, own_input
+from on_ranks import on_ranks
 from torch import nn
 
 from composable_shard import FSDPModule, fully_shard
@@ -170,7 +171,12 @@ class TrainingStep(nn.Module):
         return torch.stack([loss.detach() for loss in losses])
 
 
-def train_inside(num_losses: int, reshard: bool | None) -> list[int]:
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("num_losses", [1, 3])
+@on_ranks("ranks")
+def test_all_of_training_inside_forward(num_losses: int, reshard: bool | None) -> None:
+    """What several backwards inside one forward leave is reduced once, when forward ends."""
     torch.manual_seed(0)
     reference = TrainingStep(num_losses)
     model = copy.deepcopy(reference)
@@ -195,12 +201,4 @@ def train_inside(num_losses: int, reshard: bool | None) -> list[int]:
             optimizer.zero_grad()
         reference.load_state_dict({k: full(v) for k, v in model.state_dict().items()})
         counts.append(len(recorded))
-    return counts
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("num_losses", [1, 3])
-def test_all_of_training_inside_forward(num_losses: int, reshard: bool | None, ranks: int) -> None:
-    """What several backwards inside one forward leave is reduced once, when forward ends."""
-    assert run_ranks(train_inside, ranks, num_losses, reshard) == [[3, 3, 3]] * ranks
+    assert counts == [3, 3, 3]

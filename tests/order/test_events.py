@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from nets import Block, Net, average_gradients, own_input, shard_net, two_nets
+from nets import Block, Net, average_gradients, own_input, shard_net, train_step, two_nets
 from torch import nn
 
 from composable_shard import fully_shard
 from composable_shard.insight.events import record_events
-from composable_shard.testing import fake_ranks
+from composable_shard.testing import fake_ranks, run_ranks
 from order.recording import events, loss_of, on_ranks, recorded_iterations, short
 
 
@@ -227,11 +229,13 @@ def accumulate_twice() -> list[list[str]]:
     average_gradients(reference.parameters())
     for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-6, atol=1e-7)
-    return parts
+    with record_events(model) as recorded:
+        model.synchronize_gradients()
+    return [*parts, short(recorded)]
 
 
 def test_without_sync_gradients_are_accumulated_and_nothing_is_sent() -> None:
-    first, second, last = on_ranks(accumulate_twice)
+    first, second, last, again = on_ranks(accumulate_twice)
     assert (
         first
         == second
@@ -248,6 +252,24 @@ def test_without_sync_gradients_are_accumulated_and_nothing_is_sent() -> None:
         pre_backward 0, wait 0, post_backward 0, free 0, finish 1, reduce 0,
         post_backward root, finish 0, reduce root, finish root, free root"""
     )
+    assert again == []
+
+
+def kept_after_backward() -> list[list[str]]:
+    model = shard_net(Net(1))
+    model.set_reshard_after_backward(False)
+    parts = []
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync)
+        parts += recorded_iterations(model, 1)
+    return parts
+
+
+def test_groups_kept_after_backward_are_freed_at_the_end_of_the_last_one() -> None:
+    _, first, forward, last = on_ranks(kept_after_backward)
+    assert [event for event in first if event.startswith("free")] == []
+    assert [event for event in forward if event.startswith("gather")] == []
+    assert [event for event in last if event.startswith("free")] == ["free 0", "free root"]
 
 
 def keep_last_reductions_open() -> list[list[str]]:
@@ -460,3 +482,78 @@ def test_what_is_no_depth_is_refused() -> None:
         with pytest.raises(ValueError) as wrong:
             model.set_prefetch_depth(-1)
         assert str(wrong.value) == "Expected depth of at least 0, got -1"
+
+
+# Forwards without gradients, which leave nothing behind -------------------------------------------
+
+
+CONTAINERS = (list, dict, set, collections.deque, tuple)
+
+
+def sizes_of(model: nn.Module) -> dict[str, int]:
+    """Return the length of every container that the library or autograd hangs on a model."""
+    sizes: dict[str, int] = {}
+    seen: set[int] = set()
+
+    def visit(value: Any, path: str) -> None:
+        if id(value) in seen or isinstance(value, torch.Tensor):
+            return
+        seen.add(id(value))
+        if isinstance(value, CONTAINERS):
+            sizes[path] = len(value)
+            children = value.values() if isinstance(value, dict) else value
+            for index, child in enumerate(list(children)):
+                visit(child, f"{path}[{index}]")
+        elif type(value).__module__.startswith("composable_shard"):
+            names = [n for kind in type(value).__mro__ for n in kind.__dict__.get("__slots__", ())]
+            for name in [*vars(value), *names] if hasattr(value, "__dict__") else names:
+                visit(getattr(value, name), f"{path}.{name}")
+
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            visit(value, f"{name}.{attribute}")
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for hook in hooks.values():
+                visit(getattr(hook, "__self__", None), f"{name} {hook}")
+    for name, param in model.named_parameters():
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            sizes[f"{name}.{hooks}"] = len(getattr(param, hooks) or ())
+    return sizes
+
+
+class Storing(Net):
+    """Keeps something of every forward, and calls a block twice."""
+
+    kept: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.inp(x))
+        self.kept = x
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def growth(context: Callable[[], Any], reshard: bool | None, trains: bool) -> dict[str, Any]:
+    _, model = two_nets(2, make=Storing, reshard_after_forward=reshard)
+    if trains:
+        train_step(model, 0, None)
+    counts = []
+    for num_forwards in (3, 50):
+        for step in range(num_forwards):
+            with context():
+                model(own_input(step))
+        counts.append(sizes_of(model))
+    assert len(counts[0]) > 60  # it did find them
+    return {path: (size, counts[1].get(path)) for path, size in counts[0].items()} | {
+        path: (counts[0].get(path), size) for path, size in counts[1].items()
+    }
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_no_grad_forwards_grow_nothing(context: Callable[[], Any], reshard: bool | None) -> None:
+    """Neither do forwards with gradients whose results are dropped."""
+    for trains in (False, True):
+        for sizes in run_ranks(growth, 2, context, reshard, trains):
+            assert {path: pair for path, pair in sizes.items() if pair[0] != pair[1]} == {}

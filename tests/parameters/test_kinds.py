@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from meshes.compare import Oracle, step_differences
+from nets import full
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composable_shard import fully_shard
+from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.collectives import CoalescedAllGather, CoalescedReduceScatter
+from composable_shard.errors import ShardError
 
 
 class Kinds(nn.Module):
@@ -91,3 +97,120 @@ def test_strides_are_kept_and_scalars_replicated() -> None:
     assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
     model.reshard()
     assert model.scale.placements == (Replicate(),) and model.scale.to_local().shape == ()
+
+
+# Complex parameters, which travel as pairs of real numbers ----------------------------------------
+
+
+WIDTH = 140  # a matrix of it has a message of its own
+
+
+class Waves(nn.Module):
+    """Complex weights, large and small ones; one that is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
+        self.bias = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+        self.extra = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor, uses_extra: bool) -> torch.Tensor:
+        y = x.to(torch.complex64) @ self.matrix + self.bias
+        if uses_extra:
+            y = y * self.extra.sum()
+        return y.abs().square().sum()
+
+
+def shards_of(tensor: DTensor) -> torch.Tensor:
+    """Gather a DTensor without relying on what torch does with complex ones."""
+    heard: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(heard, tensor.detach().to_local())
+    return torch.cat(heard)
+
+
+def coalescing(channel: Channel) -> None:
+    channel.all_gather, channel.reduce_scatter = CoalescedAllGather(), CoalescedReduceScatter()
+
+
+@pytest.mark.parametrize("users", [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("coalesced", [False, True])
+@on_ranks(2)
+def test_gradients_are_the_mean_over_the_ranks(coalesced: bool, users: tuple[bool, bool]) -> None:
+    torch.manual_seed(0)
+    model: Any = Waves()
+    reference = copy.deepcopy(model)
+    choose = coalescing if coalesced else Channel._use_fastest
+    with mock.patch.object(Channel, "_use_fastest", choose):
+        fully_shard(model)
+    rank = dist.get_rank()
+    for step in range(2):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x = torch.randn(3, WIDTH, generator=generator)
+        for either in (model, reference):
+            either.zero_grad()
+            either(x, users[rank]).backward()
+        for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+            if other.grad is None and any(users):
+                other.grad = torch.zeros_like(other)
+            if other.grad is None or mine.grad is None:
+                assert other.grad is mine.grad
+                continue
+            dist.all_reduce(other.grad)
+            assert torch.equal(shards_of(mine.grad), other.grad / dist.get_world_size())
+
+
+# Steps whose kernels walk through memory ----------------------------------------------------------
+
+
+class Strided(nn.Module):
+    """A transposed weight and a channels-last one, whose every element has its own gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.turned = nn.Parameter(torch.randn(6, 4).t())
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.bias = nn.Parameter(torch.randn(5))
+
+    def forward(self, place: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(place)
+        total = torch.zeros(())
+        for param in (self.turned, self.conv.weight, self.bias):
+            total = total + (param * torch.randn(param.shape, generator=generator)).sum()
+        return total
+
+
+@pytest.mark.parametrize("syncs", [True, False])
+@pytest.mark.parametrize(
+    ("name", "fused"),  # torch has no fused SGD over DTensors
+    [("Adam", True), ("AdamW", True), ("Adam", False), ("AdamW", False), ("SGD", False)],
+)
+@on_ranks(2)
+def test_steps_of_strided_parameters(name: str, fused: bool, syncs: bool) -> None:
+    """Step twice beside an unsharded model, or read what is said first."""
+    plain = Strided()
+    model: Any = copy.deepcopy(plain)
+    fully_shard(model)
+    make = getattr(torch.optim, name)
+    ours = make(model.parameters(), lr=0.05, **({"fused": True} if fused else {"foreach": True}))
+    theirs = make(plain.parameters(), lr=0.05)
+    model.set_requires_gradient_sync(syncs)
+    for step in range(2):
+        model(10 * step + dist.get_rank()).backward()
+        for rank in range(dist.get_world_size()):
+            (plain(10 * step + rank) / dist.get_world_size()).backward()
+        if fused and not syncs:
+            with pytest.raises(ShardError) as caught:
+                ours.step()
+            assert str(caught.value) == (
+                f"Expected reduced gradients for a fused step of {name}, got one that was "
+                "accumulated without sync, of a parameter that is not contiguous; call "
+                "synchronize_gradients() first, or leave out fused=True"
+            )
+            model.synchronize_gradients()
+        ours.step()
+        theirs.step()
+        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full(param), other)
+        ours.zero_grad()
+        theirs.zero_grad()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Block, Net, assert_parity, average_gradients, full, own_input, two_nets
+from nets import Block, Net, assert_parity, average_gradients, full, own_input, shard_net, two_nets
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -127,9 +127,9 @@ WINDOWS: list[Callable[[Net], None]] = [
 @on_ranks("num_ranks")
 def test_sharded_parameters_are_registered(reshard: Reshard, after: bool) -> None:
     for window in WINDOWS:
-        _, model = two_nets(2, reshard_after_forward=reshard)
+        model = shard_net(Net(2), reshard_after_forward=reshard)
         model.set_reshard_after_backward(after)
-        for _ in range(3):
+        for _ in range(2):
             window(model)
             assert forms(model) == {True}, window
 
@@ -212,7 +212,7 @@ def after_inference(model: nn.Module, step: int) -> None:
         model(own_input(step))
 
 
-@pytest.mark.brief(4)
+@pytest.mark.brief(3)
 @pytest.mark.parametrize(
     ("num_ranks", "reshard"), [(2, None), (2, False), (2, True), (1, None), (1, False)]
 )
@@ -223,21 +223,20 @@ def after_inference(model: nn.Module, step: int) -> None:
 @on_ranks("num_ranks")
 def test_edits_count(window: Callable[..., None], after: bool, reshard: Reshard) -> None:
     """Edit the registered parameters in a window; the next forward and backward see it."""
-    for name, edit in EDITS.items():
-        reference, model = two_nets(2, reshard_after_forward=reshard)
-        model.set_reshard_after_backward(after)
-        for step in range(3):
-            for one in (model, reference):
-                window(one, step)
-                with torch.no_grad():
-                    edit(list(one.parameters()))
-                one.zero_grad()
-            losses = [loss_of(one, step) for one in (model, reference)]
-            assert torch.equal(*losses), (name, step)
-            for loss in losses:
-                loss.backward()
-            average_gradients(reference.parameters())
-            assert_parity(model, reference)
+    reference, model = two_nets(2, reshard_after_forward=reshard)
+    model.set_reshard_after_backward(after)
+    for step, name in enumerate([*EDITS, *EDITS]):
+        for one in (model, reference):
+            window(one, step)
+            with torch.no_grad():
+                EDITS[name](list(one.parameters()))
+            one.zero_grad()
+        losses = [loss_of(one, step) for one in (model, reference)]
+        assert torch.equal(*losses), (name, step)
+        for loss in losses:
+            loss.backward()
+        average_gradients(reference.parameters())
+        assert_parity(model, reference)
 
 
 # Loops of users -----------------------------------------------------------------------------
@@ -369,7 +368,7 @@ def test_every_step_registers_the_same_parameters(how: str) -> None:
         model, whole = built(**SHARDED.get(how, KEPT)), built(layers=False, root=False)
         before, kept = list(model.parameters()), ([], [])
         optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, whole)]
-        for step in range(4):
+        for step in range(3):
             x = own_input(step).double()
             for one, optimizer, target in zip((model, whole), optimizers, kept, strict=True):
                 loop(one, x, optimizer, target)

@@ -30,3 +30,11 @@ def test_the_three_factors_are_the_divisor(
     # A reduction that divides does all of it.
     scale = plan_scale(total, dtype, is_mean=is_mean, averages=averages, divides=True)
     assert scale == Scale(1.0, total, 1.0)
+
+
+def test_half_precision_is_divided_before_by_about_the_root() -> None:
+    before = [
+        plan_scale(total, torch.float16, is_mean=True, averages=True, divides=False).before
+        for total in (1, 2, 7, 12, 64, 128)
+    ]
+    assert before == [1, 2, 1, 4, 8, 16]

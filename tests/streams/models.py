@@ -152,7 +152,7 @@ class Training:
         return fully_shard(model, **options)
 
     def run(
-        self, num_steps: int = 4, *, simulated: bool = True
+        self, num_steps: int = 3, *, simulated: bool = True
     ) -> tuple[list[str], list[torch.Tensor]]:
         """Train; return what a device may do in a wrong order, and this rank's parameters."""
         hooks = two_tensor_hooks() if self.has_subclasses else contextlib.nullcontext()

@@ -37,7 +37,7 @@ from composable_shard import (
     clip_grad_norm_,
     fully_shard,
 )
-from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing import fake_ranks
 
 Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
@@ -95,7 +95,27 @@ FAULTS = {2: math.inf, 3: math.nan, 7: -math.inf}
 """At which steps a gradient of one rank is not finite, and what it is."""
 
 
-def train_scaled(optimizers_of: Optimizers, make: Callable[[], tuple[Net, Net]]) -> list[float]:
+def assert_close_parity(model: nn.Module, reference: nn.Module) -> None:
+    """Compare but for the last bit: the fused kernel rounds the end of a tensor in another way."""
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(param.detach()), other.detach(), rtol=1e-5, atol=1e-6)
+
+
+def hybrid_nets() -> tuple[Net, Net]:
+    return two_nets(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+# 2 good steps grow it, a bad one halves it: steps 0-1, 4-5 and 8-9 are pairs, 6 stays alone.
+SCALES = [8.0, 32.0, 16.0, 8.0, 8.0, 32.0, 32.0, 16.0, 16.0, 64.0]
+
+
+@pytest.mark.brief(6)
+@pytest.mark.parametrize(("make", "num_ranks"), [(two_nets, 1), (two_nets, 3), (hybrid_nets, 4)])
+@pytest.mark.parametrize("optimizers_of", [sgd, adam, adam_fused, groups_of_two])
+@on_ranks("num_ranks")
+def test_training_equals_the_unsharded_one(
+    optimizers_of: Optimizers, make: Callable[[], tuple[Net, Net]]
+) -> None:
     """Train ten steps; at some of them one rank alone has a gradient that is not finite."""
     reference, model = make()
     settings = {"init_scale": 8.0, "growth_interval": 2, "growth_factor": 4.0}
@@ -118,30 +138,7 @@ def train_scaled(optimizers_of: Optimizers, make: Callable[[], tuple[Net, Net]])
             assert_parity(model, reference)
         assert scalers[1].state_dict() == scalers[0].state_dict()
         scales.append(scalers[1].get_scale())
-    return scales
-
-
-def assert_close_parity(model: nn.Module, reference: nn.Module) -> None:
-    """Compare but for the last bit: the fused kernel rounds the end of a tensor in another way."""
-    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(param.detach()), other.detach(), rtol=1e-5, atol=1e-6)
-
-
-def hybrid_nets() -> tuple[Net, Net]:
-    return two_nets(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-
-
-# 2 good steps grow it, a bad one halves it: steps 0-1, 4-5 and 8-9 are pairs, 6 stays alone.
-SCALES = [8.0, 32.0, 16.0, 8.0, 8.0, 32.0, 32.0, 16.0, 16.0, 64.0]
-
-
-@pytest.mark.brief(6)
-@pytest.mark.parametrize(("make", "num_ranks"), [(two_nets, 1), (two_nets, 3), (hybrid_nets, 4)])
-@pytest.mark.parametrize("optimizers_of", [sgd, adam, adam_fused, groups_of_two])
-def test_training_equals_the_unsharded_one(
-    optimizers_of: Optimizers, make: Callable[[], tuple[Net, Net]], num_ranks: int
-) -> None:
-    assert run_ranks(train_scaled, num_ranks, optimizers_of, make) == [SCALES] * num_ranks
+    assert scales == SCALES
 
 
 # Unscaling ------------------------------------------------------------------------------------

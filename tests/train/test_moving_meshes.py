@@ -157,7 +157,7 @@ def train(
     return found
 
 
-@pytest.mark.brief(3)
+@pytest.mark.brief(1)
 @pytest.mark.parametrize("name", CASES)
 @on_ranks(4)
 def test_every_mesh_moves_as_from_a_checkpoint(name: str, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import Net, two_nets
+from on_ranks import on_ranks
 from torch import nn
 
 from composable_shard import ShardError, fully_shard
@@ -41,8 +42,10 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: None if grad is None else grad.clone() for name, grad in full.items()}
 
 
-def train_chosen(chooses: Chooses) -> None:
-    """Compare with one process that has all batches; what is not chosen has no gradient."""
+@pytest.mark.parametrize("chooses", [all_of, blocks_of, weights_of])
+@on_ranks(2)
+def test_chosen_parameters_get_the_gradients_of_the_unsharded_model(chooses: Chooses) -> None:
+    """Unsharded ones, which stay registered after forward."""
     torch.manual_seed(0)
     reference, model = two_nets(reshard_after_forward=False)
     for step in range(3):
@@ -65,12 +68,9 @@ def train_chosen(chooses: Chooses) -> None:
 
 
 @pytest.mark.parametrize("chooses", [all_of, blocks_of, weights_of])
-def test_chosen_parameters_get_the_gradients_of_the_unsharded_model(chooses: Chooses) -> None:
-    """Unsharded ones, which stay registered after forward."""
-    run_ranks(train_chosen, 2, chooses)
-
-
-def choose_sharded(chooses: Chooses) -> None:
+@on_ranks(2)
+def test_chosen_sharded_parameters_get_no_gradient(chooses: Chooses) -> None:
+    """Autograd runs nothing for them: a step says so, and the next backward is as any other."""
     torch.manual_seed(0)
     reference, model = two_nets(reshard_after_forward=True)
     loss_of(model, dist.get_rank(), 0).backward(inputs=chooses(model))
@@ -83,12 +83,6 @@ def choose_sharded(chooses: Chooses) -> None:
     found = gradients(model)
     for name, grad in gradients(reference).items():
         torch.testing.assert_close(found[name], grad, msg=name)
-
-
-@pytest.mark.parametrize("chooses", [all_of, blocks_of, weights_of])
-def test_chosen_sharded_parameters_get_no_gradient(chooses: Chooses) -> None:
-    """Autograd runs nothing for them: a step says so, and the next backward is as any other."""
-    run_ranks(choose_sharded, 2, chooses)
 
 
 def differentiated(reshard: bool | None, **kwargs: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from near import Apart
+from on_ranks import on_ranks
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -130,7 +131,9 @@ def test_gradients_that_ranks_share_are_freed_once_their_reduction_is_launched(
         assert found == [0] + [most] * (len(WIDTHS) - 2)
 
 
-def kept_around_passes() -> list[tuple[str, int]]:
+@pytest.mark.skipif(memory._swap is None, reason="this torch cannot hand memory over")
+@on_ranks(2)
+def test_nothing_is_kept_outside_of_passes() -> None:
     _, model = sharded(bf16=True)
     x, kept = torch.randn(5, WIDTHS[0]), []
 
@@ -165,11 +168,5 @@ def kept_around_passes() -> list[tuple[str, int]]:
     loss.backward()
     note("gathered throughout")
     assert len(inside) == 1 and 1 <= inside[0] <= 2
-    return kept
-
-
-@pytest.mark.skipif(memory._swap is None, reason="this torch cannot hand memory over")
-def test_nothing_is_kept_outside_of_passes() -> None:
-    for kept in run_ranks(kept_around_passes, 2):
-        assert len(kept) == 6
-        assert [what for what, count in kept if count] == []
+    assert len(kept) == 6
+    assert [what for what, count in kept if count] == []

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_shard import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_shard.errors import ShardError
-from composable_shard.testing import run_ranks
 
 FACTORS = 3.0, 7.0
 NUM_MICROBATCHES = 4
@@ -44,7 +45,20 @@ def sums_of(model: nn.Module, divisor: float) -> dict[str, torch.Tensor]:
     }
 
 
-def divided_late(shape: tuple[int, ...], way: str, *, is_wide: bool) -> None:
+WAYS = "in time", "afterwards", "seen"
+FEW = [
+    *[((2, 2), "replicas apart", False), ((2, 2), "seen", True), ((3,), "afterwards", False)],
+    *[((2,), "in time", True), ((1,), "seen", False)],
+]
+CASES = dict.fromkeys([*FEW, *itertools.product([(1,), (2,), (3,), (2, 2)], WAYS, [False, True])])
+
+
+@pytest.mark.brief(5)
+@pytest.mark.parametrize(("shape", "way", "is_wide"), CASES)
+@on_ranks("shape")
+def test_a_factor_divides_what_was_accumulated_before(
+    shape: tuple[int, ...], way: str, is_wide: bool
+) -> None:
     """Set the factor twice, the last time before the last microbatch."""
     names = ("replicate", "shard") if len(shape) == 2 else ("shard",)
     plain = network()
@@ -81,23 +95,11 @@ def divided_late(shape: tuple[int, ...], way: str, *, is_wide: bool) -> None:
         )
 
 
-@pytest.mark.parametrize("is_wide", [False, True])
-@pytest.mark.parametrize("way", ["in time", "afterwards", "seen"])
-@pytest.mark.parametrize("shape", [(1,), (2,), (3,), (2, 2)])
-def test_a_factor_divides_what_was_accumulated_before(
-    shape: tuple[int, ...], way: str, is_wide: bool
+@pytest.mark.parametrize("shape", [(1,), (2,), (2, 2)])
+@on_ranks("shape")
+def test_a_factor_is_refused_where_what_was_reduced_would_be_divided_again(
+    shape: tuple[int, ...],
 ) -> None:
-    num_ranks = 1
-    for extent in shape:
-        num_ranks *= extent
-    run_ranks(divided_late, num_ranks, shape, way, is_wide=is_wide)
-
-
-def test_a_factor_divides_what_waits_for_the_replicas() -> None:
-    run_ranks(divided_late, 4, (2, 2), "replicas apart", is_wide=False)
-
-
-def changed_after_a_reduction(shape: tuple[int, ...]) -> tuple[str, float]:
     names = ("replicate", "shard") if len(shape) == 2 else ("shard",)
     model = nn.Linear(4, 4, bias=False)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -112,17 +114,9 @@ def changed_after_a_reduction(shape: tuple[int, ...]) -> tuple[str, float]:
     root.set_gradient_divide_factor(5.0)  # what is reduced stays
     grad = model.weight.grad
     assert isinstance(grad, DTensor)
-    return str(caught.value), grad.full_tensor()[0, 0].item()
-
-
-@pytest.mark.parametrize("shape", [(1,), (2,), (2, 2)])
-def test_a_factor_is_refused_where_what_was_reduced_would_be_divided_again(
-    shape: tuple[int, ...],
-) -> None:
-    num_ranks = shape[0] * shape[-1] if len(shape) == 2 else shape[0]
-    message = (
+    assert grad.full_tensor()[0, 0].item() == 2.0
+    assert str(caught.value) == (
         "Expected the gradient of 'weight' to be reduced, or cleared, before its divisor changes, "
         "got one that was accumulated without sync and added to a reduced one; call "
         "synchronize_gradients() or zero_grad() first"
     )
-    assert run_ranks(changed_after_a_reduction, num_ranks, shape) == [(message, 2.0)] * num_ranks

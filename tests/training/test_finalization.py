@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from nets import Net, assert_parity, average_gradients, own_input, shard_net, two_nets
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,9 +65,8 @@ def train(
                 with model.no_sync() if unsynced else nullcontext():
                     one(x).square().sum().backward()
             for index, loss in enumerate(losses):
-                with (
-                    model.no_sync() if one is model and index < num_without_sync else nullcontext()
-                ):
+                unsynced = one is model and index < num_without_sync
+                with model.no_sync() if unsynced else nullcontext():
                     loss.backward()
         average_gradients(reference.parameters())
         finish(model, async_op)
@@ -103,7 +103,9 @@ def test_microbatches_with_sync_and_all_forwards_first(
     run_ranks(train, ranks, "default", num_without_sync, True, bound, num_forwards)
 
 
-def over_replicas(together: bool) -> list[str]:
+@pytest.mark.parametrize("together", [False, True])
+@on_ranks(4)
+def test_a_reduction_over_the_replicas_that_was_left_is_made_by_the_call(together: bool) -> None:
     """Reduce over the shards by two backwards, over the replicas by the call; torch refuses it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     reference, model = two_nets(2, mesh=mesh)
@@ -126,12 +128,7 @@ def over_replicas(together: bool) -> list[str]:
         assert_parity(model, reference)
         model.zero_grad()
         reference.zero_grad()
-    return sorted(set(seen))
-
-
-@pytest.mark.parametrize("together", [False, True])
-def test_a_reduction_over_the_replicas_that_was_left_is_made_by_the_call(together: bool) -> None:
-    assert run_ranks(over_replicas, 4, together) == [["(Partial(avg), Shard(dim=0))"]] * 4
+    assert sorted(set(seen)) == ["(Partial(avg), Shard(dim=0))"]
 
 
 # As of torch's own ---------------------------------------------------------------------------
@@ -165,26 +162,25 @@ def finish_like_torch(model: Any, async_op: bool) -> None:
         handle.wait()
 
 
-def both(dtypes: tuple[torch.dtype | None, ...], async_op: bool) -> bool:
-    theirs = losses_of(fsdp.fully_shard, fsdp.MixedPrecisionPolicy(*dtypes), async_op)
-    ours = losses_of(fully_shard, MixedPrecisionPolicy(*dtypes), async_op)
-    assert not torch.equal(ours[0], ours[2]), "nothing was learnt"
-    return torch.equal(torch.stack(ours), torch.stack(theirs))
-
-
 @needs_finalize_backward
 @pytest.mark.parametrize("dtypes", [(), (torch.bfloat16,), (torch.bfloat16, torch.float32)])
 @pytest.mark.parametrize("async_op", [False, True])
+@on_ranks(2)
 def test_losses_are_those_of_torch_bit_by_bit(
     dtypes: tuple[torch.dtype | None, ...], async_op: bool
 ) -> None:
-    assert run_ranks(both, 2, dtypes, async_op) == [True] * 2
+    theirs = losses_of(fsdp.fully_shard, fsdp.MixedPrecisionPolicy(*dtypes), async_op)
+    ours = losses_of(fully_shard, MixedPrecisionPolicy(*dtypes), async_op)
+    assert not torch.equal(ours[0], ours[2]), "nothing was learnt"
+    assert torch.equal(torch.stack(ours), torch.stack(theirs))
 
 
 # When what happens ---------------------------------------------------------------------------
 
 
-def events_of(is_last: bool) -> list[list[tuple[str, str]]]:
+@pytest.mark.parametrize("is_last", [False, True])
+@on_ranks(2)
+def test_only_the_wait_waits_for_the_last_reduction(is_last: bool) -> None:
     model = shard_net(Net(2))
     model.set_manual_backward_finalization(True)
     model.set_is_last_backward(is_last)
@@ -198,11 +194,6 @@ def events_of(is_last: bool) -> list[list[tuple[str, str]]]:
             else:
                 handle.wait()
         seen.append(list(events))
-    return seen
-
-
-@pytest.mark.parametrize("is_last", [False, True])
-def test_only_the_wait_waits_for_the_last_reduction(is_last: bool) -> None:
     backward = [
         ("reduce_scatter", "blocks.1"),
         ("wait_for_reduce_scatter", "blocks.1"),
@@ -210,8 +201,7 @@ def test_only_the_wait_waits_for_the_last_reduction(is_last: bool) -> None:
         ("wait_for_reduce_scatter", "blocks.0"),
         ("reduce_scatter", ""),
     ]
-    wanted = [backward, [], [("wait_for_reduce_scatter", "")]]
-    assert run_ranks(events_of, 2, is_last) == [wanted] * 2
+    assert seen == [backward, [], [("wait_for_reduce_scatter", "")]]
 
 
 # Wrong calls ---------------------------------------------------------------------------------
@@ -224,7 +214,14 @@ def text_of(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def wrong_calls() -> list[str]:
+NOT_WAITED = (
+    "Expected the gradients of the last backward before another forward or finalize_backward(), "
+    "got a GradientReductionHandle that was not waited for; call its wait()"
+)
+
+
+@on_ranks(2)
+def test_wrong_calls_say_what_to_do() -> None:
     reference, model = two_nets(1)
     assert model.finalize_backward() is None  # before the first forward
     assert isinstance(model.finalize_backward(async_op=True), GradientReductionHandle)
@@ -265,17 +262,7 @@ def wrong_calls() -> list[str]:
         one(own_input(3)).square().sum().backward()
     average_gradients(reference.parameters())
     assert_parity(model, reference)
-    return texts
-
-
-NOT_WAITED = (
-    "Expected the gradients of the last backward before another forward or finalize_backward(), "
-    "got a GradientReductionHandle that was not waited for; call its wait()"
-)
-
-
-def test_wrong_calls_say_what_to_do() -> None:
-    wanted = [
+    assert texts == [
         "Expected finalize_backward() where backward is finalized by hand, got a root that does it "
         "at the end of backward; call set_manual_backward_finalization(True) first",
         "Expected finalize_backward() of the root, got it of group 'blocks.0'; call it on the "
@@ -293,10 +280,10 @@ def test_wrong_calls_say_what_to_do() -> None:
         "Expected the reductions that finalize_backward() launched, got none, since they were "
         "dropped by reset_iter_state() or after a failure; run the iteration again",
     ]
-    assert run_ranks(wrong_calls, 2) == [wanted] * 2
 
 
-def set_before_the_root_was_made() -> str:
+@on_ranks(2)
+def test_a_root_that_ends_up_inside_of_another_says_so() -> None:
     model = Net(1)
     fully_shard(model.blocks[0])
     model.blocks[0].set_manual_backward_finalization(True)
@@ -305,15 +292,10 @@ def set_before_the_root_was_made() -> str:
     model.blocks[0].set_manual_backward_finalization(False)
     model(own_input()).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
-    return text
-
-
-def test_a_root_that_ends_up_inside_of_another_says_so() -> None:
-    text = (
+    assert text == (
         "Expected set_manual_backward_finalization() on the root alone, got it on group "
         "'blocks.0'; set it to False there and to True on the root"
     )
-    assert run_ranks(set_before_the_root_was_made, 2) == [text] * 2
 
 
 def test_a_choice_that_is_no_bool_is_refused() -> None:

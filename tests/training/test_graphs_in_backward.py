@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import full
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import FSDPModule, fully_shard
-from composable_shard.testing import run_ranks
 
 WIDTH = 6
 
@@ -45,7 +45,12 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
 
 
-def fail_between(way: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(1,), (2,), (3,), (2, 2)])
+@pytest.mark.parametrize("way", ["open", "by hand", "interrupted", "finished"])
+@on_ranks("shape")
+def test_a_failed_microbatch_takes_nothing_of_those_before(
+    way: str, shape: tuple[int, ...]
+) -> None:
     """Let the second of three microbatches fail at the begin of its backward."""
     plain = layers()
     model = copy.deepcopy(plain)
@@ -81,11 +86,3 @@ def fail_between(way: str, shape: tuple[int, ...]) -> None:
         root.finalize_backward()
     root.synchronize_gradients()
     assert_means(model, plain, [0, 2])
-
-
-@pytest.mark.parametrize("shape", [(1,), (2,), (3,), (2, 2)])
-@pytest.mark.parametrize("way", ["open", "by hand", "interrupted", "finished"])
-def test_a_failed_microbatch_takes_nothing_of_those_before(
-    way: str, shape: tuple[int, ...]
-) -> None:
-    run_ranks(fail_between, shape[0] * shape[-1] if len(shape) > 1 else shape[0], way, shape)

@@ -162,9 +162,10 @@ KEPT = [(place, False) for place in PLACES if place != "elsewhere"]
 ALONE = [(place, reshard) for place in ("attribute", "list", "dict") for reshard in (True, None)]
 
 
+@pytest.mark.brief(10)
 @pytest.mark.parametrize(
     ("name", "reshard"),
-    [*KEPT, *ALONE, *with_outputs(True), *with_outputs(None), *with_outputs(False)],
+    [*KEPT, *with_outputs(True), *ALONE, *with_outputs(None), *with_outputs(False)],
 )
 def test_loss_on_a_cached_intermediate(name: str, reshard: bool | None) -> None:
     check(__name__, "CACHED", name, reshard_after_forward=reshard)
@@ -304,7 +305,21 @@ def generated() -> nn.Module:
     return Parts(run, source=source, twice=twice, head=linear(W, 3))
 
 
+def given_elsewhere() -> nn.Module:
+    """Read a frozen weight behind the last gradient of a block, on the way to its input."""
+    layer = linear()
+    layer.weight.requires_grad_(False)
+    block = Parts(lambda m: m.layer(m.given[0]), layer=layer, given=[])
+
+    def run(model: Any, x: torch.Tensor) -> torch.Tensor:
+        model.block.given[:] = [model.first(x)]
+        return model.head(model.block())
+
+    return Parts(run, first=linear(), block=block, head=linear(W, 3))
+
+
 INPUTS: Cases = {
+    "not as arguments": Case(given_elsewhere),
     "none": Case(taking, lambda m, *_: sq(m())),
     "by name": Case(taking, lambda m, x, _: sq(m(x=x, nested={"terms": [x, x * 2]}))),
     "integers alone": Case(taking, lambda m, *_: sq(m(ids=torch.arange(3)))),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.testing import Step, assert_trains_like_unsharded, run_ranks
+from composable_shard import MixedPrecisionPolicy, ShardError, fully_shard
+from composable_shard.testing import Step, assert_trains_like_unsharded, fake_ranks, run_ranks
 from training.trees import WIDTH, inputs_for
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -35,23 +38,6 @@ class Noting(nn.Module):
         self.offset += 1
         self.count += 1
         return (x.unsqueeze(1) * self.weight).sum(2) + self.offset, ids
-
-
-def dtypes_of(policy: MixedPrecisionPolicy) -> dict[str, list[torch.dtype]]:
-    model = fully_shard(Noting(), mp_policy=policy)
-    model.set_requires_gradient_sync(False)
-    output, ids = model(inputs_for(0, 0), torch.arange(3))
-    output.sum().backward()
-    partial = model.weight.grad.dtype
-    model.set_requires_gradient_sync(True)
-    model(inputs_for(0, 0), torch.arange(3))[0].sum().backward()
-    after = [model.weight.dtype, model.offset.dtype, model.count.dtype, model.weight.grad.dtype]
-    return {
-        "forward": model.seen,
-        "output": [output.dtype, ids.dtype],
-        "partial": [partial],
-        "after": after,
-    }
 
 
 @pytest.mark.parametrize(
@@ -87,29 +73,27 @@ def dtypes_of(policy: MixedPrecisionPolicy) -> dict[str, list[torch.dtype]]:
     ],
     ids=["none", "all", "inputs as they are"],
 )
+@on_ranks(2)
 def test_every_tensor_has_the_dtype_of_the_policy(
     policy: MixedPrecisionPolicy, wanted: dict[str, list[torch.dtype]]
 ) -> None:
-    assert run_ranks(dtypes_of, 2, policy) == [wanted] * 2
+    model = fully_shard(Noting(), mp_policy=policy)
+    model.set_requires_gradient_sync(False)
+    output, ids = model(inputs_for(0, 0), torch.arange(3))
+    output.sum().backward()
+    partial = model.weight.grad.dtype
+    model.set_requires_gradient_sync(True)
+    model(inputs_for(0, 0), torch.arange(3))[0].sum().backward()
+    after = [model.weight.dtype, model.offset.dtype, model.count.dtype, model.weight.grad.dtype]
+    assert {
+        "forward": model.seen,
+        "output": [output.dtype, ids.dtype],
+        "partial": [partial],
+        "after": after,
+    } == wanted
 
 
 # Sums that must not be rounded once more ----------------------------------------------------
-
-
-def reduced_again(policy: MixedPrecisionPolicy) -> list[bool]:
-    """Whether a reduced gradient is the same after a zero was accumulated and reduced with it."""
-    model = nn.Linear(WIDTH, 5)
-    fully_shard(model, mp_policy=policy)
-    for step in range(2):
-        model(inputs_for(step, dist.get_rank())).float().square().sum().backward()
-    grads = [param.grad for param in model.parameters()]
-    assert all(isinstance(grad, DTensor) for grad in grads)
-    before = [grad.to_local().clone() for grad in grads]
-    for sync in (False, True):
-        model.set_requires_gradient_sync(sync)
-        (model(inputs_for(2, 0)) * 0).sum().backward()
-    after = [param.grad.to_local() for param in model.parameters()]
-    return [torch.equal(*pair) for pair in zip(before, after, strict=True)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -123,10 +107,23 @@ def reduced_again(policy: MixedPrecisionPolicy) -> list[bool]:
     ],
     ids=["reduced in bf16", "bf16", "bf16, reduced in fp32", "bf16, fp64 gradients"],
 )
+@on_ranks("ranks")
 def test_a_reduced_gradient_is_not_rounded_by_the_next_reduction(
-    policy: MixedPrecisionPolicy, ranks: int
+    policy: MixedPrecisionPolicy,
 ) -> None:
-    assert run_ranks(reduced_again, ranks, policy) == [[True, True]] * ranks
+    """Whether a reduced gradient is the same after a zero was accumulated and reduced with it."""
+    model = nn.Linear(WIDTH, 5)
+    fully_shard(model, mp_policy=policy)
+    for step in range(2):
+        model(inputs_for(step, dist.get_rank())).float().square().sum().backward()
+    grads = [param.grad for param in model.parameters()]
+    assert all(isinstance(grad, DTensor) for grad in grads)
+    before = [grad.to_local().clone() for grad in grads]
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync)
+        (model(inputs_for(2, 0)) * 0).sum().backward()
+    after = [param.grad.to_local() for param in model.parameters()]
+    assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [True, True]
 
 
 # Buffers ------------------------------------------------------------------------------------
@@ -199,3 +196,56 @@ def train_gated(policy: MixedPrecisionPolicy, autocasts: bool) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_of_several_uses_add_up_as_unsharded(ranks: int, autocasts: bool) -> None:
     run_ranks(train_gated, ranks, MixedPrecisionPolicy(), autocasts)
+
+
+# Sparse gradients ---------------------------------------------------------------------------------
+
+
+TOKENS = torch.arange(8)
+TEXT = (
+    "Expected a dense gradient of '{}', got a sparse one, which is not reduced over ranks; set "
+    "sparse=False on its nn.Embedding or nn.EmbeddingBag, or pass it as ignored_params and reduce "
+    "its gradient yourself"
+)
+
+
+def made(is_apart: bool, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+    if is_apart:
+        fully_shard(model[0], **options)
+    return fully_shard(model, **options)
+
+
+def raised(is_apart: bool, syncs: bool, is_replicated: bool) -> tuple[str, bool]:
+    """Return what a backward raises, and whether the next one, with dense gradients, works."""
+    mesh = None
+    if is_replicated:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = made(is_apart, mesh=mesh)
+    model.set_requires_gradient_sync(syncs)
+    with pytest.raises(ShardError) as caught:
+        model(TOKENS).sum().backward()
+    model.reset_iter_state()
+    model.set_requires_gradient_sync(True)
+    model[0].sparse = False
+    model(TOKENS).sum().backward()
+    grad = model[0].weight.grad.full_tensor()
+    return str(caught.value), grad.shape == (8, 4) and bool(grad.any())
+
+
+@pytest.mark.parametrize(("is_apart", "name"), [(True, "weight"), (False, "0.weight")])
+@pytest.mark.parametrize(("syncs", "is_replicated"), [(True, False), (False, False), (True, True)])
+def test_a_sparse_gradient_is_refused_by_name_on_all_ranks(
+    is_apart: bool, name: str, syncs: bool, is_replicated: bool
+) -> None:
+    run = run_ranks(raised, 2, is_apart, syncs, is_replicated)
+    assert run == [(TEXT.format(name), True)] * 2
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_on_one_rank_it_stays_sparse(is_apart: bool) -> None:
+    with fake_ranks(1):
+        model = made(is_apart)
+        model(TOKENS).sum().backward()
+        assert model[0].weight.grad._local_tensor.is_sparse

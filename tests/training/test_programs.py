@@ -67,9 +67,14 @@ def test_a_group_that_one_ranks_loss_does_not_reach_gets_the_exact_mean(
     Case(TREE, [before, before, "backward"], (ranks,), {"loss": loss}).check()
 
 
-def test_forty_iterations_train_exactly_and_leave_nothing_behind() -> None:
+def test_a_backward_without_a_group_reduces_what_that_has_accumulated() -> None:
+    loss = UsedAt(((ALL,), (FIRST,)), skips_unused=True)
+    Case(TREE, ["accumulate", "backward"]).check(loss=loss)
+
+
+def test_many_iterations_train_exactly_and_leave_nothing_behind() -> None:
     """The short form of ``tests/long``."""
-    for found, (before, after) in run_on_ranks(iterate, 2, 40, (20, 40), timeout=120):
+    for found, (before, after) in run_on_ranks(iterate, 2, 24, (12, 24), timeout=120):
         assert found == []
         assert after.open_files == before.open_files
         assert after.process_groups == before.process_groups

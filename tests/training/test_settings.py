@@ -51,7 +51,7 @@ class InMicrobatches(Rehearsal):
 
 def train_in_microbatches(num_microbatches: int, alternates: bool) -> list[str]:
     rehearsal = InMicrobatches(PLAN)
-    return [text for _ in range(3) for text in rehearsal.several(num_microbatches, alternates)]
+    return [text for _ in range(2) for text in rehearsal.several(num_microbatches, alternates)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -59,7 +59,7 @@ def train_in_microbatches(num_microbatches: int, alternates: bool) -> list[str]:
 def test_gradients_are_complete_after_the_last_of_several_backwards(
     alternates: bool, ranks: int
 ) -> None:
-    for num_microbatches in (1, 2, 4):
+    for num_microbatches in (2, 4):
         differences = run_ranks(
             train_in_microbatches, ranks, num_microbatches, alternates, timeout=20
         )

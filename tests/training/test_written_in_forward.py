@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from nets import full
+from on_ranks import on_ranks
 from torch import nn
 
 from composable_shard import ShardError, fully_shard
-from composable_shard.testing import run_ranks
 
 TOKENS = torch.arange(8)
 
@@ -52,7 +52,13 @@ APART = pytest.mark.parametrize(
 )
 
 
-def raised_twice(is_apart: bool, options: dict[str, Any], grad: bool) -> tuple[list[str], bool]:
+@APART
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["freed", "kept"])
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
+@on_ranks(2)
+def test_an_embedding_with_max_norm_is_refused_on_all_ranks(
+    is_apart: bool, label: str, name: str, options: dict[str, Any], grad: bool
+) -> None:
     model = made(is_apart, **options)
     found = []
     for _ in range(2):
@@ -67,14 +73,5 @@ def raised_twice(is_apart: bool, options: dict[str, Any], grad: bool) -> tuple[l
     plain(TOKENS).sum().backward()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     is_same = all(torch.allclose(full(a.grad), b.grad) for a, b in pairs)
-    return found, is_same and bool(torch.equal(full(model.embed.weight), plain.embed.weight))
-
-
-@APART
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["freed", "kept"])
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no-grad"])
-def test_an_embedding_with_max_norm_is_refused_on_all_ranks(
-    is_apart: bool, label: str, name: str, options: dict[str, Any], grad: bool
-) -> None:
-    expected = [text(label, name)] * 2, True
-    assert run_ranks(raised_twice, 2, is_apart, options, grad) == [expected] * 2
+    assert is_same and torch.equal(full(model.embed.weight), plain.embed.weight)
+    assert found == [text(label, name)] * 2

@@ -141,7 +141,7 @@ def test_an_all_reduce_hook_makes_replicas() -> None:
         either(inputs_for(0, dist.get_rank())).square().mean().backward()
     oracle.take()
     oracle.reduce()
-    assert (gradient_differences(dict(model.named_parameters()), oracle)) == ([])
+    assert gradient_differences(dict(model.named_parameters()), oracle) == []
 
 
 @on_ranks(4)
@@ -163,10 +163,18 @@ def test_a_hook_may_bring_gradients_that_no_rank_here_has() -> None:
     either.set_all_reduce_hook(lambda g: dist.all_reduce(g, group=mesh.get_group("replicate")))
     name = "ab"[mesh["replicate"].get_local_rank()]
     either(torch.ones(2, 4), name).sum().backward()
-    assert ([param.grad is not None for param in either.parameters()]) == ([True] * 4)
+    assert [param.grad is not None for param in either.parameters()] == [True] * 4
 
 
-def reductions_in_flight(max_input_buffers: int) -> list[str]:
+IN_FLIGHT = {
+    1: "launch 3 wait 3 launch 2 wait 2 launch 1 wait 1 launch 0 wait 0",
+    3: "launch 3 launch 2 launch 1 wait 3 launch 0 wait 2 wait 1 wait 0",
+}
+
+
+@pytest.mark.parametrize("max_input_buffers", IN_FLIGHT)
+@on_ranks(2)
+def test_so_many_reductions_are_under_way_at_once(max_input_buffers: int) -> None:
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
     for layer in model:
         fully_shard(layer)
@@ -174,16 +182,9 @@ def reductions_in_flight(max_input_buffers: int) -> list[str]:
     model.set_reduce_scatter_max_input_buffers(max_input_buffers)  # type: ignore[operator]
     with record_events(model, "reduce_scatter", "wait_for_reduce_scatter") as events:
         model(torch.ones(2, 4)).sum().backward()
-    return [("launch " if event == "reduce_scatter" else "wait ") + name for event, name in events]
-
-
-def test_so_many_reductions_are_under_way_at_once() -> None:
-    assert run_ranks(reductions_in_flight, 2, 1)[0] == [
-        *("launch 3", "wait 3", "launch 2", "wait 2", "launch 1", "wait 1", "launch 0", "wait 0")
-    ]
-    assert run_ranks(reductions_in_flight, 2, 3)[0] == [
-        *("launch 3", "launch 2", "launch 1", "wait 3", "launch 0", "wait 2", "wait 1", "wait 0")
-    ]
+    words = {"reduce_scatter": "launch", "wait_for_reduce_scatter": "wait"}
+    seen = " ".join(f"{words[event]} {name}" for event, name in events)
+    assert seen == IN_FLIGHT[max_input_buffers]
 
 
 @on_ranks(2)
@@ -206,7 +207,7 @@ def test_a_group_that_backward_does_not_read_is_not_gathered_for_it() -> None:
         found += gradient_differences(dict(model.named_parameters()), oracle)
         found.append([name for _, name in events])
     expected = [["0", "1", "1"], ["0", "1"]]
-    assert (found) == (expected)
+    assert found == expected
 
 
 class StandIn:
@@ -243,7 +244,7 @@ def test_a_gather_waits_for_the_event_after_the_optimizer(reshard: bool) -> None
         model.set_post_optim_event(event)
         before = list(event.waits)
         outputs = [model(x).sum().item(), model(x).sum().item()]
-    assert ([before, event.waits, *outputs]) == ([[], [()], 64.0, 64.0])
+    assert [before, event.waits, *outputs] == [[], [()], 64.0, 64.0]
 
 
 @on_ranks(2)
@@ -269,7 +270,7 @@ def test_whatever_can_be_waited_for_is_an_event() -> None:
     model(torch.ones(2, 4)).sum().backward()
     shape = torch.Size([2, 4])
     expected = [*[shape] * 4, [], [()], [()], 32.0]
-    assert ([*seen, event.waits, model.weight.grad.full_tensor().sum().item()]) == (expected)
+    assert [*seen, event.waits, model.weight.grad.full_tensor().sum().item()] == expected
 
 
 @on_ranks(2)
@@ -278,4 +279,4 @@ def test_the_older_name_of_the_divide_factor() -> None:
     with pytest.warns(FutureWarning, match="call set_gradient_divide_factor"):
         model.set_reduce_scatter_divide_factor(0.5)
     model(torch.ones(1, 4)).sum().backward()
-    assert (float(model.weight.grad.full_tensor()[0, 0])) == (4.0)
+    assert float(model.weight.grad.full_tensor()[0, 0]) == 4.0

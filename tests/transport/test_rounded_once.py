@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.testing import run_ranks
 
 SHAPES = ((37, 5), (64, 64), (11,))
 HALVES = [torch.bfloat16, torch.float16]
@@ -70,26 +70,7 @@ def mesh_of(rows: int, shards: int) -> DeviceMesh:
     return init_device_mesh("cpu", (rows, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def reduced(
-    extents: tuple[int, int], dtype: torch.dtype, parameters: torch.dtype, divisor: float | None
-) -> tuple[list[bool], bool]:
-    """Tell which gradients are as expected, and whether rounding each sum would show."""
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-    model: Any = fully_shard(Weighed(parameters), mesh=mesh_of(*extents), mp_policy=policy)
-    if divisor is not None:
-        model.set_gradient_divide_factor(divisor)
-    model(factors(dist.get_rank(), dtype)).backward()
-    model.reshard()
-    once, naive = expected_of(*extents, dtype, divisor)
-    same = [
-        torch.equal(param.grad.full_tensor(), wanted.to(parameters))
-        for param, wanted in zip(model.parameters(), once, strict=True)
-    ]
-    shows = any(not torch.equal(a, b) for a, b in zip(once, naive, strict=True))
-    return same, shows
-
-
-@pytest.mark.parametrize("parameters", ["float32", "the same"])
+@pytest.mark.parametrize("kept", ["float32", "the same"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(
     ("extents", "divisor"),
@@ -99,24 +80,29 @@ def reduced(
     ],
     ids=str,
 )
+@on_ranks("extents")
 def test_a_gradient_is_rounded_once_in_each_reduction(
-    extents: tuple[int, int], divisor: float | None, dtype: torch.dtype, parameters: str
+    extents: tuple[int, int], divisor: float | None, dtype: torch.dtype, kept: str
 ) -> None:
-    kept = torch.float32 if parameters == "float32" else dtype
-    ranks = extents[0] * extents[1]
-    found = run_ranks(reduced, ranks, extents, dtype, kept, divisor)
-    assert found == [([True] * len(SHAPES), True)] * ranks
+    parameters = torch.float32 if kept == "float32" else dtype
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    model: Any = fully_shard(Weighed(parameters), mesh=mesh_of(*extents), mp_policy=policy)
+    if divisor is not None:
+        model.set_gradient_divide_factor(divisor)
+    model(factors(dist.get_rank(), dtype)).backward()
+    model.reshard()
+    once, naive = expected_of(*extents, dtype, divisor)
+    for param, wanted in zip(model.parameters(), once, strict=True):
+        assert torch.equal(param.grad.full_tensor(), wanted.to(parameters))
+    # Rounding each sum would show.
+    assert any(not torch.equal(a, b) for a, b in zip(once, naive, strict=True))
 
 
-def large(extents: tuple[int, int]) -> list[bool]:
+@pytest.mark.parametrize("extents", [(1, 2), (1, 4), (2, 2), (4, 1)], ids=str)
+@on_ranks("extents")
+def test_a_mean_that_fits_does_not_overflow_on_the_way(extents: tuple[int, int]) -> None:
     """Average what is almost as large as float16 can be."""
     model: Any = fully_shard(Weighed(torch.float16), mesh=mesh_of(*extents))
     model([torch.full(shape, 60000.0, dtype=torch.float16) for shape in SHAPES]).backward()
     model.reshard()
-    return [bool((param.grad.full_tensor() == 60000).all()) for param in model.parameters()]
-
-
-@pytest.mark.parametrize("extents", [(1, 2), (1, 4), (2, 2), (4, 1)], ids=str)
-def test_a_mean_that_fits_does_not_overflow_on_the_way(extents: tuple[int, int]) -> None:
-    ranks = extents[0] * extents[1]
-    assert run_ranks(large, ranks, extents) == [[True] * len(SHAPES)] * ranks
+    assert all((param.grad.full_tensor() == 60000).all() for param in model.parameters())

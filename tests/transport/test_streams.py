@@ -40,7 +40,13 @@ def test_gloo_sends_memory_of_the_host_alone_from_rank_to_rank() -> None:
     ) == ([direct, ["EachAllGather", "CoalescedReduceScatter"]])
 
 
-def launched() -> list[set[str]]:
+def note(group: Any, names: set[str], name: str, real: Any, *args: Any, **kwargs: Any) -> Any:
+    names.add(name)
+    return real(group, *args, **kwargs)
+
+
+@on_ranks(2)
+def test_gloo_launches_no_coalesced_all_gather() -> None:
     """Return the all-gathers of c10d that each way to gather launches, two groups in flight."""
     mesh, names = resolve_mesh(init_device_mesh("cpu", (2,))), set[str]()
     every = [name for name in dir(dist.ProcessGroup) if "gather" in name]
@@ -62,18 +68,8 @@ def launched() -> list[set[str]]:
         for tensor, n in zip(itertools.chain(*outputs), (3, 5, 3, 5), strict=True):
             assert torch.equal(tensor, torch.tensor([1.0, 1.0 + n]).repeat_interleave(n))
         found.append(set(names))
-    return found
-
-
-def note(group: Any, names: set[str], name: str, real: Any, *args: Any, **kwargs: Any) -> Any:
-    names.add(name)
-    return real(group, *args, **kwargs)
-
-
-def test_gloo_launches_no_coalesced_all_gather() -> None:
-    for found in run_ranks(launched, 2):
-        assert not any("coalesced" in name for names in found for name in names)
-        assert found[1:] == [{"_allgather_base"}] * 2  # the first sends from rank to rank
+    assert not any("coalesced" in name for names in found for name in names)
+    assert found[1:] == [{"_allgather_base"}] * 2  # the first sends from rank to rank
 
 
 class Work:

@@ -16,7 +16,6 @@ from torch import nn
 
 from composable_shard import explain, fully_shard
 from composable_shard.core.transport.channel import Channel
-from composable_shard.testing import run_ranks
 from transport.own_collectives import SummingReduceScatter
 
 POISON = 1e30
@@ -47,18 +46,15 @@ def backward(layer: nn.Module) -> None:
         loss.backward()
 
 
-def seen_by_a_reduce_scatter(num_rows: int) -> tuple[float, set[str]]:
+@pytest.mark.parametrize(("num_rows", "travels"), [(5, "packed"), (20_001, "in place")])
+@on_ranks(2)
+def test_a_custom_reduce_scatter_sees_no_padding(num_rows: int, travels: str) -> None:
+    """Neither where parameters are packed into one message nor where each has one."""
     watching, layer = Watching(), fully_shard(nn.Linear(3, num_rows))
     travels = {param.travels for param in explain(layer).groups[0].parameters}
     layer.set_custom_reduce_scatter(watching)
     backward(layer)
-    return max(watching.largest), travels
-
-
-@pytest.mark.parametrize(("num_rows", "travels"), [(5, "packed"), (20_001, "in place")])
-def test_a_custom_reduce_scatter_sees_no_padding(num_rows: int, travels: str) -> None:
-    """Neither where parameters are packed into one message nor where each has one."""
-    assert run_ranks(seen_by_a_reduce_scatter, 2, num_rows) == [(1.0, {travels})] * 2
+    assert max(watching.largest), travels == (1.0, {travels})
 
 
 @on_ranks(2)
