@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -67,6 +67,35 @@ def _by_name(
         if name is not None:
             found[name] = one
     return found
+
+
+def _match(
+    entries: Sequence[Entry], by_name: Mapping[str, Stored], source: object, *, strict: bool
+) -> tuple[list[Match], list[str], list[str]]:
+    """Find the tensors of a checkpoint in a model.
+
+    Returns:
+        The tensors on both sides; names of the model that the checkpoint lacks, also under a tied
+        name; names of the checkpoint, as they stand there, that the model lacks.
+
+    Raises:
+        ShardError: If a tensor does not fit, or, if ``strict``, there are names on one side alone.
+    """
+    found = [Match(e, tuple(by_name[n] for n in e.names if n in by_name)) for e in entries]
+    matches = [match for match in found if match.stored]
+    missing = [match.entry.names[0] for match in found if not match.stored]
+    known = {name for entry in entries for name in entry.names}
+    unexpected = [one.name for name, one in by_name.items() if name not in known]
+    if strict and (missing or unexpected):
+        sides = {"missing": missing, "unexpected": unexpected}
+        got = "; ".join(f"{side}: {listed(names)}" for side, names in sides.items() if names)
+        raise ShardError(
+            f"Expected the names of the model in '{source}', got {got}; pass rename to map names, "
+            "or strict=False to load what there is"
+        )
+    if wrong := [text for match in matches if (text := _misfit(match))]:
+        raise ShardError(f"Expected tensors in '{source}' that fit the model, got {listed(wrong)}")
+    return matches, missing, unexpected
 
 
 def _misfit(match: Match) -> str | None:
@@ -274,29 +303,25 @@ def load_sharded(
         check_flags(strict=strict, broadcast_from_rank0=broadcast_from_rank0, progress=progress)
         check_function("rename", rename)
         entries = contents_of(model, "load_sharded")
-    shows = progress and ranks.is_first
+    shows, sends = progress and ranks.is_first, broadcast_from_rank0
     arguments = f"strict {strict}, {'no ' if rename is None else ''}rename"
-    stored = _agree_on_stored(
-        ranks, entries, arguments, source, sends=broadcast_from_rank0, shows=shows
-    )
+    facts = [f"{arguments}, broadcast_from_rank0 {sends}", *(entry.fact() for entry in entries)]
+    stored: list[Stored] = []
+    if ranks.is_first or not sends:
+        with ranks.noting_failure():
+            if shows:
+                library("tqdm")
+            stored = list_stored(source)
+    facts += [] if sends else [one.fact() for one in stored]
+    what = "model, checkpoint and arguments of load_sharded()"
+    ranks.agree(facts, what, f"a checkpoint at '{source}'")
+    if sends:
+        stored = ranks.from_one(stored)
     by_name = _by_name(stored, rename, ranks, source)
-    found = [Match(e, tuple(by_name[n] for n in e.names if n in by_name)) for e in entries]
-    matches = [match for match in found if match.stored]
-    missing = [match.entry.names[0] for match in found if not match.stored]
-    known = {name for entry in entries for name in entry.names}
-    unexpected = [one.name for name, one in by_name.items() if name not in known]
-    if strict and (missing or unexpected):
-        sides = {"missing": missing, "unexpected": unexpected}
-        got = "; ".join(f"{side}: {listed(names)}" for side, names in sides.items() if names)
-        raise ShardError(
-            f"Expected the names of the model in '{source}', got {got}; pass rename to map names, "
-            "or strict=False to load what there is"
-        )
-    if wrong := [text for match in matches if (text := _misfit(match))]:
-        raise ShardError(f"Expected tensors in '{source}' that fit the model, got {listed(wrong)}")
+    matches, missing, unexpected = _match(entries, by_name, source, strict=strict)
     nbytes = sum(one.nbytes for match in matches for one in match.stored)
     with progress_bar(f"loading {Path(source).name}", nbytes, shown=shows) as advance:
-        _read(model, matches, ranks, advance, strict=strict, sends=broadcast_from_rank0)
+        _read(model, matches, ranks, advance, strict=strict, sends=sends)
     partly = "; the model is partly loaded, load it again"
     ranks.agree([], "tensors", f"to load '{source}'", remedy=partly)
     volatile = [(name, one) for name, one, is_persistent in registered(model) if not is_persistent]
@@ -308,28 +333,3 @@ def load_sharded(
             stacklevel=2,
         )
     return Loaded(missing, unexpected, left_on_meta, len(matches))
-
-
-def _agree_on_stored(
-    ranks: Ranks,
-    entries: Sequence[Entry],
-    arguments: str,
-    source: str | os.PathLike[str],
-    *,
-    sends: bool,
-    shows: bool,
-) -> list[Stored]:
-    """Return the tensors of the checkpoint if all ranks have the same ones, and the same model."""
-    stored: list[Stored] = []
-    if ranks.is_first or not sends:
-        with ranks.noting_failure():
-            if shows:
-                library("tqdm")
-            stored = list_stored(source)
-    facts = [f"{arguments}, broadcast_from_rank0 {sends}"]
-    facts += [one.fact() for one in entries]
-    if not sends:
-        facts += [one.fact() for one in stored]
-    what = "model, checkpoint and arguments of load_sharded()"
-    ranks.agree(facts, what, f"a checkpoint at '{source}'")
-    return ranks.from_one(stored) if sends else stored
