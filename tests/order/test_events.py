@@ -128,6 +128,7 @@ def explicit_prefetch() -> list[list[str]]:
     first.set_modules_to_forward_prefetch([third])
     model.set_modules_to_backward_prefetch([third, second])
     third.set_modules_to_backward_prefetch([first])
+    first.set_modules_to_backward_prefetch([third])  # which is over by then
     parts = recorded_iterations(model, 2)
     model.set_modules_to_forward_prefetch([])
     first.set_modules_to_forward_prefetch([])
@@ -432,6 +433,16 @@ def test_a_list_as_root_is_gathered_and_reduced_once() -> None:
         assert recorded.count("gather root") == 1
         assert recorded.count("reduce root") == 1
         assert recorded[-2:] == ["finish root", "free root"]
+
+
+def one_inside_of_the_other(both: bool) -> list[list[str]]:
+    model = PartlyCalled()
+    fully_shard([model.first, model] if both else model)
+    return recorded_iterations(model, 2)
+
+
+def test_a_module_inside_of_another_of_its_list_is_as_without_it() -> None:
+    assert on_ranks(one_inside_of_the_other, True) == on_ranks(one_inside_of_the_other, False)
 
 
 # How many groups are gathered ahead ---------------------------------------------------------------

@@ -307,9 +307,8 @@ def generated() -> nn.Module:
 
 def given_elsewhere() -> nn.Module:
     """Read a frozen weight behind the last gradient of a block, on the way to its input."""
-    layer = linear()
-    layer.weight.requires_grad_(False)
-    block = Parts(lambda m: m.layer(m.given[0]), layer=layer, given=[])
+    frozen = weight(W, W).requires_grad_(False)
+    block = Parts(lambda m: m.given[0] @ m.frozen + m.bias, frozen=frozen, bias=weight(W), given=[])
 
     def run(model: Any, x: torch.Tensor) -> torch.Tensor:
         model.block.given[:] = [model.first(x)]

@@ -29,6 +29,7 @@ class Noting(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, WIDTH))
         self.register_buffer("offset", torch.full((4,), 1 / 3))
+        self.register_buffer("partly", torch.full((2,), 1 / 3))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.seen: list[torch.dtype] = []
 
@@ -36,6 +37,7 @@ class Noting(nn.Module):
         assert isinstance(self.offset, torch.Tensor)
         self.seen = [x.dtype, ids.dtype, self.weight.dtype, self.offset.dtype]
         self.offset += 1
+        self.partly[0] = 2.0
         self.count += 1
         return (x.unsqueeze(1) * self.weight).sum(2) + self.offset, ids
 
@@ -84,6 +86,8 @@ def test_every_tensor_has_the_dtype_of_the_policy(
     partial = model.weight.grad.dtype
     model.set_requires_gradient_sync(True)
     model(inputs_for(0, 0), torch.arange(3))[0].sum().backward()
+    # What forward does not write is not rounded.
+    assert torch.equal(model.partly, torch.tensor([2.0, 1 / 3]))
     after = [model.weight.dtype, model.offset.dtype, model.count.dtype, model.weight.grad.dtype]
     assert {
         "forward": model.seen,
