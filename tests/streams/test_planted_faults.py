@@ -25,7 +25,7 @@ from composable_shard.core.transport import host, pending
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Pending, UsedStreams
 from composable_shard.core.transport.process_groups import SmallAllReduce
-from composable_shard.testing import ParamSpec, TreeSpec, fake_ranks, run_ranks
+from composable_shard.testing import fake_ranks, run_ranks
 from composable_shard.testing.strategies import policies
 from streams.models import LOW, NUM_BLOCKS, PROGRAMS, WIDTH, Training
 
@@ -350,18 +350,8 @@ def test_memory_of_a_failed_launch_goes_back_when_nothing_uses_it(
 # Numbers are as without a device ------------------------------------------------------------------
 
 
-def has_shards(case: Case) -> bool:
-    return len(case.mesh) == 1 or case.mesh[-1] > 1
-
-
-@pytest.mark.xfail(reason="the sum over replicas of one shard does not wait for the gradients")
-def test_the_sum_over_replicas_of_one_shard_waits_for_the_gradients() -> None:
-    case = Case(TreeSpec((ParamSpec((3, 4)),)), ["backward"], (2, 1))
-    case.check(within=on_simulated_device)
-
-
 @reproducible(12)
-@given(cases().filter(has_shards), policies(any_inputs=True))
+@given(cases(), policies(any_inputs=True))
 def test_any_tree_follows_any_program_under_any_policy(
     case: Case, policy: MixedPrecisionPolicy
 ) -> None:
@@ -369,13 +359,13 @@ def test_any_tree_follows_any_program_under_any_policy(
 
 
 @reproducible(8)
-@given(cases(differs=True).filter(has_shards))
+@given(cases(differs=True))
 def test_any_tree_of_which_ranks_use_different_parameters_follows_any_program(case: Case) -> None:
     case.check(within=on_simulated_device, timeout=60)
 
 
 @reproducible(8)
-@given(cases().filter(has_shards))
+@given(cases())
 def test_any_offloaded_tree_follows_any_program(case: Case) -> None:
     case.check(within=on_simulated_device, offload_policy=CPUOffloadPolicy(), timeout=60)
 
