@@ -124,7 +124,7 @@ def full_disk(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-def refused(folder: Path, place: str = "json.dumps", rank: int | None = None) -> str:
+def refused(folder: Path, place: str = "json.dump", rank: int | None = None) -> str:
     state = {"model": get_model_state_dict(model_of(2.0))}
     broken = mock.patch(place, full_disk) if dist.get_rank() == rank else nullcontext()
     with broken, pytest.raises(ShardError) as caught:
@@ -150,7 +150,7 @@ def test_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
             *("torch.distributed.checkpoint.FileSystemWriter.write_data", BAD),
             "ShardError: Expected all ranks to write their parts of checkpoint '{}', got rank 1: ",
         ),
-        ("json.dumps", 0, f"{FIRST}OSError: "),
+        ("json.dump", 0, f"{FIRST}OSError: "),
     ],
     ids=["write", "publish"],
 )
