@@ -152,10 +152,11 @@ def test_a_penalty_counts_wherever_it_is_computed(kind: str) -> None:
         if kind == "hybrid" and setter == "requires_all_reduce" and name != "absolute":
             continue  # DTensor adds nothing replicated to what is partial on one axis alone
         torch.manual_seed(0)
-        plain = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, width)).double()
+        layers = nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, 3), nn.Linear(3, width)
+        plain = nn.Sequential(*layers).double()
         model = copy.deepcopy(plain)
-        for layer in (model[0], model[2]) if is_before else (model[0],):
-            fully_shard(layer, mesh=mesh)
+        for index in (0, 2, 3) if is_before else (0,):  # the last one is delivered in between
+            fully_shard(model[index], mesh=mesh)
         assert isinstance(fully_shard(model, mesh=mesh), FSDPModule)
         for microbatch in range(2 if setter else 1):
             if setter:
