@@ -320,9 +320,9 @@ custom_then_memory()
     ShardError: Expected built-in collectives to choose the memory of, got custom ones, which
     allocate their own
 sharded()._set_unshard_async_op(True)
-    TorchStateError: Expected to read _training_state, _fsdp_param_group, _fsdp_param_groups,
-    _comm_ctx, _reshard_after_forward, is_unsharded alone of torch's private state of the root
-    group, got unshard_async_op; use the methods of composable_shard.FSDPModule
+    TorchStateError: Expected to read only _training_state, _fsdp_param_group, _fsdp_param_groups,
+    _comm_ctx, _reshard_after_forward, is_unsharded of torch's private state of the root group, got
+    unshard_async_op; use the methods of composable_shard.FSDPModule
 """
 OF_FOUR = r"""\
 fully_shard(plain(), mesh=square(), dp_mesh_dims='shard')

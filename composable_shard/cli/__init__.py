@@ -25,7 +25,7 @@ COMMANDS = {
 
 _EXAMPLES = """examples:
   composable-shard doctor                    check this machine, and measure how fast it is
-  composable-shard estimate config.json      the needs of a model on ranks that need not exist
+  composable-shard estimate config.json      memory and time of a step, without the ranks
   composable-shard run train.py --steps 10   train.py with torch's fully_shard replaced by ours
   composable-shard trace runs/trace          the timelines of all ranks, as one page
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = chosen.run(chosen)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has ended
+    except BrokenPipeError:  # the reading process, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     return code
@@ -83,7 +83,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of a package; ``None`` if it is not installed, as a checkout is not."""
+    """Return the version of a package; ``None`` if it is not installed (as in a checkout)."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -91,7 +91,7 @@ def installed_version(package: str) -> str | None:
 
 
 def positive(text: str) -> int:
-    """Return the positive number that an argument of the command line is."""
+    """Parse a positive number of the command line."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"Expected a positive number, got '{text}'")
     return int(text)

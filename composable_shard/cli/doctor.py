@@ -30,7 +30,7 @@ from composable_shard.core.transport.pending import Waitable
 from composable_shard.insight.report import counted
 from composable_shard.mesh import resolve_mesh
 
-# The facts about this machine and this torch that matter to sharded training ----------------------
+# Facts about this machine and this torch that affect sharded training -----------------------------
 
 OLDEST_TORCH = (2, 11)
 BACKENDS = ("gloo", "nccl", "xccl", "ucc", "mpi")
@@ -52,17 +52,17 @@ VARIABLES: dict[str, dict[str, str]] = {
     "PYTORCH_CUDA_ALLOC_CONF": {},
     "TORCH_DISTRIBUTED_DEBUG": {"DETAIL": "makes every collective slower: unset it"},
 }
-"""Environment variables that matter, with values that make training slower, and how."""
+"""Relevant environment variables, with values that make training slower and the reason."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables of the caching allocator, by their newer and their older name."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts, found without starting anything.
+    """Facts about this machine, found without starting ranks.
 
     Attributes:
-        versions: Of torch, Python, this package and einops; ``None`` if not installed.
+        versions: Versions of torch, Python, this package and einops; ``None`` if not installed.
         build: The accelerator that torch is built for: ``"cpu"``, ``"cuda 13.0"``, ``"hip 7"``.
         system: The operating system.
         backends: Whether torch has each backend of ``torch.distributed``.
@@ -71,7 +71,7 @@ class Machine:
         num_cores: Cores that this process may use.
         load: Programs that used or waited for a core, averaged over the last minute.
         num_threads: Threads that an operator may use.
-        variables: Environment variables that matter here; ``None`` if unset.
+        variables: Relevant environment variables; ``None`` if unset.
     """
 
     versions: dict[str, str | None]
@@ -88,7 +88,7 @@ class Machine:
 
 @dataclass
 class Findings:
-    """Problems, and warnings about lost time or memory; each says what to do."""
+    """Problems, and warnings about lost time or memory, each with its remedy."""
 
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -137,7 +137,7 @@ def judge(machine: Machine, num_ranks: int) -> Findings:
         "there are GPUs, but torch has no nccl: install a CUDA build": (
             has_gpus and has_backend and not machine.backends["nccl"]
         ),
-        f"{num_ranks} ranks need as many devices, there are {num_devices}: pass --ranks or "
+        f"{num_ranks} ranks need as many devices, but there are {num_devices}: pass --ranks or "
         "--device cpu": 0 < num_devices < num_ranks,
     }
     warnings = {
@@ -149,8 +149,8 @@ def judge(machine: Machine, num_ranks: int) -> Findings:
             for name, slow in VARIABLES.items()
             for value, how in slow.items()
         },
-        "the caching allocator of CUDA has segments of fixed size, between which memory is lost as "
-        f"unsharded parameters come and go: set {ALLOCATOR[0]}=expandable_segments:True": (
+        "the caching allocator of CUDA uses segments of fixed size, and unsharded parameters that "
+        f"come and go fragment them: set {ALLOCATOR[0]}=expandable_segments:True": (
             has_gpus and machine.build.startswith("cuda") and "expandable_segments" not in settings
         ),  # ROCm is "hip"
     }
@@ -159,17 +159,17 @@ def judge(machine: Machine, num_ranks: int) -> Findings:
 
 
 SHARES, SENDS = "shared memory", "messages, because "
-"""The ways in which two ranks communicate; a reason follows the second."""
+"""The transports between two ranks; a reason follows the second."""
 
 SLOW = 20
-"""A collective that is this many times slower than a copy of its bytes has a problem: through
-sockets of one host, the slowest intended way, it is about 10 times slower."""
+"""A collective that is this many times slower than a copy of its bytes is a problem. Sockets on one
+host, the slowest supported transport, are about 10 times slower."""
 
 IDLE = 0.5  # the highest load of a machine on which nothing else runs
 
 
 def other_programs(machine: Machine, num_ranks: int) -> str:
-    """Return a text about programs that keep cores from the ranks; empty if there are enough."""
+    """Return a warning about other programs that use the ranks' cores; empty if enough are free."""
     if machine.load <= max(0, machine.num_cores - num_ranks) + IDLE:
         return ""
     cores = counted(machine.num_cores, "core")
@@ -182,7 +182,7 @@ def other_programs(machine: Machine, num_ranks: int) -> str:
 def judge_threads(
     machine: Machine, num_ranks: int, measured: Measurement | None, found: Findings
 ) -> None:
-    """Add slow collectives, and too many threads or other programs as the cause."""
+    """Add slow collectives to the findings, with the cause: many threads, or other programs."""
     if machine.device_type != "cpu" or num_ranks == 1:
         return
     threads = machine.num_threads if measured is None else measured.num_threads
@@ -206,7 +206,7 @@ def judge_threads(
 # The collectives that ``fully_shard`` uses, measured on ranks of this machine ---------------------
 
 WARM_UPS, REPEATS = 2, 7
-ATTEMPTS = 3  # the most, while a collective is slow
+ATTEMPTS = 3  # at most, while a collective is slow
 TIMEOUT = 120.0  # seconds that ranks may take
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
@@ -216,7 +216,7 @@ class Collective:
     """The measurement of one collective.
 
     Attributes:
-        how: The class that runs it.
+        how: The class that runs the collective.
         seconds: Median over repeats, of the slowest rank.
         nbytes_received: Bytes that one rank receives from the others.
         is_right: Whether the result was right on all ranks.
@@ -240,8 +240,8 @@ class Measurement:
     Attributes:
         backend: The backend of the device in the process group.
         num_threads: Compute threads of a rank.
-        transports: For each pair of ranks, such as "0-1", how it communicates, and why it does not
-            share memory; empty where the library leaves that to the backend.
+        transports: The transport of each pair of ranks, such as "0-1", and the reason if it is not
+            shared memory; empty if the backend chooses it.
         copied_per_second: Bytes that one thread of a rank copies from memory to memory in a second
             while the others do the same; ``None`` if the collectives do not use that memory.
         collectives: Each collective by name.
@@ -254,7 +254,7 @@ class Measurement:
     collectives: dict[str, Collective]
 
     def pairs_by_way(self) -> dict[str, str]:
-        """Return the pairs of ranks that communicate in each way."""
+        """Return the pairs of ranks by transport."""
         ways: dict[str, list[str]] = {}
         for pair, way in self.transports.items():
             ways.setdefault(way, []).append(pair)
@@ -295,7 +295,7 @@ def measure(num_ranks: int, device_type: str, nbytes: int) -> Measurement:
             return _slowest([found.next(TIMEOUT) for _ in range(num_ranks)])
         except multiprocessing.TimeoutError as error:
             raise TimeoutError(
-                f"Expected {num_ranks} ranks to measure within {TIMEOUT:g} s, got no end"
+                f"Expected {num_ranks} ranks to measure within {TIMEOUT:g} s, got a timeout"
             ) from error
 
 
@@ -315,7 +315,7 @@ def _slowest(found: Sequence[Measurement]) -> Measurement:
 
 
 def _be_rank(num_ranks: int, device_type: str, nbytes: int, folder: str, rank: int) -> Measurement:
-    for variable in LAUNCHER_VARIABLES:  # those of a launcher around the doctor
+    for variable in LAUNCHER_VARIABLES:  # set by a launcher around the doctor
         os.environ.pop(variable, None)
     device = torch.device("cpu")
     if device_type != "cpu":
@@ -487,7 +487,7 @@ def _measure(num_ranks: int, machine: Machine, nbytes: int, found: Findings) -> 
         if not all(attempt.collectives[name].is_right for attempt in attempts):
             found.problems.append(f"{name} gave wrong values: the backend or the machine is broken")
     found.warnings += [
-        f"ranks {pairs} send through sockets what they could read in shared memory: "
+        f"ranks {pairs} communicate through sockets instead of shared memory: "
         f"{way.removeprefix(SENDS)}"
         for way, pairs in measured.pairs_by_way().items()
         if way != SHARES
@@ -523,16 +523,16 @@ def _lines(
         ("python", f"{versions['python']} on {machine.system}"),
         ("devices", f"{devices}; {cores}, {threads}, load {machine.load:.1f}"),
         ("backends", ", ".join(backends) or "none"),
-        ("variables", ", ".join(variables) or "none of those that matter is set"),
+        ("variables", ", ".join(variables) or "no relevant variable is set"),
     ]
     if measured is not None:
         lines += _lines_of_ranks(f"{num_ranks} on {machine.device_type}", measured)
     elif num_ranks == 1:
-        lines.append(("ranks", f"1 on {machine.device_type}, which communicates with nobody"))
+        lines.append(("ranks", f"1 on {machine.device_type}, which has no collectives"))
     lines += [("warning", text) for text in found.warnings]
     lines += [("problem", text) for text in found.problems]
     if not found.problems:
-        verdict = "training works; see what is above" if found.warnings else "nothing is wrong"
+        verdict = "training works; see the warnings above" if found.warnings else "nothing is wrong"
         lines.append(("verdict", verdict))
     return lines
 
@@ -542,9 +542,9 @@ def _lines_of_ranks(ranks: str, measured: Measurement) -> list[tuple[str, str]]:
     way = "in shared memory" if list(ways) == [SHARES] else "sent from rank to rank over gloo"
     lines = [("ranks", f"{ranks} over {measured.backend}, {threads} each")]
     lines += [("transport", f"{how}: ranks {pairs}") for how, pairs in ways.items()]
-    for name, one in measured.collectives.items():
-        how = _HOW[one.how].format(backend=measured.backend, way=way)
-        speed = f"{one.bytes_per_second / 1e9:.2f} GB/s to each rank"
-        took = f"({one.nbytes_received / _MIB:.0f} MiB in {one.seconds * 1e3:.1f} ms)"
+    for name, result in measured.collectives.items():
+        how = _HOW[result.how].format(backend=measured.backend, way=way)
+        speed = f"{result.bytes_per_second / 1e9:.2f} GB/s to each rank"
+        took = f"({result.nbytes_received / _MIB:.0f} MiB in {result.seconds * 1e3:.1f} ms)"
         lines.append((name.replace("_", "-"), f"{speed} {took}, {how}"))
     return lines

@@ -1,4 +1,4 @@
-"""``composable-shard estimate``: the needs of a training step, from a file that describes it."""
+"""``composable-shard estimate``: the memory and the time of a step, from a config file."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from composable_shard.cli import positive
 from composable_shard.insight.estimate import estimate
 from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 
-# Values of the file: each function converts a value, or raises ------------------------------------
+# Values of the file: each function converts a value or raises -------------------------------------
 
 
 class ConfigError(ValueError):
-    """A file that cannot be read, or has unknown keys or wrong values."""
+    """The config cannot be read, or has unknown keys or wrong values."""
 
 
 def _require(is_right: bool) -> None:
@@ -162,7 +162,7 @@ def read_config(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ConfigError: If the file cannot be read, or has unknown keys or wrong values.
-        ImportError: If something that it names, or ``transformers``, cannot be imported.
+        ImportError: If a name in the file, or ``transformers``, cannot be imported.
     """
     config, overrides = _load(path), dict(overrides)
     shape = overrides.pop("batch", 1), overrides.pop("context", 1)
@@ -187,7 +187,7 @@ def _read(table: Mapping[str, Any], kinds: Mapping[str, _Kind], where: str = "")
     """Return the values of a table, without nulls.
 
     Raises:
-        ConfigError: For unknown keys, and values of another kind than the key has.
+        ConfigError: For unknown keys, and for values of the wrong kind.
     """
     unknown = sorted(set(table) - set(kinds))
     if unknown:
@@ -265,8 +265,8 @@ train.toml needs only `model` and `batch`; JSON with the same keys works too:
   device = "cuda"                            # or "cpu"
   optimizer = "torch.optim:AdamW"
   loss = "my_package.train:loss"             # takes the output and the batch
-  flops = 4e14                               # in a second; with bandwidth, adds the time
-  bandwidth = 5e10                           # bytes in a second
+  flops = 4e14                               # per second; with bandwidth, adds the time
+  bandwidth = 5e10                           # bytes per second
   [batch]                                    # keyword arguments of forward
   tokens = { shape = [4, 2048], dtype = "int64" }
   [fully_shard]
@@ -283,7 +283,7 @@ exit codes: 0 success, 1 the model cannot be built or run, 2 wrong arguments or 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its arguments."""
-    parser.description = "Compute the needs of a training step on each rank, without the ranks."
+    parser.description = "Compute the memory and the time of a training step, without the ranks."
     parser.epilog = _EXAMPLES
     parser.add_argument(
         "config",
@@ -297,10 +297,10 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"])
     parser.add_argument("--param-dtype", metavar="DTYPE", help="dtype of compute")
     parser.add_argument("--reduce-dtype", metavar="DTYPE", help="dtype of reductions")
-    parser.add_argument("--flops", type=float, help="floating-point operations in a second")
-    parser.add_argument("--bandwidth", type=float, help="bytes that a rank sends in a second")
+    parser.add_argument("--flops", type=float, help="floating-point operations per second")
+    parser.add_argument("--bandwidth", type=float, help="bytes that a rank sends per second")
     parser.add_argument("--replica-bandwidth", type=float, help="the same between replicas")
-    parser.add_argument("--latency", type=float, help="additional seconds of each launch")
+    parser.add_argument("--latency", type=float, help="additional seconds per launch")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -329,12 +329,12 @@ def run(args: argparse.Namespace) -> int:
             return build_model()
 
         result = estimate(build, **call)
-    except Exception as error:  # noqa: BLE001 - functions of the user may raise anything
+    except Exception as error:  # noqa: BLE001 - user functions may raise anything
         if isinstance(error, ImportError):
             code = FAILED
-        is_told = isinstance(error, (ImportError, TypeError, ValueError, RuntimeError))
+        is_clear = isinstance(error, (ImportError, TypeError, ValueError, RuntimeError))
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-        text = f"{error if is_told else _described(error)}{notes}"
+        text = f"{error if is_clear else _described(error)}{notes}"
         print(f"composable-shard estimate: {text}", file=sys.stderr)
         return code
     if args.json:

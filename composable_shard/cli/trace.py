@@ -17,7 +17,7 @@ _EXAMPLES = f"""examples:
   composable-shard trace runs/trace                      merge all ranks, print where the time goes
   composable-shard trace runs/trace --open               and look at the timeline
   composable-shard trace runs/trace --json               the same as JSON, for a script
-  composable-shard trace node0 node1 --output merged     ranks with disks of their own
+  composable-shard trace node0 node1 --output merged     ranks that wrote to local disks
 
 Writes {" and ".join(MERGED)} into the (first) folder, or into --output. {CHROME} is for
 https://ui.perfetto.dev or chrome://tracing, {PAGE} for a browser.
@@ -29,7 +29,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its arguments."""
     parser.description = "Merge the recordings that composable_shard.trace() made on each rank."
     parser.epilog = _EXAMPLES
-    of_ranks = "a folder that was passed to trace()"
+    of_ranks = "a folder that trace() wrote"
     parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help=of_ranks)
     parser.add_argument("--output", metavar="FOLDER", type=Path, help="folder for the merged files")
     parser.add_argument("--open", action="store_true", help="open the timeline in a browser")

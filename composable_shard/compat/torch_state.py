@@ -1,10 +1,10 @@
-"""The state of a sharded module that functions of torch, and subclasses, read.
+"""The state of a sharded module that torch's functions and tensor subclasses read.
 
 Schedules call ``torch.distributed.fsdp.fully_shard.state(module)``, which looks into a dict of the
-module. Tensor subclasses (those of Transformer Engine do) read the private state of ``fully_shard``
-in ``fsdp_pre_all_gather``, to send only the tensors that a forward or a backward reads: they call
-``module._get_fsdp_state()`` on the nearest sharded module, which they look for among all modules
-that torch has a state of. Here is a state that they can read, and not write.
+module. Some tensor subclasses (those of Transformer Engine) read the private state of
+``fully_shard`` in ``fsdp_pre_all_gather``, to send only the tensors that a forward or a backward
+reads: they call ``module._get_fsdp_state()`` on the nearest sharded module, which they look up in
+    torch's list of modules with a state. This module provides that state, read-only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from composable_shard.errors import TorchStateError
 
 
 class TrainingState(Enum):
-    """The moment a group is in; equal to the member of the same name of torch's enum."""
+    """The phase of a group; equal to the member of the same name in torch's enum."""
 
     FORWARD = auto()
     PRE_BACKWARD = auto()
@@ -41,11 +41,11 @@ class TrainingState(Enum):
 class TorchState:
     """The readable part of torch's ``FSDPState`` and of its ``FSDPParamGroup``, one object here.
 
-    It refuses all other attributes, and every assignment. ``_reshard_after_forward`` says
-    whether backward gathers by itself, so that a forward may do with less. It is False: the group
-    that ends forward may stay for backward. A pipeline schedule of torch before 2.15 goes through
-    all states of a context and their groups to have the gradients of a stage reduced. Here there
-    are none, and one call does everything.
+    Reading another attribute, or setting any, raises. ``_reshard_after_forward`` tells a subclass
+    whether backward gathers again, so that forward may gather less. It is False, since the last
+    group of forward may stay unsharded for backward. Pipeline schedules of torch before 2.15 loop
+    over the states of a context and their groups to reduce the gradients of a stage. Here the
+    context lists no states, and one call reduces everything.
     """
 
     all_states: tuple[()] = ()
@@ -59,8 +59,8 @@ class TorchState:
         # A copy being made has no attributes yet.
         label = self._group.label if "_group" in self.__dict__ else "a sharded module"
         raise TorchStateError(
-            "Expected to read _training_state, _fsdp_param_group, _fsdp_param_groups, _comm_ctx, "
-            "_reshard_after_forward, is_unsharded alone of torch's private state of "
+            "Expected to read only _training_state, _fsdp_param_group, _fsdp_param_groups, "
+            "_comm_ctx, _reshard_after_forward, is_unsharded of torch's private state of "
             f"{label}, got {name}; use the methods of composable_shard.FSDPModule"
         )
 
@@ -97,7 +97,7 @@ class TorchState:
         return self._group.tree.in_flight
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduce the gradients that all microbatches left, wait, and free.
+        """Reduce the unsynced gradients of all microbatches, and wait for the reductions.
 
         Collective: the reductions of a backward.
         """
@@ -108,10 +108,10 @@ class TorchState:
 
 
 class _States(dict[Any, Any]):
-    """Answers for ``fully_shard`` of torch, and is an ordinary dict to all others.
+    """A dict that returns our state for torch's ``fully_shard``.
 
     Args:
-        state: The answer.
+        state: Our state.
         others: The entries of other functions.
     """
 
@@ -120,14 +120,14 @@ class _States(dict[Any, Any]):
         self.state = state
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return the state that a function of torch has given the module."""
+        """Return the module's state under ``key``, a composable function of torch."""
         if key not in self and getattr(key, "__name__", None) == "fully_shard":
             return self.state
         return super().get(key, default)
 
 
 def answer_torch(module: nn.Module, group: ParamGroup) -> None:
-    """Let torch find a state of ``module``, and that it is sharded."""
+    """Let torch find a state of ``module``, and see that it is sharded."""
     others = module.__dict__.get(_torch.COMPOSABLE_STATE, {})
     module.__dict__[_torch.COMPOSABLE_STATE] = _States(TorchState(group), others)
     _torch.add_composable_function(module, "fully_shard")
@@ -135,7 +135,7 @@ def answer_torch(module: nn.Module, group: ParamGroup) -> None:
 
 
 def list_with_torch(module: nn.Module) -> None:
-    """List a sharded module, which may be a copy, among the modules that torch has a state of."""
+    """Add a sharded module, possibly a copy, to torch's list of modules with a state."""
     _torch.list_module_state(module, torch_state(module))
 
 

@@ -37,7 +37,7 @@ def repeated_blocks(module: nn.Module) -> set[nn.Module]:
 
 
 def is_repeated_block(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Return a policy for ``apply_fully_shard`` that picks them."""
+    """Return a policy for ``apply_fully_shard`` that picks the repeated blocks."""
     blocks = repeated_blocks(model) or {model}  # a model without any is one group
     return lambda module: module in blocks
 
@@ -45,16 +45,16 @@ def is_repeated_block(model: nn.Module) -> Callable[[nn.Module], bool]:
 # Advice on the groups of a model ------------------------------------------------------------------
 
 GIANT_SHARE = 0.5
-"""A root group with more than this part of all parameters gathers most of the model at once."""
+"""A root group with more than this share of all parameters gathers most of the model at once."""
 
 BUFFERS_SHARE = 0.1
 BUFFERS_NBYTES = 1 << 20
-"""Buffers of more bytes, and of more than this part of a rank's shards, are worth an advice."""
+"""Buffers of more bytes, and of more than this share of a rank's shards, are worth advice."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """An advice.
+    """One piece of advice.
 
     Attributes:
         kind: Its kind in one word or two, to filter by.
@@ -77,7 +77,7 @@ def advice_on_groups(model: nn.Module, steps: Sequence[GroupStep]) -> tuple[Advi
 
 
 Facts = tuple[tuple[str, ...], str, str]
-"""The fields of an advice without its kind."""
+"""The fields of an :class:`Advice` without its kind."""
 
 
 def _giant_root(model: nn.Module, steps: Sequence[GroupStep]) -> Iterator[Facts]:

@@ -50,7 +50,7 @@ class MemorySplit:
     Attributes:
         shards: Its shards of the parameters.
         gradients: Gradients: as autograd leaves them, on their way, and reduced.
-        optimizer: The state of the optimizer, and the other memory of its step.
+        optimizer: The states of the optimizer, and the other memory of its step.
         gathered: Unsharded parameters, and the other memory of gathers.
         activations: Tensors that compute made and still needs.
         unsharded: Parameters and buffers that are not sharded, and the batch.
@@ -65,7 +65,7 @@ class MemorySplit:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all parts."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -88,15 +88,15 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Estimate(Report):
-    """The needs of one rank for a step.
+    """The memory, communication and time of one rank in a step.
 
     Attributes:
         mesh_shape: ``(replicas, shards)``.
         num_parameters: Elements of all parameters.
         num_groups: Groups that have parameters.
-        peak: The memory on the device of a rank at the fullest moment of a step.
-        peak_at: That moment.
-        between_steps: The memory between steps, gradients cleared.
+        peak: The peak of a rank's device memory in a step.
+        peak_at: The moment of the peak.
+        between_steps: The memory between steps, with gradients cleared.
         on_cpu: Bytes on the CPU, if parameters are offloaded.
         traffic: The traffic of a rank in a step, without the optimizer.
         flops: Floating-point operations of a rank in forward and backward.
@@ -118,7 +118,7 @@ class Estimate(Report):
 
     @property
     def num_ranks(self) -> int:
-        """All of them."""
+        """The number of ranks."""
         return self.mesh_shape[0] * self.mesh_shape[1]
 
     def sections(self) -> list[Section]:
@@ -166,7 +166,7 @@ def default_loss(output: Any, batch: Any) -> torch.Tensor:
     """Return the ``loss`` of an output that has one, else the sum of a tensor.
 
     Raises:
-        TypeError: If it is neither.
+        TypeError: If the output has no loss and is no tensor.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
@@ -195,17 +195,17 @@ def estimate(
     latency: float = 0.0,
     **kwargs: Any,
 ) -> Estimate:
-    """Compute the needs of a training step on each of 1 to 100,000 ranks, without any of them.
+    """Estimate the memory, communication and time of a step on 1 to 100,000 ranks, without ranks.
 
-    The model is built, sharded and run with tensors that have no memory, as the first of so many
-    ranks. Its allocations, operations and messages are recorded. So the time this takes hardly
-    grows with the ranks.
+    The model is built, sharded and run with tensors that have no memory, as the first of the ranks.
+    Its allocations, operations and messages are recorded. So the time of an estimate hardly grows
+    with the number of ranks.
 
     Args:
         build_model: Makes the model; its parameters are not allocated.
         mesh_shape: The number of ranks, or ``(replicas, shards)``.
-        policy: Picks the modules that have a group of their own, as for :func:`apply_fully_shard`;
-            by default those that are repeated in lists.
+        policy: Picks the modules that get their own group, as for :func:`apply_fully_shard`; by
+            default modules that are repeated in lists.
         batch: The inputs of one rank's forward: a tensor, a tuple of arguments, a dict of keyword
             arguments, or a function that makes one. Only shapes and dtypes count, so tensors on the
             meta device suffice.
@@ -217,11 +217,11 @@ def estimate(
             of ``with_layout``: the estimate is then that of the rank with the most matrices to
             step.
         device: ``"cpu"``, or the type of an accelerator.
-        flops: Floating-point operations that a device does in a second. With ``bandwidth``, adds
-            the time of a step.
-        bandwidth: Bytes that a rank sends in a second.
+        flops: Floating-point operations of a device per second. With ``bandwidth``, adds the time
+            of a step.
+        bandwidth: Bytes that a rank sends per second.
         replica_bandwidth: The same between replicas; by default ``bandwidth``.
-        latency: Additional seconds of each launch of a collective.
+        latency: Additional seconds per launch of a collective.
         kwargs: Arguments of ``fully_shard``, such as ``mp_policy`` and ``reshard_after_forward``.
 
     Returns:
@@ -261,7 +261,7 @@ def estimate(
             f"'{dist.get_backend()}'; call it before init_process_group, or in a process of its own"
         )
     if batch is None:
-        raise TypeError("Expected batch to be what one rank's forward takes, got None")
+        raise TypeError("Expected batch to be the inputs of one rank's forward, got None")
     if shard is not None and (policy is not None or kwargs):
         given = ["policy"] * (policy is not None) + list(kwargs)
         raise ValueError(
@@ -278,8 +278,8 @@ def estimate(
             return _weigh(rehearsal, shape, optimizer, speeds, is_accelerator=device_type != "cpu")
     except _torch.ReadsValues as error:
         error.add_note(
-            "estimate runs the model on tensors without values, and something in it, or in "
-            "the loss, asks one for its value"
+            "estimate runs the model on tensors without values, but the model or the loss "
+            "reads a value"
         )
         raise
 
@@ -362,8 +362,8 @@ def _checked_speeds(**given: float | None) -> dict[str, float] | None:
     """Return the arguments of :func:`_time_of` that are speeds; ``None`` if none are given.
 
     Raises:
-        TypeError: If one is no number.
-        ValueError: If only some are given, or one is not positive.
+        TypeError: If a speed is no number.
+        ValueError: If only some speeds are given, or a speed is not positive.
     """
     numbers = {n: checked_number(n, value) for n, value in given.items() if value is not None}
     if not all(number > 0 or (name, number) == ("latency", 0) for name, number in numbers.items()):
@@ -394,10 +394,10 @@ def _time_of(
     Args:
         moments: The step.
         traffics: The traffic of each group.
-        flops: Floating-point operations that a device does in a second.
-        bandwidth: Bytes that a rank sends in a second to those that share its parameters.
-        replica_bandwidth: The same to those that hold the same shards.
-        latency: Additional seconds of each launch.
+        flops: Floating-point operations of a device per second.
+        bandwidth: Bytes per second that a rank sends to ranks that share its parameters.
+        replica_bandwidth: The same to ranks that hold the same shards.
+        latency: Additional seconds per launch.
     """
     compute = clock = lane = communication = 0.0
     done: dict[tuple[ParamGroup | None, str], float] = {}

@@ -2,7 +2,7 @@
 
 Tests of schedules compare whole lists of ``(event, name)``.
 
-A listener also hears where parts of the events begin and end, to take times. A collective ``x`` is
+A listener is also called where parts of the events begin and end, for timing. A collective ``x`` is
 launched between ``begin_x`` and ``x`` (``begin_regather``: from parts that neighbours kept). The
 rank only waits between ``begin_wait_for_x`` and ``waited_for_x``, and copies the result to its
 place from then until ``wait_for_x``. ``begin_wait_for_copies`` and ``wait_for_copies`` enclose a
@@ -78,14 +78,14 @@ def record_events(module: nn.Module, *events: str) -> Iterator[list[Event]]:
 
     Args:
         module: A sharded module; the whole tree it belongs to is recorded.
-        events: Which events to record, out of ``EVENTS``; all of them if none is named.
+        events: The events to record, out of ``EVENTS``; all of them if none is given.
 
     Returns:
         A list that grows while the context is open, of ``(event, group name)``; the group of the
         root is named ``""``.
 
     Raises:
-        TypeError: If it is no module.
+        TypeError: If ``module`` is no module.
         ValueError: If the module is not sharded, or an event does not exist.
 
     Collective: none.

@@ -51,10 +51,10 @@ from composable_shard.train.weights.stream import PassCosts, costs_of
 
 @dataclass(frozen=True)
 class GroupExplanation:
-    """One communication group, that of one ``fully_shard`` call.
+    """The communication group of one ``fully_shard`` call.
 
     Attributes:
-        name: Its name in the model; that of a root is ``"(root)"``.
+        name: Its name in the model; ``"(root)"`` for a root.
         modules: The classes of its modules.
         parameters: Its parameters.
         sharded_nbytes: Bytes of this rank's shards, padding included.
@@ -84,7 +84,7 @@ class GroupExplanation:
         return sum(copy.nbytes * copy.times for copy in self.copies)
 
     def without_names(self) -> GroupExplanation:
-        """Return the same without names, which is equal for groups that are alike."""
+        """Return a copy without names, which is equal for groups that are alike."""
         parameters = (replace(param, name="") for param in self.parameters)
         copies = (replace(copy, parameters=()) for copy in self.copies)
         return replace(self, name="", parameters=tuple(parameters), copies=tuple(copies))
@@ -118,9 +118,9 @@ class OptimizerExplanation(Report):
     Attributes:
         name: Its class.
         groups: Its parameter groups.
-        held_nbytes: The most bytes that matrices on their way occupy on this rank, beside the
-            memory of the stock optimizers.
-        imbalance: The work of the rank with the most matrices to step, by the mean of all ranks.
+        held_nbytes: The peak of the bytes of matrices in flight on this rank, besides the memory of
+            the stock optimizers.
+        imbalance: The most matrix work of a rank, divided by the mean of all ranks.
     """
 
     name: str
@@ -289,12 +289,12 @@ def _pass_texts(costs: PassCosts) -> list[str]:
         f"them, {costs.launches} gathers of {costs.messages} messages in all",
         f"this rank sends {nbytes_text(costs.sent_nbytes)} and receives "
         f"{nbytes_text(costs.received_nbytes)}",
-        f"beside the model at most {nbytes_text(costs.held_nbytes)} live at a time, if each tensor "
-        "is let go of",
+        f"beside the model at most {nbytes_text(costs.held_nbytes)} live at a time, if the caller "
+        "drops each tensor",
     ]
     if costs.by_class:
         names = names_text(costs.by_class)
-        texts.append(f"only their class makes whole, by gathers besides: {names}")
+        texts.append(f"parameters that their class gathers in further collectives: {names}")
     return texts
 
 
@@ -421,7 +421,7 @@ def _reasons_of_mesh(step: GroupStep, channel: Channel) -> list[str]:
         ),
         f"{mesh.num_replicas} replicas hold the same shards, so the reduced gradients of this rank "
         "are reduced over them as well": mesh.num_replicas > 1 and all_reduces and bool(dtypes),
-        "custom communication copies what it sends, and what arrives, into one tensor": is_custom,
+        "custom communication copies all inputs, and all outputs, into one tensor": is_custom,
     }
     return [text for text, is_so in reasons.items() if is_so]
 
@@ -429,17 +429,17 @@ def _reasons_of_mesh(step: GroupStep, channel: Channel) -> list[str]:
 def _subclass_text(step: GroupStep, bucket: ExtensionBucket) -> str:
     who = f"{step.names_of([bucket.param])[0]} is a tensor subclass"
     if not has_extension(bucket.param.local):
-        return f"{who} that travels inner tensor by inner tensor"
+        return f"{who}; its inner tensors travel one by one"
     if messages_of(bucket) is None:
-        return f"{who} whose hook says at the first gather what it sends"
-    return f"{who} whose hook says what it sends"
+        return f"{who}; its hook chooses at the first gather which tensors to send"
+    return f"{who}; its hook chooses which tensors to send"
 
 
 # The step of an optimizer -------------------------------------------------------------------------
 
 
 def explain_optimizer(optimizer: Optimizer) -> OptimizerExplanation:
-    """Return what a step of an optimizer works on, sends and occupies. Collective: none."""
+    """Explain the tensors, traffic and memory of a step of an optimizer. Collective: none."""
     if isinstance(optimizer, LayoutOptimizer):
         return explain_layouts(optimizer.plan())
     layout = "flat" if isinstance(optimizer, FlatSteps) else "stock"
@@ -453,7 +453,7 @@ def explain_optimizer(optimizer: Optimizer) -> OptimizerExplanation:
 
 
 def explain_layouts(steps: LayoutSteps) -> OptimizerExplanation:
-    """Return the same of an optimizer of whole matrices."""
+    """Explain a step of an optimizer of whole matrices."""
     groups = []
     for group in steps.groups:
         sent = [message for bucket in group.buckets for message in bucket.sent]

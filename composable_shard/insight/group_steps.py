@@ -37,7 +37,7 @@ from composable_shard.core.transport.collectives import (
 from composable_shard.insight.recording import join
 
 Names = Mapping[nn.Module, str]
-"""Names of modules within the model that is looked at."""
+"""Names of modules within the explained model."""
 
 
 def short(dtype: object) -> str:
@@ -75,7 +75,7 @@ def residence_of(group: ParamGroup) -> Residence:
         return Residence("unread", "set_unshard_in_backward(False): backward gathers nothing")
     if not _has_backward(group):
         return Residence(
-            "unread", "backward does not come here: nothing before or in it is trained"
+            "unread", "backward does not reach it: nothing in it or before it is trained"
         )
     if reshard is None and group is group.tree.root:
         why = "it is the root, whose parameters backward needs first, so they are kept"
@@ -83,7 +83,7 @@ def residence_of(group: ParamGroup) -> Residence:
     if reshard is False:
         return Residence("kept", "reshard_after_forward=False keeps the parameters until backward")
     if _ends_forward_and_begins_backward(group):
-        why = "it ends forward and opens backward, so from the second step on it is kept between"
+        why = "it is last in forward and first in backward, so from the second step on it is kept"
         return Residence("kept", why)
     if reshard is None or reshard is True:
         why = "the parameters are freed after forward and gathered again for backward"
@@ -130,7 +130,7 @@ class Traffic:
         launches: Calls of a collective.
         messages: Tensors in all of them; each goes to, or over, every other rank.
         nbytes: Bytes that this rank sends, padding included; those of an all-reduce as in a ring.
-            ``None`` before a tensor subclass has said what it sends.
+            ``None`` before the first gather of a tensor subclass.
     """
 
     launches: int = 0
@@ -167,7 +167,7 @@ class StepTraffic:
 
     @property
     def parts(self) -> dict[str, Traffic]:
-        """Each of them under the heading that tables give it."""
+        """Each part, by its heading in tables."""
         return {
             field.name.replace("all_", "all-").replace("_", " "): getattr(self, field.name)
             for field in fields(self)
@@ -175,12 +175,12 @@ class StepTraffic:
 
     @property
     def total(self) -> Traffic:
-        """All of them."""
+        """The sum of all parts."""
         return total(self.parts.values())
 
 
 def total(parts: Iterable[Traffic]) -> Traffic:
-    """Add up."""
+    """Return the sum of parts."""
     return sum(parts, Traffic())
 
 
@@ -196,7 +196,7 @@ def _launched(sent: Sequence[int] | None, num_ranks: int) -> Traffic:
 
 @dataclass(frozen=True)
 class Copy:
-    """A write of memory, besides the receipt of a message.
+    """A copy in memory, besides the receipt of a message.
 
     Attributes:
         kind: ``"cast"``, ``"packed"``, ``"permuted"``, ``"padded"``, ``"moved"`` to another device,
@@ -218,7 +218,7 @@ class Copy:
 
 
 def unsharded_nbytes(bucket: Storage) -> int | None:
-    """Return the bytes of a gathered bucket; ``None`` before a subclass has said what it sends."""
+    """Return the bytes of a gathered bucket; ``None`` before a subclass is gathered."""
     if isinstance(bucket, Bucket):
         numel = 0 if bucket.shares_storage else bucket.layout.unsharded_numel
         return numel * bucket.compute_dtype.itemsize
@@ -233,7 +233,7 @@ def sharded_nbytes(bucket: Storage) -> int:
 
 
 def messages_of(bucket: Storage) -> tuple[int, ...] | None:
-    """Return the bytes of each message of a gather; ``None`` before a subclass has said them.
+    """Return the bytes of each message of a gather; ``None`` before a subclass is gathered.
 
     The hook of a subclass is not called: it may communicate, and may count its calls.
     """
@@ -274,7 +274,7 @@ class ParameterExplanation:
         is_trained: Whether it has gradients.
         sharded_nbytes: Bytes of this rank's shard, padding included.
         gathered_nbytes: Bytes of the gathered parameter, padding included; ``None`` before the
-            hook of a tensor subclass has said it.
+            first gather of a tensor subclass.
         travels: How it is gathered: ``"in place"``, ``"packed"``, ``"permuted"``, ``"as a
             subclass"`` or ``"not at all"``.
     """
@@ -357,7 +357,7 @@ class GroupStep:
 
     @property
     def unsharded_nbytes(self) -> int | None:
-        """Bytes of the gathered parameters; ``None`` before a subclass has said what it sends."""
+        """Bytes of the gathered parameters; ``None`` before a subclass is gathered."""
         found = [unsharded_nbytes(bucket) for bucket in self.group.buckets]
         known = [nbytes for nbytes in found if nbytes is not None]
         return sum(known) if len(known) == len(found) else None
@@ -536,12 +536,12 @@ class ReductionStep:
         why = "rows do not divide evenly by the ranks, so the gradient is padded to send it"
         yield copy("padded", padded, numel * itemsize, why)
         small = [param for param in self._packed if param not in self._large]
-        why = "one flag for each gradient tells the ranks whether anybody has it"
+        why = "one flag for each gradient tells the ranks whether any rank has it"
         if small:
             why = f"gradients too small to be worth a message share one, and {why}"
         yield copy("packed", small, (num_shards * self._numels[-1] - numel) * itemsize, why)
         if num_shards == 1:
-            why = "nobody shares these parameters: gradients are laid into the buffer to all-reduce"
+            why = "no rank shares these parameters: gradients are copied into the all-reduce buffer"
             yield copy("moved", self._members, nbytes, why)
         if self._is_all_reduced and self._replica_dtype != self.dtype:
             wide = f"cast to {short(self._replica_dtype)} to be summed over the replicas"

@@ -1,4 +1,4 @@
-"""The timelines of all ranks: on one scale of time, summed up, drawn, and merged in a folder.
+"""The timelines of all ranks: aligned in time, summarized, drawn, and merged in a folder.
 
 A rank cannot finish waiting for a collective before every other rank has begun to launch it. So
 each collective between two hosts bounds the difference of their clocks, from both sides since each
@@ -37,7 +37,8 @@ class Shift(NamedTuple):
 
     Attributes:
         by: Nanoseconds to add to its times.
-        error: The uncertainty in nanoseconds; ``None`` if only the wall clocks of the hosts tell.
+        error: The uncertainty in nanoseconds; ``None`` if only the wall clocks of the hosts align
+            them.
     """
 
     by: int
@@ -117,7 +118,7 @@ def _bounds(traces: Sequence[RankTrace]) -> Mapping[tuple[str, str], float]:
 
 
 def with_lateness(traces: Sequence[RankTrace]) -> list[RankTrace]:
-    """Add to every wait for which rank it waited, and how long, before all had begun to launch.
+    """Add to every wait the rank that launched last, and the time until it did.
 
     Args:
         traces: Of all ranks, by one clock.
@@ -203,7 +204,8 @@ def summarize(traces: Sequence[RankTrace], shifts: Mapping[str, Shift]) -> dict[
     ``exposed_share`` is the share of the step that is exposed; ``hidden_share`` the share of the
     communication that is not. ``peak_nbytes`` is the peak of live memory; ``peak_reserved_nbytes``
     that of the memory reserved by the caching allocator of a device, 0 where there is none.
-    ``clock_error_ms`` is the uncertainty of the clocks, ``None`` if only wall clocks tell.
+    ``clock_error_ms`` is the uncertainty of the clocks, ``None`` if only wall clocks align the
+    hosts.
     """
     ranks = [_summarize_rank(trace) for trace in traces]
     first = traces[0]
@@ -240,7 +242,7 @@ def _summarize_rank(trace: RankTrace) -> dict[str, Any]:
             times["late"] += span.late
     times["compute"] = sum(times[kind] for kind in COMPUTE)
     times["other"] = times["step"] - sum(times[kind] for kind in KINDS)
-    flights = ((max(one.start, begin), min(one.end, end)) for one in trace.flights)
+    flights = ((max(f.start, begin), min(f.end, end)) for f in trace.flights)
     under_way = times["communication"] = union_length(flights)
     exposed, step = times["wait"], times["step"]
     reserved = (sample.reserved or 0 for sample in trace.memory)
@@ -258,7 +260,7 @@ def _summarize_rank(trace: RankTrace) -> dict[str, Any]:
 
 
 def union_length(ranges: Iterable[tuple[int, int]]) -> int:
-    """Return how much lies in one of the ranges.
+    """Return the length of the union of ranges.
 
     Example:
         >>> union_length([(0, 4), (2, 6), (8, 9), (9, 8)])

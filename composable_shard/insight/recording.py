@@ -4,8 +4,8 @@ At every moment a rank does one thing, so spans neither overlap nor nest: a wait
 module splits the forward into two spans. A flight is a collective, from the begin of its launch
 until its result has been waited for. Flights overlap with spans.
 
-A device works behind the host that gives it work. Its clock records an event among that work, and
-reads the times of all events at the end, so that recording waits for nothing.
+A device works asynchronously to the host. Its clock records events among the kernels, and reads
+their times at the end, so that recording waits for nothing.
 
 On an accelerator the caching allocator reports the live memory and the memory that it has reserved.
 The difference is cached, or lost to fragmentation. On the CPU nothing counts tensors, but the C
@@ -192,7 +192,7 @@ class Unfolded:
 
     def _read_whole(self, event: str, name: str) -> None:
         """Read a mark of a forward, a backward, an optimizer, a step or a free."""
-        if event == "reshard":  # the gather lands here if nobody waited for it
+        if event == "reshard":  # the gather ends here if nothing waited for it
             self._land((OPS[self._gathers.get(name, "all_gather")], name))
         if event in ("reshard", "accumulate", "begin"):
             return

@@ -1,4 +1,4 @@
-"""One step of a sharded model, run without memory as the first of ranks that do not exist."""
+"""One step of a sharded model without memory, on the first of ranks that do not exist."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class LiveBytes(_torch.DispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back as operations on local tensors
         if _torch.reads_a_value(func) and _maker() != "activations":
-            return 0  # whether another rank has a gradient that this one lacks: nobody is there
+            return 0  # no other rank has a gradient that this rank lacks
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.flops += _torch.flops_of(func, args, kwargs, result)
@@ -101,7 +101,7 @@ class LiveBytes(_torch.DispatchMode):
         return result
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave tensors out: they were there before."""
+        """Leave out tensors that were there before."""
         for tensor in tensors:
             self._remember(tensor.untyped_storage())
 
@@ -170,7 +170,7 @@ class LiveBytes(_torch.DispatchMode):
 
 
 def _maker() -> str:
-    """Return the attribute of :class:`Live` that the running code makes."""
+    """Return the attribute of :class:`Live` for memory that the running code allocates."""
     frame: FrameType | None = sys._getframe(2)
     made = "activations"
     while frame is not None:
@@ -212,7 +212,7 @@ def optimizer_bytes(
             optimizers do on an accelerator.
 
     Raises:
-        ValueError: If the optimizer asks for values.
+        ValueError: If the optimizer reads values.
     """
     if not like:
         return OptimizerBytes()
@@ -233,7 +233,7 @@ def optimizer_bytes(
             optimizer.step()
     except _torch.ReadsValues as error:
         raise ValueError(
-            f"Expected an optimizer whose step reads no values, got {type(optimizer).__name__}; "
+            f"Expected an optimizer step that reads no values, got {type(optimizer).__name__}; "
             "pass another one with as much state, or optimizer=None to leave it out"
         ) from error
     return OptimizerBytes(state, live.peak.activations - state)
@@ -408,7 +408,7 @@ class SilentReduceScatter(ReduceScatterLaunch):
         self.widens = self.keeps_inputs = widens  # as those of the library for the CPU do
 
     def averages(self, group: Any, device: torch.device) -> bool:
-        """Divide nothing by operations."""
+        """Claim to average, so that the library divides nothing."""
         return True
 
     def launch(
@@ -445,7 +445,7 @@ class Rehearsal:
         self.offloaded: dict[ShardedParam, int] = {}
 
     def record(self, run: Callable[[], None]) -> None:
-        """Run a step twice and record the second one, which knows the order."""
+        """Run a step twice and record the second, which has an execution order."""
         live = self._live
         buckets = [b for group in self.groups for b in group.buckets if isinstance(b, Bucket)]
         shards = [*(param.local for param in self._params), *(b.sharded for b in buckets)]

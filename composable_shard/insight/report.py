@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# Numbers as people read them ----------------------------------------------------------------------
+# Numbers in texts ---------------------------------------------------------------------------------
 
 UNKNOWN = "?"
 
@@ -162,7 +162,7 @@ def _section_html(section: Section) -> str:
 
 
 class Report:
-    """A result in sections. ``str()`` needs nothing else; rich and notebooks find their own form.
+    """A result in sections. ``str()`` works everywhere; rich and notebooks show their own form.
 
     Subclasses are dataclasses of plain values.
     """

@@ -35,7 +35,7 @@ from composable_shard.insight.recording import (
 __all__ = ["MergedTrace", "Timeline", "merge", "trace"]
 
 MAX_MERGED = 64
-"""The last rank merges up to this many. The merge of more ranks would stop it for long."""
+"""The last rank merges up to this many ranks. Merging more would block it for long."""
 
 # Reading memory takes longer than a time stamp: it is read after allocations and before frees.
 READS_MEMORY = {
@@ -131,8 +131,8 @@ class Timeline:
                 self._write(self._folder, self.recorded)
             except (OSError, ValueError) as error:  # no reason to end a training
                 warnings.warn(
-                    f"Expected to write a timeline to {self._folder}, got {error!r}; merge what is "
-                    "there by `composable-shard trace`",
+                    f"Expected to write a timeline to {self._folder}, got {error!r}; merge the "
+                    "written files by `composable-shard trace`",
                     stacklevel=2,
                 )
 

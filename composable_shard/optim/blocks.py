@@ -13,7 +13,7 @@ Two matrices of 5 rows over 2 ranks; rank 0 owns A and rank 1 owns B::
 
 Everything follows from shapes and placements, so all ranks compute the same without communication.
 
-Blocks travel in buckets; at most two are under way. While one bucket is computed, the next is on
+Blocks travel in buckets; at most two are in flight. While one bucket is computed, the next is on
 its way to the owners, and the previous one is back in the shards::
 
     to owners    | 0 |     | 1 |     | 2 |
@@ -40,7 +40,7 @@ class Box:
 
     Attributes:
         starts: The first index, by dim.
-        sizes: How many indices, by dim.
+        sizes: The number of indices, by dim.
     """
 
     starts: tuple[int, ...]
@@ -48,7 +48,7 @@ class Box:
 
     @cached_property
     def numel(self) -> int:
-        """How many elements it contains."""
+        """The number of its elements."""
         return prod(self.sizes)
 
     def overlap(self, other: Box) -> Box:
@@ -62,7 +62,7 @@ class Box:
 
     def within(self, outer: Box) -> Box:
         """Return this box relative to ``outer``, which contains it."""
-        starts = (own - theirs for own, theirs in zip(self.starts, outer.starts, strict=True))
+        starts = (start - begin for start, begin in zip(self.starts, outer.starts, strict=True))
         return Box(tuple(starts), self.sizes)
 
 
@@ -72,7 +72,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def blocks_of(shape: Sequence[int], split_sizes: Sequence[int] | None = None) -> list[Box]:
-    """Return the blocks of a parameter: a stack of matrices, each maybe split into rows.
+    """Return the blocks of a parameter: a stack of matrices, each possibly split by rows.
 
     Args:
         shape: [*, rows, columns]; or [n] or [], which is one block.
@@ -116,7 +116,7 @@ class Spread:
     @lru_cache(maxsize=1024)  # noqa: B019
     def parts(self, box: Box) -> Mapping[int, Box]:
         """Return the part of a box that each rank holds, without ranks that hold nothing."""
-        overlaps = {rank: own.overlap(box) for rank, own in enumerate(self.boxes)}
+        overlaps = {rank: held.overlap(box) for rank, held in enumerate(self.boxes)}
         return {rank: part for rank, part in overlaps.items() if part.numel}
 
     def whole_on(self, box: Box) -> list[int]:
@@ -137,8 +137,8 @@ def spread_over(
         shape: Its global shape.
         extents: Ranks along each axis.
         dims: The dim that each axis shards, axis after axis; ``None`` where it replicates.
-        inner: Axes that shard the parts left by the others, as data-parallel ones under tensor
-            parallelism of the same dim.
+        inner: Axes that shard the parts left by the other axes, such as data-parallel axes under
+            tensor parallelism of the same dim.
 
     Example:
         >>> [box.starts[0] for box in spread_over((5, 2), (2, 2), (None, 0)).boxes]
@@ -172,10 +172,10 @@ class Block:
     """A block of a parameter, and its owner.
 
     Attributes:
-        param: Which parameter.
-        number: Which block of the parameter it is.
-        box: Where it lies in the parameter.
-        spread: How the parameter lies on the ranks.
+        param: The index of the parameter.
+        number: The index of the block in the parameter.
+        box: Its range in the parameter.
+        spread: The parts of the parameter on the ranks.
         itemsize: Bytes of an element.
         owner: The rank that steps it.
     """
@@ -194,7 +194,7 @@ class Block:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that an optimizer sees: of a stack, one matrix."""
+        """The shape that an optimizer sees; for a stack, that of one matrix."""
         return self.box.sizes[-2:]
 
     @property
@@ -210,15 +210,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Route:
-    """The ways of one block to its owner and back, as one rank sees them.
+    """The transfers of one block to its owner and back, from the view of one rank.
 
     Attributes:
         block: The block.
         rank: The rank.
-        held: Where in the block this rank's part lies; ``None`` if it holds nothing.
-        held_locally: Where in its local shard.
-        sources: Which other ranks give the owner which part of the block.
-        holders: Which other ranks than the owner hold which part of the block.
+        held: The range of this rank's part in the block; ``None`` if it holds nothing.
+        held_locally: The range of that part in the local shard.
+        sources: The other ranks that send parts to the owner, each with its part.
+        holders: All other ranks that hold parts of the block, each with its part.
     """
 
     block: Block
@@ -239,13 +239,13 @@ class Route:
         return self.held is not None and self.held.numel == self.block.box.numel
 
     def parts(self, *, to_owner: bool) -> tuple[tuple[int, Box], ...]:
-        """Return the parts that travel on one of the ways, each with the rank at its other end."""
+        """Return the parts that travel in one direction, each with the rank at the other end."""
         return self.sources if to_owner else self.holders
 
     def own_parts(self, *, to_owner: bool) -> list[tuple[int, Box]]:
         """Return the parts that this rank sends or receives, each with the rank at its other end.
 
-        The owner receives on the way to it, and sends on the way back.
+        The owner receives with ``to_owner``, and sends without.
         """
         parts = self.parts(to_owner=to_owner)
         if self.is_owner:
@@ -254,16 +254,16 @@ class Route:
 
 
 def route_of(block: Block, rank: int) -> Route:
-    """Return the ways of a block as ``rank`` sees them."""
+    """Return the transfers of a block from the view of ``rank``."""
     spread, owner = block.spread, block.owner
     parts = spread.parts(block.box)
-    own, sources = parts.get(rank), spread.sources(owner)
+    held, sources = parts.get(rank), spread.sources(owner)
     holders = [(peer, part.within(block.box)) for peer, part in parts.items() if peer != owner]
     return Route(
         block,
         rank,
-        None if own is None else own.within(block.box),
-        None if own is None else own.within(spread.boxes[rank]),
+        None if held is None else held.within(block.box),
+        None if held is None else held.within(spread.boxes[rank]),
         tuple((peer, part) for peer, part in holders if peer in sources),
         tuple(holders),
     )
@@ -277,8 +277,8 @@ def owned_buckets(blocks: Iterable[Block], loads: list[int], nbytes: int) -> lis
 
     Args:
         blocks: All blocks.
-        loads: The work of each rank, which is increased.
-        nbytes: The most bytes of a bucket of several blocks.
+        loads: The work of each rank; updated.
+        nbytes: The most bytes of a bucket with several blocks.
     """
     buckets: list[list[Block]] = []
     room = 0
@@ -350,10 +350,10 @@ class Sent:
 
 @dataclass(frozen=True)
 class Parcel:
-    """The sizes of a block on its way.
+    """The sizes of a block in transit.
 
     Attributes:
-        route: The way of the block.
+        route: The transfers of the block.
         grad_itemsize: Bytes of an element of its gradient.
         is_away: Whether its shards are on another device than compute.
     """
@@ -406,10 +406,10 @@ class BucketPlan:
     @property
     def sent(self) -> list[Sent]:
         """The all-to-alls of a step."""
-        return [one for one in (self.to_owners, self.to_shards) if one.is_launched]
+        return [sent for sent in (self.to_owners, self.to_shards) if sent.is_launched]
 
     def held(self) -> dict[Action, tuple[int, int]]:
-        """Return the bytes that it occupies, at most during each action and after it.
+        """Return the bytes that it occupies: the peak during each action, and after it.
 
         The memory of the stock optimizer is not included.
         """

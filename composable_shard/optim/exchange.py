@@ -37,9 +37,10 @@ class Ranks:
 
     @cached_property
     def group_of_exchanges(self) -> dist.ProcessGroup:
-        """The process group of exchanges; on gloo one of their own, as two run at a time.
+        """The process group of exchanges; on gloo a separate group, since two run at a time.
 
-        See the hazard of ``_torch.gloo_of_one_worker``. Collective: makes it, at the first use.
+        See the hazard of ``_torch.gloo_of_one_worker``. Collective: creates the group at its first
+        use.
         """
         assert self.group is not None
         is_gloo = _torch.backend_name(self.group, self.device) == "gloo"
@@ -48,10 +49,10 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Move:
-    """The values, the gradient or a state of a block on its way.
+    """The values, the gradient or a state of a block in transit.
 
     Attributes:
-        route: The way of the block.
+        route: The transfers of the block.
         local: This rank's shard of the parameter, gradient or state.
         whole: The whole block, on the owner; ``None`` before there is memory for it.
     """

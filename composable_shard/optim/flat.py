@@ -58,7 +58,7 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
     Its parameter groups, schedulers, hooks, gradient scaler and state dicts are as before.
 
     Args:
-        optimizer: Of sharded parameters, and of any others; changed, and returned.
+        optimizer: An optimizer of sharded and any other parameters; modified in place and returned.
         elementwise: Declares that a class other than torch's updates each element independently.
 
     Raises:
@@ -97,8 +97,8 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
     replaced = vars(optimizer).get("step")
     if replaced is not None and not _torch.is_counted(replaced, kind.step):
         raise ValueError(
-            f"Expected an optimizer with the step of its class, got {kind.__name__} whose step was "
-            "replaced; call flat before what replaces it"
+            f"Expected an optimizer with the step of its class, got {kind.__name__} with another "
+            "step; call flat before replacing the step"
         )
     optimizer.__class__ = _flat_class(kind)
     _torch.call_hooks_of_steps(optimizer)
@@ -125,7 +125,7 @@ class FlatSteps(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states, with the dtypes that they have. Collective: none."""
+        """Load states without changing their dtypes. Collective: none."""
         load_states(super().load_state_dict, state_dict, self.__dict__.pop(_MADE, {}))
         self.num_tensors()  # adopts the loaded tensors now: the caller may go on to use them
 
@@ -206,7 +206,7 @@ class _Member:
         return self.start + self.local.numel()
 
     def goes_on_with(self, other: _Member) -> bool:
-        """Tell whether ``other`` may follow in the same run."""
+        """Return whether ``other`` may follow in the same run."""
         return (
             other.buffer is self.buffer
             and other.start in (self.start, self.following)
@@ -225,7 +225,7 @@ class _Member:
         return _torch.local_like(self.param, own)
 
     def can_share(self, state: Any) -> bool:
-        """Tell whether a state can be stored with the states of other parameters."""
+        """Return whether a state can be stored with the states of other parameters."""
         if not isinstance(state, DTensor):
             return not isinstance(state, torch.Tensor) or state.ndim == 0
         one, other = _torch.spec_of(state), _torch.spec_of(self.param)
@@ -296,7 +296,7 @@ class Numbers:
         Args:
             firsts: For each member the index of its run's first member; its own if it has no run.
         """
-        with torch.inference_mode(False):  # else no step without it could change them
+        with torch.inference_mode(False):  # else a step outside of it could not change them
             self.stepped = self.seen.clone()
         self._firsts = torch.tensor(firsts, device=self.seen.device)
 
@@ -319,7 +319,7 @@ class _Run:
         members: The members, in the order of their offsets.
         tensor: The stepped tensor, [numel]; the parameter itself if it is stepped unchanged.
         is_flat: Whether the tensor is a part of a buffer.
-        kept: The states that the members have been given; ``None`` before the first step.
+        kept: The states that the members have; ``None`` before the first step.
         with_elements: The members with elements on this rank.
     """
 
@@ -417,11 +417,11 @@ class _Steps:
         self.buffers: dict[tuple[int, str, torch.dtype], torch.Tensor] = {}
         self._numbers: dict[tuple[str, torch.dtype, torch.device], Numbers] = {}
         self._firsts = list(range(len(self._members)))
-        self._seen: list[Any] = [None]  # nothing that `_kinds` returns
+        self._seen: list[Any] = [None]  # equals no result of `_kinds`
         self._adopt()
 
     def is_outdated(self) -> bool:
-        """Tell whether states, parameters or the memory of parameters were replaced.
+        """Return whether states, parameters or the memory of parameters were replaced.
 
         Hazard: users replace and delete states, and change numbers in place; a step would then use
         states that users no longer see. Guard: all visible objects are compared with those of the
@@ -633,9 +633,9 @@ class _Steps:
         if is_other and value.ndim:
             raise TypeError(
                 f"Expected states of {self._kind.__name__} to be numbers, or plain tensors as "
-                f"large as what is stepped, got {name!r} of class {type(value).__name__} and shape "
-                f"{tuple(value.shape)} for {tuple(run.tensor.shape)}; it does not treat every "
-                "element by itself, so let Owned step whole tensors by it"
+                f"large as the stepped tensor, got {name!r} of class {type(value).__name__} and "
+                f"shape {tuple(value.shape)} for {tuple(run.tensor.shape)}; it is not elementwise, "
+                "so use Owned to step whole tensors by it"
             )
         place = self._place_for(run.members[0], name, value)
         return place, run.part_of(place).copy_(value)
@@ -654,7 +654,7 @@ def _kinds(grads: Sequence[torch.Tensor | None]) -> list[Any]:
 
 
 def _is_elsewhere(grad: torch.Tensor | None, param: torch.Tensor) -> bool:
-    """Tell whether a gradient has other placements than its parameter."""
+    """Return whether the placements of a gradient differ from those of its parameter."""
     assert isinstance(param, DTensor)
     if not isinstance(grad, DTensor) or _torch.is_subclass(_torch.local_tensor(grad)):
         raise TypeError(
@@ -665,7 +665,7 @@ def _is_elsewhere(grad: torch.Tensor | None, param: torch.Tensor) -> bool:
 
 
 def _are(some: Collection[Any], others: Collection[Any]) -> bool:
-    """Tell whether these are the same objects in the same order."""
+    """Return whether these are the same objects in the same order."""
     return len(some) == len(others) and all(map(is_, some, others))
 
 

@@ -1,4 +1,4 @@
-"""One optimizer of stock optimizers that step whole matrices, blocks of rows, or shards.
+"""One optimizer made of stock optimizers that step whole matrices, rows of them, or shards.
 
 Optimizers such as Muon need whole matrices. Here each matrix has one owner among the ranks. The
 shards of its values and of its gradient travel to the owner in an all-to-all, a stock optimizer
@@ -60,12 +60,12 @@ from composable_shard.optim.stepping import (
 
 @dataclass(frozen=True)
 class Sharded:
-    """Step the local shards, for an optimizer that treats each element by itself. Collective: none.
+    """Step the local shards with an elementwise optimizer. Collective: none.
 
     Args:
-        optimizer: Makes the optimizer of parameter groups, such as
-            ``partial(torch.optim.AdamW, lr=3e-4)``.
-        is_elementwise: ``True`` to say so of an optimizer that is not one of torch's.
+        optimizer: Makes the optimizer from parameter groups, such as ``partial(torch.optim.AdamW,
+            lr=3e-4)``.
+        is_elementwise: ``True`` declares that an optimizer not in torch is elementwise.
 
     Example:
         >>> Sharded(torch.optim.AdamW).is_elementwise
@@ -84,9 +84,9 @@ class Owned:
     matrix that lies whole on a rank, such as an expert, stays there.
 
     Args:
-        optimizer: Makes the optimizer of parameter groups, such as
-            ``partial(torch.optim.Muon, lr=0.02)``; it must treat each tensor by itself. It is
-            called for each bucket, with the tensors that this rank owns, which may be none.
+        optimizer: Makes the optimizer from parameter groups, such as ``partial(torch.optim.Muon,
+            lr=0.02)``; it must step each tensor independently. Called for each bucket with the
+            tensors that this rank owns, possibly none.
 
     Example:
         >>> Owned(torch.optim.Muon).blocks((3, 8, 4))[2].starts
@@ -110,7 +110,7 @@ class Rows(Owned):
 
     Args:
         optimizer: See :class:`Owned`.
-        split_sizes: How many rows each block of a matrix has.
+        split_sizes: The number of rows of each block of a matrix.
 
     Example:
         >>> [box.sizes for box in Rows(torch.optim.Muon, (4, 2, 2)).blocks((8, 4))]
@@ -140,29 +140,30 @@ Fits = str | Callable[[str, torch.Tensor], bool]
 def with_layout(
     model: nn.Module, layouts: Mapping[Fits, Layout], *, bucket_nbytes: int = BUCKET_NBYTES
 ) -> Optimizer:
-    """Make one optimizer of stock optimizers that step whole matrices, rows of them, or shards.
+    """Combine stock optimizers that step whole matrices, rows of them, or shards.
 
-    It equals the stock optimizers on the unsharded parameters bit by bit. Its parameter groups are
-    one for each layout that fits any parameter, in order; learning-rate schedulers and other
-    changes of their values act on the stock optimizers. States lie with the owners; ``state_dict``
-    has them sharded like the parameters, so that a checkpoint may be loaded on any number of ranks.
+    A step equals steps of the stock optimizers on the unsharded parameters bit by bit. Each layout
+    that fits any parameter has one parameter group, in order; the stock optimizers follow changes
+    of its values, such as those of learning-rate schedulers. The owners hold the states;
+    ``state_dict`` returns them sharded like the parameters, so a checkpoint can be loaded on any
+    number of ranks.
 
     Args:
         model: A model with sharded parameters; plain ones are taken as whole.
-        layouts: For each parameter the first that fits counts. A key is a pattern of names, as of a
-            shell, or a function of name and parameter.
-        bucket_nbytes: How many bytes of parameters travel together.
+        layouts: The layouts by key; the first key that fits a parameter decides. A key is a
+            shell-style pattern of names, or a function of name and parameter.
+        bucket_nbytes: The bytes of parameters that travel together.
 
     Raises:
-        TypeError: On all ranks, if something has the wrong type.
-        ValueError: On all ranks, if a parameter has no layout or does not fit the one it has, or
+        TypeError: On all ranks, if an argument has the wrong type.
+        ValueError: On all ranks, if a parameter has no layout or does not fit its layout, or
             ``bucket_nbytes`` is not positive.
 
     Collective: makes a process group for a mesh of several axes, and for one on gloo, once. A step
         sends the values and the gradient of each matrix to its owner, and the values back, in two
         all-to-alls for a bucket.
-    Memory: a rank's part of at most two buckets under way; ``explain`` and
-        ``estimate`` tell how many bytes that is.
+    Memory: a rank's part of at most two buckets in flight; ``explain`` and ``estimate`` report its
+        bytes.
     Source: Muon is Scalable for LLM Training (arXiv 2502.16982), which gathers on owners, too.
 
     Example:
@@ -199,7 +200,7 @@ def sort_by_layout(
         if isinstance(fits, str) and not any(
             does_fit(fits, several, param) for param, several in names.items()
         ):
-            raise ValueError(f"Expected '{fits}' to fit names of parameters, got none that it fits")
+            raise ValueError(f"Expected '{fits}' to fit the name of a parameter, got no match")
     chosen: list[list[Param]] = [[] for _ in layouts]
     for param, several in names.items():
         places = [i for i, fits in enumerate(layouts) if does_fit(fits, several, param)]
@@ -214,7 +215,7 @@ def sort_by_layout(
 
 
 def does_fit(fits: Fits, names: Sequence[str], param: torch.Tensor) -> bool:
-    """Tell whether a pattern, or a function, fits a parameter of these names."""
+    """Return whether a pattern, or a function, fits a parameter of these names."""
     if isinstance(fits, str):
         return any(fnmatchcase(name, fits) for name in names)
     return any(fits(name, param) for name in names)
@@ -246,7 +247,7 @@ def _check_owned(layout: Owned, param: Param) -> None:
 
 
 def _values_for(layout: Layout, param: Param, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return the hyperparameters of an optimizer for a tensor of some shape.
+    """Return the hyperparameters of the layout's optimizer for a tensor of some shape.
 
     Every rank makes such an optimizer, so that an optimizer that refuses the tensor does so on all
     ranks.
@@ -269,7 +270,7 @@ def _values_for(layout: Layout, param: Param, shape: tuple[int, ...]) -> dict[st
     if is_apart and type(optimizer) not in ELEMENTWISE and not isinstance(optimizer, FlatSteps):
         raise ValueError(
             f"Expected an elementwise optimizer for parameter '{param.name}', got "
-            f"{type(optimizer).__name__}, which may need whole tensors; use Owned, or say "
+            f"{type(optimizer).__name__}, which may need whole tensors; use Owned, or pass "
             "is_elementwise=True"
         )
     return _values(optimizer.param_groups[0])
@@ -301,7 +302,7 @@ class FlatShards:
         return [saved.get(place, {}) for place in range(len(self.params))]
 
     def load(self, loaded: Sequence[States]) -> None:
-        """Take the states that :meth:`save` returned."""
+        """Load the states that :meth:`save` returned."""
         saved = {**self.optimizer.state_dict(), "state": {}}
         for place, (param, states) in enumerate(zip(self.params, loaded, strict=True)):
             if states:
@@ -332,7 +333,7 @@ class LayoutOptimizer(Optimizer):
         self.choose_owners()
 
     def choose_owners(self) -> None:
-        """Make the stock optimizers, without states, for the present placements of parameters.
+        """Make the stock optimizers, without states, for the current placements of parameters.
 
         Collective: see :func:`with_layout`.
         """
@@ -362,9 +363,9 @@ class LayoutOptimizer(Optimizer):
     def __reduce__(self) -> Any:
         """Refuse copies and pickles, which would lack the states of the owners."""
         raise ShardError(
-            "Expected state_dict() to carry what an optimizer of with_layout has, since its states "
-            "lie with their owners, got a copy or a pickle of it; make another one by with_layout, "
-            "and load the state dict"
+            "Expected state_dict() to transfer an optimizer of with_layout, since the owners hold "
+            "its states, got a copy or a pickle of it; make a new optimizer by with_layout, and "
+            "load the state dict"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -426,7 +427,7 @@ class LayoutOptimizer(Optimizer):
             self.state = live
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take states that :meth:`state_dict` returned, here or on another number of ranks.
+        """Load states that :meth:`state_dict` returned, here or on another number of ranks.
 
         Collective: an all-to-all for each bucket.
         """
@@ -442,19 +443,19 @@ class LayoutOptimizer(Optimizer):
         self.take_states(self.state)
 
     def _has_states(self) -> bool:
-        """Tell whether any stock optimizer has states, on any rank. Collective: see state_dict."""
+        """Return whether any rank's stock optimizers have states. Collective: see state_dict."""
         told = [states for rule in self._told() for states in rule.values()]
         return any(told) or any(any(one.optimizer.state.values()) for one in self._shards.values())
 
     def take_states(self, loaded: Mapping[torch.Tensor, States]) -> None:
-        """Take the result of :meth:`sharded_states`. Collective: see load_state_dict."""
+        """Load the result of :meth:`sharded_states`. Collective: see load_state_dict."""
         self.state = defaultdict(dict)
         for _, part in self._parts():
             part.load([loaded.get(param.tensor, {}) for param in part.params])
         self._note_states(loaded)
 
     def stock_optimizers(self) -> list[Optimizer]:
-        """Return the stock optimizers of this rank, which have the states."""
+        """Return the stock optimizers of this rank, which hold the states."""
         return [part.optimizer for _, part in self._parts()]
 
     def _parts(self) -> list[tuple[int, FlatShards | OwnedBucket]]:
@@ -498,11 +499,11 @@ class LayoutOptimizer(Optimizer):
         """Return the descriptions of all states, by rule. Collective: see state_dict."""
         told: list[AllTold] = [{} for _ in self._rules]
         for ranks in dict.fromkeys(bucket.ranks for _, bucket in self._buckets):
-            own = [(place, one.tell()) for place, one in self._buckets if one.ranks == ranks]
-            heard = [own]
+            described = [(place, b.tell()) for place, b in self._buckets if b.ranks == ranks]
+            gathered = [described]
             if ranks.group is not None:
-                heard = gather_objects(own, ranks.group, "telling which states optimizers have")
-            for place, states in chain.from_iterable(heard):
+                gathered = gather_objects(described, ranks.group, "describing optimizer states")
+            for place, states in chain.from_iterable(gathered):
                 told[place].update(states)
         return told
 
@@ -519,7 +520,7 @@ def plan_group(
         layout: The layout.
         params: Its parameters.
         buckets: The buckets of its blocks.
-        num_tensors: How many tensors this rank steps; its blocks if absent.
+        num_tensors: The number of tensors that this rank steps; its blocks if absent.
     """
     trained = [param.tensor for param in params if param.tensor.requires_grad]
     if num_tensors is None:
@@ -538,13 +539,13 @@ def cut_rule(
     loads: dict[Mesh, list[int]],
     nbytes: int,
 ) -> list[tuple[Mesh, list[Block]]]:
-    """Return the buckets of a rule, mesh by mesh, with owners of balanced work.
+    """Return the buckets of a rule, mesh by mesh, with the work balanced over the owners.
 
     Args:
         layout: Defines the blocks.
         params: The parameters of the rule.
-        meshes: On which mesh each lies.
-        loads: The work of each rank of each mesh, which is increased.
+        meshes: The mesh of each parameter.
+        loads: The work of each rank of each mesh; updated.
         nbytes: The most bytes of a bucket.
     """
     blocks: dict[Mesh, list[Block]] = {}
@@ -556,9 +557,9 @@ def cut_rule(
         )
     return [
         (mesh, bucket)
-        for mesh, own in blocks.items()
+        for mesh, of_mesh in blocks.items()
         for bucket in owned_buckets(
-            own, loads.setdefault(mesh, [0] * len(own[0].spread.boxes)), nbytes
+            of_mesh, loads.setdefault(mesh, [0] * len(of_mesh[0].spread.boxes)), nbytes
         )
     ]
 

@@ -1,4 +1,4 @@
-"""Parameters that are stepped as whole blocks, each by the rank that owns it."""
+"""Parameters that are stepped as whole blocks, each block by its owner."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Param:
         return _local(state)
 
     def is_like(self, name: str, state: Any) -> bool:
-        """Tell whether a state has an element for each of the parameter's: no count of steps."""
+        """Return whether a state has the shape of the parameter and is no step count."""
         is_alike = isinstance(state, torch.Tensor) and state.shape == self.tensor.shape
         return is_alike and (state.ndim > 0 or name != "step")
 
@@ -154,7 +154,7 @@ def plan_bucket(
 
     Args:
         params: The parameters to which blocks refer.
-        routes: The ways of the blocks.
+        routes: The transfers of the blocks.
         device: The device of compute.
     """
     parcels = []
@@ -347,7 +347,7 @@ class OwnedBucket:
         arrive(self.ranks, exchange, moves, to_owner=False)
 
     def load(self, loaded: Sequence[States]) -> None:
-        """Take the states that :meth:`save` returned. Collective: an exchange.
+        """Load the states that :meth:`save` returned. Collective: an exchange.
 
         Args:
             loaded: The states of each parameter of the rule.
@@ -391,20 +391,20 @@ class OwnedBucket:
         route, block = self._own_route(key, state.shape), None
         if route.is_owner:
             block = torch.empty(state.shape, dtype=state.dtype, device=self.ranks.device)
-        own = route.block.spread.boxes[self.ranks.rank]
+        part = route.block.spread.boxes[self.ranks.rank]
         return Move(
-            route, _local(state) if isinstance(state, DTensor) else part_of(state, own), block
+            route, _local(state) if isinstance(state, DTensor) else part_of(state, part), block
         )
 
     def _own_route(self, key: Key, shape: Sequence[int]) -> Route:
-        """Return the way of a state that has another shape than its block."""
+        """Return the transfers of a state with another shape than its block."""
         block = self._routes[key].block
         spread = self.params[block.param].spread(shape)
         return route_of(replace(block, box=whole(shape), spread=spread), self.ranks.rank)
 
 
 def stand_in(param: torch.Tensor, box: Box, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the shape of a block, of NaN and without memory of its own."""
+    """Return a tensor of NaN in the shape of a block, which takes no memory."""
     nan = torch.full((), torch.nan, dtype=param.dtype, device=device)
     return nan.expand(box.sizes[-2:])
 
@@ -416,13 +416,13 @@ def _matrix(part: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=1024)
 def _strides(shape: torch.Size, strides: tuple[int, ...], box: Box) -> tuple[int, ...]:
-    """Return the strides of a block by itself, in the order of those of its parameter."""
+    """Return strides for a block alone, with the dims in the order of its parameter's strides."""
     meta = torch.empty_strided(shape, strides, device="meta")
     return torch.empty_like(_matrix(part_of(meta, box))).stride()
 
 
 def set_grad(tensor: torch.Tensor, grad: torch.Tensor) -> None:
-    """Let a tensor have a gradient, which may be of another dtype."""
+    """Set the gradient of a tensor, possibly of another dtype."""
     if grad.dtype != tensor.dtype:
         tensor.grad_dtype = None
     tensor.grad = grad
@@ -500,7 +500,7 @@ Counts = dict[torch.Tensor, int]
 
 
 def only_makes_states(optimizer: Optimizer) -> bool:
-    """Tell whether functions of torch take this step only to create the optimizer's states."""
+    """Return whether torch takes this step only to create the optimizer's states."""
     groups = optimizer.param_groups
     if optimizer.state or any(group.get("lr", 1) for group in groups):
         return False

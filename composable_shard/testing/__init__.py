@@ -1,4 +1,4 @@
-"""For tests of sharded models: run a function on ranks, and compare training with the unsharded.
+"""For tests of sharded models: run functions on ranks, and compare with unsharded training.
 
 `docs/testing.md` shows how. Strategies for hypothesis are in
 `composable_shard.testing.strategies`, which is the only part that needs hypothesis.

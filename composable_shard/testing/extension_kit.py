@@ -1,4 +1,4 @@
-"""A test for authors of tensor subclasses: does a class keep the extension protocol?
+"""A test for authors of tensor subclasses: does a class follow the extension protocol?
 
 .. code-block:: python
 
@@ -7,9 +7,9 @@
     def test_my_tensor():
         check_extension(lambda shape: MyTensor(torch.randn(shape)))
 
-The hooks are checked by themselves, then the tensor in a model that is sharded. Each check runs on
-every rank. The ranks are threads of this process. The hooks are called by the code that calls them
-in ``fully_shard``.
+The hooks are checked alone, then the tensor in a sharded model. Each check runs on every rank. The
+ranks are threads of this process. The hooks are called by the code that calls them in
+``fully_shard``.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ class Case:
         make: Makes a tensor of a shape; called after seeding, so that all ranks make the same.
         compute: Computes the output of a model from an input and the tensor.
         trains: Whether it can be trained.
-        tolerance: How far results may be off, in parts of the largest value.
+        tolerance: The allowed error of results, in parts of the largest value.
         shape: The shape of the tensor.
-        num_ranks: How many ranks check it.
+        num_ranks: The number of ranks.
         shown: The objects that the ranks show each other, by rank.
     """
 
@@ -202,7 +202,7 @@ class OneWeight(nn.Module):
         self.compute = compute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute as the author of the tensor says."""
+        """Compute with the function of the tensor's author."""
         return self.compute(x, self.weight)
 
 
@@ -286,7 +286,7 @@ def sent(case: Case) -> None:
     check_same_formats("the tensor", dict(enumerate(case.show(bucket.encode(shard)))))
     _, metadata = bucket.call_pre(shard)
     what = "equal metadata on all ranks, since each rank gets its own back"
-    expect_same(case.show(metadata), what, str, "send what differs")
+    expect_same(case.show(metadata), what, str, "send the parts that differ")
 
 
 def expect_same(
@@ -294,22 +294,22 @@ def expect_same(
 ) -> None:
     """Expect the same object from all ranks."""
     first = shown[0]
-    for rank, theirs in enumerate(shown):
-        got = f"{words(first)} on rank 0 and {words(theirs)} on rank {rank}"
-        expect(alike(theirs, first), what, got, remedy)
+    for rank, other in enumerate(shown):
+        got = f"{words(first)} on rank 0 and {words(other)} on rank {rank}"
+        expect(alike(other, first), what, got, remedy)
 
 
-def alike(mine: Any, theirs: Any) -> bool:
+def alike(left: Any, right: Any) -> bool:
     """Compare metadata: tensors by value, objects without a comparison by their attributes."""
-    if isinstance(mine, torch.Tensor) or type(mine) is not type(theirs):
-        return isinstance(theirs, torch.Tensor) and same_bytes(mine, theirs)
-    if isinstance(mine, (tuple, list)):
-        return len(mine) == len(theirs) and all(map(alike, mine, theirs))
-    if isinstance(mine, dict):
-        return mine.keys() == theirs.keys() and all(alike(mine[key], theirs[key]) for key in mine)
-    if type(mine).__eq__ is object.__eq__:
-        return alike(getattr(mine, "__dict__", {}), getattr(theirs, "__dict__", {}))
-    return bool(mine == theirs)
+    if isinstance(left, torch.Tensor) or type(left) is not type(right):
+        return isinstance(right, torch.Tensor) and same_bytes(left, right)
+    if isinstance(left, (tuple, list)):
+        return len(left) == len(right) and all(map(alike, left, right))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(alike(left[key], right[key]) for key in left)
+    if type(left).__eq__ is object.__eq__:
+        return alike(getattr(left, "__dict__", {}), getattr(right, "__dict__", {}))
+    return bool(left == right)
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -343,7 +343,7 @@ def gathered(case: Case) -> None:
         what = f"{POST} to return a tensor of param_dtype, {expected}"
         expect(tensor.dtype == expected, what, tensor.dtype)
         if tensor.dtype == whole.dtype:
-            what = "to compute with the gathered tensor what the unsharded one gives"
+            what = "the gathered tensor to give the outputs of the unsharded one"
             case.expect_alike(gathers.outputs(tensor), gathers.outputs(whole), what)
 
 
@@ -358,8 +358,8 @@ def out(case: Case) -> None:
         found, expected = gathers.outputs(tensor), other.outputs(other.first())
         expect(
             all(map(torch.equal, found, expected)),
-            f"{POST} to write into out the values that arrived",
-            "those of the gather before" if all(map(torch.equal, found, old)) else "others",
+            f"{POST} to write the received values into out",
+            "those of the last gather" if all(map(torch.equal, found, old)) else "other values",
             "fill out where it is not the all-gather outputs themselves",
         )
         after = map(storage_number, leaves(tensor))
@@ -367,7 +367,7 @@ def out(case: Case) -> None:
             all(now == then or then not in freed for then, now in zip(before, after, strict=True)),
             f"{POST} to keep the storages of out, which are freed and refilled",
             "another one",
-            "copy into out instead of replacing what it is made of",
+            "copy into out instead of replacing its inner tensors",
         )
 
 
@@ -405,7 +405,7 @@ class Reductions:
         received = tuple(self._own_rows(of_all) for of_all in zip(*sent, strict=True))
         out = torch.full((self._numel,), torch.nan)
         self._hooks.decode(received, out)
-        what, got = f"{GRAD_POST} to fill out, {self._numel} elements", "some that it left"
+        what, got = f"{GRAD_POST} to fill out, {self._numel} elements", "unwritten elements"
         expect(not out.isnan().any(), what, got, "write into it")
         return out
 
@@ -446,8 +446,8 @@ def no_gradient(case: Case) -> None:
         total = Reductions(case).decode(sent)
     except Exception as error:
         raise Broken(
-            f"Expected {GRAD_POST} to work on a rank that never had a gradient, whose metadata is "
-            f"None, got {type(error).__name__}: {error}"
+            f"Expected {GRAD_POST} to work with metadata None on a rank that never had a gradient, "
+            f"got {type(error).__name__}: {error}"
         ) from error
     expect(
         not total.any(),
@@ -628,8 +628,8 @@ def check_extension(
 
     The hooks are called as ``fully_shard`` would call them, on one to four ranks (threads of this
     process) with rows that divide evenly and rows that do not; then a model with one weight is
-    sharded, trained, saved, loaded, copied and offloaded. A hook that is wrong is reported alone.
-    Hooks for gradients are checked where there are some.
+    sharded, trained, saved, loaded, copied and offloaded. A wrong hook is reported alone. Hooks for
+    gradients are checked if there are any.
 
     Args:
         make_tensor: Makes a tensor of a shape. The random generator is seeded before each call, and
@@ -639,13 +639,13 @@ def check_extension(
         world_sizes: Numbers of ranks to try.
         trains: Whether the tensor can be trained; outputs are then compared over three steps of
             SGD, else without.
-        tolerance: How far results may be off from those of the unsharded tensor, in parts of the
-            largest value; a tensor that quantizes shard by shard needs more.
+        tolerance: The allowed error against the unsharded tensor, in parts of the largest value; a
+            tensor that quantizes shard by shard needs more.
         skip: Names of checks that the tensor does not promise.
         strict: Whether to raise if anything fails.
 
     Returns:
-        The results; ``str()`` of them is a text.
+        The results; ``str()`` formats them.
 
     Raises:
         AssertionError: With the report as its text, if anything fails and ``strict``.
@@ -711,7 +711,7 @@ def _run(check: Check, cases: Sequence[Case], skip: Collection[str] = ()) -> Fin
 
 def _in_words(error: RankError) -> str:
     if not error.failures:
-        return "Expected an end, got ranks that wait for each other"
+        return "Expected the ranks to finish, got ranks that wait for each other"
     first = error.failures[0]
     if first.exception_type in (Broken, ExtensionError):
         return first.message

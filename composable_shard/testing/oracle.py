@@ -30,18 +30,18 @@ class Unsharded:
 
     Args:
         build: Builds the model; called once for each rank and once for the master.
-        num_ranks: How many ranks.
+        num_ranks: The number of ranks.
         policy: The policy of all groups.
-        make_optimizer: Makes the optimizer of the master's parameters.
+        make_optimizer: Makes the optimizer from the master's parameters.
 
     Attributes:
         master: Has the parameters that the optimizer sees.
         models: For each rank, the model that computes, in the dtypes of the policy.
-        waiting: For each rank, by name, the gradients accumulated and not reduced.
+        waiting: For each rank, the accumulated, unreduced gradients by name.
         reduced: By name, the mean gradients.
         largest: By name, the largest element of anything that went into a gradient or parameter.
-        has_folded: Whether gradients wait that came after reduced ones: the sum then depends, in
-            its last bit, on the order of summation.
+        has_folded: Whether unreduced gradients came after reduced ones: the last bit of the sum
+            then depends on the order of summation.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Unsharded:
 
     @contextlib.contextmanager
     def lend_buffers(self, model: nn.Module) -> Iterator[None]:
-        """Lend a model buffers in the dtype of the policy; copy their new values back."""
+        """Substitute buffers in the dtype of the policy; copy their new values back."""
         dtype = self.policy.buffer_dtype
         lent: list[tuple[dict[str, Any], str, torch.Tensor]] = [
             (module._buffers, name, buffer)
@@ -94,14 +94,14 @@ class Unsharded:
             for name, buffer in module._buffers.items()
             if dtype is not None and buffer is not None and buffer.is_floating_point()
         ]
-        for place, name, own in lent:
-            place[name] = own.to(dtype)
+        for place, name, buffer in lent:
+            place[name] = buffer.to(dtype)
         try:
             yield
         finally:
-            for place, name, own in lent:
-                own.copy_(place[name])
-                place[name] = own
+            for place, name, buffer in lent:
+                buffer.copy_(place[name])
+                place[name] = buffer
 
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         dtype = self.policy.param_dtype
@@ -139,7 +139,7 @@ class Unsharded:
             self.reduce(at_once)
 
     def _is_summed_at_once(self, param: torch.Tensor) -> bool:
-        """Tell whether a single rank adds an unsynced gradient to the reduced one without loss."""
+        """Return whether one rank adds an unsynced gradient to the reduced one without loss."""
         final = self.policy.grad_dtype or param.dtype
         return torch.promote_types(self.policy.reduction_dtype(param.dtype), final) == final
 
@@ -152,7 +152,7 @@ class Unsharded:
         """Average the waiting gradients in rank order; a rank without one counts as zeros.
 
         Args:
-            params: For which parameters; for all if absent.
+            params: The parameters to reduce; all if absent.
         """
         for name, param in (params or dict(self.master.named_parameters())).items():
             parts = [waiting.pop(name) for waiting in self.waiting if name in waiting]
@@ -214,7 +214,7 @@ RELATIVE = {
     torch.bfloat16: 2.0**-7,
     torch.float16: 2.0**-9,
 }
-"""How much two tensors may differ, relative to the largest element, where not bitwise equal."""
+"""The allowed difference, relative to the largest element, where bits need not be equal."""
 
 
 class Comparison:
@@ -223,9 +223,9 @@ class Comparison:
     Args:
         oracle: The oracle.
         rank: This rank.
-        tolerance: How much may differ, relative to the largest element; `None` for nothing where
-            the sums are those of the oracle bit by bit, and else `RELATIVE`.
-        is_exact: Whether they are.
+        tolerance: The allowed difference, relative to the largest element; `None` for equal bits if
+            `is_exact`, else for `RELATIVE`.
+        is_exact: Whether the sums are those of the oracle bit by bit.
     """
 
     def __init__(
@@ -308,7 +308,7 @@ class Comparison:
 def apart(got: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:
     """Return the largest difference of two tensors, and the largest finite value of the second.
 
-    Infinite is as far from any number as it can be, and NaN from all but NaN.
+    Infinity differs infinitely from any number, and NaN from everything but NaN.
     """
     off = (_wide(got) - _wide(wanted)).masked_fill(_same(got, wanted), 0).abs()
     return float(off.max()) if off.numel() else 0.0, _largest(wanted)

@@ -4,9 +4,8 @@ A `TreeSpec` is a value: hypothesis draws and shrinks it, ranks receive it, and 
 pasted into a test. Calling it builds the model, so it is a `build` for
 `assert_trains_like_unsharded`.
 
-Any list is a program: a step without anything to act on does nothing, or first does what it
-needs.
-So a failing program shrinks by leaving out words.
+Any list is a program: a step with nothing to act on does nothing, or first runs the steps that it
+needs. So a failing program shrinks by leaving out words.
 """
 
 from __future__ import annotations
@@ -81,8 +80,8 @@ class ParamSpec:
         dtype: Its dtype.
         dim: The dim that `shard_tree` shards it on.
         trainable: Whether it needs a gradient.
-        tied: Whether it is the same parameter as the one last made with this shape and dtype, if
-            there is one in the tree; then its own `dim` and `trainable` do not count.
+        tied: Whether it is tied to the last parameter of this shape and dtype in the tree, if there
+            is one; its own `dim` and `trainable` are then ignored.
 
     Example:
         >>> ParamSpec((3, 2)).trainable
@@ -138,7 +137,7 @@ class Tree(nn.Module):
 
     Args:
         spec: Its description.
-        known: Parameters that tied ones may be; for the children of a tree.
+        known: The parameters that later ones may be tied to; passed to children of a tree.
 
     Example:
         >>> Tree(TreeSpec((ParamSpec((3,)),)))(torch.ones(2, 6)).shape
@@ -211,7 +210,7 @@ def _new_param(spec: ParamSpec) -> nn.Parameter:
 
 
 def shard_tree(model: Tree, **options: Any) -> Tree:
-    """Apply `fully_shard` to a tree from the bottom up, as its spec tells.
+    """Apply `fully_shard` to a tree from the bottom up, as its spec says.
 
     Args:
         model: The tree.
@@ -265,9 +264,9 @@ class TreeLoss:
     """The loss of a tree on a random batch, with some of its parameters.
 
     Args:
-        used: Which parameters forwards use, one tuple for each rank: rank `r` uses
-            `used[(step + r) % len(used)]` in a step, so ranks and steps differ. Empty: all
-            parameters. The first parameter that is trained is used by all, so that all go back.
+        used: Which parameters forwards use, one tuple for each rank: rank `r` uses `used[(step + r)
+            % len(used)]` in a step, so ranks and steps differ. Empty: all parameters. All ranks use
+            the first trained parameter, so that all run a backward.
 
     Example:
         >>> loss = TreeLoss(((True, True), (True, False)))
@@ -309,16 +308,16 @@ Step = Literal[
 """One step of a program:
 
 - `forward`: run a forward, and keep its loss for the next backward;
-- `backward`: go back from the sum of the losses kept, or of a new one, and reduce the gradients;
+- `backward`: run backward from the kept losses, or from a new loss, and reduce the gradients;
 - `accumulate`: the same without reduction (`no_sync`);
 - `sync`: reduce the accumulated gradients, without another backward (`synchronize_gradients`);
 - `zero_grad`: clear the gradients, by the module or by the optimizer in turn;
-- `step`: reduce accumulated gradients, and take an optimizer step; losses kept are let go, and
+- `step`: reduce accumulated gradients, and take an optimizer step; kept losses are dropped, and
   gradients stay until `zero_grad`;
 - `evaluate`: run a forward in evaluation mode and under `no_grad`;
 - `reshard`: free the unsharded parameters of all groups;
 - `checkpoint`: save the states of model and optimizer, build both anew with other values, load;
-- `fail_forward`: an exception ends a forward on all ranks, and is caught; losses kept are let go;
+- `fail_forward`: an exception ends a forward on all ranks, and is caught; kept losses are dropped;
 - `fail_backward`: an exception ends a backward on all ranks, is caught, and gradients are cleared.
 """
 
@@ -330,7 +329,7 @@ def check_program(program: Sequence[Step]) -> tuple[Step, ...]:
     """Return the program as a tuple.
 
     Raises:
-        ValueError: If a word is no step, or there is none.
+        ValueError: If a word is no step, or the program is empty.
 
     Example:
         >>> check_program(["backward", "step"])

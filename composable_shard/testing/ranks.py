@@ -56,7 +56,7 @@ class RankFailure:
         rank: the rank that raised.
         class_names: module and name of the exception's class, then those of its bases.
         message: `str(exception)`.
-        traceback: the text Python would have printed on that rank.
+        traceback: the text that Python would have printed on that rank.
     """
 
     rank: int
@@ -77,7 +77,7 @@ class RankFailure:
 
     @property
     def exception_type(self) -> type[BaseException]:
-        """The exception's class, or its nearest base that this process knows."""
+        """The exception's class, or its nearest base that this process can import."""
         found = (getattr(sys.modules.get(module), name, None) for module, name in self.class_names)
         return next(one for one in found if isinstance(one, type))
 
@@ -90,10 +90,10 @@ class RankError(RuntimeError):
     """Some ranks raised. The text holds every failing rank's traceback.
 
     Args:
-        num_ranks: how many ranks were called.
+        num_ranks: the number of ranks that were called.
         failures: the exceptions of the failing ranks, in rank order.
         unfinished: ranks that had neither returned nor raised when the call was given up.
-        stacks: where each unfinished rank stood, when that could be found out.
+        stacks: the stack of each unfinished rank, if it is available.
         reason: why the call was given up, if no rank raised.
     """
 
@@ -179,7 +179,7 @@ def serve(
                         gc.collect()
     except (EOFError, OSError):
         pass
-    # Without a farewell to the other ranks: they leave for the same reason at the same time.
+    # No shutdown of the process group: the other ranks exit for the same reason at the same time.
     os._exit(0)
 
 
@@ -187,7 +187,7 @@ def _answer(rank: int, pipe: Connection, fn: Callable[[], Any]) -> None:
     reply: Done | RankFailure
     try:
         reply = Done(pickle.dumps(fn()), _is_spent())
-    except BaseException as error:  # noqa: BLE001 (the caller shall see any error)
+    except BaseException as error:  # noqa: BLE001 (the caller gets any error)
         reply = RankFailure.of(error, rank)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -216,7 +216,7 @@ def same_random_state() -> None:
 
 
 def _settle() -> None:
-    """Pass a barrier, which shows that no collective is left half done."""
+    """Pass a barrier, which shows that no collective is incomplete."""
     go_on()  # the next call is another program, which has not failed
     dist.barrier()
 
@@ -241,7 +241,7 @@ def _join_group(rank: int, num_ranks: int, port: int, timeout: float) -> None:
 
 
 def _outlive_no_parent(folder: Path) -> None:
-    """Leave, and tidy up, when the caller is gone; even out of a collective that hangs."""
+    """Exit and clean up when the caller is gone, even from a collective that hangs."""
     parent = multiprocessing.parent_process()
 
     def leave_after_parent() -> None:
@@ -261,7 +261,7 @@ START_TIMEOUT = 120.0
 SETTLE_TIMEOUT = 20.0
 STACK_TIMEOUT = 5.0
 # The fork server imports these once for all ranks: modules of torch, and others if the caller has
-# them. Ours are here by name, as the package imports them when they are asked for.
+# them. Our modules are listed by name, as the package imports them lazily.
 PRELOAD = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.tensor"),
     *("torch.distributed.checkpoint", "composable_shard.api", "composable_shard.insight.events"),
@@ -274,8 +274,8 @@ class RankPool:
 
     Args:
         num_ranks: the world size.
-        timeout: the longest call it shall serve, in seconds. The process group's own
-            time-out is longer, so that a hanging call is ended (and explained) by the pool.
+        timeout: the longest call, in seconds. The process group's own time-out is longer, so that a
+            hanging call is ended (and explained) by the pool.
 
     Raises:
         RankError: a process could not start. No process is left behind.
@@ -339,18 +339,18 @@ class RankPool:
         context = multiprocessing.get_context("forkserver")
         preload = [name for name in PRELOAD if name in sys.modules or name.startswith("torch")]
         context.set_forkserver_preload(preload)
-        ours, theirs = context.Pipe()
+        ours, child_end = context.Pipe()
         self._pipes.append(ours)
         group_timeout, file = self.timeout + START_TIMEOUT, self._stack_file(rank)
         # Not daemonic, as a rank may want children of its own (a data loader's workers).
         process = context.Process(
             target=serve,
-            args=(rank, self.num_ranks, self._store.port, group_timeout, file, theirs),
+            args=(rank, self.num_ranks, self._store.port, group_timeout, file, child_end),
             name=f"rank{rank}",
         )
         process.start()
         self._processes.append(process)
-        theirs.close()
+        child_end.close()
 
     def _send(self, message: Callable[[], Any]) -> None:
         for pipe in self._pipes:
@@ -401,7 +401,7 @@ class RankPool:
         return not any(reply.is_spent for reply in replies)
 
     def _dump_stacks(self, ranks: list[int]) -> dict[int, str]:
-        """Ask the ranks' fault handlers where they stand. Works while they hang in C code."""
+        """Dump the stacks of ranks by their fault handlers, even while they hang in C code."""
         if not ranks or not hasattr(signal, "SIGUSR1"):
             return {}
         for rank in ranks:
@@ -413,7 +413,7 @@ class RankPool:
         deadline = time.monotonic() + STACK_TIMEOUT
         while time.monotonic() < deadline and not all(map(_text_of, files.values())):
             time.sleep(0.02)
-        time.sleep(0.1)  # who has begun to write has soon written all
+        time.sleep(0.1)  # a rank that has begun to write soon finishes
         return {rank: text for rank, file in files.items() if (text := _text_of(file))}
 
     def _stack_file(self, rank: int) -> Path:
@@ -443,7 +443,7 @@ def run_on_ranks(
 
     Args:
         fn: The function. For `"gloo"` a function that other processes can import.
-        world_size: How many ranks.
+        world_size: The number of ranks.
         args: Sent to every rank.
         backend: `"gloo"`: real processes, kept for the next call (see `run_ranks`). `"threads"`:
             threads of this process, which start at once, share the random state, may run any
@@ -457,7 +457,7 @@ def run_on_ranks(
     Raises:
         RankError: A rank raised; the text has each rank's traceback.
         RankTimeout: A rank did not finish in time.
-        ValueError: The backend is another, or `world_size` or `timeout` is not positive.
+        ValueError: The backend is unknown, or `world_size` or `timeout` is not positive.
 
     Example:
         >>> import torch.distributed as dist
@@ -496,7 +496,7 @@ def run_ranks(
     Raises:
         RankError: a rank raised. `failures` holds each rank's type, message and traceback;
             `agreed()` asserts that they are the same on all ranks.
-        RankTimeout: a rank did not finish in time; tells where it stood.
+        RankTimeout: a rank did not finish in time; the text has its stack.
         TypeError: `fn` or its arguments cannot be pickled.
         ValueError: `num_ranks` or `timeout` is not positive.
 
@@ -574,7 +574,7 @@ def run_threads(
                 dist.destroy_process_group()
             except SystemExit:
                 pass  # the backend ends a rank so if it waits for a rank that is gone
-            except BaseException as error:  # noqa: BLE001 (the caller shall see it)
+            except BaseException as error:  # noqa: BLE001 (the caller gets it)
                 failures.append(RankFailure.of(error, rank))
                 release(error)
             finally:
@@ -610,8 +610,8 @@ def fake_ranks(num_ranks: int, rank: int = 0) -> Iterator[None]:
     and errors are true, and values are not.
 
     Args:
-        num_ranks: the world size to pretend.
-        rank: the rank to be.
+        num_ranks: the pretended world size.
+        rank: the pretended rank.
 
     Raises:
         TypeError: `num_ranks` is no int.

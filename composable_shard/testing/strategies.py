@@ -73,8 +73,8 @@ def shapes(
 
     Args:
         draw: Given by hypothesis.
-        num_shards: Into how many shards one dim will be cut.
-        max_dims: Most dims of a shape; there is at least one.
+        num_shards: The number of shards of one dim.
+        max_dims: The most dims of a shape; there is at least one.
         min_extent: Smallest extent of a dim; 0 allows empty parameters.
 
     Example:
@@ -95,7 +95,7 @@ def big_shapes(draw: st.DrawFn, num_shards: int, itemsize: int = 4) -> tuple[int
 
     Args:
         draw: Given by hypothesis.
-        num_shards: Into how many shards the rows will be cut.
+        num_shards: The number of shards of the rows.
         itemsize: Bytes of one element.
 
     Example:
@@ -139,7 +139,7 @@ def param_specs(
 
     Args:
         draw: Given by hypothesis.
-        num_shards: Into how many shards they will be cut.
+        num_shards: The number of shards of each parameter.
         dtypes: The dtypes they may have; integers are frozen.
         frozen: Whether some are frozen.
         min_extent: Smallest extent of a dim; 0 allows empty parameters.
@@ -155,7 +155,7 @@ def param_specs(
     big = big_shapes(num_shards, dtype.itemsize)
     some = [small, small, small, big]
     if special:
-        # Few shapes, so that there is something to be tied to.
+        # Few shapes, so that some parameters can be tied.
         some += [st.just(()), st.sampled_from([(num_shards + 1,), (2, 3)])]
     shape = draw(st.one_of(some))
     dim = draw(st.one_of(st.just(0), shard_dims(shape))) if shape else 0
@@ -174,10 +174,10 @@ def param_sets(
     """The parameters of one module: scalars, few rows or many, on any dim, frozen and tied ones.
 
     Args:
-        num_shards: Into how many shards they will be cut.
+        num_shards: The number of shards of each parameter.
         dtypes: The dtypes they may have; integers are frozen.
         frozen: Whether some are frozen.
-        max_params: How many there are at most; there may be none.
+        max_params: The most parameters; there may be none.
         special: Whether some are scalars, and some tied to others of their shape and dtype.
 
     Example:
@@ -186,8 +186,8 @@ def param_sets(
         >>> all(one.dtype == torch.float32 for one in specs)
         True
     """
-    one = param_specs(num_shards, dtypes, frozen, special=special)
-    return st.lists(one, max_size=max_params).map(tuple)
+    specs = param_specs(num_shards, dtypes, frozen, special=special)
+    return st.lists(specs, max_size=max_params).map(tuple)
 
 
 def module_trees(
@@ -202,10 +202,10 @@ def module_trees(
     Nested groups, lists as one group, a root alone, roots and groups without parameters.
 
     Args:
-        num_shards: Into how many shards parameters will be cut.
+        num_shards: The number of shards of each parameter.
         dtypes: The dtypes they may have; integers are frozen.
         frozen: Whether some are frozen.
-        max_depth: How deep children may be nested.
+        max_depth: The deepest nesting of children.
         special: Whether some are scalars, and some tied to others, also of other groups.
 
     Example:
@@ -247,7 +247,7 @@ def meshes(max_ranks: int = 4, hybrid: bool = True) -> st.SearchStrategy[tuple[i
     """Extents of meshes: ``(shard,)`` or ``(replicate, shard)``; shrinks to two ranks.
 
     Args:
-        max_ranks: Of how many ranks at most.
+        max_ranks: The most ranks of a mesh.
         hybrid: Whether some have replicas.
 
     Example:
@@ -294,7 +294,7 @@ def reshard_choices(num_shards: int) -> st.SearchStrategy[bool | int | None]:
     """Values of ``reshard_after_forward``: none, yes, no, and each number of fewer ranks.
 
     Args:
-        num_shards: How many shards there are.
+        num_shards: The number of shards.
 
     Example:
         >>> from hypothesis import find

@@ -1,4 +1,4 @@
-"""Training programs, followed by a sharded model and by its oracle."""
+"""Training programs, run by a sharded model and by its oracle."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Rehearsal:
         self.num_steps = 0
         self.oracle = Unsharded(plan.build, dist.get_world_size(), plan.policy, plan.optimizer)
         self.model, self.optimizer = self._new_sharded(seed=0)
-        # Held, as the module has its unsharded parameters while they are not resharded.
+        # Kept, since the module has its unsharded parameters until it is resharded.
         self._sharded_params = dict[str, nn.Parameter](self.model.named_parameters())
         self.oracle.cast_at(
             name for name, module in self.model.named_modules() if isinstance(module, FSDPModule)
@@ -191,7 +191,7 @@ class Rehearsal:
                 self._loss(model, rank)
 
     def _fail_backward(self) -> None:
-        """Fail on the way back through the first module that was called, or at once."""
+        """Fail in the backward of the first module that was called, or at once."""
         self._kept = []
         for model, rank in self._everyone():
             parts = list(model.modules())
@@ -227,7 +227,7 @@ class Rehearsal:
         return model, self.plan.optimizer(model.parameters())
 
     def _is_exact(self) -> bool:
-        """Tell whether sums must equal those of the oracle bit by bit."""
+        """Return whether sums must equal those of the oracle bit by bit."""
         dtypes = {param.dtype for param in self.oracle.master.parameters()}
         # Sums in float16 are divided in two parts, which rounds otherwise than one division. How
         # torch's kernels round a low-precision step depends on where in a tensor an element is.
@@ -309,7 +309,7 @@ def assert_trains_like_unsharded(
             set before. Like `shard`, `loss` and `optimizer`, a function that rank processes can
             import (module-level, a partial of one, a `TreeSpec`).
         program: The steps; see `composable_shard.testing.programs.Step` describes each.
-        world_size: How many ranks; 2, or those of `mesh`.
+        world_size: The number of ranks; by default 2, or that of `mesh`.
         mesh: Extents of the mesh, `(shard,)` or `(replicate, shard)`; by default there is one
             axis of all ranks, made by `fully_shard`.
         policy: The mixed precision policy of all groups.
@@ -321,7 +321,7 @@ def assert_trains_like_unsharded(
         optimizer: Makes an optimizer from parameters; by default SGD with momentum. One that
             divides by the gradient's size (Adam) turns the rounding of gradients near zero into
             steps of full length, so expect differences from three ranks on.
-        tolerance: How much may differ, relative to the largest element, instead of the above.
+        tolerance: The allowed difference, relative to the largest element, instead of the above.
         within: Makes a context in which each rank trains. If it gives a list, the texts that are in
             the list when the context has ended count as differences.
         timeout: Seconds after which the ranks are killed.
@@ -407,12 +407,12 @@ class _StepFailure(RuntimeError):
 
 
 def _follow(plan: Plan, steps: tuple[Step, ...]) -> list[tuple[int, str]]:
-    """Follow a program on this rank; a difference does not end it, as others would wait.
+    """Follow a program on this rank; a difference does not end it, as other ranks would wait.
 
     Returns:
         The differences, each with the index of its step; -1 before the first.
     """
-    with plan.within() as said:
+    with plan.within() as complaints:
         rehearsal = Rehearsal(plan)
         found = [(-1, text) for text in rehearsal.differences_at_start()]
         for place, step in enumerate(steps):
@@ -421,7 +421,7 @@ def _follow(plan: Plan, steps: tuple[Step, ...]) -> list[tuple[int, str]]:
             except Exception as error:
                 what = f"{_place(place, steps)}: raised {type(error).__name__}: {error}"
                 raise _StepFailure(what) from error
-    return [*found[: 10 * MAX_DIFFERENCES], *((len(steps) - 1, text) for text in said or ())]
+    return [*found[: 10 * MAX_DIFFERENCES], *((len(steps) - 1, text) for text in complaints or ())]
 
 
 def _rehearse(plan: Plan, steps: tuple[Step, ...], num_ranks: int, timeout: float) -> str | None:

@@ -96,7 +96,7 @@ def test_ranks_that_do_not_end_are_given_up(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(doctor, "TIMEOUT", 0.2)
     with pytest.raises(TimeoutError) as caught:
         measure(2, "cpu", nbytes=8)
-    assert str(caught.value) == "Expected 2 ranks to measure within 0.2 s, got no end"
+    assert str(caught.value) == "Expected 2 ranks to measure within 0.2 s, got a timeout"
 
 
 def test_the_slowest_rank_counts_and_one_wrong_value_is_wrong() -> None:
@@ -142,7 +142,7 @@ PROBLEMS: list[tuple[Machine, int, str]] = [
         replace(GPUS, backends={"gloo": True, "nccl": False}),
         *(2, "there are GPUs, but torch has no nccl: install a CUDA build"),
     ),
-    (GPUS, 4, "4 ranks need as many devices, there are 2: pass --ranks or --device cpu"),
+    (GPUS, 4, "4 ranks need as many devices, but there are 2: pass --ranks or --device cpu"),
 ]
 
 
@@ -152,8 +152,8 @@ def test_problems(of: Machine, num_ranks: int, problem: str) -> None:
 
 
 SEGMENTS = (
-    "the caching allocator of CUDA has segments of fixed size, between which memory is lost as "
-    "unsharded parameters come and go: set PYTORCH_ALLOC_CONF=expandable_segments:True"
+    "the caching allocator of CUDA uses segments of fixed size, and unsharded parameters that come "
+    "and go fragment them: set PYTORCH_ALLOC_CONF=expandable_segments:True"
 )
 COMPARES = (
     "COMPOSABLE_SHARD_CHECK=1 compares ranks before every collective, which costs time: unset it "
@@ -250,12 +250,12 @@ def test_a_busy_machine_is_no_fault(load: float, is_busy: bool) -> None:
 def test_ranks_that_do_not_end_on_a_busy_machine_are_no_fault(
     given: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given["measured"] = TimeoutError("Expected 2 ranks to measure within 120 s, got no end")
+    given["measured"] = TimeoutError("Expected 2 ranks to measure within 120 s, got a timeout")
     assert cli.main(["doctor"]) == 1
     given["machine"] = replace(HERE, load=9.0)
     assert cli.main(["doctor"]) == 0
     assert (
-        "warning    Expected 2 ranks to measure within 120 s, got no end; other programs were "
+        "warning    Expected 2 ranks to measure within 120 s, got a timeout; other programs were "
         "running (load 9.0 on 4 cores): measure again when they have ended"
     ) in capsys.readouterr().out
 
@@ -283,7 +283,7 @@ def test_one_thread_each_is_not_too_many_for_more_ranks_than_cores() -> None:
 
 WHY = "a rank cannot set up shared memory: [Errno 1] not here"
 SENT = (
-    "ranks 0-1, 1-2 send through sockets what they could read in shared memory: "
+    "ranks 0-1, 1-2 communicate through sockets instead of shared memory: "
     "a rank cannot set up shared memory: [Errno 1] not here"
 )
 MIXED = {
@@ -298,7 +298,7 @@ torch           2.13.0, built for cpu
 python          3.11.7 on Linux 6
 devices         the CPU alone; 4 cores, 2 threads, load 0.2
 backends        gloo
-variables       none of those that matter is set
+variables       no relevant variable is set
 ranks           2 on cpu over gloo, 1 thread each
 transport       shared memory: ranks 0-1
 all-gather      2.10 GB/s to each rank (8 MiB in 4.0 ms), in shared memory
@@ -370,7 +370,7 @@ def test_one_gpu_is_well_and_has_nothing_to_measure(
     given["machine"] = replace(GPUS, devices=["GPU"])
     assert cli.main(["doctor"]) == 0
     assert given["requests"] == []
-    assert "ranks      1 on cuda, which communicates with nobody\n" in capsys.readouterr().out
+    assert "ranks      1 on cuda, which has no collectives\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -429,7 +429,7 @@ def test_too_many_threads_are_not_said_to_be_well(
     assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
         f"warning         {SHARED}: set OMP_NUM_THREADS=2",
-        "verdict         training works; see what is above",
+        "verdict         training works; see the warnings above",
     ]
     given["measured"] = measured_with(4, 2e9, 0.1e9)
     assert cli.main(["doctor"]) == 1

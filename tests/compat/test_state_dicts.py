@@ -245,9 +245,9 @@ def test_messages() -> None:
             "Expected states of parameters that the optimizer has, got some of ['gain']": (
                 load({"gain": {}, "weight": {}})
             ),
-            "Expected param_groups of which one has 'weight', as optim_state_dict returns them, "
+            "Expected a group in param_groups with 'weight', as optim_state_dict returns them, "
             "got groups of []": load({}),
-            "Expected param_groups of which one has 'weight', as optim_state_dict returns them, "
+            "Expected a group in param_groups with 'weight', as optim_state_dict returns them, "
             "got groups of [['other']]": load({}, {"params": ["other"]}),
             "Expected the optimizer's states on every rank, got rank0_only=True; read them on "
             "every rank and set it to False": load_on_first,
@@ -278,5 +278,5 @@ def test_shards_of_other_ranks_are_refused() -> None:
     )
     assert text == (
         "Expected the shard of 'momentum_buffer' of 'weight' to have shape [2, 3], got [1, 3]; "
-        "load local shards on as many ranks as have saved them, or full or sharded states"
+        "load local shards on as many ranks as saved them, or full or sharded states"
     )

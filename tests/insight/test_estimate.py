@@ -257,7 +257,7 @@ told(8, flops=1.0, bandwidth=0.0)
     ValueError: Expected positive speeds and a latency of at least 0, got flops=1.0,
     bandwidth=0.0, latency=0.0
 estimate(Stack, 2)
-    TypeError: Expected batch to be what one rank's forward takes, got None
+    TypeError: Expected batch to be the inputs of one rank's forward, got None
 told(2, shard=lambda model, mesh: None, mp_policy=MixedPrecisionPolicy())
     ValueError: Expected either shard or policy and arguments of fully_shard, got shard and
     ['mp_policy']
@@ -269,7 +269,7 @@ estimate(Listing, 2, batch=BATCH)
     TypeError: Expected forward to return a tensor, or an output with a loss, got list; pass loss=,
     a function of the output and the batch
 told(2, optimizer=torch.optim.Adafactor)
-    ValueError: Expected an optimizer whose step reads no values, got Adafactor; pass another one
+    ValueError: Expected an optimizer step that reads no values, got Adafactor; pass another one
     with as much state, or optimizer=None to leave it out
 estimate(two_tensor_mlp, 2, batch=torch.empty(2, 8))
     ValueError: Expected plain parameters, which can be laid out for any number of ranks, got a
@@ -291,6 +291,5 @@ def test_code_that_asks_for_values_is_told_so() -> None:
     with pytest.raises(RuntimeError) as caught:
         estimate(Asking, 2, batch=BATCH)
     assert caught.value.__notes__ == [
-        "estimate runs the model on tensors without values, and something in it, or in the loss, "
-        "asks one for its value"
+        "estimate runs the model on tensors without values, but the model or the loss reads a value"
     ]

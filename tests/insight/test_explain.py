@@ -31,14 +31,14 @@ One step: launches x messages in each, bytes that this rank sends and copies
 (root)
   - it is the root, whose parameters backward needs first, so they are kept
   - packed (after.weight, after.bias), 8.03 KiB: too small to be worth a message of their own: they share one and are copied out of it
-  - packed (after.weight, after.bias), 8.05 KiB: gradients too small to be worth a message share one, and one flag for each gradient tells the ranks whether anybody has it
+  - packed (after.weight, after.bias), 8.05 KiB: gradients too small to be worth a message share one, and one flag for each gradient tells the ranks whether any rank has it
 
 layers.0 to layers.1 (2 alike)
   - the parameters are freed after forward and gathered again for backward
   - cast (layers.0.up.weight, layers.0.up.bias, layers.0.down.weight and 1 more), 193 KiB 2 times a step: shards stored as float32 are cast to bfloat16 in one kernel before each gather, so that fewer bytes travel
   - packed (layers.0.up.bias, layers.0.down.bias), 1.25 KiB 2 times a step: too small to be worth a message of their own: they share one and are copied out of it
   - cast (layers.0.up.weight, layers.0.down.weight), 768 KiB: gradients are cast to float32, in which they are summed
-  - packed (layers.0.up.bias, layers.0.down.bias), 2.53 KiB: gradients too small to be worth a message share one, and one flag for each gradient tells the ranks whether anybody has it"""  # noqa: E501
+  - packed (layers.0.up.bias, layers.0.down.bias), 2.53 KiB: gradients too small to be worth a message share one, and one flag for each gradient tells the ranks whether any rank has it"""  # noqa: E501
 
 
 def model_of_text() -> nn.Module:
@@ -128,7 +128,7 @@ def test_reasons() -> None:
         fully_shard(model)
         assert reasons(model, 0) == ("it has no parameters of its own, so it sends nothing",)
         assert reasons(model, 2) == (
-            "it ends forward and opens backward, so from the second step on it is kept between",
+            "it is last in forward and first in backward, so from the second step on it is kept",
         )
     with fake_ranks(1):
         assert reasons(shard(Stack()))[1:] == (

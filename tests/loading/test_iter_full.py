@@ -251,5 +251,5 @@ def test_what_is_told() -> None:
             "Weights out",
             "  - iter_full() in buckets of 1 MiB: 1 of them, 1 gathers of 1 messages in all",
             "  - this rank sends 8 KiB and receives 8 KiB",
-            "  - beside the model at most 40 KiB live at a time, if each tensor is let go of",
+            "  - beside the model at most 40 KiB live at a time, if the caller drops each tensor",
         ]

@@ -181,8 +181,8 @@ def test_a_step_that_was_replaced_is_refused() -> None:
     counted = optimizer.step
     optimizer.step = functools.wraps(counted)(lambda: counted())
     text = (
-        "Expected an optimizer with the step of its class, got SGD whose step was replaced; call "
-        "flat before what replaces it"
+        "Expected an optimizer with the step of its class, got SGD with another step; call flat "
+        "before replacing the step"
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         flat(optimizer)
@@ -196,9 +196,9 @@ def test_states_that_are_not_elementwise_are_refused() -> None:
         with pytest.raises(TypeError) as caught:
             train(net, optimizer, range(1))
     text = (
-        r"Expected states of Factored to be numbers, or plain tensors as large as what is stepped, "
-        r"got 'row' of class Tensor and shape \(3,\) for \(\d+,\); it does not treat every element "
-        r"by itself, so let Owned step whole tensors by it"
+        r"Expected states of Factored to be numbers, or plain tensors as large as the stepped "
+        r"tensor, got 'row' of class Tensor and shape \(3,\) for \(\d+,\); it is not elementwise, "
+        r"so use Owned to step whole tensors by it"
     )
     assert re.fullmatch(text, str(caught.value))
 

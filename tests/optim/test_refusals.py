@@ -56,9 +56,9 @@ def strided() -> None:
 
 
 COPIED = (
-    "Expected state_dict() to carry what an optimizer of with_layout has, since its states lie "
-    "with their owners, got a copy or a pickle of it; make another one by with_layout, and load "
-    "the state dict"
+    "Expected state_dict() to transfer an optimizer of with_layout, since the owners hold its "
+    "states, got a copy or a pickle of it; make a new optimizer by with_layout, and load the state "
+    "dict"
 )
 CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
@@ -70,7 +70,7 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         layouts(p9=Owned(muon)),
         ValueError,
-        "Expected 'p9' to fit names of parameters, got none that it fits",
+        "Expected 'p9' to fit the name of a parameter, got no match",
     ),
     (
         lambda: with_layout(Params(MODEL), {"p0": Owned(muon)}),
@@ -105,7 +105,7 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
         layouts(p1=Sharded(muon)),
         ValueError,
         "Expected an elementwise optimizer for parameter 'p1', got Muon, which may need whole "
-        "tensors; use Owned, or say is_elementwise=True",
+        "tensors; use Owned, or pass is_elementwise=True",
     ),
     (
         add_group,

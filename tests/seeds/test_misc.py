@@ -130,7 +130,7 @@ def test_fsdp_device_id_index_on_cpu(index: int) -> None:
             assert device_of(there, device_id=torch.device("cuda")) == current
     assert [str(warning.message) for warning in caught] == [
         f"device_id cuda of rank 1 does not have an explicit index: the current device, {current}, "
-        "is used; pass it, or set another one before"
+        "is used; pass it, or set another device first"
     ]
 
 
@@ -157,14 +157,14 @@ def test_module_device_mismatches_device_id_on_cpu() -> None:
     model = pretend_on("cuda:1", nn.Linear(2, 2))
     with fake_ranks(2, rank=1), pretend_cuda(1):
         assert refused(model, device_id=0) == (
-            "Expected device_id to be where rank 1 computes, got cuda:1 vs cuda:0; make it the "
-            "current device and have the module there or on the CPU"
+            "Expected device_id to be the device of rank 1, got cuda:1 vs cuda:0; make it the "
+            "current device, and have the module there or on the CPU"
         )
     with fake_ranks(2, rank=1), pretend_cuda(0):
         for device_id in (None, 1):
             assert refused(model, device_id=device_id) == (
                 "Expected the module of rank 1 on the CPU or on its current device cuda:0, got it "
-                "on cuda:1; call torch.accelerator.set_device_index before"
+                "on cuda:1; call torch.accelerator.set_device_index first"
             )
 
 
@@ -338,7 +338,7 @@ def test_cpu_init_with_sync_module_states() -> None:
         stays_on_cpu(scope, Choices(sync_module_states=True), torch.device("cuda", 0))
     assert str(caught.value) == (
         "Expected parameters and buffers on cuda:0 to synchronize them, got some on the CPU; pass "
-        "device_id, or move the module before"
+        "device_id, or move the module first"
     )
 
 
@@ -529,7 +529,7 @@ def test_fsdp_optim_overlap_no_use_orig_params_error() -> None:
     with pytest.raises(RuntimeError) as caught:
         in_backward(register_hook=False, use_orig_params=False)
     assert str(caught.value) == (
-        "Expected no optimizer in backward, got one of 'weight' of group 'a', which is only "
+        "Expected no optimizer in backward, got one for 'weight' of group 'a', which is only "
         "supported with use_orig_params=True"
     )
 
@@ -626,9 +626,7 @@ def test_no_params() -> None:
         assert x.grad is not None and x.grad.tolist() == [0, 1]
     with fake_ranks(2, rank=1), pretend_cuda(1), pytest.raises(ValueError) as caught:
         FSDP(nn.ReLU(), device_id=0)
-    assert str(caught.value).startswith(
-        "Expected device_id to be where rank 1 computes, got cuda:1"
-    )
+    assert str(caught.value).startswith("Expected device_id to be the device of rank 1, got cuda:1")
 
 
 @gpu()
@@ -704,8 +702,8 @@ def test_fsdp_unsupported_module_cls() -> None:
         with pytest.warns(UserWarning) as caught:
             model = FSDP(wrapped, device_id="cpu")
         assert [str(warning.message) for warning in caught] == [
-            f"A container without a forward, {kind}, cannot gather the parameters in it: they are "
-            "gathered when one of its modules is called; wrap those one by one"
+            f"{kind} has no forward, so it cannot gather the parameters in it: calls of its "
+            "modules gather them; wrap these modules one by one"
         ]
         keys = range(3) if isinstance(reference, nn.ModuleList) else reference
         outs = []

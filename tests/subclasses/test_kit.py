@@ -99,7 +99,7 @@ def scales_shard(self: TwoTensor, *given: Any, **out: Any) -> Any:
 
 ONE, TWO = " (1 rank, shape [8, 4])", " (2 ranks, shape [8, 4])"
 FILL = (
-    f"Expected {POST} to write into out the values that arrived, got {{}}; fill out where it is "
+    f"Expected {POST} to write the received values into out, got {{}}; fill out where it is "
     "not the all-gather outputs themselves"
 )
 UNCHANGED = (
@@ -132,7 +132,7 @@ FIRST: list[tuple[Hook, str, str]] = [
     (failing_on_one_rank, "sent", f"Expected no error, got KeyError on rank 1: 'scale'{TWO}"),
 ]
 SECOND: list[tuple[Hook, str, str]] = [
-    (post(copied), "out", FILL.format("those of the gather before") + ONE),
+    (post(copied), "out", FILL.format("those of the last gather") + ONE),
     (
         post(copied, lambda out, outputs, dtype: out.a.copy_(outputs[0])),
         "out",
@@ -142,7 +142,7 @@ SECOND: list[tuple[Hook, str, str]] = [
         post(cast, replace),
         "out",
         f"Expected {POST} to keep the storages of out, which are freed and refilled, "
-        f"got another one; copy into out instead of replacing what it is made of{ONE}",
+        f"got another one; copy into out instead of replacing its inner tensors{ONE}",
     ),
     (
         post(lambda outputs, dtype: (TwoTensor(*outputs), outputs)),
@@ -159,7 +159,7 @@ FAULTS = [
         lambda self, mesh: ((self.a,), None),
         post(first_twice),
         "gathered",
-        "Expected to compute with the gathered tensor what the unsharded one gives, "
+        "Expected the gathered tensor to give the outputs of the unsharded one, "
         f"got values that are off by 5.0e-01 of the largest, where 1e-05 is allowed{ONE}",
     ),
 ]
@@ -339,14 +339,14 @@ OF_REDUCTIONS: dict[str, tuple[Any, Any, str, str]] = {
         lambda self, grad, mesh: ((grad,), None),
         lambda self, received, metadata, out: received[0].sum(0),
         SUMMED,
-        f"Expected {REDUCE_POST} to fill out, 16 elements, got some that it left; write into it",
+        f"Expected {REDUCE_POST} to fill out, 16 elements, got unwritten elements; write into it",
     ),
     "asks shape": (
         lambda self, grad, mesh: ((grad.flatten(1),), grad.shape),
         filling(lambda rows, metadata: rows.sum(0).view(metadata[1:])),
         NONE,
-        f"Expected {REDUCE_POST} to work on a rank that never had a gradient, whose metadata is "
-        "None, got TypeError: 'NoneType' object is not subscriptable",
+        f"Expected {REDUCE_POST} to work with metadata None on a rank that never had a gradient, "
+        "got TypeError: 'NoneType' object is not subscriptable",
     ),
     "shifted": (
         lambda self, grad, mesh: ((grad + 1,), None),

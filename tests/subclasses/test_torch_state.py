@@ -97,8 +97,8 @@ def test_the_moments_are_those_of_torch() -> None:
 
 def text(name: str) -> str:
     return (
-        "Expected to read _training_state, _fsdp_param_group, _fsdp_param_groups, _comm_ctx, "
-        "_reshard_after_forward, is_unsharded alone of torch's private state of the root group, "
+        "Expected to read only _training_state, _fsdp_param_group, _fsdp_param_groups, _comm_ctx, "
+        "_reshard_after_forward, is_unsharded of torch's private state of the root group, "
         f"got {name}; use the methods of composable_shard.FSDPModule"
     )
 

@@ -149,8 +149,8 @@ def test_a_training_goes_on_where_a_timeline_cannot_be_written(tmp_path: Path) -
             timeline.stop()
     error = f"Expected the trace of a rank in {file_of(tmp_path, 1)}, got KeyError('format')"
     assert [str(one.message) for one in caught] == [
-        f"Expected to write a timeline to {tmp_path}, got {ValueError(error)!r}; merge what is "
-        "there by `composable-shard trace`"
+        f"Expected to write a timeline to {tmp_path}, got {ValueError(error)!r}; merge the "
+        "written files by `composable-shard trace`"
     ]
     assert file_of(tmp_path, 0).exists() and timeline.recorded is not None
 

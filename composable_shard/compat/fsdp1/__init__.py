@@ -1,4 +1,4 @@
-"""``FullyShardedDataParallel``, the interface of the first generation, over ``fully_shard``.
+"""``FullyShardedDataParallel``, the interface of FSDP1, on top of ``fully_shard``.
 
 Names, arguments and defaults are those of ``torch.distributed.fsdp``; see ``docs/from_fsdp1.md``.
 """

@@ -40,7 +40,7 @@ from composable_shard.compat.fsdp1.options import (
 from composable_shard.compat.fsdp1.state_dicts import Wrapper
 from composable_shard.mesh import start_process_group
 
-# The modules of one wrapper, without ignored ones and those of inner wrappers ---------------------
+# The modules of one wrapper, without ignored modules and those of inner wrappers ------------------
 
 
 class Place(NamedTuple):
@@ -56,9 +56,9 @@ class Scope:
     """The modules of one wrapper.
 
     Attributes:
-        modules: The modules that it shards, the wrapped one first.
-        ignored_modules: Modules that it leaves alone, with all below them.
-        ignored_params: Parameters that it leaves alone.
+        modules: The modules that the wrapper shards, the wrapped module first.
+        ignored_modules: Modules that the wrapper leaves alone, with all modules below them.
+        ignored_params: Parameters that the wrapper leaves alone.
     """
 
     modules: tuple[nn.Module, ...]
@@ -83,7 +83,7 @@ class Scope:
     def breadth_first(self) -> list[nn.Module]:
         """Return the modules in the order in which FSDP1 initializes them."""
         found, left = list(self.modules[:1]), set(self.modules[1:])
-        for module in found:  # which grows on the way
+        for module in found:  # grows during the loop
             for child in module.children():
                 if child in left:
                     left.remove(child)
@@ -103,9 +103,9 @@ def scope_of(
     """Return the scope of a wrapper of ``module``.
 
     Raises:
-        TypeError: If something ignored is neither a parameter nor a module.
-        ValueError: If both arguments are given, parameters and modules are mixed, or something
-            ignored is sharded.
+        TypeError: If an ignored object is neither a parameter nor a module.
+        ValueError: If both arguments are given, parameters and modules are mixed, or an ignored
+            module is sharded.
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError("Expected ignored_modules or ignored_states, got both")
@@ -152,7 +152,7 @@ def resolve_device(scope: Scope, choices: Choices) -> torch.device:
 
     Raises:
         RuntimeError: If parameters lie on several devices.
-        ValueError: If they, ``device_id`` and the current device do not go together.
+        ValueError: If the device of the parameters, ``device_id`` and the current device differ.
     """
     current = _CPU
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -172,13 +172,13 @@ def resolve_device(scope: Scope, choices: Choices) -> torch.device:
     compute = next(iter(elsewhere), current)
     if asked is not None and asked != compute:
         raise ValueError(
-            f"Expected device_id to be where {_rank()} computes, got {compute} vs {asked}; make it "
-            "the current device and have the module there or on the CPU"
+            f"Expected device_id to be the device of {_rank()}, got {compute} vs {asked}; make it "
+            "the current device, and have the module there or on the CPU"
         )
     if compute != current:
         raise ValueError(
             f"Expected the module of {_rank()} on the CPU or on its current device {current}, got "
-            f"it on {compute}; call torch.accelerator.set_device_index before"
+            f"it on {compute}; call torch.accelerator.set_device_index first"
         )
     return compute
 
@@ -198,7 +198,7 @@ def _asked_device(choices: Choices, current: torch.device) -> torch.device | Non
     if asked.index is None:
         warnings.warn(
             f"device_id {asked} of {_rank()} does not have an explicit index: the current device, "
-            f"{current}, is used; pass it, or set another one before",
+            f"{current}, is used; pass it, or set another device first",
             stacklevel=4,
         )
         return current
@@ -213,23 +213,23 @@ def _rank() -> str:
 
 
 class _Real(NamedTuple):
-    """The tensor that replaced one on the meta device, and the module that initialized it."""
+    """The tensor that replaced a meta tensor, and the module that initialized it."""
 
     tensor: torch.Tensor
     module: weakref.ref[nn.Module]
 
 
 _real = WeakTensorKeyDictionary()
-"""The replacements of tensors on the meta device that other wrappers may still hold."""
+"""The replacements of meta tensors that other wrappers may still hold."""
 
 
 def materialize(
     scope: Scope, init_fn: Callable[[nn.Module], object] | None, device: torch.device
 ) -> None:
-    """Replace parameters and buffers on the meta device by initialized ones.
+    """Replace parameters and buffers on the meta device by initialized tensors.
 
-    Tied ones stay tied, also across wrappers, and get their values from the first of their modules
-    in the model.
+    Tied tensors stay tied, also across wrappers, and take the values that the first of their
+    modules in the model gives them.
 
     Args:
         scope: The modules of the wrapper.
@@ -272,7 +272,7 @@ def _tied(old: torch.Tensor, first: Place, root: nn.Module) -> torch.Tensor:
     order = list(root.modules())
     other = before.module()
     if other in order and order.index(first.module) < order.index(other):
-        before.tensor.data.copy_(new)  # without a change of its version
+        before.tensor.data.copy_(new)  # .data: its version must not change
         _real[old] = _Real(before.tensor, weakref.ref(first.module))
     tensor: torch.Tensor = before.tensor
     return tensor
@@ -298,17 +298,17 @@ def _put_aside(scope: Scope) -> Iterator[None]:
 
 
 def stays_on_cpu(scope: Scope, choices: Choices, device: torch.device) -> bool:
-    """Tell whether parameters stay on the CPU though they are not offloaded, and warn of it.
+    """Return whether parameters stay on the CPU without offloading, and warn if they do.
 
     Raises:
-        ValueError: If they have to be synchronized.
+        ValueError: If they stay on the CPU but must be synchronized.
     """
     if device == _CPU or choices.device_id is not None:
         return False
     if choices.sync_module_states and any(state.device == _CPU for state in scope.held()):
         raise ValueError(
             f"Expected parameters and buffers on {device} to synchronize them, got some on the "
-            "CPU; pass device_id, or move the module before"
+            "CPU; pass device_id, or move the module first"
         )
     is_offloaded = (choices.cpu_offload or CPUOffload()).offload_params
     if is_offloaded or not any(param.device == _CPU for param in scope.params()):
@@ -343,7 +343,7 @@ class Layout:
     """The ranks that shard and replicate parameters.
 
     Attributes:
-        strategy: The strategy, which is ``NO_SHARD`` on one rank.
+        strategy: The strategy; ``NO_SHARD`` on one rank.
         mesh: The mesh for ``fully_shard``.
         dims: The axis that replicates, if no axis shards.
     """
@@ -364,8 +364,8 @@ def resolve_layout(choices: Choices, device_type: str, wraps_below: bool) -> Lay
     Raises:
         ValueError: If the ranks are given in both forms, or do not fit the strategy.
 
-    Collective: for a pair of process groups an all-gather of a small object; making process groups
-        for a hybrid strategy without any.
+    Collective: an all-gather of a small object for a pair of process groups; the creation of
+        process groups for a hybrid strategy without any.
     """
     strategy = choices.sharding_strategy or ShardingStrategy.FULL_SHARD
     mesh, group = choices.device_mesh, choices.process_group
@@ -404,7 +404,7 @@ def _mesh_of_groups(
 ) -> DeviceMesh:
     """Return the mesh of a process group, or of a pair of them for a hybrid strategy.
 
-    Collective: for a pair an all-gather of a small object.
+    Collective: an all-gather of a small object for a pair.
     """
     given = group if isinstance(group, tuple) else (group,)
     groups = [one for one in given if isinstance(one, dist.ProcessGroup)]
@@ -424,9 +424,9 @@ def _mesh_of_groups(
 def _mesh_of_nodes(device_type: str) -> DeviceMesh:
     """Return a mesh (nodes, ranks of a node)."""
     num_ranks = dist.get_world_size()
-    said = os.environ.get("LOCAL_WORLD_SIZE")
-    if said is not None:
-        per_node = int(said)
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
+    if local_world_size is not None:
+        per_node = int(local_world_size)
     elif device_type == "cpu":
         per_node = num_ranks
     else:
@@ -442,7 +442,7 @@ def _mesh_of_nodes(device_type: str) -> DeviceMesh:
 
 
 Below = list[tuple[nn.Module, dict[str, Any]]]
-"""The modules that get wrappers of their own, inner ones first, with the wrappers' arguments."""
+"""The modules to wrap, inner modules first, each with the arguments of its wrapper."""
 
 
 def chosen_below(
@@ -477,7 +477,7 @@ def check_all(
     """Raise the errors of wrapping before anything is wrapped, initialized or sharded.
 
     Raises:
-        TypeError: If an argument of a wrapper has the wrong type, or there is none of that name.
+        TypeError: If an argument of a wrapper has the wrong type or an unknown name.
         ValueError: If a module cannot be sharded by its arguments.
         MaterializationError: If a module on the meta device cannot be initialized.
     """
@@ -508,7 +508,7 @@ def wrap_below(
     """Replace modules below ``root`` by wrappers.
 
     Returns:
-        The scope that is left to ``root``.
+        The remaining scope of ``root``.
     """
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in root.modules():
@@ -540,8 +540,8 @@ def shard(
     """Shard a module, or the modules in a container; return the sharded modules."""
     if type(module).forward is nn.Module.forward:
         warnings.warn(
-            f"A container without a forward, {type(module).__name__}, cannot gather the parameters "
-            "in it: they are gathered when one of its modules is called; wrap those one by one",
+            f"{type(module).__name__} has no forward, so it cannot gather the parameters in it: "
+            "calls of its modules gather them; wrap these modules one by one",
             stacklevel=3,
         )
     materialize(scope, choices.param_init_fn, device)
@@ -578,7 +578,7 @@ def _plain(module: nn.Module) -> list[nn.Module]:
 
 
 def _tops(module: nn.Module) -> list[nn.Module]:
-    """Return a module that has a forward, or the outermost ones in a container."""
+    """Return the module if it has a forward, else the outermost modules in it that have one."""
     if type(module).forward is not nn.Module.forward:
         return [module]
     for name in module._parameters:

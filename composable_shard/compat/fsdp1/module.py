@@ -1,4 +1,4 @@
-"""The wrapper: ``fully_shard`` with the arguments and methods of its first generation."""
+"""The wrapper: ``fully_shard`` with the arguments and methods of FSDP1."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def check_tree(root: FullyShardedDataParallel) -> None:
 
 
 def _step_in_backward(root: FullyShardedDataParallel) -> None:
-    """Install hooks by which optimizers step as soon as a gradient is reduced."""
+    """Install hooks that step optimizers as soon as a gradient is reduced."""
     for group in (member for top in root.fsdp_groups() for member in top.tree.groups):
         for param in group.params:
             if not _torch.optimizers_in_backward(param.sharded):
                 continue
             if not root.fsdp_use_orig_params:
                 raise RuntimeError(
-                    f"Expected no optimizer in backward, got one of '{param.name}' of "
+                    f"Expected no optimizer in backward, got one for '{param.name}' of "
                     f"{group.label}, which is only supported with use_orig_params=True"
                 )
             if step_and_clear not in _torch.gradient_hooks(param.sharded):
@@ -99,10 +99,10 @@ def step_and_clear(param: torch.Tensor) -> None:
 def precision(wrapper: FullyShardedDataParallel) -> Iterator[bool]:
     """Set the dtype of compute; yield whether it is the policy's.
 
-    Otherwise full parameters in their own dtype are gathered and registered.
+    Otherwise gather and register full parameters in their own dtype.
 
     Raises:
-        ShardError: If gradients are on where full parameters are asked for.
+        ShardError: If gradients are enabled in a forward with full parameters.
     """
     lowers = wrapper.module.training or not wrapper.fsdp_full_precision_in_eval
     if lowers or wrapper.mixed_precision.param_dtype is None:
@@ -121,41 +121,42 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-# The wrapper: ``fully_shard`` with the arguments and methods of its first generation --------------
+# The wrapper --------------------------------------------------------------------------------------
 
 
 class FullyShardedDataParallel(state_dicts.Wrapper):
     """Wrap a module and shard its parameters.
 
-    A thin layer: the wrapped module is sharded by :func:`composable_shard.fully_shard`, and all
-    that the wrapper does is done by the public interface. Names of parameters, buffers and modules
-    are those of the plain model. ``docs/from_fsdp1.md`` lists the differences to torch's class.
+    A thin layer: the wrapped module is sharded by :func:`composable_shard.fully_shard`, and the
+    wrapper uses its public interface only. Names of parameters, buffers and modules are those of
+    the plain model. ``docs/from_fsdp1.md`` lists the differences to torch's class.
 
     Args:
         module: The module. Modules below it may be wrapped already.
         process_group: The ranks, all of them if absent; for hybrid strategies a pair
             ``(shard, replicate)``.
-        sharding_strategy: The sharded and replicated parts; ``FULL_SHARD`` if absent.
+        sharding_strategy: Which ranks share parameters, and when they free unsharded ones;
+            ``FULL_SHARD`` if absent.
         cpu_offload: Whether shards are kept on the CPU.
-        auto_wrap_policy: Which modules below are wrapped, with the same arguments.
-        backward_prefetch: A hint that changes nothing: the order is recorded.
+        auto_wrap_policy: Selects modules below to wrap with the same arguments.
+        backward_prefetch: Accepted without effect: the order is recorded.
         mixed_precision: Dtypes of compute and reduction.
-        ignored_modules: Modules that are left as they are, with all below them.
+        ignored_modules: Modules to leave alone, with all modules below them.
         param_init_fn: Called with each module if some are on the meta device; they are initialized
             by their ``reset_parameters()`` if absent.
         device_id: Device of compute, to which a module on the CPU is moved.
         sync_module_states: Whether all ranks start from the values of the first.
-        forward_prefetch: A hint that changes nothing.
-        limit_all_gathers: The same.
+        forward_prefetch: Accepted without effect.
+        limit_all_gathers: Accepted without effect.
         use_orig_params: Accepted; parameters always keep their shapes and names. ``False`` refuses
             optimizers in backward.
-        ignored_states: Modules or parameters that are left as they are.
+        ignored_states: Modules or parameters to leave alone.
         device_mesh: The ranks in another form, instead of ``process_group``.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If arguments, the module and the current device do not go together, or the
-            module is sharded already.
+        ValueError: If arguments, the module and the current device conflict, or the module is
+            already sharded.
         RuntimeError: If parameters lie on several devices.
         MaterializationError: If a module on the meta device cannot be initialized.
 
@@ -229,7 +230,7 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
             return super().__getattr__(name)
         except AttributeError:
             if name == "_fsdp_wrapped_module" or name.startswith("__"):
-                raise  # how to copy and pickle it is not for the wrapped module to say
+                raise  # the wrapped module must not define how the wrapper is copied
             return getattr(self._fsdp_wrapped_module, name)
 
     def __getitem__(self, key: Any) -> Any:
@@ -251,13 +252,13 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tell ``torch.distributed.checkpoint`` which name does not count."""
+        """Return the attribute that ``torch.distributed.checkpoint`` leaves out of names."""
         return {"": "_fsdp_wrapped_module"}
 
     def apply(self, fn: Callable[[nn.Module], object]) -> FullyShardedDataParallel:
         """Call ``fn`` with each module from the inside out, while parameters are full.
 
-        Its changes are written to the shards; all ranks must make the same ones.
+        Its changes are written to the shards; all ranks must make the same changes.
         Collective: see :meth:`summon_full_params`.
         """
         with self.summon_full_params(self):
@@ -273,7 +274,7 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         return list(dict.fromkeys(group for group in found if group is not None))
 
     def check_is_root(self) -> bool:
-        """Tell whether no wrapper is around this one."""
+        """Return whether no wrapper is around this one."""
         return all(group.tree.root is group for group in self.fsdp_groups())
 
     @property
@@ -299,7 +300,7 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
 
         Args:
             module: Any module.
-            root_only: Whether to leave out those inside of another.
+            root_only: Whether to leave out wrappers inside other wrappers.
         """
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         return [m for m in found if m.check_is_root()] if root_only else found
@@ -319,10 +320,10 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
             check_tree(self)
         given: list[InputContainer] = []
         with precision(self) as lowers:
-            own = self.mixed_precision
-            casts = own.cast_root_forward_inputs if is_root else own.cast_forward_inputs
-            if lowers and casts and own.param_dtype is not None:
-                cast = partial(_cast, own.param_dtype)
+            policy = self.mixed_precision
+            casts = policy.cast_root_forward_inputs if is_root else policy.cast_forward_inputs
+            if lowers and casts and policy.param_dtype is not None:
+                cast = partial(_cast, policy.param_dtype)
                 args, kwargs = map_tensors(cast, (args, kwargs), given)
             output = self._fsdp_wrapped_module(*args, **kwargs)
         _, lost = find_changes(given, type(self.module).__name__)
@@ -342,18 +343,18 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         """Scale all gradients below so that their norm is at most ``max_norm``.
 
         Args:
-            max_norm: The norm to scale down to.
+            max_norm: The largest norm after scaling.
             norm_type: Order of the norm; ``float("inf")`` for the largest absolute value.
 
         Returns:
-            The norm before, the same on all ranks.
+            The norm before scaling, the same on all ranks.
 
         Collective: one all-gather of a few scalars for each mesh axis gradients are sharded on.
         """
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: object) -> None:
-        """Refuse: communication is changed by the wrapped module.
+        """Refuse: methods of the wrapped module set custom communication.
 
         Raises:
             TypeError: Always.
@@ -378,11 +379,11 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
 
         Args:
             module: A wrapper, or a module with wrappers below.
-            recurse: Whether those below a wrapper have full parameters too.
+            recurse: Whether wrappers below have full parameters too.
             writeback: Whether edits are written to the shards.
             rank0_only: Whether only the first rank has full parameters.
-            offload_to_cpu: Whether they are on the CPU.
-            with_grads: Whether they have full gradients.
+            offload_to_cpu: Whether full parameters are on the CPU.
+            with_grads: Whether full parameters have full gradients.
 
         Raises:
             ShardError: As :func:`composable_shard.unsharded`.

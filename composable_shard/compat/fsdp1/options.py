@@ -51,9 +51,9 @@ class ShardingStrategy(Enum):
 
 
 class BackwardPrefetch(Enum):
-    """Choose when backward gathers the next parameters: a hint without effect.
+    """Choose when backward gathers the next parameters; accepted without effect.
 
-    The order of the last iteration is recorded, and the next group is gathered ahead by it.
+    Backward prefetches the next group in the order that the last iteration recorded.
     """
 
     BACKWARD_PRE = auto()
@@ -91,7 +91,7 @@ class MixedPrecision:
         buffer_dtype: Dtype of floating-point buffers during forward.
         keep_low_precision_grads: Whether sharded gradients stay in the dtype of the reduction.
         cast_forward_inputs: Whether a module below the root casts its inputs to ``param_dtype``.
-        cast_root_forward_inputs: Whether the root does.
+        cast_root_forward_inputs: Whether the root casts its inputs.
         _module_classes_to_ignore: With an ``auto_wrap_policy``, modules that compute in the dtype
             of their parameters, between casts from and to ``param_dtype``.
     """
@@ -115,7 +115,7 @@ class MixedPrecision:
         reduce_dtype = self.reduce_dtype or self.param_dtype
         return MixedPrecisionPolicy(
             param_dtype=self.param_dtype,
-            reduce_dtype=reduce_dtype,  # which fully_shard takes from the parameters
+            reduce_dtype=reduce_dtype,  # else fully_shard takes the parameters' dtype
             cast_forward_inputs=False,
             buffer_dtype=self.buffer_dtype,
             grad_dtype=reduce_dtype if self.keep_low_precision_grads else None,
@@ -151,7 +151,7 @@ class Choices:
     """The arguments that a wrapper passes on to the wrappers that it makes below it.
 
     Raises:
-        TypeError: If one has the wrong type.
+        TypeError: If an argument has the wrong type.
     """
 
     process_group: ProcessGroups = None
@@ -269,7 +269,7 @@ class ModuleWrapPolicy:
         self._module_classes = tuple(module_classes)
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """Answer as a function policy does."""
+        """Act as a function policy."""
         return recurse or isinstance(module, self._module_classes)
 
     def __repr__(self) -> str:
@@ -280,8 +280,8 @@ class CustomPolicy:
     """Wrap the modules that a function picks.
 
     Args:
-        lambda_fn: Returns for a module whether to wrap it, or a dict of arguments that replace
-            those of the root there.
+        lambda_fn: Returns whether to wrap a module, or a dict of arguments that replace those of
+            the root for its wrapper.
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
@@ -322,7 +322,7 @@ def transformer_auto_wrap_policy(
     nonwrapped_numel: int,
     transformer_layer_cls: Collection[type[nn.Module]],
 ) -> bool:
-    """Wrap the instances of some classes; bind them by ``functools.partial``."""
+    """Wrap the instances of some classes; bind the classes by ``functools.partial``."""
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -334,7 +334,7 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: Collection[type[nn.Module]] = (nn.MultiheadAttention,),
     exclude_wrap_modules: Collection[type[nn.Module]] = (nn.ModuleList, nn.ModuleDict),
 ) -> bool:
-    """Wrap modules with at least ``min_num_params`` elements that no wrapper below has taken.
+    """Wrap modules with at least ``min_num_params`` elements outside of wrappers below them.
 
     Example:
         >>> size_based_auto_wrap_policy(nn.Linear(9, 9), False, 90, min_num_params=50)
@@ -357,14 +357,14 @@ def choose(
     """Return the modules below ``root`` to wrap, with their arguments.
 
     Args:
-        root: The module that is being wrapped; never among them.
+        root: The module that is being wrapped; never returned.
         policy: A policy object or function.
-        left_alone: Modules that are ignored or wrapped, and all below them.
-        ignored: Parameters that do not count.
+        left_alone: Ignored and wrapped modules, with all modules below them.
+        ignored: Parameters to leave out of element counts.
         arguments: The arguments, which a ``CustomPolicy`` may replace.
 
     Raises:
-        TypeError: If ``policy`` is neither.
+        TypeError: If ``policy`` is neither a policy object nor a function.
         ValueError: If the function of a ``CustomPolicy`` returns neither a bool nor a dict.
     """
     if isinstance(policy, CustomPolicy):
@@ -377,7 +377,7 @@ def choose(
     chosen, seen, ignored_ids = {}, set(left_alone), {id(param) for param in ignored}
 
     def visit(module: nn.Module) -> int:
-        """Ask on the way down and on the way up; return the elements below that are wrapped."""
+        """Call the policy before and after the children; return the elements in wrappers below."""
         if module in seen:
             return 0
         seen.add(module)

@@ -44,10 +44,10 @@ def settings_of(
     config: StateDictConfig | None = None,
     optim_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Return the settings of a type of state dicts; configs that are not given have their defaults.
+    """Return the settings for a type of state dicts; absent configs get their defaults.
 
     Raises:
-        TypeError: If a config is not that of the type.
+        TypeError: If a config does not belong to the type.
     """
     check_type("state_dict_type", kind, isinstance(kind, StateDictType), "a StateDictType")
     configs: list[Any] = [config, optim_config]
@@ -61,12 +61,12 @@ def settings_of(
 
 
 def is_rank0_only(config: StateDictConfig | OptimStateDictConfig) -> bool:
-    """Tell whether only the first rank gets a state dict."""
+    """Return whether only the first rank gets a state dict."""
     return getattr(config, "rank0_only", False)
 
 
 def is_first_rank(module: nn.Module) -> bool:
-    """Tell whether this rank is the first in the mesh of a module's parameters."""
+    """Return whether this rank is the first in the mesh of a module's parameters."""
     for param in module.parameters():
         if isinstance(param, DTensor):
             return not any(param.device_mesh.get_coordinate() or ())
@@ -81,7 +81,7 @@ def converted(
     kind: StateDictType,
     config: StateDictConfig | OptimStateDictConfig,
 ) -> list[torch.Tensor | None]:
-    """Return tensors as a state dict of a kind has them.
+    """Convert sharded tensors to the form of a type of state dicts.
 
     With ``rank0_only``, full tensors are ``None`` on the other ranks.
 
@@ -114,7 +114,7 @@ def sharded_like(param: DTensor, value: torch.Tensor) -> DTensor:
 
 
 def shard_of(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a local shard of a parameter as a DTensor, a tensor of another shape unchanged."""
+    """Return a local shard of a parameter as a DTensor; return other shapes unchanged."""
     if not isinstance(param, DTensor) or isinstance(value, DTensor):
         return value
     is_shard = value.shape == _torch.local_tensor(param).shape
@@ -125,7 +125,7 @@ def shard_of(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def rename_keys(states: MutableMapping[str, Any], old: str, new: str) -> None:
-    """Replace the prefix of those keys that have it, in place and in their order."""
+    """Replace a prefix of keys, in place; the order of the keys stays."""
     for key in [key for key in states if key.startswith(old)]:
         states[new + key.removeprefix(old)] = states.pop(key)
 
@@ -164,15 +164,15 @@ def set_state_dict_type(
     Args:
         module: A wrapper, or a module with wrappers below.
         state_dict_type: Full tensors, DTensors or this rank's shards.
-        state_dict_config: Where they are.
+        state_dict_config: Where the tensors are.
         optim_state_dict_config: The same for the optimizer's state dict.
 
     Returns:
-        The settings before.
+        The previous settings.
 
     Raises:
-        TypeError: If a config is not that of the type.
-        ValueError: If there are no wrappers, or they disagree on what was set before.
+        TypeError: If a config does not belong to the type.
+        ValueError: If there are no wrappers, or their previous settings differ.
 
     Collective: none.
 
@@ -196,7 +196,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     """Return the type of the state dicts of all wrappers in a module.
 
     Raises:
-        ValueError: If there are no wrappers, or they disagree.
+        ValueError: If there are no wrappers, or their settings differ.
 
     Collective: none.
 
@@ -233,12 +233,12 @@ def state_dict_type(
     Args:
         module: A wrapper, or a module with wrappers below.
         state_dict_type: Full tensors, DTensors or this rank's shards.
-        state_dict_config: Where they are.
+        state_dict_config: Where the tensors are.
         optim_state_dict_config: The same for the optimizer's state dict.
 
     Raises:
-        TypeError: If a config is not that of the type.
-        ValueError: If there are no wrappers, or they disagree on what was set before.
+        TypeError: If a config does not belong to the type.
+        ValueError: If there are no wrappers, or their previous settings differ.
 
     Collective: none.
 
@@ -262,7 +262,7 @@ def state_dict_type(
 
 
 def _wrappers(module: nn.Module) -> list[Wrapper]:
-    return [one for one in module.modules() if isinstance(one, Wrapper)]
+    return [inner for inner in module.modules() if isinstance(inner, Wrapper)]
 
 
 # Hooks ------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def _wrappers(module: nn.Module) -> list[Wrapper]:
 def _after_save(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     """Convert the tensors of the wrapper, under the names of the plain model.
 
-    Inner wrappers have converted theirs before, which are no longer DTensors.
+    Inner wrappers have already converted their tensors, which are no longer DTensors.
     """
     rename_keys(state_dict, prefix + _INNER, prefix)
     about = _torch.state_dict_metadata(state_dict)
@@ -325,17 +325,17 @@ def optim_state_dict(
     """Return the state dict of an optimizer by the names of parameters.
 
     Args:
-        model: The module whose parameters it has: a wrapper, or one with wrappers below.
+        model: The module with its parameters: a wrapper, or a module with wrappers below.
         optim: The optimizer.
-        optim_state_dict: Its state dict, if it was taken already; by places or by names.
-        group: Accepted; the ranks are those of each parameter.
+        optim_state_dict: Its state dict, if already taken, by indices or by names.
+        group: Accepted without effect; the mesh of each parameter decides.
 
     Returns:
-        ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}`` with tensors
-        as the state dict type says; empty on other ranks than the first with ``rank0_only``.
+        ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}`` with tensors in
+        the form of the state dict type; with ``rank0_only``, empty on all ranks but the first.
 
     Raises:
-        ValueError: If the optimizer has a parameter that is not of ``model``.
+        ValueError: If the optimizer has a parameter that is not in ``model``.
 
     Collective: for full tensors, a gather for each bucket of 64 MiB of them.
 
@@ -360,14 +360,14 @@ def optim_state_dict(
     for index, name in enumerate(names):
         saved = states["state"].get(index, states["state"].get(name))  # by name if it was converted
         if saved is not None:
-            own = named["state"][name] = dict(saved)
-            places += [(own, key) for key, value in own.items() if isinstance(value, torch.Tensor)]
-    found = converted([own[key] for own, key in places], kind, config)
-    for (own, key), value in zip(places, found, strict=True):
-        own[key] = value
-    for own in states["param_groups"]:
-        keys = [key if isinstance(key, str) else names[key] for key in own["params"]]
-        named["param_groups"].append({**own, "params": keys})
+            state = named["state"][name] = dict(saved)
+            places += [(state, key) for key, v in state.items() if isinstance(v, torch.Tensor)]
+    found = converted([state[key] for state, key in places], kind, config)
+    for (state, key), value in zip(places, found, strict=True):
+        state[key] = value
+    for param_group in states["param_groups"]:
+        keys = [key if isinstance(key, str) else names[key] for key in param_group["params"]]
+        named["param_groups"].append({**param_group, "params": keys})
     if is_rank0_only(config) and not is_first_rank(model):
         return {}
     return named
@@ -384,20 +384,19 @@ def optim_state_dict_to_load(
     """Turn a result of :func:`optim_state_dict` into a state dict that the optimizer loads.
 
     Args:
-        model: The module whose parameters it has: a wrapper, or one with wrappers below.
+        model: The module with its parameters: a wrapper, or a module with wrappers below.
         optim: The optimizer.
         optim_state_dict: States by the names of parameters, on every rank.
-        is_named_optimizer: Whether the optimizer has its states by name itself.
-        load_directly: Whether to load it too.
-        group: Accepted; the ranks are those of each parameter.
+        is_named_optimizer: Whether the optimizer itself keys its states by name.
+        load_directly: Whether to load the result too.
+        group: Accepted without effect; the mesh of each parameter decides.
 
     Raises:
-        ValueError: If it has states of other parameters, or only the first rank has it
-            (``rank0_only``), or no group with a parameter that the optimizer has, or the optimizer
-            has one that is not of ``model``; on the ranks where a local shard has another shape
-            than theirs.
+        ValueError: If it has states of unknown parameters, if only the first rank has it
+            (``rank0_only``), if it has no group for a parameter of the optimizer, or if that
+            parameter is not in ``model``; on some ranks, if a local shard has the wrong shape.
 
-    Collective: none, but for DTensors that are sharded in another way.
+    Collective: none, except to redistribute DTensors with other placements.
     """
     settings = get_state_dict_type(model)
     if is_rank0_only(settings.optim_state_dict_config):
@@ -411,7 +410,7 @@ def optim_state_dict_to_load(
         raise ValueError(
             f"Expected states of parameters that the optimizer has, got some of {unknown}"
         )
-    params = [param for own in optim.param_groups for param in own["params"]]
+    params = [param for param_group in optim.param_groups for param in param_group["params"]]
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     result: dict[str, Any] = {"state": {}, "param_groups": []}
     for index, (name, param) in enumerate(zip(names, params, strict=True)):
@@ -421,8 +420,8 @@ def optim_state_dict_to_load(
                 for key, value in optim_state_dict["state"][name].items()
             }
     left = iter(enumerate(names))
-    for own in optim.param_groups:
-        members = list(islice(left, len(own["params"])))
+    for param_group in optim.param_groups:
+        members = list(islice(left, len(param_group["params"])))
         saved = _saved_group(optim_state_dict, members[0][1] if members else None)
         keys = [name if is_named_optimizer else index for index, name in members]
         result["param_groups"].append({**saved, "params": keys})
@@ -435,8 +434,8 @@ def _names(model: nn.Module, optim: torch.optim.Optimizer) -> list[str]:
     """Return the names of an optimizer's parameters, in its order."""
     by_identity = {id(param): name for name, param in model.named_parameters()}
     names = []
-    for own in optim.param_groups:
-        for param in own["params"]:
+    for param_group in optim.param_groups:
+        for param in param_group["params"]:
             if id(param) not in by_identity:
                 raise ValueError(
                     f"Expected an optimizer of the parameters of {type(model).__name__}, got one "
@@ -447,7 +446,7 @@ def _names(model: nn.Module, optim: torch.optim.Optimizer) -> list[str]:
 
 
 def _saved_group(states: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """Return the saved group that has a parameter, or any group without a name.
+    """Return the saved group with a parameter; any group if ``name`` is ``None``.
 
     Raises:
         ValueError: If there is no such group.
@@ -458,13 +457,13 @@ def _saved_group(states: dict[str, Any], name: str | None) -> dict[str, Any]:
             return saved
     has = [saved["params"] for saved in groups]
     raise ValueError(
-        f"Expected param_groups of which one has {'parameters' if name is None else repr(name)}, "
+        f"Expected a group in param_groups with {'parameters' if name is None else repr(name)}, "
         f"as optim_state_dict returns them, got groups of {has}"
     )
 
 
 def _as_state_of(param: torch.Tensor, names: tuple[str, str], value: Any, is_local: bool) -> Any:
-    """Return a state of a parameter; a state of the same shape gets the same placements.
+    """Return a state for a parameter; a state of its shape gets its placements.
 
     Args:
         param: The parameter.
@@ -482,13 +481,13 @@ def _as_state_of(param: torch.Tensor, names: tuple[str, str], value: Any, is_loc
         raise ValueError(
             f"Expected the shard of '{names[1]}' of '{names[0]}' to have shape "
             f"{list(_torch.local_tensor(param).shape)}, got {list(value.shape)}; load local shards "
-            "on as many ranks as have saved them, or full or sharded states"
+            "on as many ranks as saved them, or full or sharded states"
         )
     return value
 
 
 def _is_cut_otherwise(param: DTensor, value: torch.Tensor) -> bool:
-    """Tell whether a tensor looks like a shard of a parameter over other ranks."""
+    """Return whether a tensor looks like a shard from another number of ranks."""
     dims = {placement.dim for placement in param.placements if isinstance(placement, Shard)}
     return value.ndim == param.ndim and all(
         length == param.shape[dim] for dim, length in enumerate(value.shape) if dim not in dims

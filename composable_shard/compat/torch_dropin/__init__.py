@@ -1,14 +1,15 @@
-"""Programs that call torch's ``fully_shard`` get ours, without a change to them.
+"""Replace torch's ``fully_shard`` by ours in programs that stay unchanged.
 
 ``install()`` does it for this process, ``composable-shard run script.py`` and ``torchrun -m
-composable_shard.run script.py`` for a script and all that it starts. See ``docs/drop_in.md``.
+composable_shard.run script.py`` for a script and the processes that it starts. See
+``docs/drop_in.md``.
 
 The drop-in leaves the classes of torch alone: a program may have made a policy, or imported the
-class, before. So the arguments of ``fully_shard`` are translated.
+class, before. So ``fully_shard`` translates its arguments.
 
-Modules that torch's ``fully_shard`` was applied to before keep working: calls for them go to
-torch's functions. Ours are imported when they are called, since the drop-in may be installed in the
-middle of importing this package, which itself imports from torch.
+Modules that torch has sharded before keep working: calls for them go to torch's functions. Ours are
+imported when they are called, since the drop-in may be installed in the middle of importing this
+package, which itself imports from torch.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ __all__ = ["Installation", "install", "is_installed", "run_script", "uninstall"]
 
 _torch_fsdp = importlib.import_module("torch.distributed.fsdp")
 
-# Policies of torch, said in ours ------------------------------------------------------------------
+# Translating torch's policies to ours -------------------------------------------------------------
 
 _POLICIES = (MixedPrecisionPolicy, CPUOffloadPolicy, OffloadPolicy, DataParallelMeshDims)
-"""Ours, a class before its base classes; torch has classes of the same names."""
+"""Our policies, subclasses before their bases; torch's have the same names."""
 
 
 class _EarlierPolicy(MixedPrecisionPolicy):
-    """One of a torch below 2.15, where ``param_dtype`` decides the dtype of gradients, too."""
+    """A policy of torch before 2.15, where ``param_dtype`` also sets the dtype of gradients."""
 
     rounds_gradients = True
 
 
 def translated(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a call of ``fully_shard`` with ours in the place of torch's."""
+    """Return the options of ``fully_shard`` with torch's policies replaced by ours."""
     ours = {name: _translated_value(value) for name, value in options.items()}
     place = ours.get("shard_placement_fn")
     if callable(place):
@@ -57,10 +58,10 @@ def _translated_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _translated_value(member) for name, member in value.items()}
     for ours in _POLICIES:
-        theirs = getattr(_torch_fsdp, ours.__name__, None)  # torch has not had all of them always
-        if theirs is not None and isinstance(value, theirs):
+        torch_class = getattr(_torch_fsdp, ours.__name__, None)  # not in every torch
+        if torch_class is not None and isinstance(value, torch_class):
             fields = {
-                field.name: getattr(value, field.name) for field in dataclasses.fields(theirs)
+                field.name: getattr(value, field.name) for field in dataclasses.fields(torch_class)
             }
             if ours is MixedPrecisionPolicy and not _torch.REDUCES_IN_GRAD_DTYPE:
                 fields["reduce_dtype"] = fields["reduce_dtype"] or fields["param_dtype"]
@@ -88,20 +89,20 @@ def _translated_function(place: Callable[[Any], Any]) -> Callable[[Any], Any]:
 _NAMES = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
 OF_TORCH: dict[str, Callable[..., Any]] = {
     name: getattr(_torch_fsdp, name) for name in _NAMES if hasattr(_torch_fsdp, name)
-}  # torch has not had all of them always
+}  # not in every torch
 
 
 # Signature and docstring are torch's, the name is that of the function here: it can be pickled.
 @functools.wraps(OF_TORCH["fully_shard"], assigned=("__doc__",), updated=())
 def fully_shard(module: Any, **options: Any) -> Any:
-    """Shard a module by ours."""
+    """Shard a module with our ``fully_shard``."""
     from composable_shard import api
 
     return api.fully_shard(module, **translated(options))
 
 
 def register_fsdp_forward_method(module: Any, method_name: str) -> None:
-    """Let another method of a module be called like its forward, by ours or by torch's function."""
+    """Register a method to be called like forward, with our function or torch's."""
     from composable_shard import api
 
     if _is_of_torch(module):
@@ -111,7 +112,7 @@ def register_fsdp_forward_method(module: Any, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[Any]) -> None:
-    """Let roots bound their memory for reductions together, or share streams if torch's."""
+    """Let roots share a bound on reduction memory; roots of torch share streams."""
     from composable_shard import api
 
     if any(map(_is_of_torch, modules)):
@@ -120,27 +121,27 @@ def share_comm_ctx(modules: Sequence[Any]) -> None:
         api.share_comm_ctx(modules)
 
 
-# Pipeline schedules ask the function for the state of a module.
+# Pipeline schedules call ``fully_shard.state(module)``.
 fully_shard.state = OF_TORCH["fully_shard"].state  # type: ignore[attr-defined]
 
 OURS: dict[str, Callable[..., Any]] = {name: globals()[name] for name in _NAMES}
 
 
 def _is_of_torch(module: Any) -> bool:
-    """Tell whether torch's ``fully_shard`` was applied to a module."""
+    """Return whether torch's ``fully_shard`` was applied to a module."""
     from composable_shard.module import FSDPModule
 
     return isinstance(module, _torch_fsdp.FSDPModule) and not isinstance(module, FSDPModule)
 
 
-# Putting our functions where torch's are, in all modules that are loaded, and taking them out -----
+# Replacing torch's functions in all loaded modules, and restoring them ----------------------------
 
 
 class Installation:
-    """The result of :func:`install`; as a context, it takes our functions out at its end.
+    """The result of :func:`install`; as a context manager, it uninstalls at its end.
 
     Attributes:
-        replaced: Where a function was replaced, as ``"module.name"``, sorted.
+        replaced: The replaced functions, as ``"module.name"``, sorted.
 
     Example:
         >>> from composable_shard.compat.torch_dropin import install
@@ -162,16 +163,16 @@ class Installation:
 
 
 def install() -> Installation:
-    """Make torch's ``fully_shard`` ours, for this process.
+    """Replace torch's ``fully_shard`` by ours in this process.
 
     Replaces ``fully_shard``, ``register_fsdp_forward_method`` and ``share_comm_ctx`` where torch
-    has them, and in every loaded module that has imported them by name. Not reached: a
-    function that is held elsewhere (in a closure, a default argument, an attribute of an object, a
+    has them, and in every loaded module that has imported them by name. References held elsewhere
+    are not replaced (in a closure, a default argument, an attribute of an object, a
     ``functools.partial``). Install before such modules are imported.
 
-    Classes stay torch's: its policies are understood, and our modules are instances of its
-    ``FSDPModule``. Modules that are sharded already stay as they are. May be called again, to
-    reach modules that were loaded since.
+    Classes stay torch's: our ``fully_shard`` takes its policies, and our modules are instances of
+    its ``FSDPModule``. Modules that are already sharded stay as they are. Call it again to reach
+    modules that were loaded since.
 
     Returns:
         The replaced functions; as a context manager, it uninstalls at its end, unless the drop-in
@@ -194,9 +195,9 @@ def install() -> Installation:
 
 
 def uninstall() -> None:
-    """Make torch's ``fully_shard`` its own again, in all loaded modules.
+    """Restore torch's ``fully_shard`` in all loaded modules.
 
-    Modules that ours sharded stay sharded. Does nothing if the drop-in is not installed.
+    Modules that our function sharded stay sharded. Does nothing if the drop-in is not installed.
 
     Example:
         >>> from composable_shard.compat.torch_dropin import install, is_installed, uninstall
@@ -209,7 +210,7 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Tell whether ``torch.distributed.fsdp.fully_shard`` is ours.
+    """Return whether ``torch.distributed.fsdp.fully_shard`` is ours.
 
     Example:
         >>> from composable_shard.compat.torch_dropin import install, is_installed
@@ -225,7 +226,7 @@ def _replace(
 ) -> list[str]:
     """Replace functions in the globals of all modules but those of this package."""
     for name in _torch.FULLY_SHARD_MODULES:
-        with contextlib.suppress(ModuleNotFoundError):  # of another version of torch
+        with contextlib.suppress(ModuleNotFoundError):  # not in this torch
             importlib.import_module(name)
     new = {id(before[name]): after[name] for name in OF_TORCH}
     replaced = []
@@ -248,9 +249,9 @@ _AT_START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "at_start")
 def run_script(target: str, arguments: Sequence[str] = (), *, is_module: bool = False) -> None:
     """Run a program in this process with torch's ``fully_shard`` replaced by ours.
 
-    It finds ``sys.argv``, ``sys.path[0]`` and ``__main__`` as if Python had started it. Processes
-    that it starts have the drop-in too, by ``PYTHONPATH``; a Python that ignores its environment
-    (``-I``, ``-E``) or skips ``site`` (``-S``) has not.
+    The program sees ``sys.argv``, ``sys.path[0]`` and ``__main__`` as if Python had started it.
+    Processes that it starts have the drop-in too, by ``PYTHONPATH``; a Python that ignores its
+    environment (``-I``, ``-E``) or skips ``site`` (``-S``) does not.
 
     Args:
         target: Path of a script, of a folder or of a zip file with a ``__main__.py``, or the name
@@ -259,8 +260,8 @@ def run_script(target: str, arguments: Sequence[str] = (), *, is_module: bool = 
         is_module: Whether ``target`` is a module, as after ``python -m``.
 
     Raises:
-        Exception: That of the program, ``SystemExit`` too, or that of runpy if there is no such
-            program.
+        Exception: Any exception of the program, ``SystemExit`` included, or runpy's if there is no
+            such program.
 
     Collective: none of its own.
 

@@ -1,7 +1,7 @@
-"""Python imports this when it starts: installs the drop-in once torch's ``fully_shard`` is loaded.
+"""Install the drop-in once torch's ``fully_shard`` is loaded; Python imports this at startup.
 
 For processes that a script starts: launchers, workers of ``multiprocessing``, ranks. They import
-this very package, wherever their own path would find another.
+this copy of the package, even if their path has another.
 """
 
 from __future__ import annotations
@@ -57,6 +57,6 @@ def _run_the_hidden_one() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-if __name__ == "sitecustomize":  # not where it is imported as a part of the package
+if __name__ == "sitecustomize":  # not when imported as a part of the package
     sys.meta_path.insert(0, _Finder())
     _run_the_hidden_one()
