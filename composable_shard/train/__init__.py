@@ -1,1 +1,1 @@
-"""What a training loop calls on top of ``fully_shard``."""
+"""Functions for training loops, on top of ``fully_shard``."""

@@ -42,8 +42,9 @@ class Item(NamedTuple):
         shape: Its global shape.
         stride: Its global strides.
         dtype: Its dtype.
-        param: The parameter that it lies beside; ``None`` for what every rank has as a whole.
-        dim: On which dim it is sharded, if it is.
+        param: The parameter with the same layout; ``None`` for a tensor that every rank has in
+            full.
+        dim: The sharded dim; ``None`` if it is not sharded.
     """
 
     shape: tuple[int, ...]
@@ -54,11 +55,11 @@ class Item(NamedTuple):
 
 
 class Told(NamedTuple):
-    """The description of a model, which the ranks that have it give to those that join.
+    """The description of a model that its ranks send to the ranks that join.
 
     Attributes:
         items: The tensors that move.
-        values: Numbers among the states of optimizers, and whether they lie on the device. They
+        values: Numbers among the states of optimizers, and whether each is on the device. They
             travel with the description.
         states: The keys of all states of optimizers, in the order of the optimizers.
         settings: The settings of the parameter groups of each optimizer.
@@ -75,7 +76,7 @@ class Told(NamedTuple):
 
 
 Tensors = dict[Key, torch.Tensor]
-"""Those of this rank: local shards, or whole ones."""
+"""The tensors of this rank: local shards, or full tensors."""
 
 
 # This rank's part of a model ----------------------------------------------------------------------
@@ -110,12 +111,12 @@ class Possession:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no values: they are to come, or have gone to other ranks."""
+        """Whether it has no values, because they will arrive or have moved to other ranks."""
         has_gone = any(group.absence == ON_OTHER_RANKS for group in self.groups)
         return has_gone or any(param.local.is_meta for param in self.params)
 
     def grounds(self) -> list[Ground]:
-        """Return where each parameter lies; nothing if this rank has no values."""
+        """Return the location of each parameter; nothing if this rank has no values."""
         if self.is_empty:
             return []
         places = (param.placement for param in self.params)
@@ -125,12 +126,12 @@ class Possession:
         """Describe the values of this rank, and return them.
 
         Args:
-            has_joining: Whether some ranks join, which need all of it.
+            has_joining: Whether some ranks join, which need the full description.
 
         Raises:
-            ShardError: If something of it cannot be moved.
+            ShardError: If a tensor cannot be moved.
 
-        Collective: of optimizers whose states lie with owners, see ``LayoutOptimizer.state_dict``.
+        Collective: for optimizers of ``with_layout``, see ``LayoutOptimizer.state_dict``.
         """
         told, tensors = Told({}, {}, [], []), Tensors()
 
@@ -203,15 +204,15 @@ class Possession:
         return {name: tensor for name, tensor in named if id(tensor) not in self._indices}
 
     def _stepped_by(self, optimizer: Optimizer) -> dict[int, torch.Tensor]:
-        """Return the parameters of an optimizer that are the model's, by their numbers in it."""
+        """Return the optimizer's parameters that belong to the model, by their indices in it."""
         own = {*self._indices, *map(id, self._plain().values())}
         stepped = (param for group in optimizer.param_groups for param in group["params"])
         return {index: param for index, param in enumerate(stepped) if id(param) in own}
 
-    # Memory for values to come ----------------------------------------------------------------
+    # Memory for the new values ----------------------------------------------------------------
 
     def make_room(self, told: Told, target: Target) -> Tensors:
-        """Return memory for the values to come; those of now stay until :meth:`settle`."""
+        """Return memory for the new values; the current values stay until :meth:`settle`."""
         is_new, plain, found = self.is_empty, self._plain(), Tensors()
         self._locals = self._new_shards(told, target)
         for key, item in told.items.items():
@@ -252,7 +253,7 @@ class Possession:
         return found
 
     def _new_shard(self, param: ShardedParam, told: Told, target: Target) -> torch.Tensor:
-        """Return a local shard without memory, which its bucket has.
+        """Return a local shard without memory of its own, as its bucket has the memory.
 
         The parameter is planned for its new ranks; the DTensor is left as it is.
         """
@@ -267,7 +268,7 @@ class Possession:
         return torch.zeros((), dtype=item.dtype, device=param.device).expand(like.shape)
 
     def _like(self, key: Key) -> torch.Tensor:
-        """Return the tensor beside which a gradient or a state lies."""
+        """Return the parameter of a gradient or a state."""
         if key[0] == "gradient":
             return self._locals[int(key[1])]
         stepped = self._stepped[int(key[1])][int(key[2])]
@@ -275,7 +276,7 @@ class Possession:
         return stepped if index is None else self._locals[index]
 
     def stay(self) -> None:
-        """Forget what was planned: everything is as it was."""
+        """Discard the plan for the new ranks, and restore the current one."""
         for param, before in zip(self.params, self._before, strict=True):
             param.__dict__.clear()
             param.__dict__.update(before)
@@ -283,20 +284,20 @@ class Possession:
     # Here or elsewhere ------------------------------------------------------------------------
 
     def settle(self, told: Told, tensors: Tensors, target: Target) -> None:
-        """Let the model lie on the new ranks; this is one of them.
+        """Put the model on the new ranks, on a rank that is one of them.
 
         Args:
             told: The description of the model.
             tensors: The tensors that :meth:`make_room` returned, filled.
             target: The new meshes.
 
-        Collective: of optimizers whose states lie with owners, see ``LayoutOptimizer``.
+        Collective: for optimizers of ``with_layout``, see ``LayoutOptimizer``.
         """
         is_new = self.is_empty
         for param, local in zip(self.params, self._locals, strict=True):
             spec = _torch.spec_with_dtype(param.sharded_spec, local.dtype)
             if _torch.local_tensor(param.sharded).is_meta:
-                # It gets memory, and stays the object that it is.
+                # It gets new memory, and stays the same object.
                 made = _torch.from_local(local, spec)
                 exchange(param.sharded, _torch.parameter_of(made, param.sharded.requires_grad))
             _torch.relocate(param.sharded, local, spec)
@@ -328,7 +329,7 @@ class Possession:
         states: dict[torch.Tensor, dict[str, Any]] = {
             param: dict(before.get(param, {})) for param in stepped.values() if param in before
         }
-        for key in told.states:  # in the order of the others, in which full checkpoints gather
+        for key in told.states:  # in the order in which full checkpoints gather
             if key[1] != place or not (is_new or key in tensors):
                 continue
             own, name = states.setdefault(stepped[int(key[2])], {}), str(key[3])
@@ -348,7 +349,7 @@ class Possession:
             optimizer.state[param].update(own)
 
     def _shown(self, key: Key, told: Told, tensors: Tensors, before: Any) -> torch.Tensor:
-        """Return a gradient or a state as users see it: the object of before, if there was one."""
+        """Return a gradient or a state as users see it: the previous object, if there was one."""
         item, local = told.items[key], tensors[key]
         if item.param is None:
             return local
@@ -361,7 +362,7 @@ class Possession:
         return before
 
     def leave(self, target: Target) -> None:
-        """Let the model lie on other ranks alone: this one has nothing of what is sharded."""
+        """Leave the model to other ranks: this rank keeps no shards."""
         for optimizer, stepped in zip(self._optimizers, self._stepped, strict=True):
             if isinstance(optimizer, LayoutOptimizer):
                 optimizer.forget_owners()
@@ -381,7 +382,7 @@ class Possession:
 
 
 def _sizes(item: Item, placement: ParamPlacement) -> tuple[int, ...]:
-    """Return the shape of what this rank has of a tensor that is cut like a parameter."""
+    """Return this rank's local shape of a tensor that is sharded like a parameter."""
     ground = Ground.of(placement.mesh, placement.roles)
     box, _ = ground.holding(item.shape, item.dim)[dist.get_rank()]
     return box.sizes

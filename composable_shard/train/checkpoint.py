@@ -1,9 +1,8 @@
-"""Checkpoints that are whole or not there, whatever happens while they are written.
+"""Checkpoints that are complete or absent, even if a rank fails while it writes.
 
-``torch.distributed.checkpoint`` writes a file for each rank into a folder, and what reads it cannot
-tell for sure whether all of them have reached the disk. Here they are written into a folder of
-another name, put on the disk and listed with their sizes. Only then does the folder get its name,
-which is one step for the file system.
+``torch.distributed.checkpoint`` writes a file for each rank into a folder, and a reader cannot be
+sure that all of them have reached the disk. Here the files go to a temporary folder, are flushed to
+the disk and are listed with their sizes. Then the folder is renamed, which is atomic.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from composable_shard.errors import ShardError
 from composable_shard.train.ranks import Ranks, naming_failures
 
 LIST = "files.json"
-"""The file that a complete checkpoint has: names and sizes in bytes of all others."""
+"""The file that marks a complete checkpoint: the names and the bytes of all other files."""
 
 
 def save_checkpoint(
@@ -30,22 +29,22 @@ def save_checkpoint(
     folder: str | os.PathLike[str],
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a sharded checkpoint that nobody sees before it is complete.
+    """Write a sharded checkpoint that is invisible until it is complete.
 
-    It is read by ``torch.distributed.checkpoint.load``, on any number of ranks.
+    ``torch.distributed.checkpoint.load`` reads it, on any number of ranks.
 
     Args:
         state: As for ``torch.distributed.checkpoint.save``.
-        folder: Where it shall be; on a file system that all ranks see. Nothing may be there yet: a
-            checkpoint is not overwritten, since it would be lost if writing the other one failed.
+        folder: The folder to create, on a file system that all ranks see. It must not exist yet: an
+            overwritten checkpoint would be lost if the new write failed.
         process_group: The ranks that take part; all if absent, or this process alone if there is
             no process group.
 
     Raises:
-        ShardError: On all ranks, if one of them cannot write its part, or there is something at
-            ``folder``.
-        CommunicationError: If a rank has ended or does not answer within the time-out. No folder of
-            that name is there then, but perhaps ``.<name>.part``, which the next attempt replaces.
+        ShardError: On all ranks, if a rank cannot write its part, or ``folder`` exists.
+        CommunicationError: If a rank has ended or does not answer within the time-out. The folder
+            does not exist then. A folder ``.<name>.part`` may remain, which the next attempt
+            replaces.
 
     Collective: those of ``torch.distributed.checkpoint.save`` and three of a few bytes.
 
@@ -67,10 +66,10 @@ def save_checkpoint(
 
 
 def is_complete(folder: str | os.PathLike[str]) -> bool:
-    """Tell whether a folder holds a checkpoint with all its files at their full length.
+    """Return whether a folder holds a checkpoint with all its files at their full length.
 
     Args:
-        folder: Where :func:`save_checkpoint` was told to write.
+        folder: The folder that was passed to :func:`save_checkpoint`.
 
     Example:
         >>> is_complete("no such folder")
@@ -88,7 +87,7 @@ def complete_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     """Return the complete checkpoints in a folder, sorted by name, numbers in it by value.
 
     Args:
-        folder: What the folders of the checkpoints are in.
+        folder: The folder that contains the folders of the checkpoints.
 
     Example:
         >>> complete_checkpoints("no such folder")
@@ -99,14 +98,14 @@ def complete_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def _by_number(path: Path) -> list[tuple[int, str]]:
-    """Let ``step-10`` come after ``step-9``; the newest one is not to be missed for its name."""
+    """Sort ``step-10`` after ``step-9``, so that the newest checkpoint is the last."""
     parts = re.split(r"(\d+)", path.name)
     return [(int(part) if part.isdecimal() else -1, part) for part in parts]
 
 
 def _make_room(target: Path, part: Path) -> None:
     if target.exists():
-        raise FileExistsError(f"'{target}' is there already; choose another name, or remove it")
+        raise FileExistsError(f"'{target}' already exists; choose another name, or remove it")
     if part.exists():
         shutil.rmtree(part)
     part.mkdir(parents=True)
@@ -121,10 +120,10 @@ def _write(
     try:
         alone = not dist.is_initialized()
         dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=alone)
-    except dcp.CheckpointException as error:  # on all ranks, with what each of them said
-        said = "; ".join(f"rank {rank}: {what}" for rank, (what, _) in error.failures.items())
+    except dcp.CheckpointException as error:  # on all ranks, with the errors of all
+        errors = "; ".join(f"rank {rank}: {what}" for rank, (what, _) in error.failures.items())
         raise ShardError(
-            f"Expected all ranks to write their parts of checkpoint '{target}', got {said}"
+            f"Expected all ranks to write their parts of checkpoint '{target}', got {errors}"
         ) from error
 
 
@@ -138,7 +137,7 @@ def _publish(part: Path, target: Path) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a file and put it on the disk, so that it has its content before it gets its name."""
+    """Write a file and flush it to the disk, so that it has its content before it gets its name."""
     with path.open("w") as file:
         json.dump(content, file, indent=2, sort_keys=True)
         file.write("\n")
@@ -147,7 +146,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names of the files on the disk, as those of new files are not with their content."""
+    """Flush the folder to the disk: flushing a new file does not flush its name."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,9 +1,9 @@
-"""Clipping gradients by their norm, whatever meshes they lie on.
+"""Clipping gradients by their norm, on any mix of meshes.
 
-The p-norm of a tensor is the p-norm of the norms of its parts. Each rank takes the norms of what it
-holds; those of sharded gradients are then gathered over the axes they are sharded on, and over no
-other, so that what is replicated counts once. Gathering and reducing in rank order, instead of
-summing on the way, gives all ranks the same bits, in every replica, and knows NaN and every p.
+The p-norm of a tensor is the p-norm of the norms of its parts. Each rank computes the norms of its
+local parts. The norms of sharded gradients are then gathered over the sharded axes only, so that
+replicated gradients count once. Gathering and then reducing in rank order, instead of an
+all-reduce, gives all ranks and replicas the same bits, and handles NaN and every p.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from composable_shard.core.transport.failures import announce, watched
 from composable_shard.errors import ShardError
 from composable_shard.train.full import sharded_axes
 
-# Gradients to scale -------------------------------------------------------------------------------
+# Gradients that can be scaled ---------------------------------------------------------------------
 
 _LINEAR = ("sum", "avg", "max", "min")
 """Pending reductions that commute with scaling."""
 
 
 def pending(grad: torch.Tensor) -> list[tuple[int, Placement]]:
-    """Return the mesh axes over which a gradient is still to be reduced, with their placements."""
+    """Return the mesh axes over which a gradient is not yet reduced, with their placements."""
     if not isinstance(grad, DTensor):
         return []
     return [(axis, p) for axis, p in enumerate(grad.placements) if p.is_partial()]
@@ -62,7 +62,7 @@ def check_scalable(grads: Iterable[torch.Tensor], doing: str) -> None:
 def alike(
     tensors: Sequence[torch.Tensor],
 ) -> dict[tuple[torch.device, torch.dtype, type], list[torch.Tensor]]:
-    """Sort tensors by what one kernel can do: device, dtype, and kind."""
+    """Group tensors that one kernel can process: by device, dtype, and kind."""
     found: dict[tuple[torch.device, torch.dtype, type], list[torch.Tensor]] = {}
     for tensor in tensors:
         key = (tensor.device, tensor.dtype, type(tensor))
@@ -81,10 +81,10 @@ def _norm_of(
 ) -> torch.Tensor:
     """Return the norm of all gradients together, a scalar of ``dtype`` on ``device``.
 
-    With ``p = 0`` torch counts the gradients that are not all zero, so norms are kept apart then.
+    With ``p = 0`` torch counts the gradients that are not all zero, so norms stay separate then.
 
     Args:
-        batches: Gradients, some at a time; each batch may be freed before the next one comes.
+        batches: Batches of gradients; each batch may be freed before the next is read.
         p: The order of the norm.
         dtype: The dtype of the norms.
         device: The device of the norms.
@@ -120,7 +120,7 @@ def _norm_of(
 def _local_norms(
     grads: Sequence[torch.Tensor], p: float, dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
-    """Return the norm of each local part; of one without elements, a value that changes no norm."""
+    """Return the norm of each local part; for an empty part, a value that changes no norm."""
     locals_ = list(map(_torch.local_part, grads))
     norms: dict[int, torch.Tensor] = {}
     for (_, own, kind), some in alike([local for local in locals_ if local.numel()]).items():
@@ -132,8 +132,8 @@ def _local_norms(
             found = [torch.linalg.vector_norm(part, p, dtype=wide) for part in some]
         if _torch.is_wrapper_subclass(found[0]):
             raise TypeError(
-                f"Expected gradients whose norm is a plain tensor, got {kind.__name__}, whose norm "
-                f"is a {type(found[0]).__name__}; clip its inner tensors by themselves"
+                f"Expected gradients with a plain tensor as norm, got {kind.__name__} with a "
+                f"{type(found[0]).__name__} as norm; clip its inner tensors instead"
             )
         stacked = torch.stack(list(found)).to(device).to(dtype)
         norms.update(zip(map(id, some), stacked.unbind(), strict=True))
@@ -145,7 +145,7 @@ def _local_norms(
 
 
 def _groups_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.ProcessGroup, ...]:
-    """Return the process groups of the axes over which each rank has another part."""
+    """Return the process groups of the axes over which a gradient is sharded."""
     if mesh.get_coordinate() is None:
         raise ValueError(
             "Expected this rank to be on the mesh of every gradient, got rank "
@@ -163,9 +163,9 @@ def _name_of(param: torch.Tensor) -> str:
 
 
 def _check_local_shape(param: torch.Tensor, grad: torch.Tensor) -> None:
-    """Raise ``ShardError`` if a gradient is laid out as its parameter and has another local shape.
+    """Raise ``ShardError`` if a gradient has its parameter's placements but another local shape.
 
-    Collective: none; it is announced to the ranks that wait for this one.
+    Collective: none; the error is sent to the ranks that wait for this rank.
     """
     if not (isinstance(param, DTensor) and isinstance(grad, DTensor)):
         return
@@ -173,17 +173,17 @@ def _check_local_shape(param: torch.Tensor, grad: torch.Tensor) -> None:
     if own == got or (param.device_mesh, param.placements) != (grad.device_mesh, grad.placements):
         return
     error = ShardError(
-        f"Expected a gradient of local shape {own} for {_name_of(param)}, got {got}; assign what "
-        "has the rows of this rank, such as distribute_tensor returns"
+        f"Expected a gradient of local shape {own} for {_name_of(param)}, got {got}; assign a "
+        "gradient with the rows of this rank, such as the result of distribute_tensor"
     )
     announce(map(param.device_mesh.get_group, range(param.device_mesh.ndim)), _DOING, error)
     raise error
 
 
 def _reduced(param: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a parameter; a pending one as it will be when it is reduced.
+    """Return the gradient of a parameter; if it is pending, its reduced value.
 
-    Collective: a reduce-scatter or all-reduce of a pending one; all ranks must have it.
+    Collective: a reduce-scatter or all-reduce of a pending gradient; all ranks must have it.
     """
     grad = cast(torch.Tensor, param.grad)
     if not isinstance(grad, DTensor) or not pending(grad):
@@ -208,39 +208,38 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients in place so that the norm of all of them together is at most ``max_norm``.
 
-    The norm is that of the whole model, as if its gradients were one vector, whatever meshes they
-    lie on: what is sharded is taken over the ranks, what is replicated counts once. Plain gradients
-    are taken to be the same on all ranks. Gradients whose reduction is still pending (``Partial``,
-    accumulated without sync) count as what they stand for, which costs reducing each of them once;
-    all ranks must have the same ones then.
+    The norm is that of the whole model, as if its gradients were one vector, on any mix of meshes:
+    shards of all ranks count, and replicated gradients count once. Plain gradients must be the same
+    on all ranks. Pending gradients (``Partial``, accumulated without sync) count with their reduced
+    values, which costs one reduction of each; all ranks must then have the same pending gradients.
 
     Args:
-        parameters: Parameters, or a single one; those without a gradient are passed over.
-        max_norm: The norm to scale down to; smaller gradients stay as they are.
+        parameters: Parameters, or a single one; parameters without a gradient are skipped.
+        max_norm: The largest norm after scaling; smaller gradients are not scaled.
         norm_type: Order of the norm; ``float("inf")``, or ``"inf"``, for the largest absolute
             value. 0 counts the gradients that are not all zero, as in torch.
         error_if_nonfinite: Whether to raise if the norm is infinite or NaN, before anything is
             scaled; reads the norm on the host.
-        foreach: As in torch. Gradients of one device and dtype are always treated together, so it
-            changes nothing.
+        foreach: Accepted as in torch, without effect: gradients of one device and dtype are always
+            scaled together.
 
     Returns:
-        The norm before, a scalar tensor of the dtype of the gradients, bitwise the same on all
-        ranks; 0 if there are no gradients. It is taken in float32 at least, so that half
-        precision overflows in the result at most.
+        The norm before scaling, a scalar tensor of the dtype of the gradients, bitwise the same on
+        all ranks; 0 if there are no gradients. It is computed in float32 or wider, so half
+        precision can overflow only in the result.
 
     Raises:
         ShardError: On all ranks, if the norm is not finite and ``error_if_nonfinite``; it names the
             first parameters with such gradients. If a gradient has the local shape of another rank.
-        ValueError: If ``max_norm`` is negative or NaN, or a flag no bool. If a gradient is
-            ``Partial`` with a reduction that cannot be scaled (product), or this rank is not on the
-            mesh of one.
-        TypeError: If ``parameters`` are no tensors, or a number is none. If a gradient is a tensor
-            subclass whose norm is not a plain tensor.
+        ValueError: If ``max_norm`` is negative or NaN, or a flag is no bool; if a gradient is
+            ``Partial`` with a reduction that cannot be scaled (product), or on a mesh without this
+            rank.
+        TypeError: If ``parameters`` are no tensors, or a number argument is no number; if the norm
+            of a gradient is not a plain tensor.
 
     Collective: for each combination of mesh axes on which gradients are sharded, one all-gather of
         a scalar for each of the axes; a reduction of each ``Partial`` gradient.
-    Memory: a few scalars; one reduced gradient at a time where some are ``Partial``.
+    Memory: a few scalars; one reduced gradient at a time if some are ``Partial``.
     Source: ``torch.nn.utils.clip_grad_norm_``.
 
     Example:
@@ -290,7 +289,7 @@ def clip_grad_norm_(
         among = f", because of the gradients of {', '.join(names)}" if names else ""
         raise ShardError(
             f"Expected gradients of a finite norm of order {order}, got {total.item()}{among}; "
-            "set error_if_nonfinite=False to scale them by it all the same"
+            "set error_if_nonfinite=False to scale them by it anyway"
         )
     coefficient = torch.clamp(limit / (total + 1e-6), max=1.0)
     for (device, _, kind), locals_ in alike(list(map(_torch.local_part, grads))).items():

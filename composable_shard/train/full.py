@@ -19,11 +19,11 @@ from composable_shard.errors import ExtensionError
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _NUM_FACTORS = 2**18
-"""How many numbers a digest takes in at a time: few enough for a cache."""
+"""How many numbers a digest reads at a time: few enough for a cache."""
 
 _FACTOR_OF_PIECES = 0x9E3779B97F4A7C15
 
-# Which part a rank holds, in numbers --------------------------------------------------------------
+# The part of a tensor that a rank holds -----------------------------------------------------------
 
 Box = tuple[slice, ...]
 """A range of each dim."""
@@ -32,14 +32,14 @@ Box = tuple[slice, ...]
 def boxes_of(
     tensor: torch.Tensor, coordinate: Sequence[int] | None = None
 ) -> Iterator[tuple[Box, Box]]:
-    """Yield ranges of a full tensor, and where each lies in what a rank holds.
+    """Yield the ranges of a full tensor that a rank holds, and where each is in its local part.
 
-    As a rule there is one range. There are several if a dim is cut so that the rank's rows are not
-    neighbours, and none if the rank holds nothing.
+    Usually there is one range. There are several if the rank's rows are not contiguous, and none if
+    the rank holds nothing.
 
     Args:
         tensor: A DTensor, or a plain tensor that each rank has in full.
-        coordinate: The rank's coordinate in the mesh; that of this rank if absent.
+        coordinate: The coordinate of the rank in the mesh; by default that of this rank.
     """
     if tensor.numel():
         for runs in product(*_runs_by_dim(tensor, coordinate)):
@@ -47,13 +47,13 @@ def boxes_of(
 
 
 def shape_of(tensor: torch.Tensor, coordinate: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of what a rank holds."""
+    """Return the local shape of a tensor on a rank."""
     runs_by_dim = _runs_by_dim(tensor, coordinate)
     return tuple(runs[-1][1].stop if runs else 0 for runs in runs_by_dim)
 
 
 def sharded_axes(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
-    """Return the axes of a mesh over whose ranks a tensor is spread."""
+    """Return the axes of a mesh over which a tensor is sharded."""
     cuts = enumerate(placements)
     return tuple(axis for axis, p in cuts if not p.is_replicate() and mesh.size(axis) > 1)
 
@@ -63,7 +63,7 @@ _Cut = tuple[Placement, int, int]
 
 
 def _runs_by_dim(tensor: torch.Tensor, coordinate: Sequence[int] | None) -> list[_Runs]:
-    """Return what a rank holds of each dim: a placement cuts one dim, so any combination of it."""
+    """Return a rank's rows of each dim. Each placement cuts one dim, so it holds their product."""
     if not isinstance(tensor, DTensor):
         return [_runs((), length) for length in tensor.shape]
     mesh = tensor.device_mesh
@@ -78,7 +78,7 @@ def _runs_by_dim(tensor: torch.Tensor, coordinate: Sequence[int] | None) -> list
 
 @lru_cache(maxsize=4096)
 def _runs(cuts: tuple[_Cut, ...], length: int) -> _Runs:
-    """Return the neighbouring rows of a dim that axis after axis leaves to a rank.
+    """Return the runs of contiguous rows of a dim that a rank holds after all cuts.
 
     The placements cut the numbers of the rows, so this holds for shards that are uneven, or cut by
     several axes of a mesh in whatever order.
@@ -97,18 +97,18 @@ def _runs(cuts: tuple[_Cut, ...], length: int) -> _Runs:
     )
 
 
-# As a whole ---------------------------------------------------------------------------------------
+# The full tensor ----------------------------------------------------------------------------------
 
 
 def full_copy(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the full values of a DTensor in memory of their own, on the device of compute.
+    """Return the full values of a DTensor in new memory, on the device of compute.
 
     Args:
         tensor: The DTensor; a plain tensor is copied.
         name: Its name in messages.
 
     Raises:
-        ExtensionError: If it is of a class that cannot be made whole, or would be another one then.
+        ExtensionError: If its class cannot be gathered, or would change.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
@@ -131,18 +131,18 @@ def full_copy(tensor: torch.Tensor, name: str) -> torch.Tensor:
             "module.unshard() does"
         ) from cause
     is_local = all(p.is_replicate() or mesh.size(axis) == 1 for axis, p in enumerate(placements))
-    # The inner tensors of a subclass may still be under way: copying waits for them.
+    # The inner tensors of a subclass may still be in flight: copying waits for them.
     return full.clone() if is_local or _torch.is_wrapper_subclass(full) else full
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors of one shape and dtype hold the same, also for NaN and -0."""
+    """Return whether two tensors of one shape and dtype have the same bits, also for NaN and -0."""
     pairs = zip(_torch.leaves(one), _torch.leaves(other), strict=True)
     return all(torch.equal(as_bytes(mine), as_bytes(theirs)) for mine, theirs in pairs)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a plain tensor, [nbytes]; of a contiguous one, in its memory."""
+    """Return the bytes of a plain tensor, [nbytes]; a view if it is contiguous."""
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
@@ -150,10 +150,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def count_write(tensor: torch.Tensor) -> None:
-    """Let the version of a tensor tell of a write.
+    """Increase the version counter of a tensor for a write.
 
-    Hazard: a rank that holds none of the rows that were written sees no change, and goes on to
-    gather in a backward that the others refuse. Guard: all ranks count what any of them writes.
+    Hazard: a rank that holds none of the written rows sees no change, and gathers in a backward
+    that the other ranks refuse. Guard: all ranks count a write of any rank.
     Test: ``tests/faults/test_written_between.py``.
     """
     if not tensor.is_inference():
@@ -161,17 +161,17 @@ def count_write(tensor: torch.Tensor) -> None:
 
 
 def digest(tensor: torch.Tensor) -> list[int]:
-    """Return numbers of 64 bits that tell whether a full tensor holds the same as before.
+    """Return 64-bit digests by which a full tensor can be compared with an earlier one.
 
-    One for each of the plain tensors that it is made of, to be compared with those of the same
-    device alone: all ranks that have the tensor then come to the same answer.
+    There is one for each of its plain tensors. Digests compare only with those of the same device;
+    all ranks that have the tensor then find the same result.
     """
     return [_digest_of_plain(leaf.detach()) for leaf in _torch.leaves(tensor)]
 
 
 def _digest_of_plain(tensor: torch.Tensor) -> int:
     tensor = tensor.contiguous()
-    if tensor.device.type == "cpu":  # ten times as fast as what follows
+    if tensor.device.type == "cpu":  # ten times as fast as the code below
         held = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
         return zlib.crc32(held) << 32 | zlib.adler32(held)
     return _sum_of_products(tensor)

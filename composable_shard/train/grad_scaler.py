@@ -1,4 +1,4 @@
-"""Scaling losses, and unscaling gradients that lie in parts on several ranks."""
+"""Scaling losses, and unscaling gradients that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -25,29 +25,28 @@ from composable_shard.train.clip import alike, check_scalable, pending
 
 
 class ShardedGradScaler(_torch.GradScalerBase):
-    """Scale losses against underflow in half precision, where ranks hold parts of the gradients.
+    """Scale losses against underflow in half precision, with sharded gradients.
 
-    A ``torch.amp.GradScaler`` whose ranks agree: if a gradient of an optimizer is infinite or NaN
-    on any rank, all of them skip the step and lower the scale. Gradients may be DTensors on any
+    A ``torch.amp.GradScaler`` on which ranks agree: if a gradient of an optimizer is infinite or
+    NaN on any rank, all ranks skip the step and lower the scale. Gradients may be DTensors on any
     mix of meshes, plain, sparse, tensor subclasses, in half precision, and on the CPU (offloaded).
-    Those that are still ``Partial`` (accumulated without sync) are unscaled as they are; the step
-    is skipped too if their sum over the ranks might overflow. In other respects it is used as
-    torch's: ``scale``, ``unscale_``, ``step``, ``update``, ``state_dict``, ``load_state_dict``.
+    ``Partial`` gradients (accumulated without sync) are unscaled in place; the step is also skipped
+    if their sum over the ranks might overflow. The interface is torch's: ``scale``, ``unscale_``,
+    ``step``, ``update``, ``state_dict``, ``load_state_dict``.
 
     Args:
-        device: Type of the device of the losses; the current accelerator if absent, else the CPU.
-        init_scale: What losses are multiplied by at first.
-        backoff_factor: By what the scale is multiplied after a skipped step; below 1.
-        growth_factor: By what it is multiplied after enough steps that were not; above 1.
-        growth_interval: How many steps in a row are enough.
-        enabled: ``False`` makes ``scale`` return the outputs as they are, and ``step`` that of the
-            optimizer.
-        process_group: The ranks that agree, all if absent; among them those of the parameters'
-            meshes.
+        device: The device type of the losses; by default the current accelerator, or the CPU.
+        init_scale: The initial scale of losses.
+        backoff_factor: The factor of the scale after a skipped step; below 1.
+        growth_factor: The factor of the scale after ``growth_interval`` steps in a row; above 1.
+        growth_interval: The number of steps without a skip before the scale grows.
+        enabled: ``False`` makes ``scale`` return its argument, and ``step`` call the optimizer's
+            step.
+        process_group: The ranks that agree, all if absent; must include the parameters' meshes.
 
     Raises:
-        TypeError: If ``device`` is no string, a factor, the scale or the interval no number, or
-            ``process_group`` not one, such as on a rank that is not a member.
+        TypeError: If ``device`` is no string, if a factor, the scale or the interval is no number,
+            or if ``process_group`` is no process group, as on a rank that is not a member.
         ValueError: If one of these numbers is out of range, or ``enabled`` is no bool.
 
     Collective: one all-reduce of 4 bytes for each optimizer and step; all ranks must call it.
@@ -103,12 +102,12 @@ class ShardedGradScaler(_torch.GradScalerBase):
         """Multiply a loss, or several, by the scale.
 
         Args:
-            outputs: A tensor, or lists, tuples, mappings and dataclass instances of them, nested as
-                they like, where what is no tensor stays. Iterators are scaled as they are read.
+            outputs: A tensor, or nested lists, tuples, mappings and dataclass instances of tensors;
+                other values stay. Iterators are scaled as they are read.
 
         Returns:
-            The same with each tensor scaled, in its own dtype; ``outputs`` itself if the scaler is
-            not enabled.
+            The same structure with each tensor scaled in its own dtype; ``outputs`` itself if the
+            scaler is disabled.
 
         Raises:
             TypeError: If ``outputs`` holds no tensor.
@@ -133,16 +132,16 @@ class ShardedGradScaler(_torch.GradScalerBase):
     def unscale_gradients(
         self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, found_inf: torch.Tensor
     ) -> None:
-        """Multiply the gradients of an optimizer in place; let all ranks agree on ``found_inf``.
+        """Multiply the gradients of an optimizer in place, and agree on ``found_inf`` on all ranks.
 
         Called by ``unscale_`` and ``step``.
 
         Args:
-            optimizer: Whose gradients; those that are sparse, uncoalesced and of half precision
-                are replaced by coalesced ones.
+            optimizer: The optimizer; its uncoalesced sparse gradients in half precision are
+                replaced by coalesced ones.
             inverse: The factor, a float32 scalar.
-            found_inf: A float32 tensor of one element that is set to 1 if on any rank a gradient is
-                not finite.
+            found_inf: A float32 tensor of one element, set to 1 if a gradient is not finite on any
+                rank.
 
         Raises:
             ValueError: If a gradient is ``Partial`` with a reduction that cannot be unscaled
@@ -173,7 +172,7 @@ class ShardedGradScaler(_torch.GradScalerBase):
         return self.process_group
 
 
-# What this rank holds -------------------------------------------------------------------------
+# The parts on this rank -----------------------------------------------------------------------
 
 
 def _unscale_own(
@@ -206,7 +205,7 @@ def _unscale_plain(
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:
-    """Return what of a gradient this rank multiplies: real numbers without structure."""
+    """Return this rank's part of a gradient as a plain tensor of real numbers."""
     grad = _torch.local_part(cast(torch.Tensor, param.grad))
     if grad.is_sparse:
         if grad.dtype is torch.float16 and not grad.is_coalesced():
@@ -219,6 +218,6 @@ def _local(param: torch.Tensor) -> torch.Tensor:
 
 
 def _num_parts(param: torch.Tensor) -> int:
-    """Return of how many ranks' parts the gradient of a parameter is still to be reduced."""
+    """Return the number of ranks over which the gradient of a parameter is not yet reduced."""
     grad = cast(torch.Tensor, param.grad)
     return math.prod(cast(DTensor, grad).device_mesh.size(axis) for axis, _ in pending(grad))

@@ -1,8 +1,8 @@
-"""Initial values: those that the unsharded model gets of the same seed, or those of one rank.
+"""Initial values: those of the unsharded model with the same seed, or those of one rank.
 
 Every rank runs the same initialization with the same random numbers, module by module, and keeps
-its own rows of each full tensor. Filling shards by themselves would go wrong: where ranks have the
-same seed, each would get the same rows.
+its own rows of each full tensor. Initializing shards directly would be wrong: ranks with the same
+seed would all get the same rows.
 """
 
 from __future__ import annotations
@@ -51,30 +51,30 @@ def init_sharded(
     """Initialize a sharded model with the values of the unsharded one.
 
     The values are bitwise those of ``torch.manual_seed(seed); model.apply(fn)`` on the unsharded
-    model on the same device, on any number of ranks and however it is sharded. Parameters and
-    buffers on the meta device get memory first, where they belong. While ``fn`` runs, functions of
-    torch get the full tensor in the place of each shard, also of shards of other modules.
+    model on the same device, on any number of ranks and with any sharding. Parameters and buffers
+    on the meta device first get memory on their device. While ``fn`` runs, torch functions get the
+    full tensor in place of each shard, also for shards of other modules.
 
     Args:
         model: The model, sharded or not, the same on all ranks.
-        fn: Called with each module, children before parents, as by ``model.apply``. Calls the
-            ``reset_parameters()`` of those modules that have it if absent. Must do the same on all
-            ranks, by random functions of torch alone.
-        seed: Of the random numbers. The generators of this process stay as they are.
+        fn: Called with each module, children before parents, as by ``model.apply``. By default
+            calls ``reset_parameters()`` where a module has it. Must do the same on all ranks, with
+            random functions of torch only.
+        seed: The seed of the random numbers. The generators of this process are not changed.
         process_group: The ranks that hold this model; all of them if absent.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If ``seed`` is negative.
-        MaterializationError: On all ranks, if something has no values at the end: what was on the
-            meta device and ``fn`` has not touched, or, without ``fn``, any parameter of a module
-            without ``reset_parameters()``.
+        MaterializationError: On all ranks, if a tensor has no values at the end: a meta tensor that
+            ``fn`` has not touched, or, without ``fn``, any parameter of a module without
+            ``reset_parameters()``.
         ShardError: On all ranks, if a parameter is a tensor subclass of several tensors, or if
             ``fn`` fails on some ranks. In a forward or backward.
-        RankMismatchError: On all ranks, if their models or seeds differ.
+        RankMismatchError: On all ranks, if models or seeds differ.
 
-    Collective: two all-gathers of a small object. An all-gather of each parameter that has values
-        when ``fn`` first touches it; none for what is on the meta device.
+    Collective: two all-gathers of a small object. An all-gather of each parameter with values when
+        ``fn`` first touches it; none for meta tensors.
     Memory: besides the shards, the full tensors that one call of ``fn`` touches.
 
     Example:
@@ -117,7 +117,7 @@ def _reset(module: nn.Module) -> None:
 
 
 def _entries_of(model: nn.Module) -> list[Entry]:
-    """Return the tensors of a model, buffers that no checkpoint has included."""
+    """Return the tensors of a model, including non-persistent buffers."""
     entries = contents_of(model, "init_sharded")
     known = {id(entry.tensor) for entry in entries}
     entries += [Entry((name,), b) for name, b in model.named_buffers() if id(b) not in known]
@@ -131,21 +131,21 @@ def _entries_of(model: nn.Module) -> list[Entry]:
 
 
 def _forked_generators() -> contextlib.AbstractContextManager[None]:
-    """Leave the generators of the CPU and of the current device as they are."""
+    """Restore the generators of the CPU and of the current device at the end."""
     kind = default_device_type()
     devices = [] if kind == "cpu" else [torch.accelerator.current_device_index()]
     return torch.random.fork_rng(devices, device_type=kind)
 
 
 class _FullTensors(TorchFunctionMode):
-    """Gives functions of torch full tensors in the place of shards, and keeps this rank's rows.
+    """Gives torch functions full tensors in place of shards, and keeps this rank's rows.
 
     Args:
         entries: The tensors of a model.
-        fresh: Those of them that have no values yet.
+        fresh: The entries without values.
 
     Attributes:
-        touched: The ids of the tensors that a function was given.
+        touched: The ids of the tensors that were passed to a function.
     """
 
     def __init__(self, entries: Iterable[Entry], fresh: Iterable[Entry]) -> None:
@@ -205,35 +205,35 @@ def sync_module_states(
 ) -> None:
     """Overwrite the parameters and buffers of a module by those of one rank, in place.
 
-    Call it before ``fully_shard``, which keeps each rank's own rows of its own values. A module
-    that some ranks built on the meta device is made real there first, by ``to_empty``.
+    Call it before ``fully_shard``, which keeps each rank's own rows of its own values. If some
+    ranks built the module on the meta device, call ``to_empty`` there first.
 
-    A sharded parameter cannot come from one rank, which no longer has all rows of it. That is
-    refused, unless ``keep_shards`` says that shards are right as they are; then buffers, plain
-    parameters, and shards of which there are replicas are synchronized.
+    One rank no longer has all rows of a sharded parameter, so a sharded module raises an error.
+    With ``keep_shards``, shards keep their values; buffers, plain parameters, and replicas of a
+    shard are synchronized.
 
     Args:
-        module: The module, the same on all ranks but for its values.
-        src_rank: The global rank whose values win; among replicas of a shard, the first does.
+        module: The module, the same on all ranks except for its values.
+        src_rank: The global rank that sends its values; for replicas of a shard, the first replica
+            does.
         process_group: The ranks to synchronize; all of them if absent. As in ``fully_shard``, the
             default process group is then started from the environment if there is none.
         keep_shards: Whether sharded parameters keep their rows.
-        bucket_nbytes: How many bytes of smaller tensors are sent together; a larger one is sent by
-            itself.
+        bucket_nbytes: The bytes of tensors that are sent together; a larger tensor is sent alone.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If ``src_rank`` is not in the group, ``bucket_nbytes`` is not positive, or
             ``keep_shards`` is no bool.
-        MaterializationError: If something is on the meta device on all ranks.
-        RankMismatchError: On all ranks, if names, shapes, dtypes or arguments differ between them.
+        MaterializationError: If a tensor is on the meta device on all ranks.
+        RankMismatchError: On all ranks, if names, shapes, dtypes or arguments differ.
         ShardError: On all ranks, if a parameter is sharded and ``keep_shards`` is not set, if an
-            argument is wrong or something is on the meta device on some of them, or the module is
+            argument is wrong or a tensor is on the meta device on some ranks, or if the module is
             parked or on other ranks.
 
     Collective: broadcasts of all bytes, in buckets; before, an all-gather of a small object.
-    Memory: one bucket, or the largest tensor that cannot be sent in place, as one that is not
-        contiguous.
+    Memory: one bucket, or the largest tensor that cannot be sent in place, such as a non-contiguous
+        one.
     Source: ``sync_module_states`` of ``FullyShardedDataParallel`` (FSDP1).
 
     Example:
@@ -308,13 +308,13 @@ def _broadcast(
 
 
 def _send(bucket: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int) -> None:
-    """Send the bytes of tensors together; those of a contiguous one alone go in place."""
+    """Send the bytes of tensors together; a single contiguous tensor is sent in place."""
     device = _torch.device_for(group, bucket[0].device)
     numbers = [as_bytes(leaf).to(device) for leaf in bucket]
     sent = numbers[0] if len(numbers) == 1 else torch.cat(numbers)
     dist.broadcast(sent, group=group, group_src=source)
     for leaf, own in zip(bucket, sent.split([len(own) for own in numbers]), strict=True):
         if own.data_ptr() == leaf.data_ptr():
-            count_write(leaf)  # the collective counts none
+            count_write(leaf)  # the collective does not count it
         else:
             leaf.copy_(own.view(leaf.dtype).view(leaf.shape))

@@ -58,18 +58,18 @@ def _check_group(group: ParamGroup) -> None:
             )
 
 
-# All together -------------------------------------------------------------------------------------
+# The move, on all ranks ---------------------------------------------------------------------------
 
 Places = dict[int, tuple[Ground, ...]]
-"""By rank, where each parameter lies or is to lie; without the ranks that have nothing of it."""
+"""By rank, the current or the new location of each parameter; without ranks that hold nothing."""
 
 
 class _Move:
-    """A model on its way.
+    """The move of a model.
 
     Args:
         owner: The model on this rank.
-        meshes: Its destination.
+        meshes: The new meshes.
         ranks: All ranks that take part.
     """
 
@@ -101,10 +101,10 @@ class _Move:
             self._owner.leave(self._target)
 
     def _check(self, bucket_nbytes: int) -> None:
-        """Learn where the model is and where it goes, on which all ranks agree.
+        """Exchange where the model is and where it moves, and check that all ranks agree.
 
         Raises:
-            ShardError: On all ranks, if one of them cannot move it.
+            ShardError: On all ranks, if a rank cannot move it.
         """
         own: tuple[list[Ground], list[Ground]] = [], []
         facts = [f"bucket_nbytes {bucket_nbytes}"]
@@ -112,8 +112,8 @@ class _Move:
             own = self._own_places()
             facts += [f"'{param.name}', {list(param.shape)}" for param in self._owner.params]
         self._agree(facts, "model")
-        for rank, heard in zip(self._ranks.numbers, self._ranks.gather(own), strict=True):
-            for places, grounds in zip((self._before, self._after), heard, strict=True):
+        for rank, both in zip(self._ranks.numbers, self._ranks.gather(own), strict=True):
+            for places, grounds in zip((self._before, self._after), both, strict=True):
                 if grounds:
                     places[rank] = tuple(grounds)
         self._check_complete()
@@ -123,7 +123,7 @@ class _Move:
         self._agree([], "model")
 
     def _joining(self) -> list[int]:
-        """Return the ranks that are to have values and have none."""
+        """Return the ranks that will have values and have none yet."""
         return sorted(self._after.keys() - self._before.keys())
 
     def _own_places(self) -> tuple[list[Ground], list[Ground]]:
@@ -142,7 +142,7 @@ class _Move:
         return owner.grounds(), target.grounds()
 
     def _check_complete(self) -> None:
-        """Raise if ranks lack that have a part of the model, or are to have one, or differ."""
+        """Raise if ranks of the old or new meshes are missing, or differ."""
         needed, wanted = (
             {rank for grounds in places.values() for ground in grounds for rank in ground.ranks}
             for places in (self._before, self._after)
@@ -170,9 +170,9 @@ class _Move:
                         )
 
     def _ways_of(self, name: str, index: int) -> list[tuple[Ground, Ground]]:
-        """Return where from and where to a parameter goes, for each of the meshes that it is on.
+        """Return the old and the new location of a parameter, for each of its meshes.
 
-        It comes from the one mesh that shares ranks with its own, or from the only one.
+        The source is the one mesh that shares ranks with the new mesh, or the only mesh.
         """
         before = list(dict.fromkeys(grounds[index] for grounds in self._before.values()))
         found = []
@@ -189,7 +189,7 @@ class _Move:
         return found
 
     def _tell(self) -> tuple[Told, Tensors]:
-        """Return the description of the model, the same on all ranks, and the values of this one.
+        """Return the description of the model, the same on all ranks, and the values of this rank.
 
         The ranks that have the model agree on it; the first of them sends it to the others.
         """
@@ -205,10 +205,10 @@ class _Move:
         self._agree((own or told).facts(), "state")
         return told, tensors
 
-    # The way ----------------------------------------------------------------------------------
+    # The transfers ----------------------------------------------------------------------------
 
     def _send(self, told: Told, before: Tensors, after: Tensors, bucket_nbytes: int) -> None:
-        """Fill what is to be had. Collective: an all-to-all for each bucket."""
+        """Fill the new tensors. Collective: an all-to-all for each bucket."""
         pieces, itemsizes = list[Piece](), list[int]()
         out, into = list[_Part](), list[_Part]()
         for key, item in told.items.items():
@@ -225,14 +225,14 @@ class _Move:
             self._exchange(some, out, into)
 
     def _box(self, item: Item, places: Places) -> Box | None:
-        """Return what this rank has of an item; ``None`` if it has nothing of the model."""
+        """Return this rank's part of an item; ``None`` if it has no part of the model."""
         rank = dist.get_rank()
         if rank not in places or item.param is None:
             return whole(item.shape) if rank in places else None
         return places[rank][item.param].holding(item.shape, item.dim)[rank][0]
 
     def _pieces(self, number: int, item: Item) -> list[Piece]:
-        """Return what moves of an item; who has a copy of what is not cut keeps it."""
+        """Return the pieces of an item that move; ranks keep full tensors that they have."""
         found = list[Piece]()
         if item.param is not None:
             for ground in self._ways[item.param]:
@@ -265,11 +265,11 @@ class _Move:
 
 
 _Part = tuple[torch.Tensor | None, Box | None]
-"""A tensor of this rank, and which part it is of the whole."""
+"""A tensor of this rank, and its range in the full tensor."""
 
 
 def _part(tensors: Sequence[_Part], piece: Piece) -> torch.Tensor:
-    """View a piece in the tensor of which it is a part."""
+    """View a piece in the tensor that contains it."""
     tensor, box = tensors[piece.tensor]
     assert tensor is not None and box is not None
     return part_of(tensor, piece.box.within(box))
@@ -283,43 +283,42 @@ def move(
     bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Let a sharded model lie on another mesh from now on: fewer ranks, more, or hybrid ones.
+    """Move a sharded model to another mesh: to fewer or more ranks, or to hybrid sharding.
 
-    Shards, reduced gradients and the states of optimizers are cut anew, as a checkpoint would cut
-    them; every rank is given what it lacks by those that have it. Parameters are the same objects
-    as before, with their hooks and attributes, so optimizers go on with them, those of
-    ``composable_shard.optim`` too. So are gradients and states on ranks that stay. What users set
-    on modules stays as well.
+    Shards, reduced gradients and optimizer states are resharded, as a checkpoint would reshard
+    them; every rank receives the parts that it lacks. Parameters stay the same objects, with their
+    hooks and attributes, so optimizers keep working, including those of ``composable_shard.optim``.
+    On ranks that stay, gradients and states are also the same objects. Settings of modules stay.
 
-    A rank that is not in ``mesh`` has nothing of what is sharded afterwards: its parameters are
-    empty DTensors on that mesh, and to use the model there is an error, until a later call moves it
-    to a mesh with this rank. One that has never had the model joins with one on the meta device
-    that was sharded before, over ``mesh`` or itself alone; it is given parameters, buffers, states,
-    and the settings of parameter groups. What is not sharded stays as it is on ranks that have it.
+    A rank outside of ``mesh`` then holds no shards: its parameters are empty DTensors on that mesh,
+    and using the model there is an error, until a later call moves it to a mesh with this rank. A
+    rank that never had the model joins with a model on the meta device, sharded over ``mesh`` or
+    over the rank alone; it receives parameters, buffers, states, and the settings of parameter
+    groups. Unsharded tensors do not change on ranks that have them.
 
     Args:
         model: A model with sharded modules.
         optimizer: Its optimizer, or several, or none, ``()``; in the same order on all ranks.
-        mesh: 1-D, or 2-D ``(replicate, shard)`` with names, as for :func:`fully_shard`; or one for
-            each pattern of names (``"*.experts.*"``), or function of a name and a parameter: the
-            first that fits says where a parameter goes. All ranks pass it, those that are not in it
-            too.
-        bucket_nbytes: How many bytes of messages a rank has at a time.
+        mesh: 1-D, or 2-D ``(replicate, shard)`` with names, as for :func:`fully_shard`; or a
+            mapping to meshes from patterns of names (``"*.experts.*"``) or functions of a name and
+            a parameter: the first that fits a parameter decides. All ranks pass it, including ranks
+            outside of it.
+        bucket_nbytes: The bytes of messages that a rank holds at a time.
         process_group: The ranks of both meshes, which all call this; all ranks if absent.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If ``bucket_nbytes`` is not positive.
-        RankMismatchError: On all ranks, if models, optimizers or meshes differ between them.
-        ShardError: On all ranks, if an argument is wrong on some of them, or one cannot move;
-            everything is as it was then. In a forward or backward, within :func:`unsharded` and
+        RankMismatchError: On all ranks, if models, optimizers or meshes differ.
+        ShardError: On all ranks, if an argument is wrong on some ranks, or a rank cannot move; the
+            model is then unchanged. In a forward or backward, within :func:`unsharded` and
             :func:`parked`; for gradients that are not reduced; for tensor subclasses and tensor
-            parallelism; for parameters that different ranks have on different meshes and that are
-            to become one; for a mesh without a parameter.
+            parallelism; for parameters on different meshes of different ranks that would move to
+            one mesh; for a mesh without a parameter.
 
     Collective: an all-to-all for each bucket, and a few all-gathers of small objects; with
         :func:`with_layout`, those of its ``state_dict`` and ``load_state_dict``.
-    Memory: both layouts and one bucket. States that lie with owners are sharded in between.
+    Memory: both layouts and one bucket. States that owners hold are sharded in between.
 
     Example:
         >>> import torch

@@ -1,9 +1,9 @@
-"""Parking a model: its memory on a device is free for a while, and comes back with the values.
+"""Parking a model: its device memory is freed for a while, and later restored with its values.
 
-A storage that owns its memory is emptied, and filled again later, so that all tensors in it, also
-views that others hold, are what they were. Local shards have storages of their own in the memory of
-their bucket; those get new ones. Where somebody else has a view of such a shard, which nobody could
-give another memory, the whole buffer stays on the device.
+A storage that owns its memory is resized to zero, and filled again later, so that all tensors in it
+stay valid, including views that users hold. Local shards have separate storages in the memory of
+their bucket, and get new ones. If a user holds a view of such a shard, the view cannot get new
+memory, so the whole buffer stays on the device.
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ from composable_shard.train.ranks import Ranks
 
 @dataclass(frozen=True)
 class Parked:
-    """How much memory of a rank's device is free while a model is parked, in bytes.
+    """The device memory of a rank that is freed while a model is parked, in bytes.
 
     Attributes:
-        parameters: Of shards, padding included, and of parameters that are not sharded.
-        gradients: Of gradients, reduced or accumulated without sync.
-        states: Of states of optimizers.
-        buffers: Of buffers of the model.
-        left: Of what stays where it is: on a device what somebody else has a view of, and all
-            memory of the host.
+        parameters: Bytes of shards, padding included, and of unsharded parameters.
+        gradients: Bytes of gradients, reduced or accumulated without sync.
+        states: Bytes of optimizer states.
+        buffers: Bytes of the model's buffers.
+        left: Bytes that stay: device memory with views that users hold, and all host memory.
     """
 
     parameters: int = 0
@@ -56,7 +55,7 @@ class Parked:
 
     @property
     def nbytes(self) -> int:
-        """All that is free."""
+        """All freed bytes."""
         return self.parameters + self.gradients + self.states + self.buffers
 
 
@@ -86,7 +85,7 @@ def _tensors_of(
 
 
 def _plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return this rank's parts of tensors: plain ones with memory, with values or without."""
+    """Return this rank's parts of tensors, as plain tensors with memory."""
     leaves = [leaf for tensor in tensors for leaf in _torch.leaves(_torch.local_part(tensor))]
     return [leaf for leaf in leaves if leaf.layout is torch.strided and not leaf.is_meta]
 
@@ -95,11 +94,11 @@ def _is_on_device(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-# Storages of a device, to be emptied --------------------------------------------------------------
+# Storages of a device that can be freed -----------------------------------------------------------
 
 
 class _Storage:
-    """A storage, and the tensors of the model in it, the first of them of some kind.
+    """A storage, and the tensors of the model in it; the first one sets the kind.
 
     Attributes:
         kind: The kind.
@@ -111,29 +110,29 @@ class _Storage:
     def __init__(self, kind: str, first: torch.Tensor) -> None:
         self.kind, self.device, self._first = kind, first.device, first
         self.tensors: dict[int, torch.Tensor] = {}
-        storage = first.untyped_storage()  # which is not kept, or it would count as another's
+        storage = first.untyped_storage()  # not kept, as it would count as a user's reference
         self.start, self.nbytes = storage.data_ptr(), storage.nbytes()
         self.is_owner = storage.resizable()
         self.parts: list[_Storage] = []
 
     def lies_in(self, owner: _Storage) -> bool:
-        """Whether its memory is a part of another one's."""
+        """Whether its memory is a part of the memory of ``owner``."""
         is_within = owner.start <= self.start <= owner.start + owner.nbytes - self.nbytes
         return is_within and self.device == owner.device
 
     @property
     def is_all_known(self) -> bool:
-        """Whether nobody else has a tensor in it."""
+        """Whether all tensors in it are known, so that no user holds a view."""
         alone = torch.zeros(1, device=self.device)
         return _torch.num_uses(self._first) - _torch.num_uses(alone) == len(self.tensors) - 1
 
     @property
     def can_be_freed(self) -> bool:
-        """Whether it lies on a device, and nobody else has a tensor in one of its parts."""
+        """Whether it is on a device, and no user holds a view of one of its parts."""
         return _is_on_device(self._first) and all(part.is_all_known for part in self.parts)
 
     def copy(self) -> None:
-        """Copy the values to memory of the host, and note how the tensors of the parts lie."""
+        """Copy the values to host memory, and record the layout of the tensors of the parts."""
         empty, is_pinned = torch.empty(0, dtype=torch.uint8), _torch.has_streams(self.device)
         self._bytes = empty.to(self.device).set_(self._first.untyped_storage())
         self._host = _torch.empty_like(self._bytes, device="cpu", pin_memory=is_pinned)
@@ -145,7 +144,7 @@ class _Storage:
         ]
 
     def let_go(self) -> None:
-        """Free the memory; local shards are of NaN meanwhile, without memory of their own."""
+        """Free the memory; meanwhile, local shards are NaN and take no memory."""
         for _, tensor, _, shape, _ in self._views:
             value = torch.nan if tensor.is_floating_point() else 0
             one = torch.full((1,), value, dtype=tensor.dtype, device=tensor.device)
@@ -176,7 +175,7 @@ class DeviceStorages:
         tensors: The tensors in it.
 
     Attributes:
-        counted: The bytes of each kind that can be freed, and those that are left.
+        counted: The bytes of each kind that can be freed, and the bytes that stay.
     """
 
     def __init__(self, tensors: Tensors) -> None:
@@ -200,7 +199,7 @@ class DeviceStorages:
         self._freed: list[_Storage] = []
 
     def copy(self) -> None:
-        """Copy the values to memory of the host; nothing else changes."""
+        """Copy the values to host memory; nothing else changes."""
         for owner in self._owners:
             owner.copy()
         for device in {owner.device for owner in self._owners}:
@@ -214,10 +213,10 @@ class DeviceStorages:
             owner.let_go()
 
     def come_back(self) -> None:
-        """Have the values on the device again.
+        """Restore the values on the device.
 
         Raises:
-            torch.OutOfMemoryError: If there is no room; this can be called again then.
+            torch.OutOfMemoryError: If the memory does not suffice; the call can then be repeated.
         """
         while self._freed:
             self._freed[-1].come_back()
@@ -225,14 +224,14 @@ class DeviceStorages:
 
 
 def parkable(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[str, Parked]]:
-    """Tell what :func:`parked` would free now of the memory of each device.
+    """Return the memory of each device that :func:`parked` would free now.
 
     Args:
         model: The model.
         optimizers: Its optimizers.
 
     Returns:
-        The device, and how much memory that is.
+        Each device, with the memory.
 
     Collective: none.
     """
@@ -249,7 +248,7 @@ def parkable(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[st
 
 
 def _free_kept_storage(groups: Sequence[ParamGroup], until: contextlib.ExitStack) -> None:
-    """Free the memory that groups keep when they are resharded, ``until`` it is closed."""
+    """Free the memory that groups keep after a reshard, until ``until`` is closed."""
     for group in groups:
         top = group.modules[0]
         if group.settings.keeps_storage and isinstance(top, FSDPModule):
@@ -260,7 +259,7 @@ def _free_kept_storage(groups: Sequence[ParamGroup], until: contextlib.ExitStack
 def _refuse_use(
     groups: Sequence[ParamGroup], optimizers: Sequence[Optimizer], until: contextlib.ExitStack
 ) -> None:
-    """Let whoever uses what is parked get an error, ``until`` it is closed."""
+    """Let any use of the parked model raise, until ``until`` is closed."""
     for group in groups:
         group.absence = "parked; leave the context of parked() first"
         until.callback(setattr, group, "absence", None)
@@ -292,33 +291,33 @@ def parked(
 ) -> Iterator[Parked]:
     """Free the device memory of a model and its optimizers within this context.
 
-    Training goes on afterwards as if nothing had been: parameters, gradients and states are the
-    same objects with the same values, versions and hooks, and views of them are views still. The
-    values are kept in pinned memory of the host. What is in memory of the host stays where it is.
+    Training then continues unchanged: parameters, gradients and states are the same objects with
+    the same values, versions and hooks, and views of them stay views. The values are kept in pinned
+    host memory. Tensors in host memory stay there.
 
     Within, a forward, a backward, a gather, a step of an optimizer, a state dict, a deep copy of
     the model, or one of the functions for its weights (``save_full``, ``iter_full``,
-    ``local_shards``, ``load_sharded``) is an error. What reads a shard past all of these gets NaN,
-    and a buffer or a state must not be read.
+    ``local_shards``, ``load_sharded``) is an error. Code that reads a shard directly gets NaN, and
+    must not read a buffer or a state.
 
     Args:
-        model: A module with sharded parameters. What else it has, buffers too, is parked as well.
-        optimizer: Its optimizer, or several, whose states are parked with it.
+        model: A module with sharded parameters. Its other parameters and its buffers are parked
+            too.
+        optimizer: Its optimizer, or several; their states are parked with the model.
         process_group: The ranks that park together; all of them if absent.
 
-    Yields:
-        :class:`Parked`: how many bytes are free, of what.
+    Yields: :class:`Parked`: the freed bytes by kind.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ShardError: On all ranks, if an argument is wrong on some of them, one has nothing on a
-            device, or has no memory on its host for the values: the model is as it was then; if one
-            has no room on its device at the end: it stays parked. In a forward or backward, within
-            :func:`unsharded`, and within another such context of the same model.
+        ShardError: On all ranks, if an argument is wrong on some ranks, if a rank has nothing on a
+            device, or lacks host memory for the values (the model is then unchanged); if a rank
+            lacks device memory at the end (the model stays parked). In a forward or backward,
+            within :func:`unsharded`, and within another such context of the same model.
 
-    Collective: an all-gather of a small object at either end. If an exception ends the context,
-        none: the others may not come.
-    Memory: on the host, that of what lies on the device.
+    Collective: an all-gather of a small object at the begin and at the end. If an exception ends
+        the context, none at the end, as other ranks may not reach it.
+    Memory: on the host, as much as is freed on the device.
 
     Example:
         >>> def generate_beside(model, optimizer, generate):

@@ -1,16 +1,16 @@
-"""On which ranks the tensors of a model lie, and are to lie, and which part of each a rank has.
+"""The current and the new ranks of a model's tensors, and the part of each rank.
 
 A tensor of 6 rows from 3 ranks to 2; rank 0 keeps its rows and gets row 2, rank 1 gets the rest::
 
     before   rank 0 | r0 r1 |   rank 1 | r2 r3 |   rank 2 | r4 r5 |
     after    rank 0 | r0 r1 r2 |           rank 1 | r3 r4 r5 |
 
-A rank that holds a whole copy together with others is given the rest of that copy; one that holds
-nothing, that of whichever copy it falls to. So every rank gets each element once. What is sent is
-cut into pieces, and the pieces are put into rounds in which no rank has more than a bucket.
+A rank that shares a copy with other ranks receives the rest from that copy; a rank that holds
+nothing is assigned a copy. So every rank gets each element once. The parts to send are cut into
+pieces, and the pieces into rounds in which no rank has more than a bucket.
 
-Each rank tells the others its own places, in numbers: a rank that is not in a mesh, or in another
-part of it, knows neither its process groups nor its order.
+Each rank sends its own location to the others, in numbers: a rank outside of a mesh, or in another
+part of it, has neither its process groups nor its order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from composable_shard.optim.layouts import Fits, does_fit
 # PURE: which part of a tensor goes from which rank to which ---------------------------------------
 
 COPIES_SENT = 2
-"""How often a message is in memory where it is sent: a part of it by itself, and all of them."""
+"""The copies of a message on the sending rank: each part alone, and all parts together."""
 
 
 Holding = dict[int, tuple[Box, int]]
@@ -46,13 +46,13 @@ Holding = dict[int, tuple[Box, int]]
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor that goes from a rank to another one, or stays.
+    """A part of a tensor that moves from one rank to another, or stays.
 
     Attributes:
-        tensor: Which tensor.
+        tensor: The index of the tensor.
         source: The rank that has it.
         target: The rank that needs it.
-        box: Where it lies in the tensor.
+        box: Its range in the tensor.
     """
 
     tensor: int
@@ -62,12 +62,12 @@ class Piece:
 
 
 def pieces_of(tensor: int, before: Holding, after: Holding) -> list[Piece]:
-    """Return what has to go where for a tensor to lie otherwise; every element of a rank once.
+    """Return the pieces that move a tensor to a new layout; each rank gets every element once.
 
     Args:
-        tensor: Its number.
-        before: How it lies.
-        after: How it is to lie.
+        tensor: Its index.
+        before: Its current layout.
+        after: Its new layout.
     """
     copies: dict[int, list[int]] = defaultdict(list)
     for rank, (_, copy) in before.items():
@@ -84,7 +84,7 @@ def pieces_of(tensor: int, before: Holding, after: Holding) -> list[Piece]:
 
 
 def cut_box(box: Box, most: int) -> Iterator[Box]:
-    """Yield parts of a box of at most so many elements, which together are all of it.
+    """Yield parts of a box with at most ``most`` elements each, which together form the box.
 
     Example:
         >>> [part.sizes for part in cut_box(Box((0, 0), (5, 4)), 8)]
@@ -104,13 +104,13 @@ def cut_box(box: Box, most: int) -> Iterator[Box]:
 def rounds_of(
     pieces: Iterable[Piece], itemsizes: Sequence[int], bucket_nbytes: int
 ) -> list[list[Piece]]:
-    """Put what is sent into rounds in which no rank has more than a bucket of messages.
+    """Put pieces into rounds in which no rank has more than a bucket of messages.
 
     Args:
-        pieces: All that go from one rank to another.
+        pieces: All pieces that move from one rank to another.
         itemsizes: Bytes of an element, by tensor.
-        bucket_nbytes: Bytes of messages, sent and received, that a rank has at a time; or those of
-            one element, if that is more.
+        bucket_nbytes: Bytes of messages, sent and received, that a rank has at a time; at least one
+            element.
     """
     rounds: list[list[Piece]] = [[]]
     loads = Counter[int]()  # bytes of the last round, by rank
@@ -128,15 +128,15 @@ def rounds_of(
     return [some for some in rounds if some]
 
 
-# Which part of a tensor each rank has -------------------------------------------------------------
+# The part of a tensor on each rank ----------------------------------------------------------------
 
 
 class Ground(NamedTuple):
-    """The ranks that a tensor lies on, and what they have of it by the axes of their mesh.
+    """The ranks of a tensor, and the roles of the axes of their mesh.
 
     Attributes:
-        ranks: Their numbers in the job, along the last axis first.
-        extents: How many there are along each axis.
+        ranks: Their global ranks; the last axis varies fastest.
+        extents: The number of ranks along each axis.
         roles: The role of each axis: shard or replicate.
     """
 
@@ -147,54 +147,54 @@ class Ground(NamedTuple):
     @classmethod
     @lru_cache(maxsize=64)
     def of(cls, mesh: DeviceMesh, roles: tuple[Role, ...]) -> Ground:
-        """Return the ranks of a mesh: the same object each time, which is pickled once.
+        """Return the ranks of a mesh; the same object each time, so that it is pickled once.
 
         Raises:
-            ShardError: If they do not ascend. Process groups sort their ranks, so what lies where
-                would not be what the mesh shows.
+            ShardError: If the ranks do not ascend: process groups sort their ranks, so the real
+                layout would differ from the mesh.
         """
         ranks = mesh.mesh
         if not all(bool((ranks.diff(dim=axis) > 0).all()) for axis in range(ranks.ndim)):
             raise ShardError(
-                "Expected a mesh whose ranks ascend along each axis for a model to move, got "
+                "Expected a mesh with ranks that ascend along each axis for a model to move, got "
                 f"{ranks.tolist()}; such a model is moved by a checkpoint"
             )
         return cls(tuple(ranks.flatten().tolist()), tuple(mesh.shape), roles)
 
     def holding(self, shape: Sequence[int], dim: int | None) -> Holding:
-        """Return how a tensor lies there that is sharded on a dim, or on none."""
+        """Return the layout of a tensor that is sharded on a dim, or on none."""
         over = tuple(dim if role == "shard" else None for role in self.roles)
         spread = spread_over(tuple(shape), self.extents, over)
         return dict(zip(self.ranks, zip(spread.boxes, spread.replicas, strict=True), strict=True))
 
 
 def placements_of(roles: Sequence[Role], dim: int | None) -> tuple[Placement, ...]:
-    """Return how a DTensor lies on axes of these roles that is sharded on a dim, or on none."""
+    """Return the placements of a DTensor on axes of these roles, sharded on a dim or on none."""
     cut: Placement = Replicate() if dim is None else Shard(dim)
     return tuple(cut if role == "shard" else Replicate() for role in roles)
 
 
-# Where parameters are to lie ----------------------------------------------------------------------
+# The new meshes of parameters ---------------------------------------------------------------------
 
 Meshes = DeviceMesh | Mapping[Fits, DeviceMesh]
-"""The mesh of all parameters; or one for each pattern of names, and the first that fits counts."""
+"""The mesh of all parameters; or a mesh for each pattern of names: the first that fits decides."""
 
 
 class Target:
-    """The meshes to which parameters move, and how they will lie there.
+    """The meshes to which parameters move, and their placements there.
 
     Args:
         model: The model.
         params: Its sharded parameters.
-        meshes: Where to.
+        meshes: The new meshes.
 
     Attributes:
-        is_member: Whether this rank is to have the model. If not, the two lists are empty.
+        is_member: Whether this rank will have the model. If not, the two lists are empty.
         over: The data-parallel ranks of each parameter.
-        placements: How each parameter will lie.
+        placements: The new placements of each parameter.
 
     Raises:
-        ValueError: If a parameter has no mesh, or does not fit its own.
+        ValueError: If a parameter has no mesh, or does not fit its mesh.
         ShardError: If this rank is in the meshes of some parameters only.
     """
 
@@ -215,16 +215,16 @@ class Target:
             self.placements.append(planned)
 
     def grounds(self) -> list[Ground]:
-        """Return where each parameter will lie; nothing on a rank that leaves."""
+        """Return the new location of each parameter; nothing on a rank that leaves."""
         return [Ground.of(planned.mesh, planned.roles) for planned in self.placements]
 
     def of_group(self, group: ParamGroup) -> ShardMesh:
-        """Return the mesh of a group: of those of its parameters that had its own, or of any."""
+        """Return the new mesh of a group: that of parameters on its old mesh, if there are any."""
         own = [param for param in group.params if param.mesh == group.mesh]
         return next(self.over[param] for param in (*own, *group.params, *self.over))
 
     def elsewhere(self, index: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """Return on which mesh, without this rank, a parameter lies, and about how.
+        """Return the mesh of a parameter, without this rank, and approximate placements.
 
         Torch does not slice a mesh on a rank that is not in it, so this may have more axes.
         """
@@ -236,7 +236,7 @@ class Target:
 
 
 def _dims_of(param: ShardedParam) -> DataParallelMeshDims | None:
-    """Return which axes of the mesh are data-parallel, if the parameter is on all of them."""
+    """Return the data-parallel axes of the mesh, if the parameter is on all of them."""
     dims = param.mesh.dims
     if dims is not None and max(len(dims.shard_names), len(dims.replicate_names)) > 1:
         raise ShardError(
@@ -267,5 +267,5 @@ def _mesh_of_each(
 
 
 def whole_on_meta(param: ShardedParam) -> torch.Tensor:
-    """Return a tensor like what the ranks of a parameter hold together, without memory."""
+    """Return a meta tensor like the full parameter."""
     return param.layout.whole(torch.empty(param.layout.param.numel, device="meta"))

@@ -1,4 +1,4 @@
-"""Small objects that ranks exchange, so that all of them go on or none."""
+"""Small objects that ranks exchange, so that either all ranks continue or none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Ranks:
         failure: The text of the last exception of this rank, if it has failed.
 
     Raises:
-        TypeError: If ``process_group`` is not one, such as on a rank that is not a member.
+        TypeError: If ``process_group`` is no process group, as on a rank that is not a member.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, doing: str) -> None:
@@ -83,21 +83,21 @@ class Ranks:
 
     @contextlib.contextmanager
     def noting_failure(self) -> Iterator[None]:
-        """Keep the text of an exception within for :meth:`agree` or :meth:`go_on`."""
+        """Keep the text of an exception in the context for :meth:`agree` or :meth:`go_on`."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 (whatever it is)
+        except Exception as error:  # noqa: BLE001 (any error)
             self.failure = f"{type(error).__name__}: {error}"
 
     @contextlib.contextmanager
     def checking(self) -> Iterator[None]:
-        """Tell the other ranks of an exception within, in the place of their next :meth:`agree`.
+        """Send an exception in the context to all ranks, in place of their next :meth:`agree`.
 
         Raises:
-            Exception: That, if it is the same on all ranks.
-            ShardError: On all ranks, if it is not.
+            Exception: The exception, if it is the same on all ranks.
+            ShardError: On all ranks, if it is not the same.
 
-        Collective: none, but that of ``agree`` if it raises.
+        Collective: none, except that of ``agree`` if it raises.
         """
         try:
             yield
@@ -115,18 +115,18 @@ class Ranks:
         remedy: str = "",
         refusal: Exception | None = None,
     ) -> None:
-        """Let all ranks go on if none of them has failed and all have the same facts.
+        """Raise on all ranks if a rank has failed, or if their facts differ.
 
         Args:
             facts: Facts that must be the same on all ranks.
             what: The subject of the facts, for messages.
             expected: The start of the message if this rank has failed.
             remedy: The end of that message.
-            refusal: The exception to raise instead if all ranks have failed alike.
+            refusal: The exception to raise instead if all ranks have failed in the same way.
 
         Raises:
-            ShardError: On all ranks, with the failure of the first one that has failed.
-            RankMismatchError: On all ranks, with the first difference to the first rank.
+            ShardError: On all ranks, with the failure of the first rank that has failed.
+            RankMismatchError: On all ranks, with the first difference from the first rank.
 
         Collective: an all-gather of a small object; a second one before it raises.
         """
@@ -142,14 +142,14 @@ class Ranks:
             raise RankMismatchError(text)
 
     def on_first(self, act: Callable[[], object], expected: str) -> None:
-        """Act on the first rank, and let all ranks hear of a failure; see :meth:`agree`."""
+        """Act on the first rank; a failure raises on all ranks, see :meth:`agree`."""
         if self.is_first:
             with self.noting_failure():
                 act()
         self.agree([], "", expected)
 
     def go_on(self, expected: str) -> None:
-        """Raise ``ShardError`` on all ranks if one has failed; cheaper than :meth:`agree`.
+        """Raise ``ShardError`` on all ranks if a rank has failed; cheaper than :meth:`agree`.
 
         Collective: 8 bytes; an all-gather of a small object before it raises.
         """
@@ -157,7 +157,7 @@ class Ranks:
             self.agree([], "", expected)
 
     def leave(self, expected: str, reason: str) -> None:
-        """Let the next :meth:`go_on` of the other ranks raise. Collective: that of ``go_on``."""
+        """Make the next :meth:`go_on` of the other ranks raise. Collective: that of ``go_on``."""
         self.failure = reason
         with contextlib.suppress(ShardError):
             self.go_on(expected)
@@ -168,7 +168,7 @@ def naming_failures(doing: str) -> Iterator[None]:
     """Name the operation if a collective within fails.
 
     Raises:
-        CommunicationError: If it does.
+        CommunicationError: If a collective fails.
     """
     try:
         yield
@@ -179,14 +179,14 @@ def naming_failures(doing: str) -> Iterator[None]:
 
 
 class Together:
-    """Lets the ranks of some meshes go on together, or none of them.
+    """Lets either all ranks of some meshes continue, or none.
 
-    Hazard: a rank fails alone, and others wait for it, or have already sent the messages that it
-    would take for those of a later call. Guard: all say a word before each. Tests:
+    Hazard: one rank fails, and other ranks wait for it, or have already sent messages that it would
+    take for those of a later call. Guard: all ranks exchange a word before each collective. Tests:
     ``test_a_first_rank_that_fails_gets_nothing_old_later``, ``test_one_rank_leaves_unsharded``.
 
     Args:
-        meshes: Their ranks. Without any, each rank goes on by itself, and others notice.
+        meshes: The meshes of the ranks. Without meshes, each rank continues alone.
     """
 
     def __init__(self, meshes: Sequence[DeviceMesh]) -> None:
@@ -196,14 +196,14 @@ class Together:
 
     @contextlib.contextmanager
     def noting_failure(self) -> Iterator[None]:
-        """Keep an exception within for :meth:`go_on`."""
+        """Keep an exception in the context for :meth:`go_on`."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 (whatever it is)
+        except Exception as error:  # noqa: BLE001 (any error)
             self._failure = error
 
     def go_on(self, expected: str) -> None:
-        """Raise on all ranks if one has failed. Collective: 8 bytes along each axis."""
+        """Raise on all ranks if a rank has failed. Collective: 8 bytes along each axis."""
         failed = -1
         if self._failure is not None and self._groups:
             failed = dist.get_rank()

@@ -1,8 +1,7 @@
-"""Ranks with less to do: sitting out a module, and loops over different numbers of batches.
+"""Ranks with less work: sitting out a module, and loops over different numbers of batches.
 
-A rank that sits out makes the calls of its last forward with a zero as their
-input and output. Nothing is computed, and the tape, the markers and the output hooks are those of
-any call.
+A rank that sits out repeats the calls of its last forward with a zero as their input and output.
+Nothing is computed, and the tape, the markers and the output hooks are those of any call.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from composable_shard.mesh import ShardMesh, largest_of
 
 
 def sharded_groups(model: nn.Module, call: str) -> list[ParamGroup]:
-    """Return the groups of a model; raise ``ShardError`` that names a ``call`` without any."""
+    """Return the groups of a model; raise ``ShardError`` that names ``call`` if there are none."""
     groups = groups_in(model.modules())
     if not groups:
         raise ShardError(
@@ -41,32 +40,30 @@ def sharded_groups(model: nn.Module, call: str) -> list[ParamGroup]:
 def sit_out(module: nn.Module) -> torch.Tensor:
     """Take part in a call of a module without computing anything.
 
-    Ranks gather and reduce together. Where one of them has nothing for a module that others run,
-    images for a vision tower for example, it calls this in the place of the module, with gradients
-    or without as they do. It sends what it has of the parameters, and in backward zeros for their
-    gradients. A group for which all ranks sit out gets gradients of ``None``.
+    Ranks gather and reduce together. If a rank has no input for a module that others run, such as
+    images for a vision tower, it calls this instead of the module, with gradients enabled or
+    disabled as on the other ranks. It sends its shards of the parameters, and in backward zeros as
+    their gradients. If all ranks sit out, the gradients of a group are ``None``.
 
-    It goes through the calls of sharded modules inside as the last forward of this rank did, or
-    another one that was sat out. Before the first one, it takes those inside to run once each, in
-    the order in which they are registered, and without activation checkpoints; a module that does
-    otherwise is first run once by all ranks, which may be under ``torch.no_grad()`` if it has no
-    checkpoints.
+    It repeats the calls of sharded modules inside from the last forward of this rank, run or sat
+    out. Before the first forward, it assumes that each sharded module inside runs once, in the
+    order of registration, and without activation checkpoints. If a module runs differently, first
+    run it once on all ranks; ``torch.no_grad()`` is allowed if it has no checkpoints.
 
     Args:
-        module: A sharded module, or one with sharded ones inside.
+        module: A sharded module, or a module with sharded modules inside.
 
     Returns:
-        A zero. Where gradients are enabled and there is anything to train, it has a backward that
-        takes part in that of the other ranks: add it to the loss, or, where there is no other loss,
-        run its backward.
+        A zero. If gradients are enabled and anything is trained, its backward takes part in that of
+        the other ranks: add the zero to the loss, or run its backward if there is no other loss.
 
     Raises:
         TypeError: If ``module`` is no module.
         ShardError: If no module inside or around it is sharded, or if it is not sharded itself and
-            the last forward has called something inside it several times.
+            its last forward has called a sharded module inside several times.
 
-    Collective: what a forward of the module does.
-    Memory: what a forward of the module takes for its parameters; no activations.
+    Collective: the same as a forward of the module.
+    Memory: the parameters, as in a forward of the module; no activations.
 
     Example:
         >>> from composable_shard import fully_shard
@@ -100,11 +97,11 @@ class _NestedCall:
         return self.record.needs_grad or trains or any(call.may_train() for call in self.inner)
 
     def take_part(self, zero: torch.Tensor, intervals: dict[Interval, Interval]) -> torch.Tensor:
-        """Make the call with ``zero`` as its input and output; return what comes out.
+        """Make the call with ``zero`` as its input and output; return the output.
 
         Args:
             zero: The output of the call before.
-            intervals: For the interval of each checkpoint in the recorded forward, that of now.
+            intervals: The new interval of each checkpoint interval in the recorded forward.
         """
         record, module = self.record, self.record.module
         assert isinstance(module, nn.Module)
@@ -146,7 +143,7 @@ def _is_of_checkpoint(interval: Interval | None) -> bool:
 
 
 def _calls_like(module: nn.Module) -> Sequence[_NestedCall]:
-    """Return the calls of groups that one of ``module`` makes, as far as is known.
+    """Return the calls of groups in a call of ``module``, as far as they are known.
 
     Raises:
         TypeError: See sit_out.
@@ -167,9 +164,9 @@ def _calls_like(module: nn.Module) -> Sequence[_NestedCall]:
     called = [call.record.module for call in last]
     if len(set(called)) < len(called):
         raise ShardError(
-            f"Expected a module to sit out that is sharded itself, got {type(module).__name__} "
-            "whose last forward has called a sharded module inside several times; call sit_out() "
-            "for each of these calls"
+            f"Expected a module to sit out that is sharded itself, got {type(module).__name__}, "
+            "which has called a sharded module inside several times in its last forward; call "
+            "sit_out() for each of these calls"
         )
     return last
 
@@ -195,14 +192,14 @@ def _last_calls(tree: Tree, modules: Collection[Hashable]) -> list[_NestedCall]:
 
 
 def _enable_grad(calls: Sequence[_NestedCall]) -> None:
-    """Let calls that were recorded without gradients have them."""
+    """Enable gradients for calls that were recorded without them."""
     for call in calls:
         call.record = call.record._replace(has_grad=True)
         _enable_grad(call.inner)
 
 
 def _nested(records: Sequence[tuple[Any, ...]]) -> list[_NestedCall]:
-    """Return the calls that lie in no other one, with those inside."""
+    """Return the outermost calls, each with the calls inside it."""
     by_depth: dict[int, list[_NestedCall]] = {}
     for record in starmap(CallRecord[ParamGroup], records):
         inner = by_depth.pop(record.depth + 1, [])
@@ -211,7 +208,7 @@ def _nested(records: Sequence[tuple[Any, ...]]) -> list[_NestedCall]:
 
 
 def _outermost(calls: Sequence[_NestedCall], modules: Collection[Hashable]) -> list[_NestedCall]:
-    """Return the calls of some modules that do not lie inside another one of them."""
+    """Return the calls of some modules that are not inside another of these calls."""
     found: list[_NestedCall] = []
     for call in calls:
         is_within = call.record.module in modules
@@ -229,7 +226,7 @@ def _unknown_calls(module: nn.Module) -> list[_NestedCall]:
     return [_NestedCall(record, inner)]
 
 
-# Loops over batches of which ranks have different numbers -----------------------------------------
+# Loops over batches for ranks with different numbers of them --------------------------------------
 
 _AGREEING = "agreeing on whether any rank has a batch"
 _HAS_NONE, _HAS_ONE, _FAILED = range(3)  # and on which rank, added to the last
@@ -240,25 +237,26 @@ Batch = TypeVar("Batch")
 class uneven(Generic[Batch]):
     """Iterate over batches on all ranks until none of them has any left.
 
-    A rank that has no more gets ``None`` while others go on. It takes part in their forward and
-    backward by :func:`sit_out`, and in all that a step does besides: clipping, the optimizer, the
-    schedule. So ranks never wait for one that has finished, and the optimizer's states stay the
-    same on all. The losses of ranks without a batch count as zeros in the mean over ranks.
+    A rank without more batches gets ``None`` while others continue. It takes part in their forward
+    and backward by :func:`sit_out`, and in the rest of a step: clipping, the optimizer, the
+    schedule. So no rank waits for a rank that has finished, and optimizer states stay the same on
+    all ranks. The losses of ranks without a batch count as zeros in the mean over ranks.
 
-    Also for the microbatches of one step: ``is_last`` tells, on all ranks alike, when to reduce.
+    It also serves for microbatches: ``is_last`` is the same on all ranks, and shows when to reduce.
 
     Args:
-        model: A sharded module, or one with sharded ones inside.
-        batches: This rank's; a number of its own. It is read one batch ahead, anew by each loop.
+        model: A sharded module, or a module with sharded modules inside.
+        batches: The batches of this rank, of any number. Each loop reads them again, one batch
+            ahead.
 
     Raises:
         TypeError: If ``model`` is no module, or ``batches`` cannot be iterated over.
-        ShardError: If nothing in ``model`` is sharded; from the loop, if it is parked, or on other
-            ranks.
+        ShardError: If nothing in ``model`` is sharded; from the loop, if the model is parked or on
+            other ranks.
         ValueError: From the loop, if a batch is ``None``; on the rank that has it.
         CommunicationError: From the loop, on the other ranks, if ``batches`` raises on one of them.
 
-    Collective: an all-reduce of 8 bytes for each turn, launched one turn ahead.
+    Collective: an all-reduce of 8 bytes for each iteration, launched one iteration ahead.
 
     Example:
         >>> from composable_shard import fully_shard, sit_out
@@ -280,11 +278,11 @@ class uneven(Generic[Batch]):
 
     @property
     def is_last(self) -> bool:
-        """Whether no rank has another batch. Waits until that is known."""
+        """Whether no rank has another batch. Waits for the other ranks."""
         return self._next is not None and not self._next.is_anybodys()
 
     def __iter__(self) -> Iterator[Batch | None]:
-        """Yield this rank's batches, and ``None`` as long as others have more."""
+        """Yield this rank's batches, then ``None`` while other ranks have more."""
         own, groups = iter(self._batches), groups_in(self._model.modules())
         for group in groups:
             group.check_awake("for a loop of uneven()")
@@ -302,10 +300,10 @@ class uneven(Generic[Batch]):
 
 
 class _Turn(Generic[Batch]):
-    """What comes next in a loop.
+    """One iteration of a loop.
 
     Attributes:
-        batch: This rank's, or ``None``.
+        batch: The batch of this rank, or ``None``.
     """
 
     def __init__(self, batches: Iterator[Batch], mesh: ShardMesh) -> None:
@@ -316,19 +314,19 @@ class _Turn(Generic[Batch]):
             self.batch = next(batches)
             said = _HAS_ONE
             if self.batch is None:
-                raise ValueError("Expected batches that are not None, which stands for having none")
+                raise ValueError("Expected batches that are not None, since None means no batch")
         except StopIteration:
             pass
-        except Exception as error:  # noqa: BLE001 (whatever it is, all ranks hear of it)
+        except Exception as error:  # noqa: BLE001 (any error; it is sent to all ranks)
             self._failure, said = error, _FAILED + dist.get_rank()
         largest: Any = dist.ReduceOp.MAX
         self._said = SmallAllReduce(torch.tensor([said]), largest, mesh, _AGREEING)
 
     def is_anybodys(self) -> bool:
-        """Tell whether any rank has a batch.
+        """Return whether any rank has a batch.
 
         Raises:
-            CommunicationError: On other ranks than the one that failed to take its batch.
+            CommunicationError: On the other ranks, if a rank failed to take its batch.
         """
         (said,) = self._said.wait()
         if self._failure is not None:
@@ -338,5 +336,5 @@ class _Turn(Generic[Batch]):
         return said == _HAS_ONE
 
     def end(self) -> None:
-        """Wait until all ranks have said what they have."""
+        """Wait for the words of all ranks."""
         self._said.wait()

@@ -1,7 +1,7 @@
-"""Full parameters for a while: to look at, to edit, to save.
+"""Full parameters within a context: to read, to edit, to save.
 
-A DTensor of any placements becomes a plain tensor and again a shard; nothing here asks how it is
-sharded.
+A DTensor of any placements becomes a plain tensor and a shard again; this code does not depend on
+the placements.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from composable_shard.train.weights.gathering import full_copies
 
 
 class _Edit(NamedTuple):
-    """The changes to write back to one parameter; known before any of them is written.
+    """The changes to write back to one parameter; all are found before any is written.
 
     Attributes:
-        shape: The shape of its new value; ``None`` if it is the same value.
+        shape: The shape of its new value; ``None`` if the value has not changed.
         has_grad: Whether it has a gradient.
-        keeps_grad: Whether that is the same, and reduced.
+        keeps_grad: Whether the gradient has not changed, and is reduced.
     """
 
     shape: tuple[int, ...] | None
@@ -48,14 +48,14 @@ class _Edit(NamedTuple):
 
 
 class _Opened:
-    """A sharded parameter, and the full copy in its places on a rank that gets one.
+    """A sharded parameter, and the full copy that replaces it on a rank that gets one.
 
     Attributes:
         param: The sharded parameter.
         mesh: Its mesh.
         label: Its name, for messages.
         value: The parameter that was registered at the end, if it is known.
-        edit: The changes of it; ``None`` if it was taken away, or another rank knows.
+        edit: Its changes; ``None`` if it was removed, or if another rank has them.
     """
 
     def __init__(self, param: nn.Parameter, slots: Sequence[Slot], writeback: bool) -> None:
@@ -85,7 +85,7 @@ class _Opened:
 
     @torch.no_grad()
     def find_edit(self, *, with_grads: bool) -> None:
-        """Compare the registered parameter with the copy as it was made. Collective: none."""
+        """Compare the registered parameter with the original copy. Collective: none."""
         value = self._slots[0].get()
         if self._digests is None or value is None:
             return
@@ -118,12 +118,12 @@ class _Opened:
             )
 
     def write_back(self, *, of_first: bool) -> None:
-        """Copy the edit into the shards; all ranks write, or their versions would differ.
+        """Copy the edit into the shards; all ranks write, so that their versions agree.
 
         Args:
-            of_first: Whether the first rank of the mesh alone has the new values.
+            of_first: Whether only the first rank of the mesh has the new values.
 
-        Collective: ``of_first`` a broadcast of each tensor that was edited.
+        Collective: with ``of_first`` a broadcast of each edited tensor.
         """
         if self.edit is not None and self.edit.shape is not None:
             _torch.local_tensor(self.param).copy_(self._shard_of(self.value, of_first))
@@ -133,7 +133,7 @@ class _Opened:
 
     def _shard_of(self, full: torch.Tensor | None, of_first: bool) -> torch.Tensor:
         """Cut this rank's part out of a full tensor; may be a view."""
-        if of_first:  # pickled, and where others have no device of that number
+        if of_first:  # it is pickled, and other ranks may lack a device of that index
             full = _said_by_first(None if full is None else full.detach().cpu(), self.mesh)
         assert full is not None
         placements = cast(DTensor, self.param).placements
@@ -185,10 +185,10 @@ def _register_full(
 
 @torch.no_grad()
 def _write_back(opened: Sequence[_Opened], *, rank0_only: bool) -> None:
-    """Copy all edits into the shards; a parameter that was taken away stays.
+    """Copy all edits into the shards; the shards of a removed parameter stay.
 
-    Collective: none; with ``rank0_only`` a broadcast of an object over each mesh, and of each value
-        and gradient that was edited.
+    Collective: none; with ``rank0_only`` a broadcast of an object over each mesh, and of each
+        edited value and gradient.
     """
     if rank0_only:
         edits = [one.edit for one in opened]
@@ -210,7 +210,7 @@ def _said_by_first(said: Any, mesh: DeviceMesh) -> Any:
     return box[0]
 
 
-# Full parameters for a while: to look at, to edit, to save ----------------------------------------
+# The context --------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -225,45 +225,43 @@ def unsharded(
 ) -> Iterator[None]:
     """Let a module hold full, plain parameters within this context.
 
-    They have the original dtype, not that of compute, and are copies: edits (in place, by
-    ``param.data``, by loading a state dict or by registering another parameter of the same shape)
-    reach the shards at the end, and what is the same is not written. If the context is left by an
-    exception, nothing is written back. Optimizer steps within change the shards, which the
-    writeback of an edited parameter then overwrites. ``state_dict()`` within gives full tensors.
-
-    A parameter that is tied is full in all of its places, also where other groups run the module.
-
-    Forward within is that of the plain module, for ``torch.no_grad()`` only. All ranks must enter
-    and leave together. With ``rank0_only`` and ``writeback``, an exception on one rank, as of a
-    first one that fails to save, is an error on all; that rank waits for the others to come to the
-    end and hear of it, so they must not wait for it within.
+    Full parameters have the original dtype, not that of compute, and are copies: edits (in place,
+    by ``param.data``, by loading a state dict or by registering another parameter of the same
+    shape) are written to the shards at the end; unchanged values are not. If an exception ends the
+    context, nothing is written back. Optimizer steps in the context change the shards, and the
+    writeback of an edited parameter overwrites them. ``state_dict()`` in the context returns full
+    tensors. A tied parameter is full in all of its places, also where other groups run the module.
+    Forward in the context runs the plain module, under ``torch.no_grad()`` only. All ranks must
+    enter and leave together. With ``rank0_only`` and ``writeback``, an exception on one rank, such
+    as a first rank that fails to save, is an error on all ranks; the failed rank waits until the
+    others reach the end, so they must not wait for it in the context.
 
     Args:
         module: A module that is sharded, has sharded modules below, or lies in one.
         recurse: Whether nested sharded modules have full parameters too.
         writeback: Whether each rank's edits are copied into its shards; all ranks must make the
-            same ones. With ``rank0_only``, those of the first rank are sent to all. Without it,
-            nothing is compared: what only looks or saves is done sooner.
+            same edits. With ``rank0_only``, the edits of the first rank are sent to all. ``False``
+            skips the comparison, which is faster for code that only reads or saves.
         rank0_only: Whether only the first rank of a parameter's mesh, which is rank 0 for a mesh
             of all ranks, gets full parameters; the others keep their sharded ones.
         offload_to_cpu: Whether full parameters and gradients are on the CPU.
-        with_grads: Whether full parameters have full gradients, and edits of those are written
-            back too. What is accumulated without sync (``Partial``) is seen as what it stands for,
-            and is reduced afterwards if there is a writeback; all ranks must have the same ones.
+        with_grads: Whether full parameters have full gradients, and edits of those are written back
+            too. Gradients accumulated without sync (``Partial``) appear reduced, and stay reduced
+            afterwards with ``writeback``; all ranks must have the same ones.
 
     Raises:
         TypeError: If ``module`` is not a module.
         ValueError: If a flag is no bool; if a parameter has another shape at the end, with
             ``rank0_only`` on all ranks.
-        ShardError: In a forward or backward, or within another such context of the same
-            parameters, on all ranks alike; for a forward with gradients within; at the end with
-            ``rank0_only`` and ``writeback``, if another rank has left by an exception.
+        ShardError: In a forward or backward, or within another such context of the same parameters,
+            on all ranks alike; for a forward with gradients in the context; at the end with
+            ``rank0_only`` and ``writeback``, if another rank has raised an exception.
         MaterializationError: If parameters are on the meta device.
-        ExtensionError: If a tensor subclass lacks the ops by which DTensor makes it whole.
+        ExtensionError: If a tensor subclass lacks the ops by which DTensor gathers it.
 
     Collective: one all-gather of each bucket of 64 MiB of parameters, and of gradients with
-        ``with_grads``; a gather to the first rank with ``rank0_only``. None for the writeback, but
-        with ``rank0_only`` 8 bytes along each axis and a broadcast of what was edited.
+        ``with_grads``; a gather to the first rank with ``rank0_only``. None for the writeback,
+        except with ``rank0_only``: 8 bytes along each axis and a broadcast of each edited tensor.
     Memory: all full parameters (and gradients) at a time, on the first rank alone with
         ``rank0_only``; besides, a bucket of them on the device of compute.
     Source: ``FullyShardedDataParallel.summon_full_params`` (FSDP1).
@@ -324,15 +322,15 @@ def unsharded(
 def _slots_in(
     modules: Sequence[nn.Module], groups: Sequence[ParamGroup]
 ) -> dict[nn.Parameter, list[Slot]]:
-    """Return the DTensors in ``modules`` with all of their places, those in ``modules`` first.
+    """Return the DTensors in ``modules`` with all of their places, places in ``modules`` first.
 
-    A parameter that is tied across groups has places elsewhere, which hold the same copy. One that
-    has no other place belongs to the outer group as a whole. Left out is what an outer context has
-    opened, on whichever ranks.
+    A parameter that is tied across groups has places elsewhere, which hold the same copy. A
+    parameter without another place belongs to the outer group only. Parameters that an outer
+    context has opened, on any rank, are left out.
 
     Args:
         modules: The modules.
-        groups: Those that own parameters in them and are not open.
+        groups: The groups with parameters in these modules that are not open.
     """
     within = set(modules)
     slots: dict[nn.Parameter, list[Slot]] = {}

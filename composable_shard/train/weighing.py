@@ -1,4 +1,4 @@
-"""Means over tokens or samples, of which ranks and microbatches have different numbers."""
+"""Means over tokens or samples, for ranks and microbatches with different numbers of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from composable_shard.train.clip import alike
 from composable_shard.train.uneven import sharded_groups
 
 _open: WeakSet[ParamGroup] = WeakSet()
-"""The groups whose gradients a scope will divide."""
+"""The groups with gradients that a scope will divide."""
 
 _EXPECTED = (
     "weights in weigh() that are finite and not negative",
@@ -34,7 +34,7 @@ _EXPECTED = (
 
 
 class Weighing:
-    """A scope of :func:`weigh`: what its microbatches weigh, and their losses.
+    """A scope of :func:`weigh`: the weights of its microbatches, and their losses.
 
     Attributes:
         is_over: Whether no microbatch can be added any more.
@@ -60,11 +60,11 @@ class Weighing:
         return loss / total
 
     def add(self, num_tokens: float | torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        """Add a microbatch; call backward on what this returns, and on nothing else.
+        """Add a microbatch; call backward on the result only.
 
         Args:
-            num_tokens: The number of tokens or samples that ``loss`` is the mean of, 0 if this rank
-                has none: finite, not negative and not necessarily whole; or a tensor of one number.
+            num_tokens: The number of tokens or samples in the mean ``loss``, 0 if this rank has
+                none: finite, not negative, possibly fractional; or a tensor of one number.
             loss: The mean loss over them, a tensor of one real number.
 
         Returns:
@@ -79,7 +79,7 @@ class Weighing:
             end of the scope.
         """
         if self.is_over:
-            raise ShardError("Expected add() inside of `with weigh(model)`, got it after its end")
+            raise ShardError("Expected add() inside of `with weigh(model)`, got it after the end")
         check_type("loss", loss, isinstance(loss, torch.Tensor), "a tensor")
         mean = _as_scalar("loss", loss)
         if isinstance(num_tokens, torch.Tensor):
@@ -93,14 +93,14 @@ class Weighing:
         return loss * num_tokens
 
     def begin(self) -> None:
-        """Refuse gradients that are there. Collective: an all-reduce of 16 bytes."""
+        """Refuse existing gradients. Collective: an all-reduce of 16 bytes."""
         params = [param for group in self._groups for param in group.params]
         places = [i for i, param in enumerate(params) if not _is_zero(param.sharded.grad)]
         said = torch.tensor([places[-1] + 1 if places else 0, self._is_unfinished()])
         largest: Any = dist.ReduceOp.MAX
         place, is_unfinished = SmallAllReduce(said, largest, self._mesh, "beginning weigh()").wait()
         if place or is_unfinished:
-            got = f"one of '{params[place - 1].name}'" if place else "reductions under way"
+            got = f"one of '{params[place - 1].name}'" if place else "reductions in flight"
             raise ShardError(
                 f"Expected no gradients at the begin of weigh(), got {got}; clear them by "
                 "zero_grad(), and put all microbatches of a step into one scope"
@@ -140,12 +140,12 @@ class Weighing:
                 _torch.divide_all_(some, divisor)
 
     def _settings(self) -> list[Any]:
-        """Return what must stay as it is inside of the scope."""
+        """Return the settings that must not change in the scope."""
         groups = self._groups
         return [(g.num_optimizer_steps, g.mesh, g.settings.divisor, g.absence) for g in groups]
 
     def _is_unfinished(self) -> bool:
-        """Whether gradients of a backward are yet to arrive."""
+        """Whether gradients of a backward are not yet reduced."""
         return any(group.tree.is_reducing for group in self._groups)
 
     def _get(self) -> tuple[float, float]:
@@ -162,30 +162,29 @@ _UNDIVIDED = "The gradients are sums; clear them by zero_grad()"
 
 @contextlib.contextmanager
 def weigh(model: nn.Module) -> Iterator[Weighing]:
-    """Make gradients those of the mean over all tokens of all ranks and microbatches.
+    """Compute the gradients of the mean over all tokens of all ranks and microbatches.
 
-    Open the scope on all ranks around the microbatches of a step. For each of them call
-    ``add(num_tokens, loss)`` with the mean loss over its tokens or samples, and backward on what
-    that returns. The end of the scope adds up the tokens of all ranks, replicas included, and
-    divides all gradients of the model once. Clip and step after it.
+    Open the scope on all ranks around the microbatches of a step. For each microbatch call
+    ``add(num_tokens, loss)`` with the mean loss over its tokens or samples, and call backward on
+    the result. The end of the scope adds up the tokens of all ranks, replicas included, and divides
+    all gradients of the model once. Clip and step after it.
 
-    Gradients of plain parameters, which ``fully_shard`` leaves alone, are not divided. Those that
-    are accumulated without sync are: they stay ``Partial``, and stand for the mean.
+    Gradients of plain parameters, which ``fully_shard`` leaves alone, are not divided. Gradients
+    accumulated without sync are divided, and stay ``Partial``.
 
     Args:
-        model: A sharded module, or one with sharded ones inside.
+        model: A sharded module, or a module with sharded modules inside.
 
-    Yields:
-        :class:`Weighing`, whose ``total`` and ``loss`` are known after the scope.
+    Yields: :class:`Weighing`; its ``total`` and ``loss`` are known after the scope.
 
     Raises:
         TypeError: If ``model`` is no module.
-        ShardError: If nothing in ``model`` is sharded, it is parked or on other ranks, is in
-            another scope, or has hooks on its gradients, which would see sums. At the begin, on all
-            ranks, if any has a gradient that is not zeros. At the end, on all ranks, if no rank has
-            added any tokens; if a weight is negative or not finite; if reductions are under way, or
-            inside of the scope an optimizer has stepped or a divide factor or mesh has changed.
-            After an error, also one of the user's own, gradients are sums.
+        ShardError: If nothing in ``model`` is sharded, if it is parked, on other ranks or in
+            another scope, or if it has hooks on its gradients, which would see sums. At the begin,
+            on all ranks, if a rank has a gradient that is not zero. At the end, on all ranks, if no
+            rank has added any tokens; if a weight is negative or not finite; if reductions are in
+            flight, or if an optimizer has stepped or a divide factor or mesh has changed in the
+            scope. After any error in the scope, gradients are sums.
 
     Collective: an all-reduce of 16 bytes at the begin and one of 40 bytes at the end, over all
         ranks that train the model.

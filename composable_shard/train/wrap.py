@@ -25,14 +25,14 @@ Policy = (
 def apply_fully_shard(module: nn.Module, policy: Policy, **kwargs: Any) -> nn.Module:
     """Apply ``fully_shard`` to the submodules that a policy picks, then to the module itself.
 
-    Inner modules come before outer ones, and the module itself last. What is sharded already stays
-    as it is, a module that is registered several times counts once, and containers without a
-    forward (``ModuleList``, ``ModuleDict``) are never picked. If something cannot be sharded as it
-    is asked, nothing is: all is planned before, for which functions of a parameter are called too.
+    Inner modules come before outer ones, and the module itself last. Modules that are already
+    sharded do not change, a module that is registered several times counts once, and containers
+    without a forward (``ModuleList``, ``ModuleDict``) are never picked. If a module cannot be
+    sharded, none is: the plan is checked first, which also calls functions of a parameter.
 
     Args:
         module: The root.
-        policy: Which modules have a group of their own. One of
+        policy: Picks the modules that get their own group. One of
 
             - a module class, or a set or tuple of classes: their instances;
             - a function of a module: those for which it returns ``True``, or a dict of arguments
@@ -48,9 +48,9 @@ def apply_fully_shard(module: nn.Module, policy: Policy, **kwargs: Any) -> nn.Mo
         The module.
 
     Raises:
-        TypeError: If ``policy`` is none of these, or its function returns something else, or from
+        TypeError: If ``policy`` or the result of its function has another type; or from
             ``fully_shard``.
-        ValueError: If classes or a function pick no module, if the budget is not positive, or from
+        ValueError: If classes or a function pick no module, or the budget is not positive; or from
             ``fully_shard``.
 
     Collective: none.
@@ -66,7 +66,7 @@ def apply_fully_shard(module: nn.Module, policy: Policy, **kwargs: Any) -> nn.Mo
         ['FSDPSequential', 'FSDPLinear', 'FSDPLinear', 'FSDPLinear']
     """
     check_module("module", module)
-    top_modules(module)  # a root that cannot be sharded is refused before anything is
+    top_modules(module)  # refuse a root that cannot be sharded before sharding anything
     if isinstance(policy, int) and not isinstance(policy, bool):
         ignored = {id(param) for param in kwargs.get("ignored_params") or ()}
         picked = [(group, kwargs) for group in _plan_groups(module, policy, ignored)]
@@ -100,7 +100,7 @@ def _as_function(policy: object) -> Callable[[nn.Module], object]:
 def _choose(
     module: nn.Module, policy: Callable[[nn.Module], object]
 ) -> dict[nn.Module, dict[str, Any]]:
-    """Return the modules that are picked, inner ones first, with their arguments."""
+    """Return the picked modules, inner modules first, with their arguments."""
     chosen: dict[nn.Module, dict[str, Any]] = {}
     for inner in _inside_out(module, set()):
         answer = policy(inner)
@@ -121,7 +121,7 @@ def _choose(
 
 
 def _inside_out(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield all modules, children before parents; go into none that is sharded or replicated."""
+    """Yield all modules, children before parents, without sharded and replicated ones."""
     if module in seen or is_taken(module):
         return
     seen.add(module)
@@ -138,7 +138,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _plan_groups(module: nn.Module, budget: int, ignored: set[int]) -> list[list[nn.Module]]:
-    """Return the groups inside of a module, inner ones first; the rest is the module's own."""
+    """Return the groups inside of a module, inner groups first; the module takes the rest."""
     if budget < 1:
         raise ValueError(f"Expected a number of elements of at least 1, got {budget}")
     num_places = Counter(child for parent in module.modules() for child in parent.children())
@@ -156,7 +156,7 @@ def _plan_groups(module: nn.Module, budget: int, ignored: set[int]) -> list[list
             below, more = visit(child)
             pieces, loose = pieces + below, loose + more
         for param in inner.parameters(recurse=False):
-            if id(param) not in counted:  # each one once in the whole
+            if id(param) not in counted:  # each parameter once
                 counted.add(id(param))
                 loose += param.numel()
         is_shared = num_places[inner] > 1
@@ -183,7 +183,7 @@ _Pieces = list[tuple[nn.Module, int]]
 
 
 def _neighbours(pieces: _Pieces, budget: int) -> tuple[list[list[nn.Module]], int]:
-    """Return groups of neighbours that reach the budget, and the elements that are left over."""
+    """Return groups of siblings that reach the budget, and the number of remaining elements."""
     groups: list[list[nn.Module]] = []
     group: list[nn.Module] = []
     numel = 0

@@ -22,7 +22,7 @@ from composable_shard.train.checkpoint import complete_checkpoints, is_complete,
 from faults.breaking import BAD, failures, kill_this_rank
 
 OLD, NEW = "step-1", "step-2"
-THERE = "'{}' is there already; choose another name, or remove it"
+THERE = "'{}' already exists; choose another name, or remove it"
 SAVING = "Rank {} failed while saving checkpoint '{}': "
 
 

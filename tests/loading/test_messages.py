@@ -112,14 +112,14 @@ NOT_LOADED: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
     (linear, "many", {}, "Expected the names of the model in '{}', got unexpected: "
      f"{', '.join(MANY[:20])} and 3 more; pass rename to map names, or strict=False to load what "
      "there is"),
-    (linear, "whole", {"rename": same}, "Expected names that rename keeps apart, got 'weight' for "
+    (linear, "whole", {"rename": same}, "Expected distinct names from rename, got 'weight' for "
      "both 'bias' and 'weight' in '{}'"),
     (linear, "shapes", {"strict": False}, f"{FIT}'weight' of shape [2, 4] for [4, 2], 'bias' of "
      "torch.complex64 for torch.float32"),
     (pending, "whole", {}, f"{FIT}'weight' for (Partial(sum),), which are no parts of a full "
      "tensor"),
-    (two_tensors, "whole", {}, f"{FIT}'weight' for a TwoTensor, which only its own code makes from "
-     "a plain tensor"),
+    (two_tensors, "whole", {}, f"{FIT}'weight' for a TwoTensor, which only its class can make "
+     "from a plain tensor"),
     # The first rank has rows that are the same.
     (tied, "tied", {}, f"Expected to load '{{}}', got on rank 1: ValueError: {TIES}; the model is "
      "partly loaded, load it again"),

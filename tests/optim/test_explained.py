@@ -226,7 +226,7 @@ def test_estimates_are_what_is_explained_on_as_many_ranks(shape: tuple[int, int]
 
 def test_layouts_that_do_not_fit_are_refused() -> None:
     for layouts, options, text in (
-        ({"no.*": Owned(torch.optim.Muon)}, {}, "Expected 'no.*' to fit names of parameters"),
+        ({"no.*": Owned(torch.optim.Muon)}, {}, "Expected 'no.*' to fit the name of a parameter"),
         ({"*": Owned(torch.optim.Muon)}, {}, "Expected an optimizer that steps parameter 'layers."),
         (
             LAYOUTS,

@@ -119,7 +119,7 @@ FIRST: list[tuple[Hook, str, str]] = [
         "sent",
         "Expected equal metadata on all ranks, since each rank gets its own back, got "
         f"{{'scale': tensor(0.)}} on rank 0 and {{'scale': tensor(1.)}} on rank 1; send "
-        f"what differs{TWO}",
+        f"the parts that differ{TWO}",
     ),
     (lambda self, mesh: ((self.a, self.b.mul_(2)), None), "shard", UNCHANGED.format(PRE) + ONE),
     (
@@ -136,7 +136,7 @@ SECOND: list[tuple[Hook, str, str]] = [
     (
         post(copied, lambda out, outputs, dtype: out.a.copy_(outputs[0])),
         "out",
-        FILL.format("others") + ONE,
+        FILL.format("other values") + ONE,
     ),
     (
         post(cast, replace),

@@ -351,15 +351,15 @@ def with_grad(value: torch.Tensor) -> nn.Parameter:
 NON_FINITE = (
     "Expected gradients of a finite norm of order {}, got {}, because of the gradients "
     "of 'norm.weight' of group 'blocks.0', 'out.bias' of the root group; "
-    "set error_if_nonfinite=False to scale them by it all the same"
+    "set error_if_nonfinite=False to scale them by it anyway"
 )
 PRODUCT = (
     "Expected gradients that are pending as one of ('sum', 'avg', 'max', 'min'), got P(product); "
     "redistribute them before clipping"
 )
 SUBCLASS = (
-    "Expected gradients whose norm is a plain tensor, got TwoTensor, whose norm is a TwoTensor; "
-    "clip its inner tensors by themselves"
+    "Expected gradients with a plain tensor as norm, got TwoTensor with a TwoTensor as norm; clip "
+    "its inner tensors instead"
 )
 
 

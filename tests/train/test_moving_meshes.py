@@ -292,8 +292,8 @@ REFUSED: dict[str, Callable[[], None]] = {
     f"{BEGIN}0: ShardError: Expected dp_mesh_dims of one axis for each purpose of parameter "
     "'weight', got DataParallelMeshDims(shard=('a', 'b'), replicate=None); "
     "such a model is moved by a checkpoint": flattened_axes,
-    f"{BEGIN}0: ShardError: Expected a mesh whose ranks ascend along each axis for a model to "
-    "move, got [1, 0]; such a model is moved by a checkpoint": (
+    f"{BEGIN}0: ShardError: Expected a mesh with ranks that ascend along each axis for a model "
+    "to move, got [1, 0]; such a model is moved by a checkpoint": (
         lambda: move(plain(on_mesh(0, 1)), (), on_mesh(1, 0))
     ),
     f"{BEGIN}0: ShardError: Expected state 'exp_avg' of 'weight' to be cut by Shard over axes of "

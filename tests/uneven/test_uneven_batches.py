@@ -168,7 +168,7 @@ def failing(bad: str) -> None:
         (
             "gives None",
             ValueError,
-            "Expected batches that are not None, which stands for having none",
+            "Expected batches that are not None, since None means no batch",
         ),
     ],
 )

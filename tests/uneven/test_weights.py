@@ -185,7 +185,7 @@ def test_gradients_at_the_begin_are_an_error_on_all_ranks() -> None:
     model.set_is_last_backward(False)
     mean(model, tokens(0, 3)).backward()
     model.zero_grad()
-    with expect_refusal(expected.replace("one of 'inner.bias'", "reductions under way")):
+    with expect_refusal(expected.replace("one of 'inner.bias'", "reductions in flight")):
         train(model, [(3, 3)])
     model.set_is_last_backward(True)
     model.reset_iter_state()
@@ -219,7 +219,7 @@ def test_what_one_rank_does_wrong_is_an_error_on_all_at_the_end(name: str) -> No
         "inside of it or after an error; read them after it"
     ):
         _ = weighing.loss
-    with expect_refusal("Expected add() inside of `with weigh(model)`, got it after its end"):
+    with expect_refusal("Expected add() inside of `with weigh(model)`, got it after the end"):
         weighing.add(1, torch.ones(()))
     model.zero_grad()
     model[1].set_gradient_divide_factor(2.0)

@@ -1,1 +1,1 @@
-"""Weights out of a model and into it: safetensors files, whole tensors one by one, and shards."""
+"""Saving, loading and streaming weights: safetensors files, full tensors one by one, and shards."""

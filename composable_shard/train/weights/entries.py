@@ -1,4 +1,4 @@
-"""The tensors of a model that a checkpoint has, their names, and memory for them."""
+"""The tensors of a model in a checkpoint, their names, and memory for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from composable_shard.core.tree import check_at_rest
 # The tensors in a checkpoint: each once, with all of its names ------------------------------------
 
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-"""Modules around modules, which the names in a checkpoint do not mention."""
+"""Names of wrapper modules, which a checkpoint leaves out of its names."""
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Entry:
     """A parameter or buffer.
 
     Attributes:
-        names: Under which names the model has it, in the order of its modules; several if tied.
+        names: Its names in the model, in the order of modules; several if it is tied.
         tensor: The tensor.
     """
 
@@ -42,7 +42,7 @@ class Entry:
 
     @property
     def plain(self) -> torch.Tensor | None:
-        """The one plain tensor that ``local`` is or wraps; ``None`` if it is made of several."""
+        """``local`` as a single plain tensor; ``None`` if it consists of several."""
         local = self.local
         leaves = _torch.leaves(local)
         if len(leaves) != 1:
@@ -56,7 +56,7 @@ class Entry:
         return any(leaf.is_meta for leaf in _torch.leaves(self.local))
 
     def fact(self) -> str:
-        """Describe what must be the same on all ranks."""
+        """Describe the properties that must be the same on all ranks."""
         tensor, names = self.tensor, " = ".join(f"'{name}'" for name in self.names)
         kind = f", {tensor.placements}" if isinstance(tensor, DTensor) else ""
         place = ", on meta" if self.is_meta else ""
@@ -64,16 +64,16 @@ class Entry:
 
 
 def contents_of(module: nn.Module, doing: str) -> list[Entry]:
-    """List the parameters and persistent buffers of a model, those of sharded modules as shards.
+    """List the parameters and persistent buffers of a model; sharded parameters as shards.
 
     Args:
         module: The model.
         doing: The function that was called, for messages.
 
     Raises:
-        TypeError: If it is not a module.
-        ShardError: If a forward or backward of it runs, within ``unsharded`` or ``parked``, and on
-            a rank that ``move`` has left without it.
+        TypeError: If ``module`` is not a module.
+        ShardError: In a forward or backward, within ``unsharded`` or ``parked``, and on a rank that
+            ``move`` has left without the model.
 
     Collective: none.
     """
@@ -83,7 +83,7 @@ def contents_of(module: nn.Module, doing: str) -> list[Entry]:
 
 
 def reshard(module: nn.Module, doing: str) -> None:
-    """Let a model have its sharded parameters; see :func:`contents_of`. Collective: none."""
+    """Free the unsharded parameters of a model; see :func:`contents_of`. Collective: none."""
     groups = groups_in(module.modules())
     for group in groups:
         check_at_rest(group, doing)
@@ -93,7 +93,7 @@ def reshard(module: nn.Module, doing: str) -> None:
 
 
 def listed_in(module: nn.Module) -> list[Entry]:
-    """List the tensors of a model as it is; of what is gathered, the shards. Collective: none."""
+    """List the tensors of a model; shards also of gathered parameters. Collective: none."""
     found: dict[object, Entry] = {}
     for name, tensor, is_persistent in registered(module):
         if is_persistent:
@@ -103,7 +103,7 @@ def listed_in(module: nn.Module) -> list[Entry]:
 
 
 def registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield names, tensors and whether a checkpoint has them; tied ones under each name."""
+    """Yield names, tensors and whether they are persistent; tied tensors under each name."""
     for path, inner in module.named_modules(remove_duplicate=False):
         steps = [step for step in path.split(".") if step and step not in WRAPPERS]
         volatile = _torch.non_persistent_buffers(inner)
@@ -116,7 +116,7 @@ def registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 
 
 def _identity(tensor: torch.Tensor) -> object:
-    """Return what tells a tensor from others: where it lies, as two may be one in memory."""
+    """Return the identity of a tensor: its memory, since two objects may share it."""
     if isinstance(tensor, DTensor) or tensor.is_meta or _torch.is_wrapper_subclass(tensor):
         return id(tensor)
     if not tensor.numel() or tensor.layout is not torch.strided:
@@ -129,27 +129,27 @@ def _identity(tensor: torch.Tensor) -> object:
 Rename = Callable[[str], str | None]
 
 SHOWN = 20
-"""How many names a message lists before it only counts them."""
+"""The number of names that a message lists; it counts the rest."""
 
 
 def listed(names: Sequence[str]) -> str:
-    """Write names one after another, up to some number."""
+    """List names, up to some number."""
     more = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-# Memory for tensors that a model was built without, on the meta device ----------------------------
+# Memory for meta tensors --------------------------------------------------------------------------
 
 
 def materialize(module: nn.Module, entries: Iterable[Entry]) -> None:
-    """Give memory, without values, to what is on the meta device; parameters stay the same objects.
+    """Allocate memory for meta tensors, without values; parameters stay the same objects.
 
-    Sharded parameters get it where they belong, offloaded ones on the CPU; everything else where
-    the model computes.
+    Sharded parameters get it on their device, offloaded parameters on the CPU, and all other
+    tensors on the device of compute.
 
     Args:
         module: The model.
-        entries: The tensors of it that need memory, among others.
+        entries: Tensors of the model; those on the meta device get memory.
     """
     params = [param for group in groups_in(module.modules()) for param in group.params]
     homes = {id(param.sharded): param.device for param in params}
@@ -169,18 +169,18 @@ def materialize(module: nn.Module, entries: Iterable[Entry]) -> None:
 
 
 def register_instead(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Give a parameter the memory of ``new``, or register that wherever a buffer is."""
+    """Give a parameter the memory of ``new``, or replace a buffer by ``new`` everywhere."""
     if isinstance(old, nn.Parameter):
         exchange(old, nn.Parameter(new, requires_grad=old.requires_grad))
         return
-    for inner in module.modules():  # views of a buffer may exist, so it is not exchanged
+    for inner in module.modules():  # a buffer may have views, so it is replaced
         for attribute, buffer in inner._buffers.items():
             if buffer is old:
                 inner._buffers[attribute] = new
 
 
 def exchange(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Give a parameter the memory of another one; it stays the object that optimizers hold."""
+    """Give a parameter the memory of another; it stays the same object for optimizers."""
     _torch.share_hooks(old, new)
     new.__dict__.update(old.__dict__)
     torch.utils.swap_tensors(old, new)

@@ -1,4 +1,4 @@
-"""Safetensors files: what is in them, ranges of it, writing one, and the bar of progress."""
+"""Safetensors files: their contents, reading ranges, writing, and the progress bar."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ import torch
 
 from composable_shard.train.full import Box
 
-# Reading safetensors files: which tensors there are, and ranges of them ---------------------------
+# Reading safetensors files: their tensors, and ranges of them -------------------------------------
 
 EXTRA = "weights"
-"""The extra that installs what this needs."""
+"""The extra of the package that installs the libraries."""
 
 
 def library(module: str) -> Any:
-    """Import a module of a library that only these functions need.
+    """Import a module of an optional library.
 
     Raises:
-        ImportError: If it is not installed; says how to install it.
+        ImportError: If it is not installed; the text says how to install it.
     """
     try:
         return importlib.import_module(module)
@@ -44,7 +44,7 @@ SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 """Files that are nothing without an index."""
 
 MAPPED_NBYTES = 8 * 2**20
-"""Bytes that are read of a file before it is mapped anew; until then they count as memory."""
+"""Bytes to read of a file before it is mapped again; until then they count as used memory."""
 
 
 class Stored(NamedTuple):
@@ -57,7 +57,7 @@ class Stored(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has."""
+        """The number of its bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def fact(self) -> str:
@@ -72,8 +72,8 @@ def list_stored(source: str | os.PathLike[str]) -> list[Stored]:
         source: A file, a folder with one file or with an index of several, or such an index.
 
     Raises:
-        FileNotFoundError: If there is no such thing.
-        ValueError: If files and index do not fit together, or a folder does not tell which it is.
+        FileNotFoundError: If there is no checkpoint.
+        ValueError: If files and index do not match, or a folder has several checkpoints.
     """
     place = Path(source)
     if place.is_dir():
@@ -173,7 +173,7 @@ class Reader:
         return self._file.get_slice(stored.name)[box]
 
 
-# A safetensors file that is filled tensor by tensor, in whatever order they come ------------------
+# Writing a safetensors file tensor by tensor, in any order ----------------------------------------
 
 METADATA = {"format": "pt"}
 
@@ -184,14 +184,14 @@ Shaped = tuple[torch.dtype, Sequence[int]]
 
 
 class FileWriter:
-    """Writes tensors to their places in a file, byte for byte what ``save_file`` makes of them.
+    """Writes tensors to their places in a file, bitwise equal to a file of ``save_file``.
 
     Args:
-        place: The file, which is made anew.
-        tensors: All that will be in it, by name.
+        place: The file to create.
+        tensors: All tensors of the file, by name.
 
     Raises:
-        OSError: Here and below, if it cannot be written.
+        OSError: Here and in all methods, if the file cannot be written.
     """
 
     def __init__(self, place: Path, tensors: Mapping[str, Shaped]) -> None:
@@ -213,17 +213,17 @@ class FileWriter:
         return not self._left
 
     def close(self) -> None:
-        """Put the tensors on the disk, and close the file."""
+        """Flush the tensors to the disk, and close the file."""
         with self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
 
 
 def _header(tensors: Mapping[str, Shaped]) -> tuple[bytes, dict[str, int]]:
-    """Return what stands in front of the values, and where those of each tensor begin.
+    """Return the header, and the offset of each tensor's values.
 
-    The library says itself what it calls dtypes and in which order it puts tensors: of tensors
-    without elements, of the same names and dtypes.
+    The library itself determines the names of dtypes and the order of tensors: it serializes empty
+    tensors with the same names and dtypes.
     """
     empty = {name: torch.empty(0, dtype=dtype) for name, (dtype, _) in tensors.items()}
     sample = library("safetensors.torch").save(empty, metadata=METADATA)
@@ -246,7 +246,7 @@ def _header(tensors: Mapping[str, Shaped]) -> tuple[bytes, dict[str, int]]:
 
 @contextlib.contextmanager
 def progress_bar(title: str, num_bytes: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
-    """Show a bar of bytes on the terminal, if asked to; yield what counts bytes that are done."""
+    """Show a bar of bytes on the terminal if ``shown``; yield a function that adds bytes."""
     if not shown:
         yield lambda num_bytes: None
         return

@@ -1,19 +1,18 @@
-"""Full tensors out of the shards of all ranks: buckets, and the way of each of them.
+"""Gathering full tensors from the shards of all ranks, bucket by bucket.
 
 The tensors of a model are cut into buckets, in their order. The tensors of a bucket that are
-sharded over the same ranks travel in one launch for each axis of the mesh that cuts them: the last
-axis first, so that every byte is sent once to each rank that gets it. A shard is cast before it is
-sent.
+sharded over the same ranks travel in one launch for each mesh axis that shards them: the last axis
+first, so that every byte is sent once to each receiver. Shards are cast before they are sent.
 
-Two tensors over 2 ranks; the rows of A are even, so that it arrives in place. B has 3 rows, which
-are padded::
+Two tensors over 2 ranks. A has an even number of rows, so it arrives in place. B has 3 rows, so
+they are padded::
 
     rank 0   | A0 |   | b0 b1 |      gathered   | A0 A1 |   | b0 b1 | b2 -- |   | B0 B1 B2 |
     rank 1   | A1 |   | b2 -- |                  in place                       copied out
 
-Before a bucket is launched each rank says a word to all others: that it has received the bucket
-before and goes on, or that it has left or failed. So nothing is launched without all of its ranks,
-and the loss of a rank is an error on the others at their next bucket, not a wait.
+Before a bucket is launched, each rank sends a word to all others: it has received the previous
+bucket and continues, or it has left or failed. So no bucket is launched without all of its ranks,
+and the loss of a rank is an error on the others at their next bucket, not a hang.
 """
 
 from __future__ import annotations
@@ -54,11 +53,11 @@ class Planned:
     """A tensor to be gathered.
 
     Attributes:
-        names: The names to give it away under.
+        names: The names to yield it under.
         entry: The tensor in the model.
         dtype: The dtype of the full tensor.
-        make_plain: Makes a plain tensor of a shard that is a tensor subclass of several tensors;
-            ``None`` to leave such a shard in its own form.
+        make_plain: Makes a plain tensor from a shard that is a tensor subclass of several tensors;
+            ``None`` keeps such a shard in its own form.
     """
 
     names: tuple[str, ...]
@@ -78,7 +77,7 @@ class Planned:
 
     @cached_property
     def is_whole_by_class(self) -> bool:
-        """Whether only DTensor and its own class know how to make the full tensor."""
+        """Whether only DTensor and its own class can make the full tensor."""
         tensor = self.entry.tensor
         if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
             return True
@@ -86,7 +85,7 @@ class Planned:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """The axes of its mesh to gather it over; none if this rank has all of it."""
+        """The axes of its mesh to gather it over; none if this rank has the full tensor."""
         tensor = self.entry.tensor
         if self.is_whole_by_class or not isinstance(tensor, DTensor):
             return ()
@@ -125,7 +124,7 @@ Sized = TypeVar("Sized", Planned, torch.Tensor)
 
 
 def runs_within(tensors: Sequence[Sized], limit: float) -> list[list[Sized]]:
-    """Cut tensors into runs of at most ``limit`` bytes, in their order; a larger one is alone."""
+    """Cut tensors into runs of at most ``limit`` bytes, in order; a larger tensor is alone."""
     runs: list[list[Sized]] = [[]]
     nbytes = 0
     for one in tensors:
@@ -169,7 +168,7 @@ class Route:
         return self.channels[0].mesh.device
 
     def most_of(self, tensor: torch.Tensor) -> int:
-        """Return the most elements of a tensor that a rank holds: first chunks are longest."""
+        """Return the most elements of a tensor on a rank: the first chunks are the longest."""
         return prod(shape_of(tensor, (0,) * self._mesh.ndim))
 
     def holders(self) -> Iterator[tuple[int, ...]]:
@@ -181,10 +180,10 @@ class Route:
         yield from product(*extents)
 
     def receivers(self, to: int | None) -> list[tuple[int | None, bool]]:
-        """Return for each gather of this rank its receiver on the axis, and whether this is it.
+        """Return for each gather its receiver on the axis, and whether this rank receives.
 
         Args:
-            to: The global rank that gets the tensors; all ranks receive them if ``None``.
+            to: The global rank that receives the tensors; all ranks if ``None``.
         """
         if to is None:
             return [(None, True)] * len(self.extents)
@@ -203,10 +202,10 @@ class Route:
 
 
 Routes = Callable[[DeviceMesh, tuple[int, ...]], Route]
-"""Returns the route over some axes of a mesh, the same one for all buckets of a pass."""
+"""Returns the route over some axes of a mesh, the same object for all buckets of a pass."""
 
 
-# On the way ---------------------------------------------------------------------------------------
+# Messages and buckets -----------------------------------------------------------------------------
 
 
 class Message:
@@ -215,7 +214,7 @@ class Message:
     Args:
         route: The route.
         planned: The tensors.
-        to: The global rank that gets them; all do if ``None``.
+        to: The global rank that receives them; all ranks if ``None``.
 
     Attributes:
         route: The route.
@@ -242,7 +241,7 @@ class Message:
         """Copy the input and allocate the output of each gather; nothing is launched yet.
 
         Args:
-            arrives: Whether this rank gets the tensors.
+            arrives: Whether this rank receives the tensors.
         """
         route = self.route
         inputs = [self._padded(one, nbytes) for one, nbytes in self.sent.items()]
@@ -263,7 +262,7 @@ class Message:
             self._rows = dict(zip(self.sent, inputs, strict=True))
 
     def _padded(self, one: Planned, nbytes: int) -> torch.Tensor:
-        """Return the bytes of this rank's part of a tensor: in its memory, or one copy."""
+        """Return the padded bytes of this rank's part of a tensor: a view, or one copy."""
         own, device = one.values(), self.route.device
         is_ready = own.is_contiguous() and own.device == device and own.dtype == one.dtype
         if is_ready and own.nbytes == nbytes:
@@ -273,12 +272,12 @@ class Message:
         return padded
 
     def launch(self) -> None:
-        """Launch the next gather; its tensors are kept until it is waited for."""
+        """Launch the next gather; keep its tensors until it has been waited for."""
         if self._launches:
             self._works = self._launches[0]()
 
     def wait(self) -> None:
-        """Wait for the gather under way, then launch and wait for those over further axes."""
+        """Wait for the gather in flight, then launch and wait for gathers over further axes."""
         while self._launches:
             while self._works:
                 self._works.pop(0).wait()
@@ -286,7 +285,7 @@ class Message:
             self.launch()
 
     def copy_out(self) -> dict[Planned, torch.Tensor]:
-        """Return the full tensors, on a rank that gets them."""
+        """Return the full tensors, on a rank that receives them."""
         found, self._full = self._full, {}
         rows, self._rows = self._rows, {}
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -316,24 +315,24 @@ class Message:
 
 
 def _arrives_in_place(one: Planned, route: Route) -> bool:
-    """Tell whether the shards of a tensor, laid end to end, are the tensor."""
+    """Return whether the concatenated shards of a tensor are the tensor."""
     tensor, placement = one.entry.tensor, cast(DTensor, one.entry.tensor).placements[one.axes[0]]
     is_in_order = len(one.axes) == 1 and type(placement) is Shard and placement.dim == 0
     return is_in_order and tensor.shape[0] % route.extents[0] == 0
 
 
 class Bucket:
-    """Tensors that become full together.
+    """Tensors that are gathered together.
 
     Args:
         planned: The tensors, in their order.
         routes: The routes of the pass.
-        to: The global rank that gets them; all do if ``None``.
+        to: The global rank that receives them; all ranks if ``None``.
 
     Attributes:
         nbytes: The bytes of the full tensors.
         messages: The messages, one for each route.
-        by_class: The tensors that only their class makes full.
+        by_class: The tensors that only their class can gather.
     """
 
     def __init__(self, planned: Sequence[Planned], routes: Routes, to: int | None) -> None:
@@ -360,10 +359,10 @@ class Bucket:
             message.launch()
 
     def wait(self) -> None:
-        """Wait until everything is there.
+        """Wait until all full tensors have arrived.
 
-        Collective: a gather for each further axis of a route; the collectives by which DTensor
-            makes a tensor full.
+        Collective: a gather for each further axis of a route; those of DTensor for the tensors that
+            only their class can gather.
         """
         for message in self.messages:
             message.wait()
@@ -374,7 +373,7 @@ class Bucket:
                 self._full[one] = full
 
     def take(self, device: torch.device | None) -> deque[tuple[Planned, torch.Tensor]]:
-        """Return the full tensors, in memory of their own, on a rank that gets them.
+        """Return the full tensors in new memory, on a rank that receives them.
 
         Args:
             device: Their device; that of the messages if absent.
@@ -385,7 +384,7 @@ class Bucket:
             found |= message.copy_out()
         for one in self._planned if self._arrives else ():
             full = found.pop(one, None)
-            if full is None:  # all of it is here
+            if full is None:  # this rank has the full tensor
                 full = one.new_full(device or one.device).copy_(one.values())
             tensors.append((one, full if device is None else full.to(device)))
         return tensors
@@ -398,20 +397,19 @@ def stream(
     device: torch.device | None = None,
     advance: Callable[[int], object] = lambda _: None,
 ) -> Generator[tuple[Planned, torch.Tensor]]:
-    """Gather buckets; while the tensors of one round are used, the next round is under way.
+    """Gather buckets; while the tensors of one round are used, the next round is in flight.
 
     Args:
         rounds: The buckets of each round, the same on all ranks.
-        ranks: The ranks that take part. A failure that is noted there ends it on all of them.
+        ranks: The ranks that take part. A failure that is noted there ends the stream on all ranks.
         expected: The start of messages.
         device: The device of the tensors; that of the messages if absent.
         advance: Called with the number of bytes that have arrived.
 
-    Yields:
-        The tensors that this rank gets.
+    Yields: The tensors that this rank receives.
 
     Raises:
-        ShardError: On all ranks, if one has left or has failed.
+        ShardError: On all ranks, if a rank has left or failed.
         CommunicationError: If a rank has ended or does not answer within the time-out.
 
     Collective: those of the buckets; 8 bytes before each round, and after the last one.
@@ -440,7 +438,7 @@ def stream(
         except BaseException:
             for bucket in under_way:
                 bucket.wait()
-            if under_way and isinstance(ranks, Ranks):  # or nobody waits for a word
+            if under_way and isinstance(ranks, Ranks):  # otherwise no rank waits for a word
                 ranks.leave(expected, f"it was left after {last}")
             raise
 
@@ -448,7 +446,7 @@ def stream(
 # Full tensors all at once -------------------------------------------------------------------------
 
 BUCKET_NBYTES = 64 * 2**20
-"""Bytes of full tensors that are gathered at once where all of them are kept."""
+"""Bytes of full tensors that are gathered at once if all of them are kept."""
 
 
 def full_copies(
@@ -458,18 +456,18 @@ def full_copies(
     first_only: bool = False,
     device: torch.device | None = None,
 ) -> list[torch.Tensor | None]:
-    """Return full tensors in memory of their own, in the order of their DTensors.
+    """Return full tensors in new memory, in the order of their DTensors.
 
     Args:
-        tensors: The DTensors; all ranks of their meshes give the same ones.
+        tensors: The DTensors; all ranks of their meshes pass the same.
         names: Their names in messages.
-        first_only: Whether only the first rank of each mesh gets them; the others get ``None``.
+        first_only: Whether only the first rank of each mesh gets full tensors; others get ``None``.
         device: Their device; that of the mesh if absent.
 
     Collective: for each bucket a gather over the axes that shard; the collectives of tensor
         subclasses and ``Partial`` placements; with ``first_only`` 8 bytes along each axis before
         each bucket.
-    Memory: all of them where they are kept; besides, a bucket on its way.
+    Memory: all full tensors on the ranks that get them; besides, a bucket in flight.
     """
     planned = [
         Planned((name,), Entry((name,), tensor), tensor.dtype)

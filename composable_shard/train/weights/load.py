@@ -1,4 +1,4 @@
-"""Reading a checkpoint into shards, each rank its own rows."""
+"""Reading a checkpoint into shards: each rank reads its own rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from composable_shard.train.weights.files import Reader, Stored, library, list_s
 
 
 class Match(NamedTuple):
-    """A tensor of the model and those of the checkpoint that have its names, in their order."""
+    """A tensor of the model and the tensors of the checkpoint under its names, in order."""
 
     entry: Entry
     stored: tuple[Stored, ...]
@@ -45,8 +45,8 @@ def _by_name(
     """Return the tensors of a checkpoint by their names in the model, the same on all ranks.
 
     Raises:
-        ShardError: On all ranks, if ``rename`` fails on one, or returns a name twice.
-        RankMismatchError: On all ranks, if it returns something else on some.
+        ShardError: On all ranks, if ``rename`` fails on a rank, or returns a name twice.
+        RankMismatchError: On all ranks, if its results differ between ranks.
 
     Collective: an all-gather of a small object if there is a ``rename``.
     """
@@ -61,7 +61,7 @@ def _by_name(
     for one, name in zip(stored, names, strict=True):
         if name in found:
             raise ShardError(
-                f"Expected names that rename keeps apart, got '{name}' for both "
+                f"Expected distinct names from rename, got '{name}' for both "
                 f"'{found[name].name}' and '{one.name}' in '{source}'"
             )
         if name is not None:
@@ -76,10 +76,10 @@ def _match(
 
     Returns:
         The tensors on both sides; names of the model that the checkpoint lacks, also under a tied
-        name; names of the checkpoint, as they stand there, that the model lacks.
+        name; original names of the checkpoint that the model lacks.
 
     Raises:
-        ShardError: If a tensor does not fit, or, if ``strict``, there are names on one side alone.
+        ShardError: If a tensor does not fit, or, if ``strict``, if a side lacks names of the other.
     """
     found = [Match(e, tuple(by_name[n] for n in e.names if n in by_name)) for e in entries]
     matches = [match for match in found if match.stored]
@@ -99,7 +99,7 @@ def _match(
 
 
 def _misfit(match: Match) -> str | None:
-    """Return the reason why a tensor cannot be read into the model, if there is one."""
+    """Return why a tensor cannot be read into the model; ``None`` if it can."""
     entry, shape = match.entry, tuple(match.entry.tensor.shape)
     name = f"'{entry.names[0]}'"
     for one in match.stored:
@@ -109,14 +109,14 @@ def _misfit(match: Match) -> str | None:
             return f"{name} of {one.dtype} for {entry.tensor.dtype}"
     if entry.plain is None:
         kind = type(entry.local).__name__
-        return f"{name} for a {kind}, which only its own code makes from a plain tensor"
+        return f"{name} for a {kind}, which only its class can make from a plain tensor"
     tensor = entry.tensor
     if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
         return f"{name} for {tensor.placements}, which are no parts of a full tensor"
     return None
 
 
-# The values of a checkpoint on their way into a model, tensor by tensor ---------------------------
+# Reading the values, tensor by tensor -------------------------------------------------------------
 
 
 def _read(
@@ -130,18 +130,18 @@ def _read(
 ) -> None:
     """Read the values of all tensors.
 
-    A rank that fails notes that, and goes on to receive and to send, so that the others do not wait
-    for it.
+    A rank that fails records the error, and continues to receive and to send, so that the others do
+    not wait for it.
 
     Args:
         model: The model.
         matches: The tensors, the same on all ranks.
         ranks: The ranks that take part.
-        advance: Called with the number of bytes that are done.
+        advance: Called with the number of loaded bytes.
         strict: Whether tied names must hold the same values.
         sends: Whether the first rank reads and sends to the others.
 
-    Collective: if it ``sends``, a broadcast of each tensor.
+    Collective: with ``sends``, a broadcast of each tensor.
     """
     with torch.inference_mode(False), torch.no_grad(), Reader() as reader:
         with ranks.noting_failure():
@@ -153,7 +153,7 @@ def _read(
         # A buffer for each tensor would stay with the allocator.
         buffer = _torch.empty(largest if sends else 0, dtype=torch.uint8, device=device)
         for match in matches:
-            count_write(match.entry.local)  # also where this rank has no rows, or fails
+            count_write(match.entry.local)  # also if this rank has no rows, or fails
         for match in sorted(matches, key=lambda match: match.stored[0].file):
             for stored in match.stored:
                 rows: Callable[[Box], torch.Tensor] = partial(reader.read, stored)
@@ -209,13 +209,13 @@ def _broadcast(stored: Stored, reader: Reader, ranks: Ranks, sent: torch.Tensor)
 class Loaded(NamedTuple):
     """The result of a load: the names that a checkpoint and a model share, and the others.
 
-    Its text says how it went: ``<loaded 12 tensors, nothing missing, nothing unexpected>``.
+    Its text is a summary: ``<loaded 12 tensors, nothing missing, nothing unexpected>``.
 
     Attributes:
-        missing_keys: Names of the model that the checkpoint lacks; left as they were.
+        missing_keys: Names of the model that the checkpoint lacks; these tensors keep their values.
         unexpected_keys: Names of the checkpoint that the model lacks.
         left_on_meta: Non-persistent buffers on the meta device, which no checkpoint has.
-        num_tensors: How many parameters and buffers of the model were loaded.
+        num_tensors: The number of parameters and buffers of the model that were loaded.
     """
 
     missing_keys: list[str]
@@ -244,39 +244,39 @@ def load_sharded(
 ) -> Loaded:
     """Read a safetensors checkpoint of the whole model into its shards.
 
-    Each rank reads the rows that it holds and nothing else, tensor by tensor. Parameters and
-    persistent buffers are written in place, in the dtype that they have. Those on the meta device
-    get memory first, where they belong. Needs the extra ``weights``.
+    Each rank reads only the rows that it holds, tensor by tensor. Parameters and persistent buffers
+    are written in place, in their dtype. Tensors on the meta device first get memory on their
+    device. Needs the extra ``weights``.
 
     Args:
-        model: The model, sharded or not, the same on all ranks. What is tied in it needs one of its
-            names in the checkpoint; if there are several, all must hold the same.
+        model: The model, sharded or not, the same on all ranks. A tied tensor needs one of its
+            names in the checkpoint; if several are there, all must have the same values.
         source: A ``.safetensors`` file, a folder with ``model.safetensors`` or with
             ``model.safetensors.index.json`` and the files that it lists, or such an index.
-        strict: Whether names that only one side has are an error. If not, they are returned, what
-            is missing keeps its values, and the last of several tied names counts.
-        rename: Given a name in the checkpoint, returns that in the model, or ``None`` to pass over
-            the tensor.
-        broadcast_from_rank0: Whether the first rank alone reads, and sends each tensor to all; for
-            files that the others do not see.
+        strict: Whether names on one side only are an error. If not, they are returned, missing
+            tensors keep their values, and the last of several tied names is used.
+        rename: Maps a name in the checkpoint to a name in the model, or to ``None`` to skip the
+            tensor.
+        broadcast_from_rank0: Whether only the first rank reads, and sends each tensor to all; for
+            files that the other ranks do not see.
         progress: Whether the first rank shows a progress bar, of the bytes of the checkpoint.
-        process_group: The ranks that hold this model; all of them if absent. The ranks of one
-            pipeline stage, for example, whose names are a part of those in the checkpoint.
+        process_group: The ranks that hold this model; all of them if absent. For example the ranks
+            of one pipeline stage, which have a part of the names in the checkpoint.
 
     Returns:
-        What was loaded and what was not; on all ranks the same.
+        The loaded, missing and unexpected names; the same on all ranks.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If a flag is no bool.
-        ShardError: On all ranks, before anything is read: if an argument is wrong on some of them,
-            if a rank cannot open the checkpoint or
-            lacks a library for it, if rename fails, if names or shapes differ, a dtype cannot be
-            cast (floating point into integers), or a parameter is a tensor subclass of several
-            tensors. On all ranks, at the end: if a rank failed to read, or tied names differ; the
-            model is then partly loaded. In a forward or backward.
-        RankMismatchError: On all ranks, if their models, checkpoints or arguments differ, or what
-            ``rename`` returns.
+        ShardError: On all ranks, before anything is read: if an argument is wrong on some ranks, if
+            a rank cannot open the checkpoint or lacks a library for it, if ``rename`` fails, if
+            names or shapes differ, a dtype cannot be cast (floating point into integers), or a
+            parameter is a tensor subclass of several tensors. On all ranks, at the end: if a rank
+            failed to read, or tied names differ; the model is then partly loaded. In a forward or
+            backward.
+        RankMismatchError: On all ranks, if models, checkpoints, arguments or results of ``rename``
+            differ.
         CommunicationError: If a rank has ended, or did not read within the time-out.
 
     Collective: two all-gathers of a small object, three with ``rename``; with

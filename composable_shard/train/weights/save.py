@@ -1,4 +1,4 @@
-"""Writing the full tensors of a sharded model to safetensors files, named when complete."""
+"""Writing the full tensors of a sharded model to safetensors files, renamed when complete."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from composable_shard.train.weights.files import (
 from composable_shard.train.weights.gathering import Bucket, Planned, Route, runs_within, stream
 from composable_shard.train.weights.stream import agree_on_plan, plan
 
-# Files of full tensors: planned beforehand, filled tensor by tensor, named when complete ----------
+# Files of full tensors: planned, filled tensor by tensor, and renamed when complete ---------------
 
 BUCKET_NBYTES = 32 * 2**20
 """Bytes of full tensors that are gathered at once for each rank that writes."""
@@ -51,8 +51,8 @@ class Output:
     """The place of the weights: a file, or a folder.
 
     Args:
-        place: Its path; a file if it ends so.
-        overwrite: Whether weights that are there may be replaced.
+        place: Its path; a file if it ends with ``.safetensors``.
+        overwrite: Whether existing weights may be replaced.
     """
 
     def __init__(self, place: Path, *, overwrite: bool) -> None:
@@ -65,7 +65,7 @@ class Output:
         """Make the folder, on one rank.
 
         Raises:
-            FileExistsError: If there are weights that may not be replaced.
+            FileExistsError: If weights exist that may not be replaced.
         """
         old = self._old()
         if old and not self._overwrite:
@@ -81,14 +81,14 @@ class Output:
         return [f"model-{n:05d}-of-{num_files:05d}.safetensors" for n in range(1, num_files + 1)]
 
     def part(self, name: str) -> Path:
-        """Return the path of a file before it has its name."""
+        """Return the temporary path of a file."""
         return self.folder / f".{name}.part"
 
     def publish(self, files: Files) -> None:
-        """Give all files their names: the one by which they are found comes last.
+        """Rename all files to their final names; the file by which readers find them comes last.
 
-        If an old index lists files that are replaced, it is removed before: for a moment there is
-        no checkpoint, but never one that is mixed.
+        If an old index lists files that are replaced, it is removed first: for a moment there is no
+        checkpoint, but never a mixed one.
         """
         names = [*files]
         if len(names) > 1:
@@ -108,7 +108,7 @@ class Output:
         sync_folder(self.folder)
 
     def discard(self, names: Iterable[str]) -> None:
-        """Remove all files without names that this rank sees, as other ranks may have ended."""
+        """Remove all temporary files that this rank sees, as other ranks may have ended."""
         for name in (*names, INDEX):
             with contextlib.suppress(OSError):
                 self.part(name).unlink(missing_ok=True)
@@ -124,10 +124,10 @@ class Output:
 
 
 def _save(output: Output, files: Files, ranks: Ranks, advance: Callable[[int], object]) -> None:
-    """Write all files, then name them; leave none if something goes wrong.
+    """Write all files, then rename them; remove all of them after a failure.
 
     Raises:
-        ShardError: On all ranks, if one cannot write.
+        ShardError: On all ranks, if a rank cannot write.
 
     Collective: those of :func:`_writers` and of ``stream``; two small objects at the end.
     """
@@ -154,7 +154,7 @@ def _save(output: Output, files: Files, ranks: Ranks, advance: Callable[[int], o
                 if ranks.failure is None:
                     with ranks.noting_failure():
                         write(one, full)
-                del one, full  # or they would be held while the next bucket is finished
+                del one, full  # otherwise they stay alive while the next bucket is finished
         if not homes:  # a model without tensors
             ranks.on_first(lambda: begin(*files).close(), expected)
         ranks.agree([], "", expected)
@@ -168,7 +168,7 @@ def _save(output: Output, files: Files, ranks: Ranks, advance: Callable[[int], o
 
 
 def _rounds(files: Sequence[Sequence[Planned]], writers: Sequence[int]) -> list[list[Bucket]]:
-    """Let each writer get a bucket at a time, of the file that it is at."""
+    """Give each writer a bucket at a time, of its current file."""
     routes, rounds, count = cache(Route), list[list[Bucket]](), len(writers)
     for start in range(0, len(files), count):
         wave = [runs_within(file, BUCKET_NBYTES) for file in files[start : start + count]]
@@ -179,14 +179,14 @@ def _rounds(files: Sequence[Sequence[Planned]], writers: Sequence[int]) -> list[
 
 
 def _writers(ranks: Ranks, output: Output, num_files: int) -> list[int]:
-    """Return the ranks that write: the first, and for several files those that see its folder.
+    """Return the ranks that write: the first, and for several files all that see its folder.
 
     Collective: a broadcast and an all-gather of a small object, for several files.
     """
     if num_files == 1 or len(ranks.numbers) == 1:
         return ranks.numbers[:1]
     token = output.folder / ranks.from_one(f".{output.place.name}.{uuid4().hex}")
-    with contextlib.suppress(OSError):  # then nobody sees it, and the first rank says what is wrong
+    with contextlib.suppress(OSError):  # no rank sees it then, and the first rank reports the error
         if ranks.is_first:
             token.touch()
     ranks.say(0)
@@ -221,40 +221,39 @@ def save_full(
 ) -> None:
     """Write the full parameters and persistent buffers of a sharded model as safetensors.
 
-    They are gathered bucket by bucket. A single file is written by the first rank, several files at
-    the same time, each by one of the ranks that see the folder of the first. A checkpoint has its
-    name only when it is complete. Any program reads it that reads safetensors files,
-    :func:`load_sharded` among them. Needs the extra ``weights``.
+    They are gathered bucket by bucket. The first rank writes a single file; several files are
+    written in parallel by the ranks that see the folder of the first rank. A checkpoint gets its
+    name when it is complete. Any program for safetensors files can read it, such as
+    :func:`load_sharded`. Needs the extra ``weights``.
 
     Args:
-        model: The model, sharded or not, the same on all ranks. What is tied in it is written once,
+        model: The model, sharded or not, the same on all ranks. A tied tensor is written once,
             under its first name.
-        target: A ``.safetensors`` file; or else a folder, made if absent, in which goes
-            ``model.safetensors``, or several files and ``model.safetensors.index.json``.
-        max_shard_size: How many bytes a file in a folder may have: a number, or a text such as
-            ``"500MB"`` or ``"2GiB"``. A tensor that is larger has a file of its own.
-        rename: Given a name in the model, returns that in the files, or ``None`` to leave it out.
-        dtype: What floating-point tensors are cast to; their own if absent.
-        overwrite: Whether weights of that name may be there, to be replaced.
+        target: A ``.safetensors`` file; or a folder, created if absent, for ``model.safetensors``,
+            or for several files and ``model.safetensors.index.json``.
+        max_shard_size: The most bytes of a file in a folder: a number, or a text such as
+            ``"500MB"`` or ``"2GiB"``. A larger tensor gets its own file.
+        rename: Maps a name in the model to a name in the files, or to ``None`` to leave it out.
+        dtype: The dtype to cast floating-point tensors to; their own if absent.
+        overwrite: Whether existing weights of that name may be replaced.
         progress: Whether the first rank shows a progress bar, in bytes.
         process_group: The ranks that hold this model; all of them if absent.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If ``max_shard_size`` is not positive, or is a text of another form; if a flag
-            is no bool, or ``dtype`` not one of floating point.
-        ShardError: On all ranks: if an argument is wrong on some of them; if there are weights
-            already, if a tensor is on the meta device or is a tensor subclass of several tensors,
-            if rename fails or gives two of them one name, if a rank cannot write, or the first one
-            lacks a library for it. In a forward or backward.
-        RankMismatchError: On all ranks, if their models or arguments differ, or what ``rename``
-            returns.
+        ValueError: If ``max_shard_size`` is not positive, or a text of another form; if a flag is
+            no bool, or ``dtype`` is not a floating-point dtype.
+        ShardError: On all ranks: if an argument is wrong on some ranks; if weights exist already,
+            if a tensor is on the meta device or is a tensor subclass of several tensors, if
+            ``rename`` fails or gives two tensors one name, if a rank cannot write, or the first
+            rank lacks a library for it. In a forward or backward.
+        RankMismatchError: On all ranks, if models, arguments or results of ``rename`` differ.
         CommunicationError: If a rank has ended or does not answer within the time-out.
 
     Collective: for each bucket, of 32 MiB or of a larger tensor, a gather to the rank that writes
         it, and 8 bytes to all; a few small objects before and after.
     Memory: two buckets on a rank that writes, or twice the largest tensor; on each rank its own
-        parts of the buckets that are under way, one for each rank that writes.
+        parts of the buckets in flight, one for each rank that writes.
 
     Example:
         >>> import tempfile
@@ -295,7 +294,7 @@ def save_full(
 
 
 def num_bytes(asked: int | str) -> int:
-    """Return a number of bytes that is given as a number or as a text with a unit.
+    """Parse a number of bytes, given as a number or as a text with a unit.
 
     Raises:
         ValueError: If it is neither, or not positive.

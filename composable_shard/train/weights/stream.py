@@ -1,4 +1,4 @@
-"""Weights out of a sharded model: full tensors one after another, or the parts of this rank."""
+"""Streaming the weights of a sharded model: full tensors one by one, or this rank's parts."""
 
 from __future__ import annotations
 
@@ -58,48 +58,48 @@ def iter_full(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the full parameters and persistent buffers of a sharded model, in its order.
 
-    They are gathered bucket by bucket. All tensors of a bucket are there before the first of them
-    is yielded, and the next bucket is on its way meanwhile; a consumer may communicate as it likes,
-    also by collectives of the same ranks. The tensors are the consumer's own: nothing writes them
-    again. The model must not change until the last one has been yielded.
+    They are gathered bucket by bucket. All tensors of a bucket have arrived before the first of
+    them is yielded, and the next bucket is in flight meanwhile; the consumer may call any
+    collectives, also on the same ranks. The consumer owns the tensors: the library does not write
+    them again. The model must not change until the last tensor has been yielded.
 
-    All ranks must iterate. One that leaves the loop early, by ``break`` or by an exception, ends it
-    on all of them: the others raise when they need another bucket. Where all ranks leave at the
-    same place nothing is raised. A generator that is kept in a variable is left when it is closed
-    (``contextlib.closing``), and waits then until the others have come as far.
+    All ranks must iterate. A rank that leaves the loop early, by ``break`` or by an exception, ends
+    it on all ranks: the others raise when they need another bucket. If all ranks leave at the same
+    tensor, nothing is raised. A generator that is kept in a variable ends when it is closed
+    (``contextlib.closing``), and then waits until the other ranks have come as far.
 
     Args:
         model: The model, sharded or not, the same on all ranks.
-        bucket_bytes: How many bytes of full tensors are gathered together; a larger tensor is
+        bucket_bytes: The bytes of full tensors that are gathered together; a larger tensor is
             gathered alone.
-        dtype: What floating-point tensors are cast to, shard by shard, before they are sent; their
-            own if absent. Tensor subclasses in their own form keep theirs.
-        rename: Given a name in the model, returns that to yield, or ``None`` to leave it out.
-        device: Where full tensors are to be; where they are gathered if absent.
-        rank0_only: Whether only the first rank gets them. The loops of the others yield nothing
-            and end when that of the first rank does.
-        tied: Whether a tensor that is tied comes under its ``"first"`` name, or under ``"all"`` of
-            them, one after another, as the same object.
-        subclasses: Whether tensor subclasses come in their ``"own"`` form, as ``full_tensor()``
-            gathers them, or as the ``"plain"`` tensors that their ``dequantize()`` makes of each
-            shard; or a function that is given a shard and makes a plain tensor of it.
+        dtype: The dtype to cast floating-point tensors to, shard by shard, before they are sent;
+            their own if absent. Tensor subclasses in their own form keep their dtype.
+        rename: Maps a name in the model to the name to yield, or to ``None`` to leave it out.
+        device: The device of full tensors; by default the device on which they are gathered.
+        rank0_only: Whether only the first rank gets full tensors. On the other ranks the loop body
+            never runs, and the loop ends with that of the first rank.
+        tied: Whether a tied tensor is yielded under its ``"first"`` name, or under ``"all"`` of its
+            names, one after another, as the same object.
+        subclasses: Whether tensor subclasses are yielded in their ``"own"`` form, as
+            ``full_tensor()`` gathers them, or as ``"plain"`` tensors, by calling ``dequantize()``
+            on each shard; or a function that makes a plain tensor from a shard.
         process_group: The ranks that hold this model; all of them if absent.
 
     Raises:
-        TypeError: If an argument has the wrong type; like what follows, when the first tensor is
-            asked for.
-        ValueError: If an argument has another value than one of those above.
-        ShardError: On all ranks: if an argument is wrong on some of them; if a tensor is on the
-            meta device, if a tensor subclass cannot be made plain, if rename fails or gives two of
-            them one name; later on, if a rank leaves early or fails. In a forward or backward.
-        RankMismatchError: On all ranks, if their models or arguments differ.
+        TypeError: If an argument has the wrong type; raised, like all errors below, when the first
+            tensor is requested.
+        ValueError: If an argument has a value that is not listed above.
+        ShardError: On all ranks: if an argument is wrong on some ranks; if a tensor is on the meta
+            device, if a tensor subclass cannot be made plain, if ``rename`` fails or gives two
+            tensors one name; later, if a rank leaves early or fails. In a forward or backward.
+        RankMismatchError: On all ranks, if models or arguments differ.
         CommunicationError: If a rank has ended or does not answer within the time-out.
 
-    Collective: an all-gather of a small object; for each bucket one of 8 bytes per rank and, for
-        each mesh and each of its axes that shards, one gather: of all the tensors' bytes but this
-        rank's own, or of none with ``rank0_only`` on other ranks. What a tensor subclass in its own
-        form needs besides.
-    Memory: two buckets and this rank's part of one. With ``rank0_only`` the part alone on other
+    Collective: an all-gather of a small object; for each bucket an all-gather of 8 bytes per rank
+        and, for each mesh and each of its sharded axes, one gather: of the tensors' bytes on other
+        ranks, or of none with ``rank0_only`` on other ranks. Further collectives for tensor
+        subclasses in their own form.
+    Memory: two buckets and this rank's part of one. With ``rank0_only``, only the part on other
         ranks, or less than a bucket if several axes shard.
 
     Example:
@@ -134,7 +134,7 @@ def iter_full(
         for one, full in arriving:
             for name in one.names:
                 yield name, full
-            del one, full  # or they would be held while the next bucket is finished
+            del one, full  # otherwise they stay alive while the next bucket is finished
 
 
 def plan(
@@ -180,7 +180,7 @@ def agree_on_plan(
 
     Raises:
         RankMismatchError: On all ranks, if models, arguments or names differ.
-        ShardError: On all ranks, if one has failed, or a tensor cannot be gathered as planned.
+        ShardError: On all ranks, if a rank has failed, or a tensor cannot be gathered as planned.
 
     Collective: an all-gather of a small object.
     """
@@ -212,7 +212,7 @@ def agree_on_plan(
     return planned
 
 
-# The costs of a pass, before it is made -----------------------------------------------------------
+# The costs of a pass, computed before it runs -----------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -221,16 +221,16 @@ class PassCosts:
 
     Attributes:
         bucket_nbytes: Bytes of full tensors that are gathered together, or one larger tensor.
-        num_buckets: How many buckets there are; before each, and after the last one, each rank
-            sends all others a word of 8 bytes.
+        num_buckets: The number of buckets; before each, and after the last one, each rank sends a
+            word of 8 bytes to all others.
         launches: Gathers that are launched.
         messages: Tensors in all of them.
         sent_nbytes: Bytes that this rank sends.
         received_nbytes: Bytes that it receives.
-        held_nbytes: Bytes that live at a time beside the model, at most, if the consumer lets each
-            tensor go: those of two buckets, and this rank's part of one.
-        by_class: Tensors that only their class makes whole: what that launches and holds besides is
-            not counted.
+        held_nbytes: Peak bytes besides the model, if the consumer drops each tensor: those of two
+            buckets, and this rank's part of one.
+        by_class: Tensors that only their class can gather; the launches and the memory of these
+            gathers are not counted.
     """
 
     bucket_nbytes: int
@@ -244,7 +244,7 @@ class PassCosts:
 
 
 def costs_of(model: nn.Module, bucket_nbytes: int) -> PassCosts:
-    """Return what a pass takes of this rank.
+    """Return the costs of a pass on this rank.
 
     Args:
         model: The model, which stays as it is.
@@ -272,12 +272,12 @@ def costs_of(model: nn.Module, bucket_nbytes: int) -> PassCosts:
 # The parts of this rank, and their changes: nothing is communicated -------------------------------
 
 Version = tuple[int, ...]
-"""Equal if nothing has been seen to change in between; its numbers mean nothing."""
+"""Two versions are equal if no change was seen in between; the numbers have no meaning."""
 
 
 # Attributes of tensors: with a weak reference to it, a parameter could no longer be converted.
-_SERIAL = "_composable_shard_serial"  # which tensor it is, of all that this process has seen
-_STEPS = "_composable_shard_num_steps"  # that optimizers have made which have it
+_SERIAL = "_composable_shard_serial"  # the number of the tensor in this process
+_STEPS = "_composable_shard_num_steps"  # the number of steps of its optimizers
 _serials = count()
 
 
@@ -285,7 +285,7 @@ _serials = count()
 def _watch_steps() -> None:
     """Count the steps of all optimizers from now on.
 
-    Hazard: a foreach or fused step moves no version counter. Guard: this. Test:
+    Hazard: a foreach or fused step changes no version counter. Guard: this hook. Test:
     ``test_every_change_is_seen``.
     """
     register_optimizer_step_post_hook(_count_step)
@@ -315,7 +315,7 @@ class LocalShard(NamedTuple):
         name: The first name of the tensor in the model.
         box: Its place: a slice of each dim of the full tensor.
         tensor: The part itself, in the memory of the model.
-        version: Compare it with a later one, by ``==``, to see whether the tensor has changed.
+        version: Compare it with a later version by ``==`` to find whether the tensor has changed.
     """
 
     name: str
@@ -325,12 +325,12 @@ class LocalShard(NamedTuple):
 
 
 def local_shards(model: nn.Module) -> Iterator[LocalShard]:
-    """Yield what this rank holds of the parameters and persistent buffers of a model.
+    """Yield this rank's parts of the parameters and persistent buffers of a model.
 
-    ``full[shard.box]`` is ``shard.tensor`` for every one of them, and together those of all ranks
-    are all of the model. As a rule there is one for a tensor, none where a rank holds no row of it,
-    and several where tensor parallelism leaves a rank rows that are no neighbours. What is
-    replicated every rank yields as a whole. A tensor that is tied comes once.
+    ``full[shard.box]`` equals ``shard.tensor`` for every part, and the parts of all ranks form the
+    model. Usually a tensor has one part on a rank. It has none if the rank holds no rows, and
+    several if tensor parallelism leaves it rows that are not contiguous. Every rank yields
+    replicated tensors in full. A tied tensor is yielded once.
 
     Args:
         model: The model, sharded or not.
@@ -361,26 +361,25 @@ def local_shards(model: nn.Module) -> Iterator[LocalShard]:
 
 
 def changed_since(model: nn.Module, versions: Mapping[str, Version]) -> list[str]:
-    """Return the names of what has changed on this rank since :func:`local_shards` gave versions.
+    """Return the names of tensors that have changed on this rank since :func:`local_shards`.
 
-    Seen are writes in place, by whatever operation of torch, on the parameter or on its local
-    tensor; loads; tensors that were put in the place of others; and steps of optimizers, for all
-    parameters that they have and that need a gradient, whether these came out the same or not. Not
-    seen are writes that torch does not count either: into ``.data``, through NumPy, or by foreach
-    functions outside of an optimizer.
+    It detects in-place writes by any torch operation, on the parameter or on its local tensor;
+    loads; replaced tensors; and optimizer steps, which count for all of the optimizer's parameters
+    that need a gradient, even if their values stay the same. It does not detect writes that torch
+    does not count: into ``.data``, through NumPy, or by foreach functions outside of an optimizer.
 
     Args:
         model: The model.
-        versions: By name, the versions from before. What is not in it has changed.
+        versions: The earlier versions by name. A name that is not in it counts as changed.
 
     Returns:
-        Names in the order of the model; those of which this rank holds nothing are left out.
+        Names in the order of the model, without tensors that have no part on this rank.
 
     Raises:
         TypeError: If ``model`` is not a module, or ``versions`` no mapping.
         ShardError: In a forward or backward.
 
-    Collective: none; ranks that do the same to a model see the same.
+    Collective: none; ranks that change a model in the same way get the same names.
 
     Example:
         >>> model = nn.Linear(2, 2)
