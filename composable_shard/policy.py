@@ -221,7 +221,7 @@ def check_names(policy: Offload, names: set[str]) -> None:
 
 
 def pins(policy: CPUOffloadPolicy) -> bool:
-    """Tell whether memory is pinned for ``policy``; warns once where it cannot be."""
+    """Return whether memory is pinned for ``policy``; warns once where it cannot be."""
     if not policy.pin_memory:
         return False
     if _torch.pins_memory():
@@ -231,7 +231,7 @@ def pins(policy: CPUOffloadPolicy) -> bool:
 
 
 def copies_beside_compute(policy: CPUOffloadPolicy | None, device: torch.device) -> bool:
-    """Tell whether what ``policy`` keeps on the CPU is copied beside what ``device`` computes.
+    """Return whether what ``policy`` keeps on the CPU is copied beside what ``device`` computes.
 
     That takes memory that is pinned; other copies are waited for.
     """

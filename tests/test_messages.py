@@ -314,11 +314,10 @@ sharded().set_allocate_memory_from_process_group_for_comm(True)
     ShardError: Expected a backend that allocates memory for the root group, got fake, which does
     not
 sharded().set_symm_mem_for_comm()
-    ShardError: Expected the root group on NCCL, whose symmetric memory collectives can use, got
-    fake
+    ShardError: Expected the root group on NCCL, the backend with symmetric memory, got fake
 custom_then_memory()
-    ShardError: Expected built-in collectives to choose the memory of, got custom ones, which
-    allocate their own
+    ShardError: Expected built-in collectives, got custom ones, which allocate their own
+    memory; choose the memory in their allocate method
 sharded()._set_unshard_async_op(True)
     TorchStateError: Expected to read only _training_state, _fsdp_param_group, _fsdp_param_groups,
     _comm_ctx, _reshard_after_forward, is_unsharded of torch's private state of the root group, got

@@ -1,6 +1,6 @@
-"""Every private name of torch that the library uses, each behind a name of its own.
+"""Every private name of torch that the library uses, each behind a name of our own.
 
-What changes between torch versions is absorbed here; nothing else imports a private name.
+This package absorbs the differences between torch versions. No other module imports a private name.
 """
 
 from composable_shard._torch.autograd import *

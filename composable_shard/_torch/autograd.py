@@ -1,4 +1,4 @@
-"""Autograd and torch.func: what is running, what will run, hooks on leaves."""
+"""Autograd and torch.func: running transforms and backwards, pending nodes, hooks on leaves."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from torch.utils.checkpoint import (
     _checkpoint_hook,
 )
 
-# The transforms of torch.func: whether one runs, and what it wraps --------------------------------
+# Transforms of torch.func, and the tensors that they wrap -----------------------------------------
 
 num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""Returns how many modes look at each operation: of a selective checkpoint, of fake tensors, ..."""
+"""Returns the number of dispatch modes, such as those of selective checkpoints or fake tensors."""
 
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
 @contextlib.contextmanager
 def outside_transforms() -> Iterator[None]:
-    """Make a context in which none of the running transforms acts, and no selective checkpoint.
+    """Make a context that suspends the running transforms and selective checkpoints.
 
-    A selective checkpoint counts the operations of forward, and those of its recomputation.
+    A selective checkpoint matches the operations of its recomputation to those of forward by their
+    number. It must not count ours.
     """
     modes = [_pop_mode() for _ in range(num_modes())][::-1]
     others = [mode for mode in modes if not isinstance(mode, _SELECTIVE)]
@@ -55,17 +56,17 @@ _NOTHING = contextlib.nullcontext()
 
 
 current_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
-"""Returns the innermost transform that runs, ``None`` if none does."""
+"""Returns the innermost running transform; ``None`` if there is none."""
 
 
 _current_compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
-"""Returns what ``torch.compile`` has put in the way of calls, ``None`` outside of its functions."""
+"""Returns the callback of ``torch.compile`` for calls; ``None`` outside of compiled functions."""
 
 
 def apart_from_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which no transform acts and nothing is compiled.
+    """Return a context that suspends transforms and ``torch.compile``.
 
-    It costs next to nothing where neither goes on.
+    It costs next to nothing if neither is active.
     """
     if current_transform() is not None:
         return outside_transforms()
@@ -82,23 +83,23 @@ def _uncompiled() -> Iterator[None]:
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Tell whether a transform has wrapped ``tensor``."""
+    """Return whether a transform has wrapped ``tensor``."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def inner_value(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what the innermost transform has wrapped into ``tensor``."""
+    """Return the tensor that the innermost transform has wrapped into ``tensor``."""
     return torch._C._functorch.get_unwrapped(tensor)
 
 
-# Autograd: what is running, what will run, hooks on leaves ----------------------------------------
+# Autograd: the running backward, pending nodes, hooks on leaves -----------------------------------
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the id of the running backward, -1 outside of one."""
 
 
 def will_run(node: Node) -> bool:
-    """Tell whether the running backward will execute ``node``."""
+    """Return whether the running backward will execute ``node``."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # a leaf of autograd.grad: its gradient is returned, not accumulated
@@ -106,10 +107,10 @@ def will_run(node: Node) -> bool:
 
 
 def num_to_run(nodes: Sequence[Node], on_leaves: Callable[[], object] = bool) -> int:
-    """Count those of ``nodes`` that the running backward will execute.
+    """Count the nodes that the running backward will execute.
 
     Args:
-        nodes: What to count.
+        nodes: The nodes.
         on_leaves: Called if some are leaves of ``autograd.grad``, which returns their gradients.
     """
     try:
@@ -120,11 +121,11 @@ def num_to_run(nodes: Sequence[Node], on_leaves: Callable[[], object] = bool) ->
 
 
 def is_ahead(nodes: Iterable[Node], *, before: Iterable[Node]) -> bool:
-    """Tell whether the graph of the node that is running leads to one of ``nodes``.
+    """Return whether the graph below the running node contains one of ``nodes``.
 
     Args:
-        nodes: What to look for, whether or not the backward will execute it.
-        before: Nodes behind which nobody looks.
+        nodes: The nodes to look for, whether or not the backward will execute them.
+        before: The search does not go beyond these nodes.
     """
     targets, seen = set(nodes), set(before)
     ahead: list[Node | None] = [torch._C._current_autograd_node()]
@@ -139,22 +140,23 @@ def is_ahead(nodes: Iterable[Node], *, before: Iterable[Node]) -> bool:
 
 
 sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
-"""Returns a number that is greater for nodes that this thread has made later."""
+"""Returns a number that grows with each node that this thread makes."""
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the running backward has finished; drop it if it fails."""
+    """Call ``callback`` when the running backward has finished; drop it if the backward fails."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def notes_of_checkpoints(*, with_graph_around: bool) -> list[dict[Any, Any]]:
-    """Return a dict for each kind of checkpoint around the running forward, to keep notes with it.
+    """Return a dict for notes on each kind of checkpoint (reentrant or not) around this forward.
 
-    Of those within each other, the outermost of a kind: it computes all of them again in backward.
+    The notes belong to the outermost checkpoint of a kind, which recomputes all nested ones in
+    backward.
 
     Args:
-        with_graph_around: Whether gradients are enabled outside of the checkpoints. Where that is
-            not known, a reentrant one counts if it has an input that needs a gradient.
+        with_graph_around: Whether gradients are known to be enabled outside of the checkpoints. If
+            not, a reentrant checkpoint counts if one of its inputs needs a gradient.
     """
     if torch.is_grad_enabled() and _autograd._top_saved_tensors_default_hooks(False) is None:
         return []
@@ -176,7 +178,7 @@ def notes_of_checkpoints(*, with_graph_around: bool) -> list[dict[Any, Any]]:
 
 
 def is_in_checkpoint() -> bool:
-    """Tell whether a checkpoint will compute in backward what is computed now."""
+    """Return whether a checkpoint will recompute the running operations in backward."""
     if not torch.is_grad_enabled():
         return True
     names = (getattr(pack, "__qualname__", "") for pack, _ in _saved_tensors_hooks())
@@ -188,7 +190,7 @@ _autograd = torch._C._autograd
 
 
 def _saved_tensors_hooks() -> list[tuple[Any, Any]]:
-    """Return the hooks for saved tensors that are in force, the outermost first."""
+    """Return the active hooks for saved tensors, the outermost first."""
     hooks: list[tuple[Any, Any]] = []
     while (top := _autograd._top_saved_tensors_default_hooks(False)) is not None:
         hooks.insert(0, top)
@@ -199,36 +201,36 @@ def _saved_tensors_hooks() -> list[tuple[Any, Any]]:
 
 
 def gradient_hooks(param: torch.Tensor) -> Iterable[Any]:
-    """Return what is called when a gradient has been accumulated into ``param``."""
+    """Return the post-accumulate hooks of ``param``."""
     return (param._post_accumulate_grad_hooks or {}).values()
 
 
 def call_hooks_of_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Have steps of an optimizer call its hooks, after it was given another class."""
+    """Make an optimizer call its step hooks, after a change of its class."""
     optimizer._patch_step_function()
 
 
 def is_counted(step: Any, of: Any) -> bool:
-    """Tell whether a step is that which schedulers put before ``of``, to know of steps."""
+    """Return whether ``step`` is the wrapper of schedulers around ``of``, which records steps."""
     return hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is of
 
 
 def count_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Have steps of an optimizer tell its schedulers, after it was given another class."""
+    """Let the schedulers of an optimizer notice its steps, after a change of its class."""
     reference = weakref.ref(optimizer)
 
     @functools.wraps(type(optimizer).step)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        of: Any = reference()
-        of._opt_called = True
-        return type(of).step(of, *args, **kwargs)
+        stepped: Any = reference()
+        stepped._opt_called = True
+        return type(stepped).step(stepped, *args, **kwargs)
 
     vars(counted)["_wrapped_by_lr_sched"] = True
     vars(optimizer)["step"] = counted
 
 
 def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that ``_apply_optimizer_in_backward`` made for a parameter."""
+    """Return the optimizers that ``_apply_optimizer_in_backward`` has made for a parameter."""
     return getattr(param, "_in_backward_optimizers", [])
 
 
@@ -248,27 +250,27 @@ _use_count = methodcaller("_use_count")
 
 
 def in_graphs(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the leaves that something refers to besides Python, as graphs do."""
+    """Return the leaves that C++ refers to as well as Python, as autograd graphs do."""
     if max(map(_use_count, params), default=0) == 1:
         return []
     return [param for param in params if _use_count(param) > 1]
 
 
 class _Reached(torch.autograd.Function):
-    """Leads to the node of a leaf without an op on it; subclasses may not know even a view."""
+    """Reaches the node of a leaf without an op on it; a subclass may not even support views."""
 
     @staticmethod
     def forward(ctx: Any, *leaves: torch.Tensor) -> torch.Tensor:
-        """Return anything that has a graph."""
+        """Return a tensor with a graph."""
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> None:
-        """Pass nothing on; it never runs."""
+        """Do nothing; autograd never runs it."""
 
 
 def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Let the hooks of a leaf, and the handles that remove them, act on another leaf too."""
+    """Share the hooks of one leaf with another; a removed hook is removed from both."""
     if source._backward_hooks:
         target._backward_hooks = source._backward_hooks
     if source._post_accumulate_grad_hooks:
@@ -276,17 +278,17 @@ def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def has_grad_hooks(param: torch.Tensor) -> bool:
-    """Tell whether users put hooks for its gradient on a leaf."""
+    """Return whether a leaf has gradient hooks of the user."""
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
 
 
 def hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:
-    """Return the functions that ``Tensor.register_hook`` has put on a tensor."""
+    """Return the functions that ``Tensor.register_hook`` has registered on a tensor."""
     return list((tensor._backward_hooks or {}).values())
 
 
 def call_grad_hooks(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Pass a gradient through what ``register_hook`` put on a leaf; return what comes out."""
+    """Call the hooks of ``register_hook`` on a leaf; return the gradient that they return."""
     for hook in hooks_of_tensor(param):
         changed = hook(grad)
         grad = grad if changed is None else changed
@@ -294,6 +296,6 @@ def call_grad_hooks(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def call_post_accumulate_grad_hooks(param: torch.Tensor) -> None:
-    """Call what ``register_post_accumulate_grad_hook`` put on a leaf."""
+    """Call the hooks of ``register_post_accumulate_grad_hook`` on a leaf."""
     for hook in list((param._post_accumulate_grad_hooks or {}).values()):
         hook(param)

@@ -24,62 +24,63 @@ _spec_of = attrgetter("_spec")
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the very local tensor of a DTensor; ``to_local()`` gives a fresh view."""
+    """Return the local tensor object of a DTensor; ``to_local()`` would return a fresh view."""
     return cast(DTensor, tensor)._local_tensor
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor: the local one of a DTensor, any other itself."""
+    """Return the local tensor of a DTensor; return any other tensor as it is."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 local_tensors: Callable[[Iterable[torch.Tensor]], Iterator[torch.Tensor]]
 local_tensors = partial(map, _local_tensor_of)
-"""Returns the very local tensors of some DTensors."""
+"""Returns the local tensor objects of DTensors."""
 
 
 def specs_of(tensors: Iterable[Any]) -> Iterator[DTensorSpec]:
-    """Return what describes each DTensor; ``AttributeError`` for what is none."""
+    """Return the spec of each DTensor; raise ``AttributeError`` for any other tensor."""
     return map(_spec_of, tensors)
 
 
 def spec_of(tensor: torch.Tensor) -> DTensorSpec:
-    """Return mesh, placements and global shape of a DTensor."""
+    """Return the spec of a DTensor: mesh, placements, global shape, stride and dtype."""
     return cast(DTensor, tensor)._spec
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a local tensor once the functional collective that makes it is done."""
+    """Wait for the functional collective that makes a local tensor; return the tensor."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def strided_shard(dim: int, num_parts: int) -> Placement:
-    """Shard a dim of which other axes hold ``num_parts`` parts, each within its part."""
+    """Shard a dim that other axes have split into ``num_parts`` parts, within each part."""
     return cast(Placement, _StridedShard(dim, split_factor=num_parts))
 
 
 def shards_dim(placement: Placement, dim: int) -> bool:
-    """Tell whether a placement cuts ``dim``."""
+    """Return whether a placement shards ``dim``."""
     return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
 
 
 def num_parts_of_strided(placement: Placement) -> int | None:
-    """Return of how many parts of a tensor a placement cuts each; ``None`` of one that is plain."""
+    """Return the number of parts that a strided placement shards; ``None`` for a plain one."""
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
 
 
 def with_dim(placement: Placement, dim: int) -> Placement:
-    """Return a placement that cuts ``dim`` as the given one cuts its own."""
+    """Return the same placement for another dim."""
     if isinstance(placement, _StridedShard):
         return strided_shard(dim, int(placement.split_factor))
     return Shard(dim)
 
 
 def split(numbers: torch.Tensor, placement: Placement, num_parts: int) -> list[torch.Tensor]:
-    """Cut a tensor of one dim into what each rank of an axis holds of it.
+    """Split a 1-D tensor into the parts that the ranks of an axis hold.
 
-    Hazard: torch says this of the rank that asks, and no public function of another one. Guard:
-    what each rank is said to hold is what it has. Test: ``test_all_ranks_know_what_each_holds``.
+    Hazard: torch's public functions return only the part of the calling rank, so this uses a
+    private one. Guard: its parts are those that the ranks hold. Test:
+    ``test_all_ranks_know_what_each_holds``.
     """
     assert isinstance(placement, (Shard, _StridedShard))
     parts, _ = placement._split_tensor(numbers, num_parts, with_padding=False, contiguous=False)
@@ -92,21 +93,21 @@ def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
 
 
 def relocate(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
-    """Let a DTensor lie on other ranks, or otherwise; it has the same global shape and dtype.
+    """Move a DTensor to other ranks or placements; its global shape and dtype stay.
 
-    Hazard: torch caches how an op is sharded by specs, which are compared and hashed. Guard: it is
-    given another spec, and the one that it had is left as it is. Test:
-    ``test_training_goes_on_as_from_a_checkpoint``.
+    Hazard: torch caches the sharding of ops by spec. Guard: the DTensor gets a new spec, and the
+    old one is not changed. Test: ``test_training_goes_on_as_from_a_checkpoint``.
     """
     inner = cast(DTensor, tensor)
     inner._local_tensor, inner._spec = local, spec
 
 
 def parameter_of(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-    """Make a parameter of a tensor; that of a DTensor keeps its very mesh.
+    """Make a parameter of a tensor; a DTensor keeps its mesh object.
 
-    Hazard: torch takes equal meshes for one, and what it makes of a DTensor may have a mesh of
-    other process groups, perhaps lost ones. Test: ``test_equal_meshes_keep_their_process_groups``.
+    Hazard: torch treats equal meshes as one, so the parameter may get a mesh with other process
+    groups, perhaps lost ones. Guard: it gets the spec of the tensor. Test:
+    ``test_equal_meshes_keep_their_process_groups``.
     """
     made = nn.Parameter(tensor, requires_grad=requires_grad)
     if isinstance(tensor, DTensor):
@@ -115,7 +116,7 @@ def parameter_of(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
 
 
 def class_in_memory(tensor: torch.Tensor) -> type[torch.Tensor] | None:
-    """Return the class of a tensor with memory like any other; ``None`` if torch's own, or else."""
+    """Return the user's class of a tensor with plain memory; ``None`` for all other tensors."""
     return None if _is_of_torch(tensor) or is_subclass(tensor) else type(tensor)
 
 
@@ -126,23 +127,23 @@ def _is_of_torch(tensor: torch.Tensor) -> bool:
 def parameter_of_class(
     tensor: torch.Tensor, kind: type[torch.Tensor], requires_grad: bool
 ) -> nn.Parameter:
-    """Make a parameter of a class, see :func:`class_in_memory`, of a plain tensor."""
+    """Make a parameter of a class (see :func:`class_in_memory`) from a plain tensor."""
     with torch.no_grad():
         made = tensor.detach().as_subclass(kind)
     with without_overrides():
         made.requires_grad_(requires_grad)
     if not isinstance(made, nn.Parameter):
-        made._is_param = True  # as torch marks one of a class that is not derived from Parameter
+        made._is_param = True  # torch's mark on parameters of classes not derived from Parameter
     return cast(nn.Parameter, made)
 
 
 def make_spec(mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta) -> DTensorSpec:
-    """Describe a DTensor of a global shape, stride and dtype."""
+    """Return the spec of a DTensor with a global shape, stride and dtype."""
     return DTensorSpec(mesh, placements, tensor_meta=meta)
 
 
 def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """Describe the same DTensor in another dtype."""
+    """Return the spec of the same DTensor in another dtype."""
     meta = spec.tensor_meta
     assert meta is not None
     if meta.dtype == dtype:
@@ -152,7 +153,7 @@ def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     )
 
 
-# the constructor proper; around it there is only a guard against being traced
+# The constructor itself, without torch's guard against tracing.
 _new_dtensor: Callable[..., DTensor] = getattr(torch.Tensor, "_dtensor__new__", DTensor.__new__)
 
 
@@ -161,28 +162,28 @@ from_local = partial(_new_dtensor, DTensor, requires_grad=False)
 
 
 def local_like(param: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """Return ``local``, of any dtype, as the DTensor that it is this rank's shard of, as of one."""
+    """Wrap ``local``, of any dtype, in a DTensor with the mesh and placements of ``param``."""
     return from_local(local, spec_with_dtype(spec_of(param), local.dtype))
 
 
 def cut(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
-    """Return this rank's part of a full tensor that all ranks hold. Collective: none."""
+    """Return this rank's shard of a full tensor that all ranks hold. Collective: none."""
     return distribute_tensor(full, mesh, placements, src_data_rank=None)._local_tensor
 
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
-    """Tell whether ``tensor`` is a subclass made of inner tensors (``__tensor_flatten__``)."""
+    """Return whether ``tensor`` is a subclass made of inner tensors (``__tensor_flatten__``)."""
     return not isinstance(tensor, DTensor) and is_traceable_wrapper_subclass(tensor)
 
 
 def is_subclass(tensor: torch.Tensor) -> bool:
-    """Tell whether a class decides itself what operations on ``tensor`` do."""
+    """Return whether the class of ``tensor`` defines its own operations."""
     plain = torch.Tensor.__torch_dispatch__
     return is_wrapper_subclass(tensor) or type(tensor).__torch_dispatch__ is not plain
 
 
 def is_subclass_of_user(tensor: torch.Tensor) -> bool:
-    """Tell the same, but for classes that torch makes by itself, such as fake tensors."""
+    """Return the same, except ``False`` for torch's own classes, such as fake tensors."""
     return is_wrapper_subclass(tensor) or (is_subclass(tensor) and not _is_of_torch(tensor))
 
 
@@ -197,10 +198,10 @@ def last_axis(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def cloned(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor bit by bit; to clone a quantized subclass may mean to quantize it again.
+    """Copy a tensor bit by bit, since ``clone`` of a quantized subclass may quantize it again.
 
-    A class that cannot be rebuilt as torch's compiler does it is copied as torch's ``fully_shard``
-    does: into one of zeros.
+    A class that cannot be rebuilt from its inner tensors is copied into a tensor of zeros, as
+    torch's ``fully_shard`` does.
     """
     if not is_subclass(tensor):
         return tensor.clone()
@@ -219,7 +220,7 @@ def cloned(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache
 def _rebuilds(kind: type) -> bool:
-    """Tell whether a class takes the arguments with which it is rebuilt from inner tensors."""
+    """Return whether ``__tensor_unflatten__`` of a class has the signature of torch's protocol."""
     try:
         inspect.signature(kind.__tensor_unflatten__).bind(  # type: ignore[attr-defined]
             "inner", "context", "shape", "stride"
@@ -230,15 +231,15 @@ def _rebuilds(kind: type) -> bool:
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """Return the mesh with the axes of several parts of one mesh, in order."""
+    """Concatenate the axes of several submeshes of one mesh, in order."""
     return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
 
 
 def let_foreach_zero_any_placement() -> None:
-    """Let ``torch._foreach_zero_`` fill DTensors of any placements, ``Partial`` ones among them.
+    """Let ``torch._foreach_zero_`` fill DTensors of any placements, also ``Partial`` ones.
 
-    Torch refuses those, as if zeros were a value of their own on each rank, though ``zero_`` of one
-    tensor takes them. Zeros everywhere are zero, whatever is still to be reduced.
+    Torch refuses ``Partial`` ones there, but accepts them in ``zero_``. If all ranks hold zeros,
+    any reduction of them is zero.
     """
     handlers: dict[object, object] = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[assignment]
     handlers.setdefault(torch.ops.aten._foreach_zero_.default, _foreach_zero)
@@ -251,19 +252,20 @@ def _foreach_zero(_: object, args: tuple[object, ...], kwargs: dict[str, object]
 
 
 def clear_sharding_cache() -> None:
-    """Forget how DTensor ops of this thread were sharded before.
+    """Clear this thread's cache of the sharding of DTensor ops.
 
-    Hazard: DTensor frees that when the thread ends, tensors and all, under a lock. A thread that
-    waits for the lock meanwhile, with the interpreter's, waits for ever. Guard: it is freed before.
-    Test: none shows it each time; threads of ``tests/subclasses/test_errors.py`` did, 1 in 7.
+    Hazard: at the end of a thread, DTensor frees that cache and its tensors under a lock. Another
+    thread that waits for the lock and holds the interpreter's lock waits for ever. Guard: the cache
+    is cleared before. No test shows it every time; ``tests/subclasses/test_errors.py`` hung in 1 of
+    7 runs.
     """
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors that a tensor subclass is made of; of a plain one, itself.
+    """Return the plain tensors inside a tensor subclass; for a plain tensor, the tensor itself.
 
-    A subclass that has no memory and does not say what it is made of is made of its attributes.
+    For a subclass without memory and without ``__tensor_flatten__``, they are in its attributes.
     """
     if is_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -276,10 +278,10 @@ def leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
-    if storage.device.type == "meta":  # that of a fake tensor, too
+    if storage.device.type == "meta":  # fake tensors, too
         return True
     try:
         storage.data_ptr()
-    except RuntimeError:  # what torch says of a tensor that is a wrapper
+    except RuntimeError:  # a wrapper
         return False
     return True

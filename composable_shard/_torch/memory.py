@@ -1,9 +1,9 @@
-"""Memory that comes without values and goes, all of it through the functions of this module.
+"""Allocation of uninitialized memory, and its release: all of it goes through this module.
 
-With ``COMPOSABLE_SHARD_POISON_MEMORY=1`` such memory is filled when it comes and before it goes:
-floats with NaN, integers and bytes with a pattern. What is read too early or too late is then wrong
-for certain, where by luck it would still hold the right values. Tests run with it; without it these
-functions do nothing but allocate, keep and free.
+With ``COMPOSABLE_SHARD_POISON_MEMORY=1``, these functions fill memory when they allocate it and
+before they free it: floats with NaN, integers and bytes with a pattern. A read that is too early or
+too late then always gives wrong values; otherwise it may by luck give the right ones. Tests run
+with it. Without it, these functions only allocate, keep and free.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from composable_shard._torch.dtensors import leaves, local_part
 
 POISON_VARIABLE = "COMPOSABLE_SHARD_POISON_MEMORY"
 POISON_OF_FLOATS = 0xFF
-"""The byte of which all floats are NaN, those of 8 bits too."""
+"""All floating-point dtypes, the 8-bit ones too, read this byte repeated as NaN."""
 POISON_OF_INTEGERS = 0x5A
 
 
 class _Poison:
-    """Fills memory, also that which nobody frees by a call.
+    """Fills memory, also when the last reference frees it without a call.
 
-    A tensor's memory goes with the last reference to it, unseen. So a reference is kept to all that
-    is watched, and given up, after filling, once it is the only one.
+    It keeps a reference to all watched memory. Once that is the only reference left, it fills the
+    memory and drops the reference.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class _Poison:
             self._watched.setdefault(storage._cdata, (storage, tensor.dtype))
 
     def sweep(self) -> None:
-        """Fill and let go of the memory to which nobody else refers any more."""
+        """Fill and drop the memory without other references."""
         with self._lock:
             for key, (storage, dtype) in list(self._watched.items()):
                 if torch._C._storage_Use_Count(key) == 1:
@@ -60,10 +60,10 @@ _poison = _Poison() if os.environ.get(POISON_VARIABLE) == "1" else None
 
 
 def fill(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
-    """Fill memory with what no computation can take for a value, unseen by autograd."""
+    """Fill memory with poison, without bumping version counters."""
     is_float = dtype.is_floating_point or dtype.is_complex
     byte = POISON_OF_FLOATS if is_float else POISON_OF_INTEGERS
-    if storage.device.type == "meta" or not storage.nbytes():  # of fake tensors, too
+    if storage.device.type == "meta" or not storage.nbytes():  # fake tensors, too
         return
     if storage.device.type == "cpu":
         ctypes.memset(storage.data_ptr(), byte, storage.nbytes())
@@ -74,7 +74,7 @@ def fill(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def poisoned_memory(enabled: bool) -> Iterator[None]:
-    """Turn the poison of this process on or off for a while, whatever the environment says."""
+    """Turn poisoning on or off in this process for a while, whatever the environment says."""
     global _poison
     before, _poison = _poison, _Poison() if enabled else None
     try:
@@ -86,7 +86,7 @@ def poisoned_memory(enabled: bool) -> Iterator[None]:
 def empty(
     *shape: int, dtype: torch.dtype, device: torch.device | str, pin_memory: bool = False
 ) -> torch.Tensor:
-    """Make a tensor without values."""
+    """Make an uninitialized tensor."""
     made = torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
     return made if _poison is None else without_values(made)
 
@@ -97,12 +97,12 @@ def empty_like(
     device: torch.device | str | None = None,
     pin_memory: bool = False,
 ) -> torch.Tensor:
-    """Make a tensor without values, shaped and laid out as another."""
+    """Make an uninitialized tensor with the shape and strides of another."""
     return without_values(torch.empty_like(tensor, device=device, pin_memory=pin_memory))
 
 
 def without_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that was made elsewhere, and whose values mean nothing yet."""
+    """Poison an uninitialized tensor that was made elsewhere; return it."""
     if _poison is not None:
         _poison.sweep()
         for leaf in leaves(local_part(tensor)):
@@ -112,30 +112,29 @@ def without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def poison_when_unused(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose memory counts as freed once nobody refers to it."""
+    """Poison a tensor's memory when its last reference is gone; return the tensor."""
     if _poison is not None:
         _poison.watch(tensor)
     return tensor
 
 
 def poison(address: int, nbytes: int) -> None:
-    """Let memory that is no tensor's count as freed now; it stays."""
+    """Poison memory that belongs to no tensor and stays allocated."""
     if _poison is not None:
         ctypes.memset(address, POISON_OF_FLOATS, nbytes)
 
 
 _HUGE_PAGE, _POPULATE_WRITE = 14, 23  # of madvise(2)
-_BIG_NBYTES = 2 * 1024 * 1024  # of a huge page
+_BIG_NBYTES = 2 * 1024 * 1024  # the size of a huge page
 _advise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
 
 
 def with_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that fills its storage, and is about to be written as a whole.
+    """Populate the pages of a tensor that fills its storage and is about to be written; return it.
 
-    If its memory is big and the host's, it has all of its pages. The allocator gives such memory
-    back to the system, so that each page would be a fault of its own in every step: a tenth of the
-    time of a step on the CPU. A system that does not know these calls refuses them, and nothing is
-    lost.
+    This does nothing unless the memory is big and on the host. The allocator returns such memory to
+    the system, so each page would fault in every step, for a tenth of the time of a step on the
+    CPU. A system without these calls refuses them, which does no harm.
     """
     nbytes = tensor.nbytes
     if _advise is None or nbytes < _BIG_NBYTES or not _is_of_host(tensor):
@@ -149,7 +148,7 @@ def with_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_big(tensor: torch.Tensor) -> bool:
-    """Tell whether to look after where the memory of a tensor is; with poison, of any tensor."""
+    """Return whether the memory of a tensor is worth keeping; with poison, of any host tensor."""
     return _is_kept(tensor, tensor.nbytes)
 
 
@@ -159,12 +158,12 @@ _swap: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)  # not in ev
 
 
 def keep_spare() -> None:
-    """Keep big memory of the host that is freed from now on for what is allocated next.
+    """From now on, keep big host memory that is freed for the next allocation.
 
-    The allocator would give it back to the system, or cut other memory from it, and the next gather
-    would have to fill fresh pages with zeros. The next big allocation takes what was freed, or lets
-    go of it, and there are never more than two pieces. Where there are streams the allocator does
-    this, which knows them.
+    The allocator would return it to the system or split it, and the next gather would get fresh
+    pages, which the system fills with zeros. The next big allocation takes the kept memory or frees
+    it; there are never more than two pieces. On devices with streams, the caching allocator does
+    this.
     """
     global _spare
     if _spare is None and _swap is not None:
@@ -178,34 +177,38 @@ def return_spare() -> None:
 
 
 def spare_storages() -> list[torch.UntypedStorage]:
-    """Return the memory that is kept."""
+    """Return the kept memory."""
     return list(_spare or ())
 
 
 def _takes_spare(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Have kept memory of its size, if there is some; give back what was freed before it."""
+    """Take kept memory of the right size, if there is any; free the pieces that were kept before.
+
+    Returns:
+        Whether the storage has memory now.
+    """
     spare, nbytes = _spare, tensor.nbytes
     while spare and not storage.size() and _is_kept(tensor, nbytes):
         with contextlib.suppress(IndexError):  # ranks may be threads
-            one = spare.popleft()
-            if one.size() == nbytes:
-                _swap(storage, one)
+            kept = spare.popleft()
+            if kept.size() == nbytes:
+                _swap(storage, kept)
                 return True
     return False
 
 
 def _is_kept(tensor: torch.Tensor, nbytes: int) -> bool:
-    """Tell whether so much memory is kept when it is freed; with poison it is whatever its size."""
+    """Return whether freed host memory of this size is kept; with poison, any size is."""
     return nbytes >= (_BIG_NBYTES if _poison is None else 1) and _is_of_host(tensor)
 
 
 def _is_of_host(tensor: torch.Tensor) -> bool:
-    """Tell whether its memory is the host's; that of a fake tensor is not, whatever it says."""
+    """Return whether a tensor is in host memory; a fake tensor is not, whatever its device."""
     return tensor.is_cpu and type(tensor) is torch.Tensor
 
 
 def allocate(tensor: torch.Tensor) -> None:
-    """Have the memory of a tensor that fills its storage, which may be empty."""
+    """Allocate the memory of a tensor that fills its storage, if the storage is empty."""
     storage = tensor.untyped_storage()
     nbytes = tensor.nbytes
     if storage.size() != nbytes:
@@ -218,12 +221,12 @@ def allocate(tensor: torch.Tensor) -> None:
 
 
 def free(tensor: torch.Tensor) -> bool:
-    """Free the memory of a tensor and of all its views, which stay.
+    """Free the memory of a tensor and of all its views; the tensor objects stay.
 
-    Memory that an array of NumPy shares cannot be freed; there is a warning, and it stays.
+    Memory that is shared with a NumPy array cannot be freed; this warns and leaves it.
 
     Returns:
-        Whether it is free.
+        Whether the memory was freed.
     """
     storage = tensor.untyped_storage()
     if not storage.resizable():
@@ -248,16 +251,16 @@ def free(tensor: torch.Tensor) -> bool:
 
 
 def memory_ops(tensor: torch.Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return builtins that allocate and free the memory of a tensor which fills its storage.
+    """Return builtins that allocate and free the memory of a tensor that fills its storage.
 
-    For what is not :func:`is_big`, and shared by no array.
+    Only for tensors that are not :func:`is_big` and that no array shares.
     """
     storage = tensor.untyped_storage()
     return partial(storage.resize_, tensor.nbytes), partial(storage.resize_, 0)
 
 
 def storage_number(tensor: torch.Tensor) -> int:
-    """Return what is the same for all tensors in one memory, and for no others."""
+    """Return a number that identifies the storage of a tensor."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -265,19 +268,19 @@ _storage_of, _number_of = torch.Tensor.untyped_storage, attrgetter("_cdata")
 
 
 def storage_numbers(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return those of several tensors."""
+    """Return the storage numbers of several tensors."""
     return list(map(_number_of, map(_storage_of, tensors)))
 
 
 def num_uses(tensor: torch.Tensor) -> int:
-    """Count who refers to the memory of a tensor: all its views, wherever they are held."""
+    """Return the number of references to the storage of a tensor: one for each view."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def memory_in_use(device: torch.device) -> tuple[int, int]:
     """Return the live and the reserved bytes of the caching allocator of an accelerator.
 
-    The public functions also put all other figures into one flat dict, which takes longer.
+    The public functions also flatten all other statistics into a dict, which takes longer.
     """
     if not torch._C._accelerator_isAllocatorInitialized():
         return 0, 0

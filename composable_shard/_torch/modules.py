@@ -1,4 +1,4 @@
-"""Calls of modules, the containers that they pass on, and torch's own ``fully_shard``."""
+"""Calls of modules, containers in their inputs and outputs, and torch's own ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torch.utils._pytree import SUPPORTED_NODES, _get_node_type
 from torch.utils.hooks import RemovableHandle
 from torch.version import __version__
 
-# Where torch's ``fully_shard`` is imported from, by names that may be private; how it behaves -----
+# Torch's ``fully_shard``: the modules that export it, and its behaviour by version ----------------
 
 REDUCES_IN_GRAD_DTYPE = tuple(map(int, __version__.split(".")[:2])) >= (2, 15)
-"""Whether gradients are reduced in the dtype of the parameter's, where a policy of torch names no
-``reduce_dtype``; before torch 2.15 they were in ``param_dtype``."""
+"""Whether torch reduces gradients in the parameter's gradient dtype if its policy names no
+``reduce_dtype``; before torch 2.15 it reduced them in ``param_dtype``."""
 
 FULLY_SHARD_MODULES = (
     "torch.distributed.fsdp",
@@ -33,16 +33,16 @@ FULLY_SHARD_MODULES = (
     "torch.distributed._composable.fsdp.fully_shard",
 )
 
-# Calls of modules, and the containers that they pass on -------------------------------------------
+# Calls of modules, and containers in their inputs and outputs -------------------------------------
 
 
 def keep_from_compiling(package: str) -> None:
-    """Have ``torch.compile`` leave the functions of a package as they are.
+    """Make ``torch.compile`` skip the functions of a package.
 
-    Those that autograd calls while a compiled function runs a backward are compiled, if not, by
-    themselves, which loses what they ask of the running backward.
+    Otherwise it compiles those that autograd calls while a compiled function runs a backward, and
+    their queries about the running backward fail.
     """
-    from torch._dynamo import trace_rules  # takes as long as all of torch besides
+    from torch._dynamo import trace_rules  # takes as long to import as the rest of torch
 
     trace_rules.add(package)
 
@@ -50,17 +50,17 @@ def keep_from_compiling(package: str) -> None:
 _call_codes = {nn.Module._call_impl.__code__}
 
 COMPOSABLE_STATE = STATE_KEY
-"""Where functions of torch keep what they know of a module; another name in each process."""
+"""The attribute for the state of torch's composable functions; its name differs by process."""
 
 COMPOSABLE_REGISTRY = REGISTRY_KEY
-"""Where a module says which functions were applied to it; another name in each process."""
+"""The attribute for the names of applied composable functions; its name differs by process."""
 
 
 def composable_functions(module: nn.Module) -> Collection[str]:
-    """Return the names of the functions made by torch's ``contract`` that were applied to it.
+    """Return the names of the composable functions (torch's ``contract``) applied to a module.
 
-    Hazard: a wrapper, such as torch's of a checkpoint, passes attributes of its module off as its
-    own. Guard: only what the wrapper itself holds is read. Test:
+    Hazard: a wrapper, such as torch's ``CheckpointWrapper``, forwards attributes of its module.
+    Guard: only the ``__dict__`` of the wrapper is read. Test:
     ``test_a_checkpoint_wrapper_around_a_sharded_module``.
     """
     registry: Mapping[str, Any] = module.__dict__.get(REGISTRY_KEY) or {}
@@ -68,23 +68,23 @@ def composable_functions(module: nn.Module) -> Collection[str]:
 
 
 def add_composable_function(module: nn.Module, name: str) -> None:
-    """Have a module say that the function ``name`` was applied to it, as those of torch do."""
+    """Register the function ``name`` as applied to a module, as torch's ``contract`` does."""
     module.__dict__.setdefault(REGISTRY_KEY, {}).setdefault(name, RegistryItem())
 
 
 def modules_with_state() -> list[nn.Module]:
-    """Return the modules that functions of torch keep a state of."""
+    """Return the modules with a state of torch's composable functions."""
     found = (ref() for ref in _module_state_mapping.keyrefs())  # copied, as others may add
     return [module for module in found if module is not None]
 
 
 def list_module_state(module: nn.Module, state: Any) -> None:
-    """Enter a module among those that torch keeps a state of, which must outlive the entry."""
+    """Register a module's state with torch, which only keeps a weak reference to the state."""
     _module_state_mapping.setdefault(module, weakref.ref(state))
 
 
 def hooks_on(module: nn.Module) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the function of every hook on a module, of whatever kind."""
+    """Yield the number and the function of every hook on a module, of any kind."""
     for name, hooks in module.__dict__.items():
         if name.endswith("_hooks") and isinstance(hooks, dict):
             for number, hook in hooks.items():
@@ -92,13 +92,13 @@ def hooks_on(module: nn.Module) -> Iterator[tuple[int, Any]]:
 
 
 def reserve_hook_ids(module: nn.Module) -> None:
-    """Let no hook that is registered later take the place of one that was unpickled."""
+    """Reserve the ids of unpickled hooks, so that no later hook replaces one."""
     used = [number for number, _ in hooks_on(module)]
     RemovableHandle.next_id = max([RemovableHandle.next_id, *(key + 1 for key in used)])
 
 
 def in_functional_call() -> bool:
-    """Tell whether torch.func.functional_call runs, which puts other tensors into modules."""
+    """Return whether ``torch.func.functional_call`` runs, which replaces tensors of modules."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _functional_call.__code__:
         frame = frame.f_back
@@ -106,7 +106,7 @@ def in_functional_call() -> bool:
 
 
 def count_as_module_call(function: Any) -> None:
-    """Have the frames of ``function`` found by :func:`module_call_frame`."""
+    """Let :func:`module_call_frame` find the frames of ``function``, too."""
     _call_codes.add(function.__code__)
 
 
@@ -119,7 +119,7 @@ def module_call_frame() -> FrameType | None:
 
 
 def is_executing(frame: FrameType) -> bool:
-    """Tell whether ``frame`` has not ended, on whatever thread; lets go of its locals if it has."""
+    """Return whether ``frame`` still runs, on any thread; clear its locals if it has ended."""
     try:
         frame.clear()
     except RuntimeError:  # an executing frame cannot be cleared
@@ -128,7 +128,7 @@ def is_executing(frame: FrameType) -> bool:
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Tell whether a module is a batch norm of any number of dims, synchronized or not."""
+    """Return whether a module is a batch norm, of any number of dims, synchronized or not."""
     return isinstance(module, _BatchNorm)
 
 
@@ -138,12 +138,12 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 
 def state_dict_metadata(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return what a state dict says about modules, by their names."""
+    """Return the metadata of modules in a state dict, by module name."""
     return getattr(state_dict, "_metadata", {})
 
 
 def registered_container(value: Any) -> tuple[list[Any], Callable[..., Any]] | None:
-    """Return what a container registered as a node of trees holds, and what makes another."""
+    """Return the children of a registered pytree node, and a function that rebuilds the node."""
     node = SUPPORTED_NODES.get(_get_node_type(value))
     if node is None:
         return None
@@ -152,7 +152,7 @@ def registered_container(value: Any) -> tuple[list[Any], Callable[..., Any]] | N
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Tell whether ``replicate`` of torch, either of the two, or its DDP class has a module."""
+    """Return whether torch's ``replicate`` (either one) or its DDP class wraps a module."""
     return "replicate" in composable_functions(module) or isinstance(
         module, DistributedDataParallel
     )

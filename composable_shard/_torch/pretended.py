@@ -1,4 +1,4 @@
-"""Ranks and memory that are not there: fake tensors, watched operations, groups in one process."""
+"""Simulated ranks and memory: fake tensors, dispatch modes, process groups in one process."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 # Running a model without memory -------------------------------------------------------------------
 
 DispatchMode = TorchDispatchMode
-"""A context that sees every operation, below autograd."""
+"""Base class of contexts that intercept every operation below autograd."""
 
 ReadsValues = DataDependentOutputException
-"""Raised where code asks a fake tensor for its value."""
+"""Raised if code reads the value of a fake tensor."""
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def fake_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which tensors have no memory; real ones that get in are taken as fake."""
+    """Return a context in which tensors have no memory; real inputs are converted to fake ones."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -36,12 +36,12 @@ def tensors_of(*values: Any) -> list[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
-    """Return nested containers with another tensor in the place of each."""
+    """Replace each tensor in nested containers by the result of a function."""
     return tree_map_only(torch.Tensor, function, values)
 
 
 def without_memory(values: Any) -> Any:
-    """Return nested containers with an uninitialized tensor for each; for use among fake ones."""
+    """Replace each tensor in nested containers by an uninitialized one; for fake tensors."""
     return tree_map_only(torch.Tensor, _like, values)
 
 
@@ -51,13 +51,13 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reads_a_value(func: Any) -> bool:
-    """Tell whether an operation gives a Python number."""
+    """Return whether an operation reads a tensor's value as a Python number."""
     return func is torch.ops.aten._local_scalar_dense.default
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Return the floating-point operations of a matrix product, convolution or attention, or 0."""
-    # Imported late: where triton is missing, it says so.
+    """Count the floating-point operations of a matrix product, convolution or attention; else 0."""
+    # Imported late, since the import reports a missing triton.
     from torch.utils.flop_counter import (
         flop_registry,
         sdpa_backward_flop_count,
@@ -73,19 +73,19 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
 
-# Process groups within one process: of threads, and of ranks that are not there -------------------
+# Process groups within one process: of threads, and of simulated ranks ----------------------------
 
 
 @contextlib.contextmanager
 def threaded_world() -> Iterator[Callable[[BaseException], None]]:
-    """Give each thread a process group of its own; yield what wakes threads that wait."""
-    # Imported late: only those who test with threads depend on them.
+    """Give each thread a process group of its own; yield a function that wakes waiting threads."""
+    # Imported late, since only tests with threads need these modules.
     from torch._C import _distributed_c10d
     from torch.testing._internal.distributed import multi_threaded_pg
 
     backend: Any = multi_threaded_pg  # neither module is typed
     bindings: Any = _distributed_c10d
-    if not hasattr(backend.ThreadLocalWorld, "comms"):  # torch 2.11 looks for it and has none
+    if not hasattr(backend.ThreadLocalWorld, "comms"):  # torch 2.11 reads it and lacks it
         backend.ThreadLocalWorld.comms = []
     _enter_fake_mode()
     bindings._set_thread_isolation_mode(True)
@@ -102,17 +102,17 @@ def threaded_world() -> Iterator[Callable[[BaseException], None]]:
 def _enter_fake_mode() -> None:
     """Enter torch's fake mode once, in one thread.
 
-    Hazard: where torch is built for CUDA and there is no device, the first entry replaces what
-    guards devices; several threads that do so at once, in the first operations on DTensors, crash
-    the process. Guard: the first entry is before them. Test: all of ``run_threads``, on a machine
-    without a device, with a torch that is built for one.
+    Hazard: with a CUDA build of torch and no device, the first entry replaces torch's device guard.
+    Several threads that do this at once, in their first DTensor operations, crash the process.
+    Guard: the first entry happens before the threads start. Test: all of ``run_threads``, with a
+    CUDA build on a machine without a device.
     """
     with fake_tensors():
         pass
 
 
 def fake_store() -> dist.Store:
-    """Return the store of the backend ``fake``, which this registers."""
+    """Register the backend ``fake``; return its store."""
     from torch.testing._internal.distributed import fake_pg
 
     store: dist.Store = fake_pg.FakeStore()

@@ -43,17 +43,17 @@ def all_gather_flat(
 
 
 def all_gather_single(
-    output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup
+    output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
 ) -> dist.Work:
     """All-gather one tensor into another, in a launch that is not coalesced."""
-    (output,), (own,) = _as_real([output], [own])
-    return group._allgather_base(output, own)
+    (output,), (source,) = _as_real([output], [source])
+    return group._allgather_base(output, source)
 
 
-def all_gather_rows(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Gather ``own`` [numel] of all ranks into ``output`` [ranks, numel], and wait for it."""
+def all_gather_rows(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Gather ``source`` [numel] of all ranks into ``output`` [ranks, numel], and wait for it."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output.view(-1), own, group=group)
+    gather(output.view(-1), source, group=group)
 
 
 def reduce_scatter_flat(
@@ -84,7 +84,7 @@ def _options_for(op: Any) -> Any:
 def _as_real(
     outputs: list[torch.Tensor], inputs: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """View complex tensors as pairs of real ones, all that backends know; dtypes are alike."""
+    """View complex tensors as real ones, which all backends support; all have one dtype."""
     if not any(map(torch.is_complex, inputs)):
         return outputs, inputs
     return _real_views(outputs), _real_views(inputs)
@@ -95,7 +95,7 @@ def _real_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name the backend that serves ``device`` in ``group``: gloo, nccl, fake, threaded, ..."""
+    """Return the name of the backend for ``device`` in ``group``: gloo, nccl, fake, threaded."""
     with contextlib.suppress(RuntimeError, AttributeError, TypeError):
         name = group._get_backend(device).name()
         if name not in ("custom", "undefined"):
@@ -108,7 +108,7 @@ _pretended: str | None = None
 
 @contextlib.contextmanager
 def pretended_backend(name: str | None) -> Iterator[None]:
-    """Let ranks that are not there plan their messages as this backend and its devices need."""
+    """Make simulated ranks plan their messages as for this backend and its devices."""
     global _pretended
     before, _pretended = _pretended, name
     try:
@@ -118,32 +118,32 @@ def pretended_backend(name: str | None) -> Iterator[None]:
 
 
 def aligns(device: torch.device) -> bool:
-    """Tell whether packed shards are aligned, as the loads of devices want them."""
+    """Return whether packed shards are aligned for the vectorized loads of devices."""
     return has_streams(device) or _pretended not in (None, "gloo")
 
 
 def message_backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name the backend for which messages are planned, which may be pretended."""
+    """Return the name of the backend to plan messages for; see :func:`pretended_backend`."""
     return _pretended or backend_name(group, device)
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:
-    """Tell whether the collectives of a group do nothing."""
+    """Return whether the collectives of a group do nothing."""
     return str(dist.get_backend(group)).lower() == "fake"
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """Return the store that the ranks of ``group`` share, with keys of its own."""
+    """Return the store of ``group``, which prefixes its keys."""
     return distributed_c10d._world.pg_map[group][1]
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Return after how many seconds the collectives of a gloo group give up."""
+    """Return the time-out of the collectives of a gloo group, in seconds."""
     return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
 
 def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Return where ``group`` can send what is on ``device``: there, or on the accelerator."""
+    """Return ``device`` if ``group`` can send from it, else the accelerator."""
     config = dist.distributed_c10d.get_backend_config(group)
     served = {item.partition(":")[0] for item in config.split(",") if ":" in item}
     if device.type in served or not served:
@@ -153,12 +153,12 @@ def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
 
 
 def average_is_supported(backend: str) -> bool:
-    """Tell whether ``ReduceOp.AVG`` exists in a backend's reduce-scatter."""
+    """Return whether the reduce-scatter of a backend supports ``ReduceOp.AVG``."""
     return backend in ("nccl", "xccl", "threaded", "fake")
 
 
 def backend_allocator(group: dist.ProcessGroup, device: torch.device) -> Allocate | None:
-    """Return what allocates memory that a backend likes best; ``None`` if it has no opinion."""
+    """Return the memory allocator of a backend; ``None`` if it has none."""
     backend = group._get_backend(device)
     with contextlib.suppress(AttributeError, RuntimeError):
         if backend.supports_tensor_alloc(device):
@@ -169,7 +169,7 @@ def backend_allocator(group: dist.ProcessGroup, device: torch.device) -> Allocat
 
 
 def symmetric_memory_of_nccl() -> tuple[Allocate, Callable[[torch.Tensor, dist.ProcessGroup], Any]]:
-    """Return what allocates symmetric memory, and what makes it known to a process group."""
+    """Return a function that allocates symmetric memory, and one that registers it with a group."""
     import torch.distributed._symmetric_memory as symmetric
 
     symmetric.set_backend("NCCL")
@@ -193,12 +193,12 @@ class _MeansGloo(type):
 
 
 class _GlooOfOneWorker(metaclass=_MeansGloo):
-    """Stands where torch looks for the class of gloo's process groups, and makes one of those."""
+    """Replaces torch's ``ProcessGroupGloo``, and makes groups of that class with one worker."""
 
     def __new__(
         cls, store: dist.Store, rank: int, num_ranks: int, timeout: timedelta, **more: Any
     ) -> Any:
-        if any(more.values()):  # what only the plain call can do
+        if any(more.values()):  # arguments that only the plain constructor takes
             return _Gloo(store, rank, num_ranks, timeout=timeout, **more)
         options = _Gloo._Options()
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
@@ -210,18 +210,18 @@ class _GlooOfOneWorker(metaclass=_MeansGloo):
 
 @functools.cache
 def _gloo_device(interface: str, process: int) -> Any:
-    """Return a device that the groups of a process share: each has a thread that polls."""
+    """Return a gloo device that the groups of a process share, since each has a polling thread."""
     return _Gloo.create_device(interface=interface) if interface else _Gloo.create_default_device()
 
 
 @contextlib.contextmanager
 def gloo_of_one_worker() -> Iterator[None]:
-    """Let process groups of gloo that are made inside have one worker instead of two.
+    """Give the gloo process groups that are made inside one worker thread instead of two.
 
-    Hazard: a worker that has ended a collective writes its name, such as "ALLGATHER_COALESCED",
-    into a string of the group without a lock. Two workers that do it at once free the same memory;
-    torch 2.13 to 2.15 do, once in some 100,000 times ``DTensor.full_tensor``. Guard: one worker.
-    Collectives of a group are in the same order on all ranks, so none waits for a later one.
+    Hazard: a worker that finishes a collective writes its name, such as "ALLGATHER_COALESCED", into
+    a string of the group without a lock. Two workers that do so at once free the same memory; in
+    torch 2.13 to 2.15, about one in 100,000 calls of ``DTensor.full_tensor`` fails. Guard: one
+    worker. All ranks call the collectives of a group in one order, so none waits for a later one.
     """
     if _Gloo is None:
         yield
@@ -246,19 +246,18 @@ def _name_of_group(*args: Any, **kwargs: Any) -> Any:
 def new_local_group(
     ranks: list[int], backend: str, name: str, timeout: float | None
 ) -> dist.ProcessGroup:
-    """Make a process group that only its own ranks take part in making.
+    """Make a process group; only its own ranks take part.
 
-    Hazard: by itself torch names such a group after its ranks and the number of groups that this
-    process knows of, which differs between processes of which some have groups that others have
-    not; they would wait for each other under different names. Guard: the name is given, to this
-    thread alone, since ranks may be threads. Test:
-    ``test_ranks_that_know_of_different_groups_make_one_together``.
+    Hazard: torch names such a group after its ranks and the number of groups in this process. That
+    number differs if some processes are in more groups, and then the ranks wait for each other
+    under different names. Guard: the caller passes the name. It holds for this thread alone, since
+    ranks may be threads. Test: ``test_ranks_that_know_of_different_groups_make_one_together``.
 
     Args:
-        ranks: Ranks of the job.
-        backend: What they communicate by.
-        name: What no other group of the job is called; the same on all of ``ranks``.
-        timeout: Seconds until its collectives give up; what torch takes by itself if absent.
+        ranks: Global ranks.
+        backend: The backend.
+        name: The name, unique in the job and the same on all of ``ranks``.
+        timeout: The time-out of its collectives in seconds; torch's default if absent.
 
     Collective: among ``ranks``.
     """
@@ -274,21 +273,21 @@ def new_local_group(
 
 
 def is_in_use(group: dist.ProcessGroup) -> bool:
-    """Tell whether a process group was made and has not been destroyed since."""
+    """Return whether a process group exists: it was made and not destroyed."""
     return group in distributed_c10d._world.pg_map
 
 
 def wait_for_workers(seconds: float) -> None:
-    """Wait until the worker threads of gloo in this process have nothing left to do.
+    """Wait until the gloo worker threads of this process are idle.
 
-    Hazard: a worker lets go of the tensors of a work after that has ended, and takes the
-    interpreter's lock for each. If the interpreter is ending by then, the process aborts. Guard:
-    this, before it ends: it gives the lock away until no worker has run meanwhile. A worker that
-    merely sleeps may wait for the lock. Where the system does not tell what threads do, it only
-    gives the lock away for a moment. Test: ``test_workers_let_go_of_tensors_before_the_end``.
+    Hazard: a worker releases the tensors of a collective after it has ended, and takes the
+    interpreter's lock for each. If the interpreter is shutting down, the process aborts. Guard:
+    before that, this releases the lock until no worker has run for a while; a sleeping worker may
+    be waiting for the lock. If the system has no /proc, it releases the lock once. Test:
+    ``test_workers_let_go_of_tensors_before_the_end``.
 
     Args:
-        seconds: How long to wait at most.
+        seconds: The longest time to wait.
     """
     deadline, seen = time.monotonic() + seconds, _workers()
     while time.monotonic() < deadline:
@@ -299,24 +298,24 @@ def wait_for_workers(seconds: float) -> None:
 
 
 def _workers() -> dict[str, str]:
-    """Return of each worker thread of gloo what it does, and how often it has slept."""
+    """Return the state of each gloo worker thread and its number of context switches."""
     found = {}
     for path in glob.glob("/proc/self/task/*/status"):
         with contextlib.suppress(OSError), open(path) as file:  # a thread may end meanwhile
             status = file.readlines()
             if status[0].endswith("\tpt_gloo_runloop\n"):
-                told = [line for line in status if line.startswith(("State", "voluntary"))]
-                found[path] = "".join(told)
+                state = [line for line in status if line.startswith(("State", "voluntary"))]
+                found[path] = "".join(state)
     return found
 
 
 def rebind(mesh: DeviceMesh) -> None:
-    """Let a mesh that was unpickled use the process groups of this process.
+    """Give an unpickled mesh process groups of this process.
 
-    They have the ranks that those of the mesh had, and the same names if there are such.
+    They have the same ranks as its former groups, and the same names if possible.
 
     Raises:
-        ValueError: If this is not the rank that pickled it, or some group does not exist.
+        ValueError: If another rank has pickled the mesh, or a group does not exist.
     """
     if not dist.is_initialized():
         raise ValueError(
@@ -328,7 +327,7 @@ def rebind(mesh: DeviceMesh) -> None:
     saved_by, rank = int(mesh.mesh[tuple(coordinate)]), dist.get_rank()
     if saved_by != rank:
         raise ValueError(
-            f"Expected what rank {rank} has saved, got what rank {saved_by} has, which holds the "
+            f"Expected a module that rank {rank} has saved, got one of rank {saved_by}, with the "
             "shards of that rank; let each rank save and load a file of its own"
         )
     names: list[Any] = []
@@ -341,7 +340,7 @@ def rebind(mesh: DeviceMesh) -> None:
 
 
 def _name_of_ranks(ranks: list[int], name: str) -> str:
-    """Return the name of a process group of ``ranks``: the given one, or the first made."""
+    """Return the name of a process group of ``ranks``: ``name`` if it is one, else the first."""
     world = distributed_c10d._world
     names = [
         str(world.pg_names[group])
@@ -350,7 +349,7 @@ def _name_of_ranks(ranks: list[int], name: str) -> str:
     ]
     if not names:
         raise ValueError(
-            f"Expected a process group of the ranks {ranks}, as the mesh of a saved module had, "
+            f"Expected a process group of the ranks {ranks}, as the mesh of the saved module had, "
             "got none; make the same mesh before loading"
         )
     return name if name in names else names[0]

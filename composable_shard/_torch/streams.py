@@ -1,7 +1,7 @@
-"""Streams: what a device does in order. The CPU has none, and does everything at once.
+"""Streams of devices. The CPU has none, and runs all work at once.
 
-Whatever asks whether work is queued, and on which stream, asks here; so does the simulated device
-of ``composable_shard.testing``, which gives streams to the CPU.
+The rest of the library uses streams only through this module. So ``composable_shard.testing`` can
+simulate a device by giving streams to the CPU.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import torch
 
 
 def has_streams(device: torch.device) -> bool:
-    """Tell whether what is launched on ``device`` may be done later than it is launched."""
+    """Return whether ``device`` runs launched work asynchronously."""
     return device.type != "cpu"
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """Return the stream on which ``device`` is being given work by this thread."""
+    """Return the stream on which this thread launches work for ``device``."""
     return torch.accelerator.current_stream(device)
 
 
 def make_stream(device: torch.device) -> torch.Stream:
-    """Return another stream of ``device``."""
+    """Return a new stream of ``device``."""
     return torch.Stream(device)
 
 
 def on_stream(stream: torch.Stream) -> contextlib.AbstractContextManager[object]:
-    """Give work to ``stream``, and to its device, inside.
+    """Return a context that makes ``stream`` and its device current.
 
-    Hazard: a stream object remembers what was current before it, for all threads together, and
-    torch 2.11 lets none be entered again before it is left. Guard: an object for each time.
+    Hazard: a stream object stores the previous stream for all threads together, and in torch 2.11 a
+    stream cannot be entered twice at once. Guard: a new object for each context.
     """
     return torch.Stream(
         stream_id=stream.stream_id,
@@ -40,5 +40,5 @@ def on_stream(stream: torch.Stream) -> contextlib.AbstractContextManager[object]
 
 
 def pins_memory() -> bool:
-    """Tell whether memory of the host can be pinned: whether there is a device to copy it to."""
+    """Return whether host memory can be pinned, which needs an accelerator."""
     return torch.accelerator.is_available()

@@ -1,4 +1,4 @@
-"""Storages, version counters, fused kernels, and the grad scaler that uses them."""
+"""Storages, version counters, fused kernels, and the base of our grad scaler."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from composable_shard._torch import streams
 # Storages, version counters and fused kernels -----------------------------------------------------
 
 without_overrides = torch._C.DisableTorchFunctionSubclass
-"""A context that does not ask tensor subclasses for ``__torch_function__``: it takes half the time
-to read their attributes. Nothing of the user's may run inside."""
+"""A context that disables ``__torch_function__`` of tensor subclasses, which halves the time to
+read their attributes. No code of the user may run inside."""
 
 
 def fresh_storage_view(storage_of: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
     """View the storage of ``storage_of``, shaped as ``like``, with a version counter of its own.
 
-    Writing the storage through another tensor does not count as a change of this one, so autograd
-    accepts saved views of it after they have been freed and gathered again.
+    A write through another tensor does not bump this counter. So autograd accepts saved views of
+    the result after the memory was freed and gathered again.
     """
     with torch.inference_mode(False), torch.no_grad():
         view = torch.empty(0, dtype=storage_of.dtype, device=storage_of.device)
@@ -29,17 +29,17 @@ def fresh_storage_view(storage_of: torch.Tensor, offset: int, like: torch.Tensor
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the memory of ``view`` whose storage begins with it and ends with it."""
-    if view.untyped_storage().device.type == "meta":  # that of a fake tensor, too
+    """Return a tensor in the memory of ``view``, with a storage that covers just this tensor."""
+    if view.untyped_storage().device.type == "meta":  # fake tensors, too
         return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
     begin = view.storage_offset() * view.itemsize
     storage = view.untyped_storage()[begin : begin + view.numel() * view.itemsize]
-    own = torch.empty(0, dtype=view.dtype, device=view.device)
-    return own.set_(storage, 0, view.shape, view.stride())
+    tensor = torch.empty(0, dtype=view.dtype, device=view.device)
+    return tensor.set_(storage, 0, view.shape, view.stride())
 
 
 def preserved_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Leave the version counters as they were, whatever is written in between."""
+    """Return a context that keeps version counters, whatever is written inside."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
@@ -55,7 +55,7 @@ One fused kernel that pads with zeros and casts to the dtype of ``out``.
 
 
 copy_each_: Callable[..., object] = torch._foreach_copy_
-"""Copies one tensor or more into others of the same shapes, in one call; casts."""
+"""Copies one or more tensors into others of the same shapes, in one call; casts."""
 
 
 def copy_all_(into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -71,7 +71,7 @@ def zero_all_(tensors: list[torch.Tensor]) -> None:
 
 
 def zero_ranges_(flat: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
-    """Fill ranges of a flat tensor with zeros, from a start to an end each; see zero_all_."""
+    """Fill ranges (start, end) of a flat tensor with zeros; see zero_all_."""
     zero_all_([flat[start:end] for start, end in ranges])
 
 
@@ -103,36 +103,36 @@ def unscale_all_(
 
 
 def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the very values of a sparse tensor, coalesced or not."""
+    """Return the values of a sparse tensor without a copy, coalesced or not."""
     return tensor._values()
 
 
 def carried(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on another device, complete for whoever reads it there.
+    """Copy a tensor to another device; it is safe to read there.
 
-    Hazard: a copy to the host that is not waited for is read before it has been made. Guard: only
-    a device, which does things in order, is not waited for.
+    Hazard: the host reads an asynchronous copy before it is complete. Guard: only copies to a
+    device, which runs its work in order, are asynchronous.
     """
     return tensor.to(device, non_blocking=streams.has_streams(device))
 
 
-# The grad scaler of torch, with public names for what a subclass of ours replaces or reads --------
+# The grad scaler of torch, with public names for the methods that our subclass overrides ----------
 
 
 class GradScalerBase(torch.amp.GradScaler):
-    """A scaler whose subclasses say how the gradients of an optimizer are unscaled."""
+    """Base of a grad scaler; the subclass defines :meth:`unscale_gradients`."""
 
     def unscale_gradients(
         self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, found_inf: torch.Tensor
     ) -> None:
         """Multiply all gradients by ``inverse``; set ``found_inf`` to 1 if one is not finite.
 
-        Called once for each step, whether from ``unscale_``, from ``step``, or for an optimizer
-        that unscales in its own kernel; then ``inverse`` is 1.
+        Called once for each step, by ``unscale_`` or by ``step``. For an optimizer that unscales in
+        its own kernel, ``inverse`` is 1.
         """
 
     def scale_on(self, device: torch.device) -> torch.Tensor:
-        """Return the scale, a float32 scalar, on ``device``; the first call decides where it is."""
+        """Return the scale, a float32 scalar, on ``device``; the first call creates it there."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
         assert self._scale is not None

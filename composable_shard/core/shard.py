@@ -29,7 +29,7 @@ from composable_shard.policy import MixedPrecisionPolicy, Offload, check_names, 
 
 
 def is_taken(module: nn.Module) -> bool:
-    """Tell whether a function, ``fully_shard`` or ``replicate``, reduces a module's gradients.
+    """Return whether a function, ``fully_shard`` or ``replicate``, reduces a module's gradients.
 
     It may be torch's own ``fully_shard``.
     """

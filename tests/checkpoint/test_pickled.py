@@ -241,7 +241,7 @@ def test_a_file_of_another_rank_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
         torch.load(tmp_path / "0.pt", weights_only=False)
     assert str(caught.value) == (
-        "Expected what rank 1 has saved, got what rank 0 has, which holds the shards of that rank; "
+        "Expected a module that rank 1 has saved, got one of rank 0, with the shards of that rank; "
         "let each rank save and load a file of its own"
     )
 
@@ -260,7 +260,7 @@ def test_a_module_is_not_loaded_without_its_process_groups() -> None:
         with pytest.raises(ValueError) as caught:
             pickle.loads(saved)
         assert str(caught.value) == (
-            "Expected a process group of the ranks [1, 3], as the mesh of a saved module had, "
+            "Expected a process group of the ranks [1, 3], as the mesh of the saved module had, "
             "got none; make the same mesh before loading"
         )
 

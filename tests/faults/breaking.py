@@ -34,8 +34,8 @@ ALL_RANKS = (
 )
 AWAY = (
     "; rank {} waits in no collective of the library: it may be in another (dist.barrier(), "
-    "full_tensor(), a full state dict), be busy, or have stopped; ranks whose batches end at "
-    "different steps iterate by composable_shard.uneven(). " + ALL_RANKS
+    "full_tensor(), a full state dict), be busy, or have stopped; if ranks have different "
+    "numbers of batches, iterate with composable_shard.uneven(). " + ALL_RANKS
 )
 WHEREABOUTS = AWAY.format(BAD)
 

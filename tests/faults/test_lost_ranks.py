@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("sharing")
 KILLED = "RuntimeError: The process ended during the call, exit code -9"
 REFUSED = "Expected a process group without failures, got one that had failed before: {}"
 GATHERING, REDUCING = "gathering group '1'", "reducing the gradients of group '0'"
-BATCHES = "ranks whose batches end at different steps iterate by composable_shard.uneven()"
+BATCHES = "if ranks have different numbers of batches, iterate with composable_shard.uneven()"
 ENDED = f"the end of its process; {BATCHES}"
 BOTH_WAYS = pytest.mark.parametrize("apart", [False, True], ids=["reading", "sending"])
 READING = pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_parameters_of_a_failed_gather_never_become_valid(apart: bool) -> None:
     missed = "Expected rank 1 to take part in a collective, got "
     assert first.startswith(f"Rank 0 failed while gathering group '0': {missed}")
     assert again == (
-        "Expected to be waiting for the first time while gathering group '0', got a wait that "
-        "failed or was interrupted before; run the whole iteration again"
+        "Expected no failure before while gathering group '0', got a wait that failed or was "
+        "interrupted; run the whole iteration again"
     )
     assert first.endswith(WHEREABOUTS)
     refused = REFUSED.format(first.partition(": ")[2].removesuffix(WHEREABOUTS))

@@ -84,8 +84,8 @@ def little_memory(nbytes: int) -> Iterator[None]:
 
 def own_failure(act: str) -> str:
     return (
-        f"Rank {dist.get_rank()} failed while {act}; ranks that did not fail likewise, and wait "
-        "for it, are told so (on gloo), or raise when their time-out has passed"
+        f"Rank {dist.get_rank()} failed while {act}; ranks that wait for it raise an error that "
+        "names it (on gloo), or raise after their time-out"
     )
 
 
@@ -162,9 +162,8 @@ def no_memory_to_reduce() -> tuple[str, bool]:
 def test_no_memory_to_reduce_into_keeps_its_type_and_is_got_over() -> None:
     assert run_ranks(no_memory_to_reduce, 2, timeout=LIMIT) == [
         (
-            f"Rank {rank} failed while reducing the gradients of group '0'; ranks that did not "
-            "fail likewise, and wait for it, are told so (on gloo), or raise when their time-out "
-            "has passed",
+            f"Rank {rank} failed while reducing the gradients of group '0'; ranks that wait "
+            "for it raise an error that names it (on gloo), or raise after their time-out",
             True,
         )
         for rank in range(2)
@@ -212,7 +211,7 @@ def converted_on_one() -> None:
 MISMATCH = (
     "RankMismatchError: Rank {} failed while gathering group '0': Expected {} elements of {} from "
     "rank {} as on this one, got {} elements of {}; has a parameter been replaced or converted on "
-    "one of them alone?"
+    "one of the two ranks only?"
 )
 
 

@@ -58,5 +58,5 @@ def test_a_planted_fault_is_seen(name: str) -> None:
     try:
         seen = any(run_ranks(fn, FAULTS[name].num_ranks, name))
     except RankError as error:  # where what is read says nothing of itself that makes sense
-        seen = "got a message that is not whole" in str(error)
+        seen = "got an incomplete message" in str(error)
     assert seen

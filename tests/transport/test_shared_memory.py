@@ -162,7 +162,7 @@ def test_a_rank_that_cannot_share_is_sent_messages(what: str) -> None:
         assert (near, reasons, exact) == ([[2], [], [0]][rank], dict.fromkeys(apart, why), True)
         assert warned == [
             f"Rank {rank} and rank {apart[0]} run on one host and share no memory, because {why}; "
-            "what they send goes through sockets, which is slower"
+            "they send messages through sockets, which is slower"
         ]
 
 
@@ -548,8 +548,8 @@ def forked() -> tuple[str, str, bool]:
 
 
 REFUSED = (
-    "Expected the process that made a process group to use it, got one that was forked from it; "
-    "start the ranks before, or make a process group in each"
+    "Expected the process that made a process group to use it, got a process forked from it; "
+    "start the ranks first, and make a process group in each"
 )
 
 

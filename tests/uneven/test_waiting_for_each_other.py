@@ -104,7 +104,7 @@ def play(orders: list[list[str]], at: list[int], num_moves: int = 1000) -> list[
 PARTED = (
     "Expected all ranks to run the same, got rank {} {} and rank {} {}: evaluation, "
     "generation or saving on some ranks only, or a branch that only some ranks take; run it on all "
-    "ranks, or call sit_out(module) where a rank has nothing for a module"
+    "ranks, or call sit_out(module) on ranks without input for a module"
 )
 
 

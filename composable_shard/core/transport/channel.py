@@ -1,4 +1,4 @@
-"""The collectives of one parameter group over one mesh, and which implementation each uses."""
+"""The collectives of one parameter group over one mesh, and their implementations."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class Channel:
         mesh: The ranks.
         all_gather: The implementation of the all-gather of shards.
         reduce_scatter: The implementation of the reduce-scatter of gradients.
-        gathering: The words of error messages for a gather.
-        reducing: The words of error messages for a reduction.
-        tags: The tags of messages: of gathers, and of reductions.
+        gathering: The name of a gather in error messages.
+        reducing: The name of a reduction in error messages.
+        tags: The message tags of gathers and of reductions.
     """
 
     def __init__(self, mesh: ShardMesh) -> None:
@@ -64,7 +64,7 @@ class Channel:
         self.reduce_scatter: ReduceScatterLaunch
         self._gather_to: Callable[..., list[Waitable]]
         self._use_fastest()
-        # None where no axis shards; no collective over the shards is called there.
+        # None if no axis shards; then no collective over the shards is called.
         self._shard_group = self._reduce_group = cast(dist.ProcessGroup, mesh.shard_group)
         self.tags = 0, 1
         self._is_custom = False
@@ -76,10 +76,10 @@ class Channel:
         self.reducing = f"reducing the gradients of {label}"
 
     def set_tag(self, tag: int) -> None:
-        """Derive both tags from one that the ranks have agreed on."""
+        """Derive both tags from a number that the ranks have agreed on."""
         self.tags = 2 * tag, 2 * tag + 1
 
-    # Choices --------------------------------------------------------------------------------
+    # Implementations ------------------------------------------------------------------------
 
     def _use_fastest(self) -> None:
         group, device = self.mesh.shard_group, self.mesh.device
@@ -93,23 +93,23 @@ class Channel:
             self.reduce_scatter = CoalescedReduceScatter(reads_padding=may_read_padding(device))
 
     def use_all_gather(self, comm: AllGather) -> None:
-        """Gather by a custom all-gather from now on."""
+        """Use a custom all-gather from now on."""
         self.all_gather, self._is_custom = CustomAllGather(comm), True
 
     def use_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce by a custom reduce-scatter from now on."""
+        """Use a custom reduce-scatter from now on."""
         self.reduce_scatter, self._is_custom = CustomReduceScatter(comm), True
 
     def check_built_in(self) -> None:
-        """Raise ``ShardError`` if custom communication was set, which allocates its own memory."""
+        """Raise ``ShardError`` if custom collectives are set, since they allocate their memory."""
         if self._is_custom:
             raise ShardError(
-                "Expected built-in collectives to choose the memory of, got custom ones, which "
-                "allocate their own"
+                "Expected built-in collectives, got custom ones, which allocate their own memory; "
+                "choose the memory in their allocate method"
             )
 
     def use_memory(self, memory: Memory | None) -> None:
-        """Run collectives over memory of the backend, or in place if ``None``."""
+        """Run collectives in memory of the backend; in place if ``memory`` is ``None``."""
         if memory is None:
             self._use_fastest()
         else:
@@ -118,19 +118,19 @@ class Channel:
             self.reduce_scatter = CustomReduceScatter(reduce_scatter)
 
     def separate_reductions(self, enable: bool) -> None:
-        """Set whether reductions have a process group of their own. Collective: makes it, once."""
+        """Set whether reductions use a separate process group. Collective: makes it, once."""
         group = self.mesh.shard_group
         if group is not None:
             self._reduce_group = subgroup(group, group.size()) if enable else group
 
     def saved(self) -> tuple[dict[str, Any], bool]:
-        """Return the choices that are pickled; memory of a backend is not."""
+        """Return the settings to pickle; the pickle leaves out the memory of a backend."""
         names = ("all_gather", "reduce_scatter", "_is_custom") if self._is_custom else ()
         custom = {name: getattr(self, name) for name in names}
         return custom, self._reduce_group is not self.mesh.shard_group
 
     def restore(self, custom: dict[str, Any], is_separate: bool) -> None:
-        """Restore the choices of :meth:`saved`. Collective: see separate_reductions."""
+        """Restore the settings of :meth:`saved`. Collective: see separate_reductions."""
         self.__dict__.update(custom)
         self.separate_reductions(is_separate)
 
@@ -144,7 +144,7 @@ class Channel:
         Args:
             outputs: The tensors to write.
             inputs: The tensors to send.
-            num_neighbors: The number of neighbours to gather from instead of all shards.
+            num_neighbors: Gather over this many neighbouring ranks instead of all shards.
         """
         group, launch, tag = self._shard_group, self.all_gather.launch, self.tags[0]
         if num_neighbors is not None:
@@ -172,7 +172,7 @@ class Channel:
             subgroup(self.mesh.shard_group, num_ranks)
 
     def can_average(self) -> bool:
-        """Tell whether a reduction over the shards may be an average."""
+        """Return whether a reduction over the shards may be an average."""
         group = self.mesh.shard_group
         return group is not None and self.reduce_scatter.averages(group, self.mesh.device)
 
@@ -182,8 +182,8 @@ class Channel:
         Args:
             outputs: The tensors to write.
             inputs: The tensors to reduce.
-            divisor: The divisor of the sum; the number of ranks, unless the reduce-scatter
-                ``divides``. ``None`` keeps the sum.
+            divisor: The divisor of the sum; ``None`` keeps the sum. Any other number than that of
+                the ranks needs a reduce-scatter that ``divides``.
         """
         group = self._reduce_group
         op: Any = dist.ReduceOp.SUM if divisor is None else dist.ReduceOp.AVG
@@ -208,9 +208,10 @@ class Channel:
         return self._launch(launch, group, self.reducing)
 
     def divides_over_replicas(self, dtype: torch.dtype) -> bool:
-        """Tell whether :meth:`all_reduce` averages before it rounds to ``dtype``.
+        """Return whether :meth:`all_reduce` divides the sum before it rounds it to ``dtype``.
 
-        Gloo rounds each sum of two ranks, so it gets a wider dtype, and the result is rounded once.
+        Gloo rounds after each addition. So narrow dtypes are summed in a wider one and rounded
+        once.
         """
         group = self.mesh.replica_group
         is_gloo = group is not None and _torch.message_backend(group, self.mesh.device) == "gloo"
@@ -236,38 +237,38 @@ class Channel:
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup | None]:
-        """The process groups in which ranks may wait for this one."""
+        """The process groups with ranks that may wait for this one."""
         shards = self.mesh.shard_group
         return [shards, self.mesh.replica_group, self._reduce_group, *subgroups_of(shards)]
 
     def _launch(
         self, launch: Callable[[], list[Waitable]], group: dist.ProcessGroup, op: str
     ) -> list[Waitable]:
-        """Launch collectives; if that fails, name the operation here and tell the other ranks."""
+        """Launch collectives; if that fails, name the operation and publish the failure."""
         if announced:
             go_on()
-        is_seen = board_of(group) is not None
+        is_watched = board_of(group) is not None
         # Replicas may have agreed on other tags.
-        has_key = is_seen and group is not self.mesh.replica_group
+        has_key = is_watched and group is not self.mesh.replica_group
         key = f"{self.tags[0]} {op}" if has_key else ""
         number = count_launch(group, key) if key else 0
         try:
             works = launch()
         except Exception as error:
-            told: Exception = error
+            explained: Exception = error
             if isinstance(error, RuntimeError):
-                told = watched(group, op).explain(error)
+                explained = watched(group, op).explain(error)
             announce(self.process_groups, op, error)
-            if told is error:
+            if explained is error:
                 raise
-            raise told from error
-        if not works or not is_seen:
+            raise explained from error
+        if not works or not is_watched:
             return works
         return [_Launched(works, partial(watched, group, op, key, number))]
 
 
 class _Launched:
-    """The works of one launch; watches the wait for them."""
+    """The launched collectives of one call; watches the wait for them."""
 
     def __init__(self, works: list[Waitable], watch: Callable[[], watched]) -> None:
         self._works = works[::-1]

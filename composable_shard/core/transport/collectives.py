@@ -1,9 +1,9 @@
-"""Collectives of many tensors in one launch: those of c10d, and custom ones.
+"""Collectives of many tensors in one launch, by c10d or custom ones.
 
 A launch returns at once; ``Pending`` waits.
 
-A custom collective reads one flat tensor and writes one, so inputs are copied in and outputs are
-copied out. Built-in collectives read and write in place.
+Built-in collectives read and write in place. A custom collective reads one flat tensor and writes
+another, which takes a copy-in and a copy-out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class AllGatherLaunch(Protocol):
             outputs: The tensors to write.
             inputs: The tensors to send.
             group: The ranks.
-            tag: A number that the ranks have agreed on, which marks these messages.
+            tag: The tag of these messages, which the ranks have agreed on.
         """
 
 
@@ -48,12 +48,12 @@ class ReduceScatterLaunch(Protocol):
     """Reduces many tensors at once.
 
     Attributes:
-        widens: Whether inputs may have a narrower dtype than the outputs, in which they are summed;
-            each rank may send another dtype.
-        divides: Whether it divides a sum by any number before it rounds.
-        reads_padding: Whether it may read padding, which must be zeros then.
+        widens: Whether inputs may have a narrower dtype than the outputs, even a different one on
+            each rank. The sum has the dtype of the outputs.
+        divides: Whether it can divide a sum by any number before it rounds.
+        reads_padding: Whether it may read padding, which must then be zeros.
         keeps_inputs: Whether the launched work keeps the inputs as long as it needs them; if not,
-            the caller keeps them until the wait.
+            the caller must keep them until the wait.
         copies_out: Whether the wait copies out of memory that belongs to the launching stream.
     """
 
@@ -64,7 +64,7 @@ class ReduceScatterLaunch(Protocol):
     copies_out: bool = False
 
     def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Tell whether ``op`` may be ``ReduceOp.AVG``."""
+        """Return whether ``op`` may be ``ReduceOp.AVG``."""
         return _torch.average_is_supported(_torch.backend_name(group, device))
 
     def launch(
@@ -76,21 +76,21 @@ class ReduceScatterLaunch(Protocol):
             outputs: The tensors to write.
             inputs: The tensors to send.
             group: The ranks.
-            op: A ``ReduceOp``, or the divisor of the sum if it ``divides``.
+            op: A ``ReduceOp``; for a reduce-scatter that ``divides``, also a divisor of the sum.
             tag: See all-gather.
         """
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which to add tensors of ``dtype``, to round their sum only once."""
+    """Return the dtype to sum tensors of ``dtype`` in, so that the sum is rounded only once."""
     is_half = dtype.is_floating_point and dtype.itemsize < 4
     return torch.float32 if is_half else dtype
 
 
 def may_read_padding(device: torch.device) -> bool:
-    """Tell whether a backend may read padding, as NCCL does with ``TORCH_NCCL_NAN_CHECK=1``.
+    """Return whether a backend may read padding, as NCCL does with ``TORCH_NCCL_NAN_CHECK=1``.
 
-    Backends of the CPU read none.
+    CPU backends never do.
     """
     return _torch.has_streams(device)
 
@@ -98,8 +98,8 @@ def may_read_padding(device: torch.device) -> bool:
 class EachAllGather(AllGatherLaunch):
     """One c10d launch for each tensor.
 
-    Hazard: two coalesced all-gathers in flight on one process group of gloo corrupt its memory.
-    Guard: gloo launches none. Test: ``test_gloo_launches_no_coalesced_all_gather``.
+    Hazard: two coalesced all-gathers in flight on one gloo process group corrupt its memory.
+    Guard: gloo uses this class. Test: ``test_gloo_launches_no_coalesced_all_gather``.
     """
 
     def launch(
@@ -127,9 +127,9 @@ def gather_each(
 ) -> list[Waitable]:
     """Launch the gather of each input [n] into its output [N * n] on rank ``to`` of ``group``."""
     works: list[Waitable] = []
-    for index, own in enumerate(inputs):
+    for index, shard in enumerate(inputs):
         rows = list(outputs[index].view(group.size(), -1)) if outputs else None
-        work = dist.gather(own, rows, group=group, group_dst=to, async_op=True)
+        work = dist.gather(shard, rows, group=group, group_dst=to, async_op=True)
         works += [] if work is None else [work]
     return works
 
@@ -150,7 +150,7 @@ def _as_bytes(tensors: Sequence[torch.Tensor]) -> Tensors:
     return [tensor.view(torch.uint8) for tensor in tensors]
 
 
-# Custom collectives, and memory that a backend allocates ------------------------------------------
+# Custom collectives, and memory of a backend ------------------------------------------------------
 
 
 class _Allocates(ABC):
@@ -196,8 +196,8 @@ class AllGather(_Allocates):
             output_tensor: Made by :meth:`allocate`.
             input_tensor: Made by :meth:`allocate`.
             group: The N ranks.
-            async_op: Whether the caller wants something to wait for; ``None`` may be returned all
-                the same when the work is done.
+            async_op: Whether to return a work to wait for. ``None`` is allowed in any case; it
+                means that the gather is done.
         """
 
 
@@ -230,8 +230,8 @@ class ReduceScatter(_Allocates):
 class Then:
     """Waits for a collective, if there is one, then calls a function, once.
 
-    Keeps the sent tensor until then, since a custom collective may run on a stream that nothing
-    orders before the next use of that memory.
+    It keeps the sent tensor until then: a custom collective may run on a stream of its own, and
+    nothing else orders that stream before the next use of the memory.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class Then:
 
 
 class CustomAllGather(AllGatherLaunch):
-    """Gathers by a custom all-gather: one call for each dtype."""
+    """Calls a custom all-gather once for each dtype."""
 
     def __init__(self, comm: AllGather | InMemory) -> None:
         self.comm = comm
@@ -262,7 +262,7 @@ class CustomAllGather(AllGatherLaunch):
 
 
 class CustomReduceScatter(ReduceScatterLaunch):
-    """Reduces by a custom reduce-scatter: one call for each dtype."""
+    """Calls a custom reduce-scatter once for each dtype."""
 
     reads_padding = True
     copies_out = True
@@ -287,8 +287,8 @@ def _launch_custom(
 
     Args:
         comm: The all-gather or reduce-scatter.
-        outputs: The tensors to write, and their number of rows: one for each sending rank.
-        inputs: The tensors to send, and their number of rows: one for each receiving rank.
+        outputs: The tensors to write, and their number of rows: a row for each sending rank.
+        inputs: The tensors to send, and their number of rows: a row for each receiving rank.
         group: The ranks.
         op: The reduce op of a reduce-scatter.
     """
@@ -329,11 +329,12 @@ class Memory:
 
 
 class InMemory(_Allocates):
-    """A collective of c10d over memory that the backend allocates; always asynchronous.
+    """A collective of c10d in memory that the backend allocates; always asynchronous.
 
     Args:
         memory: The memory.
-        launch: Launches it, given output, input, process group, and the op of a reduction.
+        launch: Launches the collective, given output, input, process group, and the reduce op of a
+            reduction.
     """
 
     def __init__(self, memory: Memory, launch: Callable[..., dist.Work]) -> None:
@@ -347,19 +348,19 @@ class InMemory(_Allocates):
     def __call__(
         self,
         output: torch.Tensor,
-        own: torch.Tensor,
+        source: torch.Tensor,
         group: dist.ProcessGroup,
         *op: Any,
         async_op: bool,
     ) -> Waitable:
-        """Launch it, over buffers that are registered first."""
-        for buffer in (output, own):
+        """Register the buffers and launch the collective."""
+        for buffer in (output, source):
             self._memory.register(buffer, group)
-        return self._launch(output, own, group, *op)
+        return self._launch(output, source, group, *op)
 
 
 def backend_memory(mesh: ShardMesh, label: str) -> Memory:
-    """Return memory that the backend of a mesh allocates.
+    """Return the memory allocator of the backend of a mesh.
 
     Raises:
         ShardError: If the backend allocates none.
@@ -383,7 +384,5 @@ def symmetric_memory(mesh: ShardMesh, label: str) -> Memory:
     group, device = mesh.shard_group, mesh.device
     name = "no process group" if group is None else _torch.backend_name(group, device)
     if name != "nccl":
-        raise ShardError(
-            f"Expected {label} on NCCL, whose symmetric memory collectives can use, got {name}"
-        )
+        raise ShardError(f"Expected {label} on NCCL, the backend with symmetric memory, got {name}")
     return Memory(*_torch.symmetric_memory_of_nccl())

@@ -1,14 +1,14 @@
 """The errors of a failed collective: which rank is missing, in which operation, on which rank.
 
-A process group in which a collective has failed is lost: its ranks are no longer in step, and a
-message of the failed collective would be taken for one of the next. So gloo closes its connections,
-and ranks that share memory refuse to go on likewise.
+A process group is lost after a failed collective: its ranks are out of step, and one could mistake
+a message of the failed collective for one of the next. So gloo closes its connections, and ranks
+that share memory refuse every later collective.
 
-A rank that fails by itself, in a hook of the user for example, publishes that in the store of its
-process group (:func:`announce`). So does a rank that waits for long. The thread of ``beside.py``
-watches every wait (:class:`watched`): it polls the store while the wait lasts, and ends the wait
-when another rank has failed. Only process groups of gloo are watched, since waits of other backends
-do not block the host.
+A rank that fails on its own, in a hook of the user for example, publishes the failure in the store
+of its process group (:func:`announce`). A rank that waits for long publishes its wait. The thread
+of ``beside.py`` watches every wait (:class:`watched`): it polls the store while the wait lasts, and
+ends the wait when another rank has failed. It only watches process groups of gloo, since waits of
+other backends do not block the host.
 
 Ranks that run different collectives wait for each other, each for a collective that the next one
 does not launch. Ranks that wait for long publish the collective that they wait for, and the
@@ -42,7 +42,7 @@ _losses = weakref.WeakKeyDictionary()
 
 
 def lost(group: dist.ProcessGroup, peer: int, got: object) -> ShardError:
-    """Mark ``group`` as lost; return the error that says so.
+    """Mark ``group`` as lost; return the error to raise.
 
     Args:
         group: The process group.
@@ -56,18 +56,18 @@ def lost(group: dist.ProcessGroup, peer: int, got: object) -> ShardError:
 
 
 def mismatch(group: dist.ProcessGroup, peer: int, own: str, got: str) -> RankMismatchError:
-    """Mark ``group`` as lost, since a rank sends other tensors than this one; return the error."""
+    """Mark ``group`` as lost because a rank sends other tensors than this one; return the error."""
     rank = dist.get_process_group_ranks(group)[peer]
     error = RankMismatchError(
         f"Expected {own} from rank {rank} as on this one, got {got}; has a parameter been replaced "
-        "or converted on one of them alone?"
+        "or converted on one of the two ranks only?"
     )
     _losses.setdefault(group, str(error))
     return error
 
 
 def is_lost(group: dist.ProcessGroup) -> bool:
-    """Tell whether a collective of ``group`` has failed."""
+    """Return whether a collective of ``group`` has failed."""
     return group in _losses
 
 
@@ -87,22 +87,22 @@ def named(error: RuntimeError, op: str) -> RuntimeError:
         error: The error of the backend or of this library; returned as it is if it names both.
         op: The operation, such as "gathering group 'blocks.3'".
     """
-    said = f"Rank {dist.get_rank()} failed while "
-    if isinstance(error, CommunicationError) or str(error).startswith(said):
+    prefix = f"Rank {dist.get_rank()} failed while "
+    if isinstance(error, CommunicationError) or str(error).startswith(prefix):
         return error
     kind = RankMismatchError if isinstance(error, RankMismatchError) else CommunicationError
-    return kind(f"{said}{op}: {error}")
+    return kind(f"{prefix}{op}: {error}")
 
 
-_PARTED = "Expected all ranks to run the same, got "
+_DEADLOCK = "Expected all ranks to run the same, got "
 
 
 def _bare(text: str) -> str:
-    """Return the sentence about a deadlock alone, if a text ends with one."""
-    return text[max(text.rfind(_PARTED), 0) :]
+    """Return only the sentence about a deadlock, if a text ends with one."""
+    return text[max(text.rfind(_DEADLOCK), 0) :]
 
 
-# Ranks that wait for each other. Pure -------------------------------------------------------------
+# Deadlocks, found from published waits. Pure ------------------------------------------------------
 
 
 class Wait(NamedTuple):
@@ -111,7 +111,7 @@ class Wait(NamedTuple):
     Attributes:
         op: The operation, such as "gathering group 'blocks.3'".
         key: The key of the collective, the same on all ranks.
-        number: The number of the awaited collective among those of its key.
+        number: The number of the awaited collective among those with the same key.
         launched: The number of launched collectives by key.
     """
 
@@ -122,14 +122,13 @@ class Wait(NamedTuple):
 
 
 def never_comes(own: int, waits: Mapping[int, Wait]) -> int | None:
-    """Return a rank that ``own`` waits for, and that waits for ``own`` itself or through others.
+    """Return a rank that ``own`` waits for and that waits for ``own``, directly or through others.
 
     A published wait stays true until all other ranks have launched the awaited collective. So if
-    each rank of a cycle has not launched what the one before waits for, all wait for ever, however
-    old the published waits are.
+    the waits form a cycle, all ranks of the cycle wait for ever, however old the records are.
 
     Args:
-        own: This rank, whose wait is up to date.
+        own: This rank; its own record is up to date.
         waits: The published waits, by rank.
     """
 
@@ -137,8 +136,8 @@ def never_comes(own: int, waits: Mapping[int, Wait]) -> int | None:
         wait = waits[rank]
         return [
             other
-            for other, theirs in waits.items()
-            if other != rank and theirs.launched.get(wait.key, 0) < wait.number
+            for other, other_wait in waits.items()
+            if other != rank and other_wait.launched.get(wait.key, 0) < wait.number
         ]
 
     for first in missing_for(own):
@@ -152,16 +151,16 @@ def never_comes(own: int, waits: Mapping[int, Wait]) -> int | None:
     return None
 
 
-# What ranks publish -------------------------------------------------------------------------------
+# Published failures and waits ---------------------------------------------------------------------
 
-_UNEVEN = "ranks whose batches end at different steps iterate by composable_shard.uneven()"
+_UNEVEN = "if ranks have different numbers of batches, iterate with composable_shard.uneven()"
 ENDED = f"the end of its process; {_UNEVEN}"
 _PATIENCE = 1.0  # seconds that a wait may last before the store is polled
 _ANSWER = 2.0  # seconds to wait for the store before an error is raised without it
-_FAILED, _WAITS = "failed", "waits"  # keys of the store: whether any rank has, and for each rank
+_FAILED, _WAITS = "failed", "waits"  # keys of the store; each rank adds its number to them
 _SIGNS_OF_A_TIME_OUT = ("time-out of", "Timed out", "timed out")
-_LOAD = 4000  # records of waits that all ranks together read each second, at most
-_NUM_TOLD = 8  # ranks that a message locates
+_LOAD = 4000  # the most records of waits that all ranks together read each second
+_NUM_LOCATED = 8  # the most ranks that a message locates
 _NO_TAG = (1 << 31) - 1  # the tag of a message that no rank sends
 _ANNOUNCED = "_composable_shard_is_announced"
 
@@ -189,63 +188,64 @@ class _Board:
         self._place = group.rank()
         self._store = _torch.store_of(group)
 
-    def say(self, key: str, text: str) -> None:
+    def publish(self, key: str, text: str) -> None:
         self._store.set(f"{key} {self._place}", text)
         self._store.set(key, "")
 
-    def take_back(self, key: str) -> None:
+    def withdraw(self, key: str) -> None:
         self._store.delete_key(f"{key} {self._place}")
 
-    def _said(self, key: str) -> dict[int, str]:
-        """Return what the other ranks have published, by their ranks in the job."""
+    def _published(self, key: str) -> dict[int, str]:
+        """Return the texts that the other ranks have published, by global rank."""
         if not self._store.check([key]):
             return {}
-        said = {
+        texts = {
             rank: self._store.get(f"{key} {place}").decode()
             for place, rank in enumerate(self.ranks)
             if place != self._place and self._store.check([f"{key} {place}"])
         }
-        return {rank: text for rank, text in said.items() if text}  # else taken back just now
+        return {rank: text for rank, text in texts.items() if text}  # empty if withdrawn just now
 
     def failure(self) -> str | None:
         """Return the failure of a rank that has failed more often than this one, if there is one.
 
-        Where all ranks fail alike, none waits for another.
+        If all ranks fail alike, none waits for another.
         """
         found = []
-        for rank, text in self._said(_FAILED).items():
-            count, _, what = text.partition(" ")
+        for rank, text in self._published(_FAILED).items():
+            count, _, description = text.partition(" ")
             if int(count) > self.num_failures:
-                found.append(f"rank {rank} failed while {what}")
+                found.append(f"rank {rank} failed while {description}")
         # The first cause goes before the failures that it led to on other ranks.
         follows = f": {CommunicationError.__name__}: "
         return min(found, key=lambda text: follows in text, default=None)
 
     def waits(self) -> dict[int, Wait]:
-        """Return by rank the waits of other ranks that have lasted for long."""
-        return {rank: Wait(*json.loads(text)) for rank, text in self._said(_WAITS).items()}
+        """Return the published (long) waits of other ranks, by rank."""
+        return {rank: Wait(*json.loads(text)) for rank, text in self._published(_WAITS).items()}
 
     def whereabouts(self) -> str:
-        """Return where the other ranks are, as far as their waits are watched."""
-        waits = self.waits()
-        told = [f"rank {rank} waits while {waits[rank].op}" for rank in list(waits)[:_NUM_TOLD]]
+        """Describe where the other ranks are, as far as they have published waits."""
+        waits, most = self.waits(), _NUM_LOCATED
+        found = [f"rank {rank} waits while {waits[rank].op}" for rank in list(waits)[:most]]
         away = [rank for place, rank in enumerate(self.ranks) if place != self._place]
         away = [rank for rank in away if rank not in waits]
         if away:
-            names = [str(rank) for rank in away[:_NUM_TOLD]]
-            names += [f"{len(away) - _NUM_TOLD} more"] if len(away) > _NUM_TOLD else []
-            told.append(
+            names = [str(rank) for rank in away[:most]]
+            names += [f"{len(away) - most} more"] if len(away) > most else []
+            found.append(
                 f"rank {', '.join(names)} waits in no collective of the library: it may be in "
                 "another (dist.barrier(), full_tensor(), a full state dict), be busy, or have "
                 f"stopped; {_UNEVEN}"
             )
-        return "; ".join(told)
+        return "; ".join(found)
 
     def break_connections(self) -> None:
-        """Let all waits of this rank in the group fail.
+        """Make all waits of this rank in the group fail.
 
-        Gloo closes all connections when a message is not there within its time-out, but none if one
-        is closed already, as after this call on the other rank. So there is a message for each.
+        Gloo closes all connections if a message does not arrive within its time-out, but not if one
+        connection is closed already, as after this call on another rank. So this awaits a message
+        from each rank.
         """
         group = self._group()
         if group is None:
@@ -258,7 +258,7 @@ class _Board:
 
 
 def board_of(group: dist.ProcessGroup) -> _Board | None:
-    """Return the board of ``group`` if its waits are watched."""
+    """Return the board of ``group``; ``None`` unless it is a gloo group of several ranks."""
     try:
         return _boards[group]
     except KeyError:
@@ -270,9 +270,9 @@ def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Excepti
     """Publish that this rank has failed, until it calls a collective again.
 
     Args:
-        groups: The process groups whose ranks may wait for it.
+        groups: The process groups with ranks that may wait for this one.
         op: The operation that failed.
-        error: The error, which is announced once and gets a note if this rank caused it.
+        error: The error. It is announced once, and gets a note if this rank caused it.
 
     Collective: none.
     """
@@ -281,8 +281,8 @@ def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Excepti
     setattr(error, _ANNOUNCED, True)
     if not isinstance(error, (CommunicationError, RankMismatchError)):
         error.add_note(
-            f"Rank {dist.get_rank()} failed while {op}; ranks that did not fail likewise, and "
-            "wait for it, are told so (on gloo), or raise when their time-out has passed"
+            f"Rank {dist.get_rank()} failed while {op}; ranks that wait for it raise an error that "
+            "names it (on gloo), or raise after their time-out"
         )
     reason = str(error).partition("\n")[0][:2000]
     reason = reason.removeprefix(f"Rank {dist.get_rank()} failed while {op}: ")
@@ -292,23 +292,23 @@ def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Excepti
             board.num_failures += 1
             announced.add(board)
             text = f"{board.num_failures} {op}: {type(error).__name__}: {reason}"
-            run_once(functools.partial(board.say, _FAILED, text))
+            run_once(functools.partial(board.publish, _FAILED, text))
     if announced:
-        run_once(bool, _ANSWER)  # until it is published: a rank that waits in the store blocks it
+        run_once(bool, _ANSWER)  # wait for the publication, which may be slow
 
 
 def go_on() -> None:
-    """Withdraw the failure of this rank, which calls a collective again."""
+    """Withdraw the failure of this rank, since it calls a collective again."""
     while announced:
-        run_once(functools.partial(announced.pop().take_back, _FAILED))
+        run_once(functools.partial(announced.pop().withdraw, _FAILED))
 
 
 def count_launch(group: dist.ProcessGroup, key: str) -> int:
     """Count a launch; return its number among the launches of its ``key``.
 
-    Hazard: a rank waits on one thread, and launches the awaited collective on another. Guard: once
-    a second thread launches, numbers are 0, and no deadlock is told. Test:
-    ``test_of_ranks_with_several_threads_nothing_is_known``.
+    Hazard: a rank waits on one thread and launches the awaited collective on another, which is no
+    deadlock. Guard: once a second thread launches, numbers are 0, and no deadlock is reported.
+    Test: ``test_of_ranks_with_several_threads_nothing_is_known``.
     """
     launches = _launches.get(group)
     if launches is None:
@@ -337,23 +337,23 @@ class watched:
     """Watch the wait for collectives inside, and explain its failure.
 
     Hazard: another rank has failed, or runs another collective, and this one waits until its
-    time-out. Guard: a thread polls what other ranks publish. Test:
+    time-out. Guard: a thread polls the failures and waits that other ranks publish. Test:
     ``test_a_hook_that_fails_on_one_rank_is_an_error_on_all``.
 
     Args:
         group: The process group.
         op: The operation, such as "gathering group 'blocks.3'".
-        key: The key of the collective, the same on all ranks, if a rank may leave it out.
-        number: Its number; see :func:`count_launch`.
+        key: The key of the collective, the same on all ranks, if a rank may skip the collective.
+        number: The number of the launch; see :func:`count_launch`.
 
     Raises:
-        CommunicationError: In the place of any ``RuntimeError``, which is its cause.
+        CommunicationError: For any ``RuntimeError`` inside, with that as its cause.
     """
 
     __slots__ = (
         "_answer",
         "_group",
-        "_is_said",
+        "_is_published",
         "_key",
         "_looked",
         "_looked_at_waits",
@@ -371,9 +371,9 @@ class watched:
         self._key, self._number = key, number
         self._group = group
         self.board = board_of(group)
-        self._is_said = False
+        self._is_published = False
         self._seen: str | None = None
-        self._start = self._looked = self._looked_at_waits = 0.0  # until it waits
+        self._start = self._looked = self._looked_at_waits = 0.0  # before the wait
         self._answer = ""
 
     def __enter__(self) -> watched:
@@ -392,12 +392,12 @@ class watched:
         if self.board is not None:
             with contextlib.suppress(ValueError):
                 _waits.remove(self)
-            if self._is_said:
-                run_once(functools.partial(self._take_back, self.board))
+            if self._is_published:
+                run_once(functools.partial(self._withdraw, self.board))
         if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
-            told = self.explain(error)
-            _losses.setdefault(self._group, str(told))
-            raise told from error
+            explained = self.explain(error)
+            _losses.setdefault(self._group, str(explained))
+            raise explained from error
 
     def explain(self, error: RuntimeError) -> RuntimeError:
         """Return an error that names the operation of this rank, and the failures of others.
@@ -408,16 +408,16 @@ class watched:
         error, board = named(error, self._op), self.board
         if board is None or type(error) is not CommunicationError:
             return error
-        has_waited = self._start > 0  # the launch of a collective fails without
+        has_waited = self._start > 0  # false if the launch failed
         is_late = has_waited and any(sign in str(error) for sign in _SIGNS_OF_A_TIME_OUT)
-        run_once(functools.partial(self._ask, board, is_late), _ANSWER)
-        own = str(error).removeprefix(f"Rank {dist.get_rank()} failed while {self._op}: ")
-        if not self._answer or self._answer in own or own in self._answer:
-            return error  # nothing new: it is the cause, or another rank says the same
+        run_once(functools.partial(self._find_cause, board, is_late), _ANSWER)
+        reason = str(error).removeprefix(f"Rank {dist.get_rank()} failed while {self._op}: ")
+        if not self._answer or self._answer in reason or reason in self._answer:
+            return error  # nothing new: this error is the cause, or another rank reports the same
         bare = _bare(text := f"{error}; {self._answer}")
         return CommunicationError(text) if bare == text else named(ShardError(bare), self._op)
 
-    def _ask(self, board: _Board, is_late: bool) -> None:
+    def _find_cause(self, board: _Board, is_late: bool) -> None:
         failure = self.failure or board.failure() or self._deadlock(board)
         if failure is not None:
             self._answer = failure
@@ -428,16 +428,16 @@ class watched:
             )
 
     def look(self) -> None:
-        """Poll the store if it is time to. Called by the watcher."""
+        """Poll the store if it is due. Called by the watcher."""
         board, now = self.board, time.monotonic()
         assert board is not None
-        pause = PAUSE + len(board.ranks) / 2000  # they share the store
+        pause = PAUSE + len(board.ranks) / 2000  # all ranks share the store
         if self.failure is not None or now < self._start + _PATIENCE or now < self._looked + pause:
             return
         self._looked = now
-        if not self._is_said:
-            self._is_said = True
-            board.say(_WAITS, json.dumps(self._own()))
+        if not self._is_published:
+            self._is_published = True
+            board.publish(_WAITS, json.dumps(self._current_wait()))
         failure = board.failure()
         is_sure = failure is None or failure == self._seen
         if failure is None and now >= self._looked_at_waits + len(board.ranks) ** 2 / _LOAD:
@@ -448,14 +448,14 @@ class watched:
             board.break_connections()
         self._seen = failure
         if self not in _waits:
-            self._take_back(board)
+            self._withdraw(board)
 
-    def _take_back(self, board: _Board) -> None:
-        """Withdraw the wait; after a deadlock it stays, for the other ranks to find it too."""
-        if _PARTED not in (self.failure or ""):
-            board.take_back(_WAITS)
+    def _withdraw(self, board: _Board) -> None:
+        """Withdraw the wait; after a deadlock it stays, so that the other ranks find it too."""
+        if _DEADLOCK not in (self.failure or ""):
+            board.withdraw(_WAITS)
 
-    def _own(self) -> Wait:
+    def _current_wait(self) -> Wait:
         launches = _launches.get(self._group)
         launched = {} if launches is None else dict(launches.counts)
         return Wait(self._op, self._key, self._number, launched)
@@ -465,20 +465,21 @@ class watched:
         if not self._number:
             return None
         waits, this = board.waits(), dist.get_rank()
-        rank = never_comes(this, {**waits, this: self._own()})
+        rank = never_comes(this, {**waits, this: self._current_wait()})
         if rank is None:
             return None
         first, second = sorted([(rank, waits[rank].op), (this, self._op)])
         return (
-            f"{_PARTED}rank {first[0]} {first[1]} and rank {second[0]} {second[1]}: evaluation, "
+            f"{_DEADLOCK}rank {first[0]} {first[1]} and rank {second[0]} {second[1]}: evaluation, "
             "generation or saving on some ranks only, or a branch that only some ranks take; run "
-            "it on all ranks, or call sit_out(module) where a rank has nothing for a module"
+            "it on all ranks, or call sit_out(module) on ranks without input for a module"
         )
 
 
 def failure_in(group: dist.ProcessGroup) -> str | None:
     """Return the failure that ends the waits in ``group``, if there is one."""
-    return next((one.failure for one in list(_waits) if one.board is _boards.get(group)), None)
+    board = _boards.get(group)
+    return next((wait.failure for wait in list(_waits) if wait.board is board), None)
 
 
 def _look_at_waits() -> None:

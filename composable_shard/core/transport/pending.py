@@ -1,11 +1,11 @@
 """Waits for collectives, and the tensors and streams that they need.
 
-Freed memory goes back to the stream that it was allocated on, which reuses it at once. So tensors
-of a collective are allocated and released on the launching stream. The backend's stream starts
-after that stream, which continues after the collective; :class:`Pending` ensures both, whatever
-stream waits. :class:`UsedStreams` tracks memory that lives longer and is read on other streams. The
-CPU has no streams, and runs the same code. Copies of offloaded shards have streams of their own:
-see ``host.py``.
+The allocator returns freed memory to its allocating stream, which reuses it at once. So tensors of
+a collective are allocated and released on the launching stream. The collective starts after the
+earlier work of that stream, and the stream continues after the collective; :class:`Pending` ensures
+both, whatever stream waits. :class:`UsedStreams` tracks memory that lives longer and is read on
+other streams. The CPU has no streams, and runs the same code. Copies of offloaded shards use
+streams of their own: see ``host.py``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from composable_shard.errors import ShardError
 
 
 class Waitable(Protocol):
-    """A launched collective, as ``torch.distributed.Work`` is, or an event of any backend."""
+    """A launched collective, such as ``torch.distributed.Work``, or an event of any backend."""
 
     def wait(self) -> object:
-        """Make the current stream (on the CPU: the caller) continue after it."""
+        """Make the current stream (on the CPU: the caller) wait for it."""
 
 
 class Pending:
@@ -38,7 +38,7 @@ class Pending:
         works: The collectives, in the order of their waits.
         op: The operation, for messages.
         stream: The launching stream; ``None`` on the CPU.
-        owned: Tensors that nothing else keeps for them.
+        owned: Tensors of the collectives that nothing else keeps alive.
     """
 
     __slots__ = ("_is_broken", "_op", "_owned", "_stream", "_works")
@@ -57,7 +57,7 @@ class Pending:
         self._is_broken = False
 
     def pass_through(self, stream: torch.Stream) -> None:
-        """Let ``stream`` wait for the collectives; :meth:`wait` is still to come."""
+        """Let ``stream`` wait for the collectives; :meth:`wait` must still be called."""
         with _torch.on_stream(stream):
             while self._works:
                 self._works.pop().wait()
@@ -68,12 +68,12 @@ class Pending:
 
         Raises:
             CommunicationError: If a collective fails.
-            ShardError: If it is waited for again after it failed, or after an interrupt.
+            ShardError: After a wait that failed or was interrupted.
         """
         if self._is_broken:
             raise ShardError(
-                f"Expected to be waiting for the first time while {self._op}, got a wait that "
-                "failed or was interrupted before; run the whole iteration again"
+                f"Expected no failure before while {self._op}, got a wait that failed or was "
+                "interrupted; run the whole iteration again"
             )
         works, self._is_broken = self._works, True
         try:
@@ -85,7 +85,7 @@ class Pending:
         self._is_broken = False
 
     def drop(self) -> None:
-        """Wait until nothing writes to the tensors any more, even if collectives have failed."""
+        """Wait until no collective writes to the tensors any more, even if some have failed."""
         while self._works:
             with contextlib.suppress(RuntimeError):
                 self._works.pop().wait()
@@ -93,10 +93,10 @@ class Pending:
 
 
 class UsedStreams:
-    """The streams that use some memory.
+    """The streams that use a piece of memory.
 
-    Hazard: memory goes back to the stream that it was allocated on while another one uses it.
-    Guard: that stream waits for all others first. Test: ``tests/streams/test_planted_faults.py``.
+    Hazard: memory returns to its allocating stream while another stream uses it. Guard: the
+    allocating stream first waits for all others. Test: ``tests/streams/test_planted_faults.py``.
 
     Args:
         device: The device of the memory.
@@ -108,13 +108,13 @@ class UsedStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._has_streams = _torch.has_streams(device)
-        self._owner: torch.Stream | None = None  # the allocating stream, until it is freed
+        self._owner: torch.Stream | None = None  # the allocating stream, until the memory is freed
         self.home: torch.Stream | None = None
         self._used: list[torch.Stream] = []
-        self._last: torch.Stream | None = None  # the stream of the gradients, if there are any
+        self._last: torch.Stream | None = None  # the last user: the stream of the gradients
 
     def fill(self) -> None:
-        """Note that the current stream fills the memory, and allocates it unless it was kept."""
+        """Record that the current stream fills the memory, and allocates it unless it was kept."""
         if not self._has_streams:
             return
         stream = _torch.current_stream(self._device)
@@ -126,7 +126,7 @@ class UsedStreams:
         self._used.clear()
 
     def use(self) -> None:
-        """Let the current stream use the memory."""
+        """Record that the current stream uses the memory; it waits for the filling stream."""
         if self.home is None:
             return
         stream = _torch.current_stream(self._device)
@@ -137,19 +137,19 @@ class UsedStreams:
         self._last = stream
 
     def at_owner(self) -> contextlib.AbstractContextManager[object]:
-        """Give work to the allocating stream, after all streams that use the memory."""
+        """Make the allocating stream current, after all streams that use the memory."""
         return self._gathered(self._owner) if self._has_streams else _HERE
 
     def freed(self) -> None:
-        """Note that the memory has been freed."""
+        """Record that the memory has been freed."""
         self._owner = None
 
     def where_filled(self) -> contextlib.AbstractContextManager[object]:
-        """Give work to the stream that filled the memory, after all streams that use it."""
+        """Make the stream that filled the memory current, after all streams that use it."""
         return self._gathered(self.home)
 
     def where_used(self) -> contextlib.AbstractContextManager[object]:
-        """Give work to the stream that used the memory last, after all others that use it."""
+        """Make the stream that used the memory last current, after all others that use it."""
         return self._gathered(self._last) if self._has_streams else _HERE
 
     def _gathered(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
@@ -160,7 +160,7 @@ class UsedStreams:
         return _HERE if is_current else _torch.on_stream(stream)
 
     def _let_wait(self, stream: torch.Stream) -> None:
-        """Let a stream continue after all streams that use the memory."""
+        """Let a stream wait for all streams that use the memory."""
         users = {*self._used, self._owner, self.home, _torch.current_stream(self._device)}
         for other in users - {stream, None}:
             if other is not None:
@@ -185,7 +185,7 @@ beside_compute: dict[torch.device, torch.Stream] = {}
 
 
 def compute_stream(device: torch.device) -> int:
-    """Return the number of the stream that is current on ``device``; 0 on the CPU."""
+    """Return the id of the current stream on ``device``; 0 on the CPU."""
     return _torch.current_stream(device).stream_id if _torch.has_streams(device) else 0
 
 
@@ -193,13 +193,13 @@ _HERE = contextlib.nullcontext()
 
 
 def on_stream_beside(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Give work to ``stream``, as :func:`run_beside` does, unless it is current."""
+    """Make ``stream`` current, as :func:`run_beside` does, unless it is current already."""
     is_here = stream is None or stream == _torch.current_stream(stream.device)
     return _HERE if is_here else run_beside(stream)
 
 
 def run_beside(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Give work to ``stream`` after that of the compute stream, which continues after it."""
+    """Make ``stream`` current, after the compute stream, which then waits for it."""
     return _HERE if stream is None else _beside(stream)
 
 

@@ -1,7 +1,7 @@
-"""A collective of ranks of one host: each publishes tensors for the others, and reads theirs.
+"""A collective of ranks of one host: each rank publishes tensors, and reads those of the others.
 
-A message is a slab: a table of its tensors, and the tensors behind it. ``mailbox.py`` publishes it,
-and says when its memory is free again.
+A message is a slab: a table of its tensors, and then the tensors. ``mailbox.py`` publishes it, and
+tracks when its memory is free again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DTYPES = [
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64),
     *(torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     *(torch.uint16, torch.uint32, torch.uint64, torch.complex32),
-]  # a dtype's place here is its number in the table
+]  # the table refers to a dtype by its index in this list
 _ALIGNMENT = 64  # bytes
 
 
@@ -38,7 +38,7 @@ class Form(NamedTuple):
     Attributes:
         numels: The number of elements of a part of each tensor.
         dtypes: The dtype of each tensor.
-        num_parts: The number of parts, which lie one behind another.
+        num_parts: The number of parts, laid end to end.
     """
 
     numels: tuple[int, ...]
@@ -52,7 +52,7 @@ class Form(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Where the tensors of a form lie in a slab.
+    """The places of a form's tensors in a slab.
 
     Attributes:
         table: The table at the beginning, which lists the tensors.
@@ -82,16 +82,16 @@ def _plan(form: Form) -> _Plan:
 
 _NUM_YIELDS = 20  # polls before the first nap
 _NAPS = 2e-5, 1e-3  # seconds of the shortest and the longest nap
-_NAP_SHARE = 0.1  # a nap's share of the time already waited
+_NAP_SHARE = 0.1  # the length of a nap, as a share of the time waited so far
 _LONG = 0.05  # seconds between two checks whether the other rank has ended
 
 
 class Exchange:
-    """A collective in which each rank publishes tensors for the others, and reads theirs.
+    """A collective: each rank publishes tensors, and reads those of the others.
 
     Args:
         group: The process group.
-        tag: A number that the ranks have agreed on.
+        tag: The tag of the messages, which the ranks have agreed on.
         ranks: The ranks to exchange with; each of them exchanges with this one.
         form: The form of this rank's message.
         fill: Writes the message, given the address of each tensor; ``None`` if no rank reads it.
@@ -100,8 +100,8 @@ class Exchange:
         form: The form of this rank's message.
 
     Raises:
-        ShardError: Here and in all methods, if a rank has ended, has given up, or is not there
-            within the time-out of the process group, which is lost then.
+        ShardError: Here and in all methods, if a rank has ended, has given up, or does not publish
+            within the time-out of the process group. The group is then lost.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Exchange:
     ) -> None:
         self._unread: list[int] = []
         self._views: list[View] = []
-        self._is_published = True  # nothing is due before it has begun
+        self._is_published = True  # nothing to give up before it has begun
         mailbox = mailbox_of(group)
         assert mailbox is not None
         self._group, self.form = group, form
@@ -122,7 +122,7 @@ class Exchange:
         self._note = mailbox.given_up.append  # globals may be gone when the interpreter ends
         mailbox.go_on()
         self._key = mailbox.next_key(tag)
-        self._unread = list(ranks)  # from here on it is given up unless it is finished
+        self._unread = list(ranks)  # from here on, an unfinished exchange is given up
         self._is_published = False
         self._plan = plan = _plan(form)
         slab = mailbox.take_slab(len(plan.table) if fill is None else plan.nbytes)
@@ -137,14 +137,14 @@ class Exchange:
         self._is_published = True
 
     def is_there(self) -> bool:
-        """Tell whether all other ranks have published."""
+        """Return whether all other ranks have published."""
         mailbox, key = self._mailbox, self._key
         return all(mailbox.look(mailbox.peers[rank], key) for rank in tuple(self._unread))
 
     def read(
         self, rank: int, part: int = 0, dtypes: Sequence[torch.dtype] = ()
     ) -> list[torch.Tensor]:
-        """Wait for a rank's message; return its tensors, which are there until :meth:`finish`.
+        """Wait for a rank's message; return its tensors, which are valid until :meth:`finish`.
 
         Args:
             rank: The rank.
@@ -179,14 +179,14 @@ class Exchange:
         look = partial(self._mailbox.look, self._mailbox.peers[rank], self._key)
         entry: Entry = look() or self._wait(rank, look)
         if entry.nbytes == GIVEN_UP:
-            raise lost(self._group, rank, "word that it has given that one up")
+            raise lost(self._group, rank, "word that it has given up")
         return entry
 
     def _form_of(self, view: View, rank: int, nbytes: int) -> Form:
         """Return the form of an unexpected message."""
         num_tensors = int.from_bytes(view.bytes(8), sys.byteorder)
         if not 0 <= num_tensors <= nbytes // 16:
-            raise lost(self._group, rank, "a message that is not whole")
+            raise lost(self._group, rank, "an incomplete message")
         words = memoryview(view.bytes(8 + 16 * num_tensors)).cast("q")[1:].tolist()
         dtypes = tuple(_DTYPES[number] for number in words[::2])
         return Form(tuple(words[1::2]), dtypes, self.form.num_parts)
@@ -202,23 +202,23 @@ class Exchange:
             RankMismatchError: See :meth:`read`.
         """
         published = self.read(rank, dtypes=self.form.dtypes)
-        for theirs, place in zip(published, places, strict=True):
-            ctypes.memmove(place, theirs.data_ptr(), theirs.nbytes)
+        for tensor, place in zip(published, places, strict=True):
+            ctypes.memmove(place, tensor.data_ptr(), tensor.nbytes)
 
     def forget_pages(self) -> None:
-        """Stop counting the pages that were read as memory of this rank, until the next read."""
+        """Release the read pages from the resident memory of this rank, until the next read."""
         for view in self._views:
             view.forget_pages()
 
     def finish(self) -> None:
-        """Tell the other ranks that this rank has read their messages."""
+        """Acknowledge the messages of the other ranks."""
         self.forget_pages()
         self._views.clear()
         if self._unread:
             self._mailbox.has_read(self._key, self._unread)
 
     def __del__(self) -> None:
-        """Note that this rank gives up an unfinished exchange."""
+        """Record that this rank gives up an unfinished exchange."""
         if self._views:
             self.forget_pages()
         if self._unread or not self._is_published:

@@ -1,18 +1,18 @@
 """Messages that ranks of one host publish for each other in shared memory.
 
-A rank publishes a message: it copies tensors into a slab of its own memory, and appends an entry to
+To publish a message, a rank copies tensors into a slab of its own memory and appends an entry to
 its ring. Each of the other ranks reads the slab when it needs the values, and acknowledges that
 with a word in its own memory. Then the slab is free again. A message is a copy, so its source may
-change or go at once.
+be changed or freed at once.
 
 An entry names its collective: the tag, which the ranks have agreed on, and the number among the
-collectives of that tag. So an interrupted collective never makes the next one read its message. A
-rank that gives up a collective before it has published appends an entry that says so.
+collectives of that tag. So no collective reads a message of an interrupted one. A rank that gives
+up a collective before it has published appends an entry without a slab.
 
-Each rank writes its own memory alone. The control words in the memory of a rank are:
+Each rank writes only its own memory. The control words in the memory of a rank are:
 
 - the number of entries that it has published;
-- for each other rank, how many of its entries this rank has taken note of;
+- for each other rank, the number of that rank's entries that this rank has taken note of;
 - the ring of entries;
 - for each other rank, the acknowledgements of its messages.
 """
@@ -46,21 +46,22 @@ from composable_shard.core.transport.gloo.shared_memory import (
 from composable_shard.errors import ShardError
 
 NUM_ENTRIES = 256  # in the ring
-NUM_ACKS = 1 << 14  # unread messages at a time
+NUM_ACKS = 1 << 14  # the most unread messages at a time
 _ENTRY = 6  # words: its number, tag, number of its tag, place of the acknowledgement, start, nbytes
 GIVEN_UP = -1  # in the place of nbytes
 
 _log = logging.getLogger("composable_shard")
 _fence = threading.Lock()
 
-Key = tuple[int, int]  # a tag, and which of its collectives
+Key = tuple[int, int]  # a tag, and the number of the collective among those of the tag
 
 
 def _order_memory() -> None:
-    """Order this thread's accesses to memory before the call before those after it.
+    """Act as a memory barrier for this thread.
 
-    Hazard: a processor other than x86 shows a control word before the memory that it announces.
-    Guard: a release and an acquire, by a lock. No test: it would need such a processor, and luck.
+    Hazard: on processors other than x86, a control word may become visible before the memory that
+    it announces. Guard: a release and an acquire of a lock. No test, which would need such a
+    processor, and luck.
     """
     with _fence:
         pass
@@ -90,9 +91,9 @@ class Peer:
     Attributes:
         rank: The rank.
         words: Its control words.
-        num_taken: How many of its entries this rank has taken note of.
+        num_taken: The number of its entries that this rank has taken note of.
         arrived: The entries of messages that this rank has not read.
-        unwanted: Collectives whose message this rank will not read, and has not seen yet.
+        unwanted: Collectives with a message that this rank has not seen yet and will not read.
     """
 
     def __init__(self, rank: int, file: PeerFile, end: int) -> None:
@@ -105,7 +106,7 @@ class Peer:
         self._end = end
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for the end of its process; tell whether it came."""
+        """Wait for the end of the peer's process; return whether it has ended."""
         return has_ended(self._end, seconds)
 
 
@@ -114,8 +115,8 @@ class Mailbox:
 
     Hazard: two threads take note of the same entry. Guard: a lock.
 
-    Hazard: a forked process writes in place of its parent. Guard: it is refused before it takes,
-    writes or returns anything. Test:
+    Hazard: a forked process writes to the memory of its parent. Guard: every access raises an error
+    in a forked process. Test:
     ``test_a_forked_process_writes_nowhere_that_its_parent_has_taken_since``.
 
     Args:
@@ -139,7 +140,7 @@ class Mailbox:
         self._counts: dict[int, int] = {}  # of collectives, by tag
         self._num_published = 0
         self._free_acks: list[int] = []
-        self._num_acks = 0  # that were ever used
+        self._num_acks = 0  # the number that were ever used
         self._unread: list[_Published] = []
         self.given_up: deque[tuple[Key, list[int], bool]] = deque()  # appended to by any thread
 
@@ -149,13 +150,13 @@ class Mailbox:
         return 1 + num_ranks + NUM_ENTRIES * _ENTRY + num_ranks * NUM_ACKS
 
     def next_key(self, tag: int) -> Key:
-        """Begin a collective of that tag."""
+        """Begin a collective of a tag; return its key."""
         with self._lock:
             count = self._counts[tag] = self._counts.get(tag, -1) + 1
         return tag, count
 
     def publish(self, key: Key, slab: Slab, ranks: Sequence[int]) -> bool:
-        """Publish a slab for some ranks; ``False`` if the ring or the acknowledgements are full.
+        """Publish a slab; return ``False`` if the ring or the acknowledgements are full.
 
         Args:
             key: The collective.
@@ -178,13 +179,13 @@ class Mailbox:
         return True
 
     def take_slab(self, nbytes: int) -> Slab:
-        """Return a slab to publish."""
+        """Return a free slab to fill and publish."""
         with self._lock:
             self._take_back()
             return self._own.take(nbytes)
 
     def look(self, peer: Peer, key: Key) -> Entry | None:
-        """Return the entry that a peer has published for a collective, if it has."""
+        """Return a peer's entry for a collective; ``None`` if it has not published one."""
         self.refuse_fork()
         entry = peer.arrived.get(key)
         if entry is None:
@@ -229,15 +230,15 @@ class Mailbox:
                 ranks.pop()
 
     def go_on(self) -> None:
-        """Take note of all entries, and acknowledge messages that this rank has given up."""
+        """Take note of all entries, and acknowledge messages of collectives that were given up."""
         self.catch_up()
         self.let_go()
 
     def catch_up(self) -> None:
         """Take note of the entries of all peers.
 
-        Hazard: a rank that reads no messages never takes note, and the rings of the others fill up.
-        Guard: it does so whenever a collective begins, and now and then on the thread of
+        Hazard: a rank that reads no messages never takes note, and the rings of its peers fill up.
+        Guard: this call, at the start of every collective and periodically on the thread of
         ``beside.py``. Test: ``test_a_rank_that_gets_nothing_takes_note``.
         """
         self.refuse_fork()
@@ -245,20 +246,20 @@ class Mailbox:
             self.take_note(peer)
 
     def let_go(self) -> None:
-        """Tell the other ranks which collectives this rank has given up.
+        """Publish the collectives that this rank has given up, and acknowledge their messages.
 
-        Hazard: garbage is collected at any time and on any thread, also while the lock is held.
-        Guard: an exchange that is collected only leaves a note, which is handled here. Test:
-        ``test_an_exchange_may_go_while_the_lock_is_held``.
+        Hazard: the garbage collector may delete an exchange on any thread, also while the lock is
+        held. Guard: a deleted exchange only appends to ``given_up``, and this call does the rest.
+        Test: ``test_an_exchange_may_go_while_the_lock_is_held``.
         """
         while self.given_up:
             with self._lock:
                 try:
                     key, ranks, is_published = self.given_up[0]
-                except IndexError:  # another thread was quicker
+                except IndexError:  # another thread was faster
                     return
                 if not is_published and not self.has_room(self.peers):
-                    return  # the next time
+                    return  # try again the next time
                 self.has_read(key, ranks)
                 if not is_published:
                     self._write(key, -1, 0, GIVEN_UP)
@@ -290,12 +291,12 @@ class Mailbox:
                 heappush(self._free_acks, published.ack)
 
     def make_room(self, ranks: Iterable[int]) -> bool:
-        """Take note of all entries, since other ranks may wait likewise; see :meth:`has_room`."""
+        """Take note of all entries, since other ranks may wait for it; see :meth:`has_room`."""
         self.catch_up()
         return self.has_room(ranks)
 
     def has_room(self, ranks: Iterable[int]) -> bool:
-        """Tell whether the ranks have taken note of the entry that the next one overwrites."""
+        """Return whether the ranks have taken note of the entry that the next entry overwrites."""
         place, most = 1 + self._rank, self._num_published - NUM_ENTRIES
         return most < 0 or all(self.peers[rank].words[place] > most for rank in ranks)
 
@@ -311,14 +312,14 @@ class Mailbox:
         """Raise an error in a process that was forked from the owner of this mailbox."""
         if os.getpid() != self._process:
             raise ShardError(
-                "Expected the process that made a process group to use it, got one that was forked "
-                "from it; start the ranks before, or make a process group in each"
+                "Expected the process that made a process group to use it, got a process forked "
+                "from it; start the ranks first, and make a process group in each"
             )
 
 
 @dataclass(eq=False)
 class _Published:
-    """A message that some ranks have still to acknowledge."""
+    """A message that some ranks have not acknowledged yet."""
 
     number: int
     ack: int
@@ -351,24 +352,24 @@ def mailbox_of(group: dist.ProcessGroup) -> Mailbox | None:
         if box is not None:
             repeat(box.catch_up)
             ensure_thread()
-        _tell(group, shared)
+        _log_peers(group, shared)
     return _mailboxes[group]
 
 
 def near_ranks(group: dist.ProcessGroup) -> list[int]:
-    """Return the ranks within ``group`` that share memory with this one. Collective: once."""
+    """Return the ranks within ``group`` that share memory with this one. See mailbox_of."""
     mailbox = mailbox_of(group)
     return [] if mailbox is None else list(mailbox.peers)
 
 
 def why_apart(group: dist.ProcessGroup) -> dict[int, str]:
-    """Return by rank why other ranks of ``group`` share no memory with this one."""
+    """Return the reasons why other ranks of ``group`` share no memory with this one, by rank."""
     mailbox_of(group)
     return _reasons[group]
 
 
-def _tell(group: dist.ProcessGroup, shared: Shared) -> None:
-    """Log how this rank communicates with each other one; warn once if that could be faster."""
+def _log_peers(group: dist.ProcessGroup, shared: Shared) -> None:
+    """Log how this rank communicates with each other rank; warn once if that could be faster."""
     ranks = dist.get_process_group_ranks(group)
     rank, name = ranks[group.rank()], group.group_name
     if shared.files:
@@ -385,6 +386,6 @@ def _tell(group: dist.ProcessGroup, shared: Shared) -> None:
         _is_warned = True
         warnings.warn(
             f"Rank {rank} and rank {ranks[slow[0]]} run on one host and share no memory, because "
-            f"{shared.reasons[slow[0]]}; what they send goes through sockets, which is slower",
+            f"{shared.reasons[slow[0]]}; they send messages through sockets, which is slower",
             stacklevel=2,
         )

@@ -1,7 +1,7 @@
-"""All-gather and reduce-scatter from rank to rank on the CPU, as those of gloo are slow.
+"""Point-to-point all-gather and reduce-scatter on the CPU, since those of gloo are slow.
 
-Ranks of one host read messages that the others publish in shared memory (``exchange.py``). Between
-hosts every rank sends its shard to every other, straight into place.
+Ranks of one host read the messages of the others from shared memory (``exchange.py``). Between
+hosts, every rank sends its shard to every other, straight into place.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from composable_shard.core.transport.gloo.mailbox import near_ranks
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.errors import ShardError
 
-CHUNK_NUMEL = 1 << 17  # elements summed at once, so that their sum fits into a cache
-CHUNK_NBYTES = 1 << 18  # bytes copied at once, if there are several destinations
+CHUNK_NUMEL = 1 << 17  # elements to sum at once, so that the sum fits into a cache
+CHUNK_NBYTES = 1 << 18  # bytes to copy at once, if there are several destinations
 _SUM, _AVERAGE = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
@@ -44,10 +44,10 @@ class DirectAllGather(AllGatherLaunch):
         tag: int,
         to: int | None = None,
     ) -> list[Waitable]:
-        """Launch the all-gather, or the gather on rank ``to``; others have no outputs then."""
+        """Launch the all-gather, or the gather on rank ``to``; then the others have no outputs."""
         near, far = _peers_of(group)
         rank, shards = group.rank(), _sendable(inputs)
-        sizes = [own.nbytes for own in shards]
+        sizes = [shard.nbytes for shard in shards]
         receives = to is None or to == rank
         own_places = [_places(outputs, sizes, rank)] if receives else []
         works: list[Waitable] = []
@@ -56,14 +56,14 @@ class DirectAllGather(AllGatherLaunch):
             if receives:
                 messages.receive_shards(outputs, far)
             for peer in far if to is None else {*far} & {to}:
-                for own in shards:
-                    messages.send(own, peer)
+                for shard in shards:
+                    messages.send(shard, peer)
             works.append(messages)
         if not near or to == rank:
             _copy_shards(shards, *own_places)
         if not near:
             return works
-        # All ranks that share memory take part, so that they number their collectives alike.
+        # All ranks that share memory take part, so that all number their collectives alike.
         published = [] if to in far else shards
 
         def fill(addresses: list[int]) -> None:
@@ -74,24 +74,24 @@ class DirectAllGather(AllGatherLaunch):
             exchange.finish()  # this rank needs none of the published shards
             return works
         reading = Then(None, partial(_read_shards, exchange, near, outputs, sizes))
-        if exchange.is_there():  # the sooner it is read, the less memory is shared
+        if exchange.is_there():  # an early read frees the shared memory early
             reading.wait()
         return [*works, reading]
 
 
 def _places(outputs: Tensors, nbytes: Sequence[int], rank: int) -> list[int]:
-    """Return the address of each shard of a rank in the outputs, given the sizes in bytes."""
+    """Return the address in the outputs of each shard of a rank, given the sizes in bytes."""
     return [out.data_ptr() + rank * size for out, size in zip(outputs, nbytes, strict=True)]
 
 
 def _copy_shards(shards: Tensors, *into: list[int]) -> None:
     """Copy each shard to its address in every list."""
-    for own, *places in zip(shards, *into, strict=True):
-        copy_bytes(own.data_ptr(), own.nbytes, *places)
+    for shard, *places in zip(shards, *into, strict=True):
+        copy_bytes(shard.data_ptr(), shard.nbytes, *places)
 
 
 def copy_bytes(source: int, nbytes: int, *into: int) -> None:
-    """Copy from one address to others, in chunks that stay in a cache in between."""
+    """Copy from one address to others, in chunks that fit into a cache."""
     piece = CHUNK_NBYTES if len(into) > 1 else max(nbytes, 1)
     for start in range(0, nbytes, piece):
         count = min(piece, nbytes - start)
@@ -102,8 +102,8 @@ def copy_bytes(source: int, nbytes: int, *into: int) -> None:
 class _Messages:
     """Messages to and from ranks of other hosts, and the wait for all of them.
 
-    :meth:`wait` raises failures, also those of launches: then every rank that is there has got its
-    message, and blames the right rank.
+    :meth:`wait` raises all failures, also those of launches. So every rank first sends its message
+    to the ranks that are alive, and they blame the right rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
@@ -137,8 +137,8 @@ class _Messages:
     def wait(self) -> bool:
         """Wait for all messages, even if one fails, since the others still arrive.
 
-        Hazard: a message that arrives after its time-out is written to freed memory. Guard: no work
-        is kept, and gloo writes nothing for a work that is gone. Test:
+        Hazard: gloo writes a message that arrives after its time-out to freed memory. Guard: no
+        work is kept, and gloo drops the message of a deleted work. Test:
         ``test_what_writes_a_late_message_is_not_kept``.
         """
         works, self._works = self._works[::-1], []
@@ -155,7 +155,7 @@ class _Messages:
 
 
 def _read_shards(exchange: Exchange, near: list[int], outputs: Tensors, sizes: list[int]) -> None:
-    """Copy the published shards of ranks of this host, of so many bytes each, into their places."""
+    """Copy the published shards of ranks of this host into place, given the sizes in bytes."""
     for peer in near:
         exchange.copy_to(peer, _places(outputs, sizes, peer))
     exchange.finish()
@@ -164,9 +164,9 @@ def _read_shards(exchange: Exchange, near: list[int], outputs: Tensors, sizes: l
 class DirectReduceScatter(ReduceScatterLaunch):
     """Every rank receives its part from all others, and adds the parts.
 
-    Parts are added in rank order, so that all shards of a gradient round alike, and in float32 at
-    least, so that half precision is rounded once, after the division. Parts of ranks of this host
-    are widened as they are added; parts for other hosts are cast before they are sent.
+    Parts are added in rank order, so that all shards of a gradient round alike. They are added in
+    at least float32, so that half precision is rounded once, after the division. Parts from this
+    host are widened during the addition; parts for other hosts are cast before they are sent.
     """
 
     widens = True
@@ -212,29 +212,29 @@ class DirectReduceScatter(ReduceScatterLaunch):
             exchange = Exchange(group, tag, near, form, fill)
         is_there = exchange is not None and not far and exchange.is_there()
         for total, full, out in zip(sums, inputs, outputs, strict=True):
-            own = full.detach().view(num_ranks, -1)[rank]
-            total.parts[rank] = own if is_there else _kept(own, out)
+            part = full.detach().view(num_ranks, -1)[rank]
+            total.parts[rank] = part if is_there else _kept(part, out)
         summing = Then(None, partial(_take_sums, sums, exchange, near, rank))
         if is_there:
             summing.wait()
         return [*works, summing]
 
 
-def _kept(own: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Keep this rank's part in the output until the other parts are there."""
-    if own.dtype != out.dtype:
-        return out.copy_(own)
-    copy_bytes(own.data_ptr(), own.nbytes, out.data_ptr())  # in a fifth of torch's time
+def _kept(part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Keep this rank's part in the output until the other parts have arrived."""
+    if part.dtype != out.dtype:
+        return out.copy_(part)
+    copy_bytes(part.data_ptr(), part.nbytes, out.data_ptr())  # takes a fifth of torch's time
     return out
 
 
 def _take_sums(
     sums: list[_RankOrderSum], exchange: Exchange | None, near: list[int], rank: int
 ) -> None:
-    """Compute the sums, once the messages before have arrived."""
+    """Compute the sums, after the wait for the messages of other hosts."""
     for peer in near:
         assert exchange is not None
-        place = rank - (rank > peer)  # a message leaves its own rank's part out
+        place = rank - (rank > peer)  # a message leaves out the part of its sender
         for total, part in zip(sums, exchange.read(peer, place), strict=True):
             total.parts[peer] = part
     longest = min(CHUNK_NUMEL, max((total.out.numel() for total in sums), default=0))
@@ -245,7 +245,7 @@ def _take_sums(
     for total in sums:
         total.take(scratch)
         if exchange is not None and total.out.numel() > CHUNK_NUMEL:
-            exchange.forget_pages()  # so that only one tensor at a time counts twice
+            exchange.forget_pages()  # so that the pages of only one tensor are resident
     if exchange is not None:
         exchange.finish()
 
@@ -291,7 +291,7 @@ class _RankOrderSum:
 
 @lru_cache(maxsize=64)
 def _as_tensor(number: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return a number as a tensor, which torch would otherwise make and cast for every chunk."""
+    """Return a number as a tensor; otherwise torch would make and cast one for every chunk."""
     return torch.tensor(number, dtype=dtype, device="cpu")
 
 
@@ -309,7 +309,7 @@ def _peers_of(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
 
 
 def _sendable(tensors: Sequence[torch.Tensor]) -> Tensors:
-    """View 8-bit floats, which gloo does not know, as bytes."""
+    """View 8-bit floats, which gloo does not support, as bytes."""
     return [
         tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
         for tensor in tensors
