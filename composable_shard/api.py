@@ -1,7 +1,6 @@
 """The public interface: ``fully_shard`` and ``share_comm_ctx``.
 
-Source: ``torch.distributed.fsdp.fully_shard`` (FSDP2), whose names, arguments and defaults it
-keeps.
+Source: ``torch.distributed.fsdp.fully_shard`` (FSDP2), with the same names, arguments and defaults.
 """
 
 from __future__ import annotations
@@ -64,37 +63,38 @@ def fully_shard(
 
     Args:
         module: A module, or a list of modules that form one group.
-        mesh: 1-D mesh to shard over, or 2-D mesh ``(replicate, shard)`` with names, whose rows each
-            hold all shards; all ranks if absent, on the current accelerator or else the CPU.
-            Starts the default process group from the environment if there is none; without a
-            launcher, this process is the only rank, and a warning says so.
+        mesh: 1-D mesh to shard over, or 2-D mesh ``(replicate, shard)`` with names; each of its
+            rows holds all shards. If absent, all ranks, on the current accelerator or else the CPU.
+            Then ``fully_shard`` starts the default process group from the environment if there is
+            none; without a launcher, this process is the only rank, and a warning says so.
         reshard_after_forward: Whether unsharded parameters are freed after forward and gathered
-            again for backward. ``None`` means ``True`` but for the root, whose parameters are
-            needed at once. A number that divides that of the shards keeps them sharded over as
-            many neighbours only, whose gather for backward is cheaper.
+            again for backward. ``None`` means ``True``, except ``False`` for the root, since
+            backward needs its parameters at once. An int that divides the number of shards keeps
+            the parameters sharded over that many neighbouring ranks, which makes the gather for
+            backward cheaper.
         shard_placement_fn: Returns for a parameter the dim to shard, ``Shard(dim)``, a mesh of its
             own, both as a :class:`ShardPlacementResult`, or ``None`` for ``Shard(0)``. Uneven and
             negative dims are allowed.
         mp_policy: Dtypes of compute and reduction; see :class:`MixedPrecisionPolicy`.
         offload_policy: :class:`CPUOffloadPolicy` keeps shards, gradients and optimizer states on
-            the CPU; a mapping from parameter names does so for those it names.
+            the CPU; a mapping from parameter names does so for the named parameters.
         ignored_params: Parameters to leave as they are.
-        dp_mesh_dims: Which axes of ``mesh`` are data-parallel, for parameters that are DTensors on
-            all of its axes, or plain if these are all. Parameters that are DTensors on another part
-            of the same mesh (tensor parallelism) do not need it.
+        dp_mesh_dims: The data-parallel axes of ``mesh``, for parameters that are DTensors on all
+            axes of it; also for plain parameters if all axes are data-parallel. Parameters that are
+            DTensors on another part of the same mesh (tensor parallelism) do not need it.
 
     Returns:
-        The argument, whose modules are now :class:`FSDPModule`.
+        The argument. Its modules are now :class:`FSDPModule`.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If a module or parameter cannot be sharded. The module is then as it was.
-        ExtensionError: If a tensor subclass cannot be cut on some rank; on all ranks.
+        ValueError: If a module or parameter cannot be sharded. The module is then unchanged.
+        ExtensionError: On all ranks, if a tensor subclass cannot be cut on some rank.
 
-    Collective: none, but for making process groups for a ``reshard_after_forward`` that is a
-        number and for flattened axes, and for tensor subclasses: an all-gather of a small object
-        over each axis, so that one that cannot be cut is refused on all ranks.
-    Memory: this rank's shards; the full parameters are let go.
+    Collective: none, except that it makes process groups for an int ``reshard_after_forward`` and
+        for flattened axes. For tensor subclasses, an all-gather of a small object over each axis,
+        so that all ranks raise if one cannot cut its shards.
+    Memory: this rank's shards; the references to the full parameters are dropped.
 
     Example:
         >>> from composable_shard.testing import fake_ranks
@@ -121,7 +121,7 @@ def fully_shard(
 
 
 class _Plan(NamedTuple):
-    """What a call will shard, and how."""
+    """The plan of a call."""
 
     modules: tuple[nn.Module, ...]
     managed: Managed
@@ -142,7 +142,7 @@ def _planned(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     before: Collection[nn.Module] = (),
 ) -> _Plan:
-    """Plan a call of ``fully_shard``; ``before`` are the modules that are sharded before it."""
+    """Plan a call of ``fully_shard``; ``before`` are the modules that earlier calls shard."""
     modules = top_modules(module)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     _check_arguments(modules, policy, offload_policy, ignored_params)
@@ -174,7 +174,7 @@ def check_calls(calls: Iterable[tuple[object, Mapping[str, Any]]]) -> None:
         rest = dict(arguments)
         reshards = rest.pop("reshard_after_forward", None)
         plan = _planned(module, **rest, before=before)
-        if reshards != 1:  # of which the call itself warns
+        if reshards != 1:  # the call itself warns about 1
             check_reshard(reshards, [plan.mesh, *(param.mesh for param in plan.params)])
         check_subclasses(plan.params, plan.managed)
         for top in plan.modules:
@@ -183,21 +183,20 @@ def check_calls(calls: Iterable[tuple[object, Mapping[str, Any]]]) -> None:
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """Let several roots that train together bound their memory for reductions together.
+    """Share the limit on pending reductions between several roots that train together.
 
-    Each tree launches a reduction only when its earlier ones have been waited for (see
-    ``set_reduce_scatter_max_input_buffers``), since each holds the gradients of its group. Trees
-    that share count those of all of them: a reduction of one waits for those of the others. Nothing
-    else needs sharing: all work is on the compute stream, and no two trees share a message. May be
-    called at any time after the last ``fully_shard``, also before the first forward, the same on
-    all ranks.
+    A pending reduction holds the gradients of its group. So each tree limits their number (see
+    ``set_reduce_scatter_max_input_buffers``). Trees that share the limit count all their reductions
+    together: a reduction of one tree waits for those of the others. Nothing else needs sharing,
+    since all work is on the compute stream, and no two trees share a message. Call it alike on all
+    ranks, at any time after the last ``fully_shard``, also before the first forward.
 
     Args:
-        modules: Sharded modules of the trees; fewer than two trees change nothing.
+        modules: Sharded modules of the trees; with fewer than two trees, nothing changes.
 
     Raises:
         TypeError: If it is one module instead of several.
-        ValueError: If one of them is not sharded. On the ranks that call it so.
+        ValueError: If one of them is not sharded.
 
     Collective: none.
     Source: ``torch.distributed.fsdp.share_comm_ctx``, which shares streams.
@@ -238,7 +237,7 @@ def _check_arguments(
 
 
 def _adopt(group: ParamGroup, plan: _Plan) -> None:
-    """Turn the modules into sharded ones. Behind the check nothing can fail for the user's sake."""
+    """Turn the modules into sharded ones. After the check, no error of the user can occur."""
     for module in group.modules:
         check_class(module)
     commit(group, plan.managed, plan.params)
@@ -250,11 +249,11 @@ def _adopt(group: ParamGroup, plan: _Plan) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let another method of a sharded module be called as its forward is.
+    """Make another method of a sharded module act like its forward.
 
-    The parameters of the module's group are gathered before the method runs and freed after it,
-    inputs and outputs are cast as the policy says, and a backward through its outputs reduces the
-    gradients, as in a call of the module itself, but without the forward hooks of users.
+    As in a call of the module itself, the parameters of its group are gathered before the method
+    runs and freed after it, inputs and outputs are cast by the policy, and a backward through the
+    outputs reduces the gradients. Forward hooks of the user do not run.
 
     Args:
         module: A module; nothing happens if it is not sharded.
@@ -262,8 +261,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Raises:
         TypeError: If ``module`` is no module, or ``method_name`` no string.
-        ValueError: If the module is sharded and has no such method, or it is a generator or a
-            coroutine, which would compute after the parameters are freed.
+        ValueError: If the module is sharded and has no such method, or the method is a generator or
+            a coroutine, which would compute after the parameters are freed.
 
     Collective: none here; those of a forward when the method is called.
     Source: ``torch.distributed.fsdp.register_fsdp_forward_method``.

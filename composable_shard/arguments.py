@@ -1,4 +1,4 @@
-"""Checks of the arguments of public functions; their errors say what was expected and given."""
+"""Checks of the arguments of public functions; their errors name the expected and given values."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch.optim import Optimizer
 _Item = TypeVar("_Item")
 
 _LONGEST = 60
-"""Characters of a value that a message shows."""
+"""The most characters of a value that a message shows."""
 
 
 def check_type(name: str, value: object, fits: bool, what: str, remedy: str = "") -> None:
-    """Raise unless an argument is of a kind that its function takes.
+    """Raise unless an argument has an accepted type.
 
     Args:
-        name: What the function calls the argument.
-        value: What came.
-        fits: Whether it is of such a kind.
-        what: The expected kinds, in words.
-        remedy: What to do, where that is not plain.
+        name: The name of the argument.
+        value: Its value.
+        fits: Whether the type is accepted.
+        what: The accepted types, in words.
+        remedy: Advice, where the fix is not obvious.
 
     Raises:
         TypeError: If it does not fit.
@@ -37,7 +37,7 @@ def check_type(name: str, value: object, fits: bool, what: str, remedy: str = ""
 
 
 def check_value(name: str, value: object, fits: bool, what: str) -> None:
-    """Raise unless an argument of the right kind is within its range.
+    """Raise unless an argument of the right type has an accepted value.
 
     Raises:
         ValueError: If it does not fit.
@@ -47,24 +47,24 @@ def check_value(name: str, value: object, fits: bool, what: str) -> None:
 
 
 def shown(value: object) -> str:
-    """Return the type of a value, and the value if that is a few words, the same on all ranks."""
+    """Return the type of a value, and the value if it is short and the same on all ranks."""
     kind = type(value).__name__
     if isinstance(value, nn.Module):
         return kind
     text = repr(value)
-    is_told = len(text) <= _LONGEST and "\n" not in text and " at 0x" not in text
-    return f"{kind}: {text}" if is_told else kind
+    is_short = len(text) <= _LONGEST and "\n" not in text and " at 0x" not in text
+    return f"{kind}: {text}" if is_short else kind
 
 
 def checked_bool(name: str, value: object) -> bool:
-    """Return ``value``; raise ``ValueError``, as torch does for flags, if it is no bool."""
+    """Return ``value``; raise ``ValueError``, as torch does for flags, if it is not a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"Expected {name} to be a bool, got {shown(value)}")
     return value
 
 
 def check_flags(**flags: object) -> None:
-    """Raise ``ValueError`` unless all of these, by their names, are bools."""
+    """Raise ``ValueError`` unless all of these named values are bools."""
     for name, value in flags.items():
         checked_bool(name, value)
 
@@ -73,7 +73,7 @@ def check_int(name: str, value: Any, least: int) -> None:
     """Raise unless an argument is an int of at least ``least``.
 
     Raises:
-        TypeError: If it is no int, but a bool, say.
+        TypeError: If it is not an int; a bool is not one.
         ValueError: If it is less.
     """
     check_type(name, value, isinstance(value, int) and not isinstance(value, bool), "an int")
@@ -81,10 +81,10 @@ def check_int(name: str, value: Any, least: int) -> None:
 
 
 def checked_number(name: str, value: Any) -> float:
-    """Return a number, or that of a tensor of one element.
+    """Return a number, or the value of a tensor with one element.
 
     Raises:
-        TypeError: If it is none, but a string or a bool, say.
+        TypeError: If it is not a number, such as a string or a bool.
     """
     number = None
     with contextlib.suppress(
@@ -98,7 +98,7 @@ def checked_number(name: str, value: Any) -> float:
 
 
 def check_function(name: str, value: object) -> None:
-    """Raise ``TypeError`` unless an argument can be called, or is ``None``."""
+    """Raise ``TypeError`` unless an argument is callable or ``None``."""
     check_type(name, value, value is None or callable(value), "a function or None")
 
 
@@ -106,8 +106,8 @@ def check_dtype(name: str, value: Any) -> None:
     """Raise unless an argument is a floating-point dtype, a complex one included, or ``None``.
 
     Raises:
-        TypeError: If it is no dtype.
-        ValueError: If it is one of integers.
+        TypeError: If it is not a dtype.
+        ValueError: If it is not a floating-point one.
     """
     if value is not None:
         check_type(name, value, isinstance(value, torch.dtype), "a torch.dtype or None")
@@ -116,11 +116,11 @@ def check_dtype(name: str, value: Any) -> None:
 
 
 def checked_device(name: str, value: Any) -> torch.device:
-    """Return a device by its name.
+    """Return a device, given as such or by its name.
 
     Raises:
-        TypeError: If an argument is neither.
-        ValueError: If there is none of that name.
+        TypeError: If the argument is neither.
+        ValueError: If there is no device with that name.
     """
     fits = isinstance(value, (str, torch.device))
     check_type(name, value, fits, "a device or its name")
@@ -131,7 +131,7 @@ def checked_device(name: str, value: Any) -> torch.device:
 
 
 def check_path(name: str, value: object, *, is_needed: bool = True) -> None:
-    """Raise ``TypeError`` unless an argument is a path, or ``None`` where none is needed."""
+    """Raise ``TypeError`` unless an argument is a path, or ``None`` if a path is optional."""
     fits = isinstance(value, (str, os.PathLike)) or (value is None and not is_needed)
     check_type(name, value, fits, "a path" if is_needed else "a path or None")
 
@@ -144,7 +144,7 @@ def check_module(name: str, value: object) -> None:
 
 
 def checked_list(name: str, value: Iterable[_Item], what: str, remedy: str = "") -> list[_Item]:
-    """Return the elements of an iterable as a list; raise ``TypeError`` if it is none."""
+    """Return the elements of an iterable as a list; raise ``TypeError`` if it is not iterable."""
     try:
         items = iter(value)
     except TypeError:
@@ -154,27 +154,27 @@ def checked_list(name: str, value: Iterable[_Item], what: str, remedy: str = "")
 
 
 def check_process_group(value: object) -> None:
-    """Raise unless ``process_group`` is one, or does as one, or is ``None``.
+    """Raise unless ``process_group`` is a process group, behaves like one, or is ``None``.
 
     Raises:
-        TypeError: If it is not, such as the result of ``new_group`` on ranks that are no members.
+        TypeError: If it is not, such as the result of ``new_group`` on a rank outside of the group.
     """
-    does_as_one = all(callable(getattr(value, name, None)) for name in ("rank", "size"))
+    is_like_group = all(callable(getattr(value, name, None)) for name in ("rank", "size"))
     check_type(
         "process_group",
         value,
-        value is None or does_as_one,
+        value is None or is_like_group,
         "a ProcessGroup that this rank is in",
         "pass its mesh.get_group()" if isinstance(value, dist.DeviceMesh) else "",
     )
 
 
 def listed_optimizers(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers that were passed; raise ``TypeError`` if something else was."""
+    """Return a list of the given optimizers; raise ``TypeError`` for anything else."""
     if isinstance(optimizer, Optimizer):
         return [optimizer]
     what = "a torch.optim.Optimizer or several"
     given = checked_list("optimizer", optimizer, what)
-    for one in given:
-        check_type("optimizer", one, isinstance(one, Optimizer), what)
+    for member in given:
+        check_type("optimizer", member, isinstance(member, Optimizer), what)
     return given

@@ -1,4 +1,4 @@
-"""Over which ranks parameters are sharded and replicated, and on which device they compute."""
+"""The ranks that shard and replicate parameters, and their devices."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from composable_shard.arguments import check_type
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Name the axes of a full mesh over which data is parallel.
+    """Name the data-parallel axes of a full mesh.
 
     For parameters that are DTensors on a mesh of all axes, data-parallel ones and others (tensor
-    parallelism); plain parameters are taken where there are no others. Several names for one
-    purpose act as one axis, flattened.
+    parallelism). Plain parameters are allowed if all axes are data-parallel. Several names for one
+    purpose act as one flattened axis.
 
     Args:
         shard: Axis, or axes, to shard parameters over.
@@ -33,7 +33,7 @@ class DataParallelMeshDims:
 
     Raises:
         TypeError: If a name is not a string.
-        ValueError: If neither is given, or an axis is named twice.
+        ValueError: If both are absent, or an axis is named twice.
 
     Source: ``torch.distributed.fsdp.DataParallelMeshDims``.
 
@@ -70,14 +70,14 @@ class DataParallelMeshDims:
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """Say how a parameter is sharded, and over which mesh of its own.
+    """The sharded dim of a parameter, and a mesh of its own.
 
     Args:
         placement: ``Shard(dim)``, or ``None`` for ``Shard(0)``.
-        mesh: A 1-D mesh, or a 2-D one ``(replicate, shard)``; ``None`` for that of the
+        mesh: A 1-D mesh, or a 2-D mesh ``(replicate, shard)``; ``None`` for the mesh of the
             ``fully_shard`` call.
 
-    ``fully_shard`` checks both, so that an error names the parameter.
+    ``fully_shard`` checks both, so its errors name the parameter.
 
     Source: ``torch.distributed.fsdp.ShardPlacementResult``, which takes a private mesh object.
 
@@ -95,18 +95,18 @@ ShardPlacementFn = Callable[[nn.Parameter], Shard | DeviceMesh | ShardPlacementR
 
 @dataclass(frozen=True)
 class ShardMesh:
-    """The data-parallel ranks of a parameter: some hold its shards, others hold the same ones.
+    """The data-parallel ranks of a parameter: shards and replicas.
 
     Attributes:
         mesh: The DeviceMesh of the data-parallel axes, replicas first.
         shard_group: Process group of the ranks that share a parameter; ``None`` if no axis shards.
-        num_shards: Number of ranks in it.
-        shard_rank: This rank's place in it.
+        num_shards: Number of ranks in ``shard_group``.
+        shard_rank: This rank's index in ``shard_group``.
         replica_group: Process group of the ranks with the same shards; ``None`` if no axis
             replicates.
-        num_replicas: Number of ranks in it.
-        device: Where this rank computes.
-        dims: Which axes of ``full_mesh`` these are, if parameters come as DTensors on that.
+        num_replicas: Number of ranks in ``replica_group``.
+        device: The compute device of this rank.
+        dims: The names of these axes in ``full_mesh``, if parameters are DTensors on that mesh.
         full_mesh: The mesh with all axes.
     """
 
@@ -122,22 +122,22 @@ class ShardMesh:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks over which a gradient is averaged."""
+        """The number of ranks that average a gradient."""
         return self.num_shards * self.num_replicas
 
     @cached_property
     def shard_axis(self) -> DeviceMesh:
-        """The 1-D mesh of the ranks that share a parameter; of the replicas if none do."""
+        """The 1-D mesh of the ranks that share a parameter; of the replicas if no axis shards."""
         return _torch.last_axis(self.mesh)
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
-        """Those of more than one rank: of the shards, then of the replicas."""
+        """The process groups of more than one rank: of the shards, then of the replicas."""
         groups = (self.shard_group, self.replica_group)
         return [group for group in groups if group is not None and group.size() > 1]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle without process groups, which a loaded one finds by the ranks of the mesh."""
+        """Pickle without process groups; loading finds them by the ranks of the mesh."""
         roles = (self.shard_group is not None, self.replica_group is not None)
         return _restored_mesh, (self.mesh, *roles, self.dims, self.full_mesh)
 
@@ -153,27 +153,27 @@ class ShardMesh:
 def resolve_mesh(
     mesh: DeviceMesh | None = None, dims: DataParallelMeshDims | None = None
 ) -> ShardMesh:
-    """Read what sharding needs to know off a mesh.
+    """Derive the data-parallel ranks from a mesh.
 
     Args:
-        mesh: A 1-D mesh, a 2-D mesh ``(replicate, shard)`` whose axes have names, or ``None`` for
-            all ranks on the current accelerator, else on the CPU; that starts the default process
+        mesh: A 1-D mesh, a 2-D mesh ``(replicate, shard)`` with named axes, or ``None`` for all
+            ranks on the current accelerator, else on the CPU; ``None`` starts the default process
             group from the environment if there is none.
-        dims: Which axes of ``mesh``, then of any number, are data-parallel.
+        dims: The data-parallel axes of ``mesh``, which may then have any number of axes.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If ``mesh`` has another number of axes, lacks names or those asked for, has
-            names that contradict their use, is one of devices that this process does not have, or
-            this rank is not in it.
+        ValueError: If ``mesh`` has another number of axes, lacks names or those in ``dims``, has
+            names that contradict their use, is for devices that this process does not have, or does
+            not include this rank.
     """
     if mesh is None:
         mesh = _default_mesh()
     check_type("mesh", mesh, isinstance(mesh, DeviceMesh), "a DeviceMesh")
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"Expected a mesh that rank {dist.get_rank()} is in, got {mesh}; ranks that are to "
-            "have no part of a module leave it as it is"
+            f"Expected a mesh that rank {dist.get_rank()} is in, got {mesh}; do not shard a module "
+            "on ranks outside of its mesh"
         )
     if dims is not None:
         return _from_names(mesh, dims)
@@ -194,13 +194,13 @@ def resolve_mesh(
 
 
 def _check_axis_names(mesh: DeviceMesh) -> None:
-    """Refuse a last axis that is named after replicas, and a first of two named after shards."""
+    """Refuse a last axis with a name like "replicate", or a first of two with one like "shard"."""
     names = [name.lower() for name in mesh.mesh_dim_names or ("",)]
     shards, replicates = ([word in name for name in names] for word in ("shard", "replic"))
     if replicates[-1] > shards[-1] or shards[0] > shards[-1]:
         raise ValueError(
             "Expected a mesh of the axes (replicate, shard), or of one that shards, got axes named "
-            f"{mesh.mesh_dim_names}; pass the axes in this order, or name what each is for by "
+            f"{mesh.mesh_dim_names}; pass the axes in this order, or name their purposes by "
             "dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)"
         )
 
@@ -250,9 +250,9 @@ def _restored_mesh(
     dims: DataParallelMeshDims | None,
     full_mesh: DeviceMesh | None,
 ) -> ShardMesh:
-    for one in (mesh, full_mesh):
-        if one is not None:
-            _torch.rebind(one)
+    for unpickled in (mesh, full_mesh):
+        if unpickled is not None:
+            _torch.rebind(unpickled)
     shard_axis, replicate_axis = mesh.ndim - 1 if shards else None, 0 if replicates else None
     return _shard_mesh(mesh, shard_axis, replicate_axis, dims, full_mesh)
 
@@ -263,17 +263,17 @@ def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-# Of launchers: of several processes none may take itself for the only one.
+# Variables of launchers. If one is set, this process must not assume that it is the only one.
 _LAUNCHED = {"RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}
 
-_started: list[tuple[dist.ProcessGroup, int]] = []  # and the process that did
+_started: list[tuple[dist.ProcessGroup, int]] = []  # with the id of the process that started it
 
 
 def start_process_group() -> None:
     """Start the default process group from the environment, unless there is one.
 
-    Without a launcher, as in a notebook, this process is the only rank. The library ends what it
-    has started: see ``end_process_groups``.
+    Without a launcher, as in a notebook, this process is the only rank. The library destroys the
+    group in the end: see ``end_process_groups``.
     """
     if not dist.is_initialized():
         alone: dict[str, Any] = {}
@@ -291,22 +291,22 @@ def start_process_group() -> None:
 
 
 def started_process_group() -> dist.ProcessGroup | None:
-    """Return the default process group that :func:`start_process_group` has started here.
+    """Return the default process group that :func:`start_process_group` has started.
 
-    A process that was forked since has none: the threads that serve it are its parent's.
+    A forked process has none, since the threads of the group run in its parent.
     """
     return next((group for group, process in _started if process == os.getpid()), None)
 
 
 def largest_of(meshes: Iterable[ShardMesh]) -> ShardMesh:
-    """Return the mesh of the most ranks, the first of those that have equally many."""
+    """Return the mesh with the most ranks, the first one in a tie."""
     return max(meshes, key=lambda mesh: mesh.num_ranks)
 
 
 def places_of(mesh: DeviceMesh) -> dict[int, int]:
-    """Return the place of each rank of a mesh, row by row, in the order of the shards.
+    """Return the index of each rank of a mesh, row by row, in the order of the shards.
 
-    Process groups sort their ranks, those of each axis too, whose order is that of the shards.
+    The shards follow the order of ranks in the process groups of the axes, which are sorted.
     """
     places = torch.zeros_like(mesh.mesh)
     for axis in range(mesh.ndim):
@@ -315,7 +315,7 @@ def places_of(mesh: DeviceMesh) -> dict[int, int]:
 
 
 def axis_of(mesh: DeviceMesh, axis: int) -> ShardMesh:
-    """Return the ranks along one axis of a mesh, as those that share a parameter.
+    """Return the ShardMesh that shards over one axis of a mesh.
 
     Raises:
         ValueError: If this process cannot use the devices of the mesh.
@@ -334,14 +334,14 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type != default_device_type():
         raise ValueError(
             "Expected a mesh of devices that this process can use, got one of "
-            f"{mesh.device_type} devices, of which none is available; make the mesh for the "
-            "device type of the machine, such as init_device_mesh('cpu', ...)"
+            f"{mesh.device_type} devices, but none is available; make the mesh for the device type "
+            "of the machine, such as init_device_mesh('cpu', ...)"
         )
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def default_device_type() -> str:
-    """Return the type of the accelerators that this process can use, "cpu" without any."""
+    """Return the type of the available accelerators; "cpu" if there is none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
 
@@ -349,27 +349,27 @@ def default_device_type() -> str:
 def placement_of(
     name: str, param: nn.Parameter, shard_placement_fn: ShardPlacementFn | None
 ) -> tuple[Shard | None, DeviceMesh | None]:
-    """Ask the user how a parameter is cut, and over which mesh of its own."""
-    asked: Any = None
+    """Call ``shard_placement_fn`` for a parameter; return its placement, and a mesh of its own."""
+    result: Any = None
     if shard_placement_fn is not None:
         try:
-            asked = shard_placement_fn(param)
+            result = shard_placement_fn(param)
         except Exception as error:
             error.add_note(f"raised by shard_placement_fn for parameter '{name}'")
             raise
-    placement, mesh = (None, asked) if isinstance(asked, DeviceMesh) else (asked, None)
-    if isinstance(asked, ShardPlacementResult):
-        placement, mesh = asked.placement, asked.mesh
+    placement, mesh = (None, result) if isinstance(result, DeviceMesh) else (result, None)
+    if isinstance(result, ShardPlacementResult):
+        placement, mesh = result.placement, result.mesh
     if isinstance(placement, Shard | None) and isinstance(mesh, DeviceMesh | None):
         return placement, mesh
     raise ValueError(
         "Expected shard_placement_fn to return Shard, a DeviceMesh, ShardPlacementResult or None "
-        f"for parameter '{name}', got {type(asked).__name__}: {asked!r}"
+        f"for parameter '{name}', got {type(result).__name__}: {result!r}"
     )
 
 
 def own_mesh_of(name: str, mesh: DeviceMesh) -> ShardMesh:
-    """Resolve the mesh that users give a parameter, which errors name."""
+    """Resolve the user's mesh of a parameter; errors name the parameter."""
     try:
         return resolve_mesh(mesh)
     except ValueError as error:
@@ -377,7 +377,7 @@ def own_mesh_of(name: str, mesh: DeviceMesh) -> ShardMesh:
 
 
 def shard_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int | None:
-    """Return the dim to shard, ``None`` for a scalar, which has none."""
+    """Return the dim to shard; ``None`` for a scalar."""
     if placement is None:
         return 0 if param.ndim else None
     if not -param.ndim <= placement.dim < param.ndim:
@@ -391,10 +391,10 @@ def shard_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int | 
 def check_reshard(
     reshard_after_forward: bool | int | None, meshes: Iterable[ShardMesh]
 ) -> bool | int | None:
-    """Return the choice for parameters over ``meshes``: ``1`` means False, all ranks mean True.
+    """Return the checked choice: ``1`` becomes ``False``, and the number of shards ``True``.
 
     Raises:
-        ValueError: If it is neither a bool nor a number that divides that of the shards.
+        ValueError: If it is neither a bool nor an int that divides the number of shards.
     """
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward

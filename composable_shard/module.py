@@ -1,4 +1,4 @@
-"""The methods of a sharded module: the class that ``fully_shard`` mixes into its own."""
+"""The methods of a sharded module: ``fully_shard`` mixes ``FSDPModule`` into its class."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ def make_sharded(module: nn.Module, group: ParamGroup) -> None:
 
 
 def check_class(module: nn.Module) -> None:
-    """Make the class that a module will have, and try it, before anything is changed.
+    """Make the new class of a module and try it, before anything is changed.
 
     Raises:
-        Exception: What the module's class raises when it is inherited from.
-        TypeError: If the module cannot be of another class.
+        Exception: Any exception that the module's class raises for subclasses.
+        TypeError: If the class of the module cannot be changed.
     """
     original = type(module)
     module.__class__ = _sharded_class(original)
@@ -101,7 +101,7 @@ def _sharded_class(original: type) -> type:
 
 
 def computes_later(method: Callable[..., Any]) -> bool:
-    """Return whether a method returns before it has computed: a generator or a coroutine."""
+    """Return whether a method is a generator or a coroutine, which computes after it returns."""
     return any(
         is_later(method)
         for is_later in (isgeneratorfunction, isasyncgenfunction, iscoroutinefunction)
@@ -109,13 +109,13 @@ def computes_later(method: Callable[..., Any]) -> bool:
 
 
 def _is_own(name: str, method: object) -> bool:
-    """Return whether a class defines a method that is neither private nor one of every module."""
+    """Return whether a method is public and not one of ``nn.Module`` or ``FSDPModule``."""
     is_other = name.startswith("_") or hasattr(FSDPModule, name) or hasattr(nn.Module, name)
     return not is_other and isfunction(method) and not computes_later(method)
 
 
 def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method, with an error that helps if it computes with sharded parameters."""
+    """Wrap a method, so that it raises a helpful error if it computes with sharded parameters."""
 
     @wraps(method)
     def call(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
@@ -151,8 +151,8 @@ def groups_of(name: str, modules: Iterable[nn.Module]) -> list[ParamGroup]:
     """Return the group of each sharded module.
 
     Raises:
-        TypeError: If it is one module instead of several; ``name`` is that of the argument.
-        ValueError: If one is not sharded.
+        TypeError: If it is one module instead of several; ``name`` is the name of the argument.
+        ValueError: If one of them is not sharded.
     """
     groups = []
     for module in checked_list(name, modules, "sharded modules", "pass a list, also of one"):
@@ -178,10 +178,10 @@ _Conversion = Callable[[torch.Tensor], torch.Tensor]
 def _convert(
     modules: list[nn.Module], fn: _Conversion, apply: Callable[[_Conversion], Any]
 ) -> None:
-    """Convert parameters, their gradients and buffers; all of them or, if that fails, none.
+    """Convert parameters, their gradients and buffers; all of them or, after a failure, none.
 
-    All are converted before any is replaced. Torch replaces a DTensor as a whole, with its
-    ``grad_dtype``, and then refuses a gradient of another dtype. So gradients are hidden from it.
+    All tensors are converted before any is replaced. Torch replaces a DTensor as a whole, with its
+    ``grad_dtype``, and then refuses a gradient of another dtype. So they are removed meanwhile.
 
     Args:
         modules: The modules.
@@ -196,7 +196,7 @@ def _convert(
     held = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
     params = [param for group in groups for param in group.params if id(param.sharded) in held]
     grads = [param.sharded.grad for param in params]
-    asked = [user_grad_dtype(param.sharded) for param in params]
+    grad_dtypes = [user_grad_dtype(param.sharded) for param in params]
     with torch.no_grad():
         others = [t for m in modules for t in m._buffers.values() if t is not None]
         others += [p.grad for p in held.values() if p.grad is not None]
@@ -205,7 +205,7 @@ def _convert(
         for param, grad in zip(params, grads, strict=True):
             new: Any = None if grad is None else converted[id(grad)][1]
             if grad is not None and grad.dtype not in (param.sharded.dtype, new.dtype):
-                new = grad.to(new.device)  # it has a dtype of its own, and keeps it
+                new = grad.to(new.device)  # the gradient keeps its own dtype
             new_grads.append(new)
     before = [(p, p.detach(), _torch.local_part(p)) for p in held.values()]
     buffers = [(module, dict(module._buffers)) for module in modules]
@@ -225,11 +225,11 @@ def _convert(
             module._buffers.update(present)
         raise
     finally:
-        for param, grad, dtypes, own in zip(params, grads, asked, attributes, strict=True):
+        for param, grad, dtype, saved in zip(params, grads, grad_dtypes, attributes, strict=True):
             now = param.find_registered()
             if now is None:
                 continue
-            carry_over(own, dtypes, now)
+            carry_over(saved, dtype, now)
             if grad is not None:
                 assign_grad(now, grad)
 
@@ -237,32 +237,32 @@ def _convert(
 class FSDPModule(TorchFSDPModule):
     """The methods that :func:`fully_shard` adds to the class of a module.
 
-    Settings act from the next forward or backward on, whenever they are called. A flag that is no
-    bool is a ``ValueError`` in all of them. In the examples of the methods, ``model`` is an
-    ``nn.Sequential`` of two sharded layers, sharded itself, on one of two ranks, and ``x`` a batch.
+    Settings take effect at the next forward or backward. All of them raise ``ValueError`` for a
+    flag that is not a bool. In the examples of the methods, ``model`` is a sharded
+    ``nn.Sequential`` of two sharded layers, on one of two ranks, and ``x`` is a batch.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Construct the original class: slicing a sharded container gives a plain one."""
+        """Construct the original class, so that slicing a sharded container gives a plain one."""
         return _original_class(cls)(*args, **kwargs)
 
-    # Moments --------------------------------------------------------------------------------
+    # Actions --------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
         """Gather this module's own group and register the unsharded parameters.
 
         They stay registered until :meth:`reshard`, or until a forward, a backward or an optimizer
-        step that goes on to show the sharded ones. A forward trusts them meanwhile, but for
-        changes that move a version counter.
+        step registers the sharded ones. Until then, a forward uses them as they are, unless the
+        version counter of a shard has moved.
 
         Args:
             async_op: Return a handle instead of waiting; forward waits by itself.
 
         Raises:
-            ValueError: If ``async_op`` is no bool.
+            ValueError: If ``async_op`` is not a bool.
             ShardError: If called inside of :func:`composable_shard.unsharded`.
 
-        Collective: one all-gather of the group's bytes, none if it is unsharded already.
+        Collective: one all-gather of the group's bytes; none if it is unsharded already.
 
         Example:
             >>> handle = model[0].unshard(async_op=True)
@@ -302,11 +302,11 @@ class FSDPModule(TorchFSDPModule):
     def reset_iter_state(self) -> None:
         """Return to the state between iterations and drop every gradient not yet reduced.
 
-        Never needed after an exception, which the next forward of the root cleans up after; this
-        does it at once, and drops accumulated gradients (``Partial`` ones) too. Harmless at any
-        time outside of a forward or backward, also before the first forward.
+        It is never needed after an exception, since the next forward of the root cleans up. This
+        call cleans up at once, and also drops accumulated gradients (``Partial`` ones). It is
+        harmless at any time outside of a forward or backward, also before the first forward.
 
-        Collective: none, but waits for launched ones.
+        Collective: none, but it waits for launched ones.
 
         Example:
             >>> with model.no_sync():
@@ -372,9 +372,9 @@ class FSDPModule(TorchFSDPModule):
                 and before the next forward.
 
         Raises:
-            ValueError: If ``async_op`` is no bool.
-            ShardError: In a forward or backward; below the root; if the end of a backward does it;
-                if an earlier one was not waited for. After a pipeline schedule that splits
+            ValueError: If ``async_op`` is not a bool.
+            ShardError: In a forward or backward; below the root; without manual finalization; if
+                an earlier handle was not waited for. Also after a pipeline schedule that splits
                 backward into inputs and weights and has lost gradients.
 
         Collective: the reductions that are left to do.
@@ -394,7 +394,7 @@ class FSDPModule(TorchFSDPModule):
         group = self._group()
         if group is not tree.root:
             raise ShardError(
-                f"Expected finalize_backward() of the root, got it of {group.label}; call it on "
+                f"Expected finalize_backward() on the root, got it on {group.label}; call it on "
                 "the outermost sharded module"
             )
         if not tree.tape.num_forwards:
@@ -402,8 +402,8 @@ class FSDPModule(TorchFSDPModule):
         tree.finalization.check_ended()
         if not tree.finalization.by_hand:
             raise ShardError(
-                "Expected finalize_backward() where backward is finalized by hand, got a root that "
-                "does it at the end of backward; call set_manual_backward_finalization(True) first"
+                "Expected finalize_backward() with manual finalization, got a root that finalizes "
+                "at the end of backward; call set_manual_backward_finalization(True) first"
             )
         handle = GradientReductionHandle(tree)
         tree.finalization.start(handle)
@@ -438,9 +438,9 @@ class FSDPModule(TorchFSDPModule):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        """Scale all gradients below so that their norm is at most ``max_norm``.
+        """Scale the gradients of all parameters so that their norm is at most ``max_norm``.
 
-        What :func:`composable_shard.clip_grad_norm_` does with ``self.parameters()``.
+        The same as :func:`composable_shard.clip_grad_norm_` of ``self.parameters()``.
 
         Args:
             max_norm: The norm to scale down to.
@@ -452,11 +452,11 @@ class FSDPModule(TorchFSDPModule):
             The norm before, a scalar tensor that is bitwise the same on all ranks.
 
         Raises:
-            TypeError: If a number is none.
-            ValueError: If ``max_norm`` is negative or NaN, or a flag no bool.
+            TypeError: If ``max_norm`` or ``norm_type`` is not a number.
+            ValueError: If ``max_norm`` is negative or NaN, or a flag is not a bool.
             ShardError: On all ranks, if the norm is not finite and ``error_if_nonfinite``.
 
-        Collective: one all-gather of a few scalars for each mesh axis gradients are sharded on.
+        Collective: one all-gather of a few scalars for each mesh axis that shards gradients.
 
         Example:
             >>> model(x).sum().backward()
@@ -469,7 +469,7 @@ class FSDPModule(TorchFSDPModule):
     # nn.Module ------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients below: reduced, accumulated, and under way.
+        """Clear the gradients of all parameters: reduced, accumulated, and pending.
 
         Args:
             set_to_none: Whether to drop them (the default) or fill them with zeros.
@@ -488,7 +488,7 @@ class FSDPModule(TorchFSDPModule):
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Set whether the parameters below get gradients, in whatever form they are registered.
+        """Set whether all parameters get gradients, whether registered sharded or unsharded.
 
         Args:
             requires_grad: The choice.
@@ -516,16 +516,16 @@ class FSDPModule(TorchFSDPModule):
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a sharded copy with shards, groups and settings of its own; without gradients."""
+        """Return a sharded copy with its own shards, groups and settings; without gradients."""
         copied = copy_sharded(cast(nn.Module, self), memo)
         list_with_torch(copied)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle this rank's shards, and how they are sharded; see ``docs/checkpoints.md``.
+        """Pickle this rank's shards and the sharding; see ``docs/checkpoints.md``.
 
-        The same rank loads it, over a mesh of the same ranks. The pickle leaves out gradients (as
-        that of any module does), streams, events, and memory of a backend.
+        The same rank must load the pickle, over a mesh of the same ranks. The pickle leaves out
+        gradients (as that of any module does), streams, events, and memory of a backend.
         """
         return _new_sharded, (_original_class(type(self)),), save_module(cast(nn.Module, self))
 
@@ -538,10 +538,10 @@ class FSDPModule(TorchFSDPModule):
             answer_torch(module, restore_module(module, saved))
 
     def _get_fsdp_state(self) -> TorchState:  # type: ignore[override]
-        """Answer code that reads torch's private state, which cannot be written."""
+        """Return a read-only view for code that reads torch's private state."""
         return torch_state(cast(nn.Module, self))
 
-    # Freeing and gathering ahead ------------------------------------------------------------
+    # Reshard and prefetch -------------------------------------------------------------------
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool | int, recurse: bool = True
@@ -549,13 +549,13 @@ class FSDPModule(TorchFSDPModule):
         """Set whether unsharded parameters are freed after forward.
 
         Args:
-            reshard_after_forward: The choice, as for :func:`fully_shard`; also for a root, which
-                has no say of its own then. ``False`` keeps them until backward; after a forward
-                without gradients they are freed all the same.
+            reshard_after_forward: The choice, as for :func:`fully_shard`; it also overrides the
+                default of a root. ``False`` keeps the parameters until backward, but a forward
+                without gradients still frees them.
             recurse: Whether to set it for all sharded modules below.
 
         Raises:
-            ValueError: If it is neither a bool nor a number that divides that of the shards.
+            ValueError: If it is neither a bool nor an int that divides the number of shards.
 
         Example:
             >>> model.set_reshard_after_forward(False)
@@ -563,7 +563,7 @@ class FSDPModule(TorchFSDPModule):
             >>> tuple(model[0].weight.shape), hasattr(model[0].weight, "to_local")
             ((4, 4), False)
         """
-        choice: object = reshard_after_forward  # None is for fully_shard, which knows no root yet
+        choice: object = reshard_after_forward  # only fully_shard accepts None
         what = "to be True, False or a number of ranks"
         check_value("reshard_after_forward", choice, choice is not None, what)
         groups = self._groups(recurse)
@@ -577,9 +577,9 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """Set whether unsharded parameters are freed after backward.
 
-        ``False`` saves the gather of the next microbatch, as long as gradients are accumulated
-        without sync or another backward is said to come (:meth:`set_is_last_backward`). The sharded
-        parameters are registered meanwhile, so changes of them and of their gradients count.
+        ``False`` saves the gather of the next microbatch, while gradients are accumulated without
+        sync or after ``set_is_last_backward(False)``. The sharded parameters are registered
+        meanwhile, so changes of them and of their gradients take effect.
 
         Args:
             reshard_after_backward: The choice.
@@ -599,16 +599,16 @@ class FSDPModule(TorchFSDPModule):
             group.settings.reshard_after_backward = reshard_after_backward
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Set whether the memory of unsharded parameters stays when they are resharded.
+        """Set whether the memory of unsharded parameters stays allocated after a reshard.
 
-        Then every gather fills the same memory, as a captured CUDA graph needs. Parameters that are
-        replaced (by loading with ``assign=True``, by moving the module) get other memory.
+        Then every gather fills the same memory, as a captured CUDA graph needs. If parameters are
+        replaced (by loading with ``assign=True`` or by moving the module), they get new memory.
 
         Args:
             keep: The choice; ``False`` frees the memory of resharded parameters at once.
             recurse: Whether to set it for all sharded modules below.
 
-        Memory: with ``True``, the unsharded parameters, all the time.
+        Memory: with ``True``, that of the unsharded parameters stays allocated.
 
         Example:
             >>> model[0].set_keep_unsharded_storage(True)
@@ -647,7 +647,7 @@ class FSDPModule(TorchFSDPModule):
         self._group().settings.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
-        """Gather these modules' groups when this one runs forward, instead of the recorded next.
+        """Prefetch the groups of these modules in this one's forward, not the recorded next group.
 
         Args:
             modules: Sharded modules, in the order to gather them; empty for the recorded order.
@@ -666,7 +666,7 @@ class FSDPModule(TorchFSDPModule):
         self._group().settings.forward_prefetch = groups_of("modules", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
-        """Gather these modules' groups when this one runs backward, instead of the recorded next.
+        """Prefetch the groups of these modules in this one's backward, not the recorded next group.
 
         Args:
             modules: Sharded modules, in the order to gather them; empty for the recorded order.
@@ -682,18 +682,18 @@ class FSDPModule(TorchFSDPModule):
         self._group().settings.backward_prefetch = groups_of("modules", modules)
 
     def set_prefetch_depth(self, depth: int, *, recurse: bool = True) -> None:
-        """Gather ``depth`` groups ahead of the running one, in the recorded order.
+        """Prefetch ``depth`` groups ahead of the running one, in the recorded execution order.
 
-        By default it is one, which hides a gather that takes no longer than the compute of one
-        group. Each additional group needs memory for its unsharded parameters.
+        The default, 1, hides a gather that takes no longer than the compute of one group. Each
+        additional group needs memory for its unsharded parameters.
 
         Args:
-            depth: How many; 0 gathers nothing ahead.
-            recurse: Whether it holds for sharded modules below, too.
+            depth: The number of groups; 0 turns prefetching off.
+            recurse: Whether to set it for all sharded modules below.
 
         Raises:
-            TypeError: If it is no int.
-            ValueError: If it is negative.
+            TypeError: If ``depth`` is not an int.
+            ValueError: If ``depth`` is negative.
 
         Example:
             >>> model.set_prefetch_depth(2)
@@ -706,13 +706,12 @@ class FSDPModule(TorchFSDPModule):
     def set_post_optim_event(self, event: Waitable | None) -> None:
         """Let the next gather wait for ``event``, such as the end of an optimizer step.
 
-        Needed for an optimizer that steps on a stream, or on a thread, of its own.
+        Use it for an optimizer that steps on a stream, or on a thread, of its own.
 
         Args:
-            event: Any object with a ``wait``, called without arguments before the next gather is
-                launched, once: a ``torch.Event``, that of a backend such as ``torch.cuda.Event``,
-                or a ``threading.Event``. ``None``, which a stream of the CPU records, waits for
-                nothing.
+            event: Any object with a ``wait`` method: a ``torch.Event``, an event of a backend such
+                as ``torch.cuda.Event``, or a ``threading.Event``. ``wait()`` is called once, before
+                the next gather is launched. ``None``, the event of a CPU stream, waits for nothing.
 
         Raises:
             TypeError: If it has no ``wait``.
@@ -729,13 +728,13 @@ class FSDPModule(TorchFSDPModule):
             )
         self._group().tree.post_optim_event = event
 
-    # When gradients are reduced -------------------------------------------------------------
+    # The time of reductions -----------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the end of a backward waits for its reductions.
 
-        ``False`` lets the last reductions of a microbatch overlap with the next one; gradients
-        are complete after a backward for which it is ``True``. Acts on the whole tree.
+        ``False`` lets the last reductions of a microbatch overlap with the next microbatch.
+        Gradients are complete after a backward with ``True``. It acts on the whole tree.
 
         Args:
             is_last_backward: The choice.
@@ -752,18 +751,19 @@ class FSDPModule(TorchFSDPModule):
         tree.is_last_backward = checked_bool("is_last_backward", is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Set whether :meth:`FSDPModule.finalize_backward` finishes reductions, by a call.
+        """Set whether reductions are finished by calls of :meth:`FSDPModule.finalize_backward`.
 
-        Then the end of a backward never waits for its reductions, whatever
-        ``set_is_last_backward`` says. The settings at that call decide which gradients it reduces
-        and whether it frees parameters. Call it on the root, between iterations.
+        With ``True``, the end of a backward never waits for its reductions, whatever
+        ``set_is_last_backward`` has set. The settings at the time of ``finalize_backward`` decide
+        which gradients it reduces and whether it frees parameters. Call this method on the root,
+        between iterations.
 
         Args:
             enabled: The choice.
 
         Raises:
-            ValueError: If it is no bool.
-            ShardError: Below the root; while a backward runs, or one has run that is not finished.
+            ValueError: If it is not a bool.
+            ShardError: Below the root; during a backward; before an earlier backward is finished.
 
         Example:
             >>> model.set_manual_backward_finalization(True)
@@ -792,8 +792,8 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """Set whether backward reduces gradients over the ranks.
 
-        Without, gradients are accumulated unsharded, visible as ``Partial`` DTensors in ``.grad``,
-        and reduced by the next backward with it.
+        With ``False``, gradients are accumulated unsharded, visible as ``Partial`` DTensors in
+        ``.grad``. The next backward with ``True`` reduces them.
 
         Args:
             requires_gradient_sync: The choice.
@@ -832,13 +832,13 @@ class FSDPModule(TorchFSDPModule):
                 group.settings.reduce_grads = value
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward goes on to reduce gradients over the replicas of a hybrid mesh.
+        """Set whether backward also reduces gradients over the replicas of a hybrid mesh.
 
-        Without, gradients are reduced over the shards alone, visible as ``(Partial, Shard)``
-        DTensors in ``.grad``, and over the replicas by the next backward with it.
+        With ``False``, gradients are reduced over the shards alone, visible as ``(Partial, Shard)``
+        DTensors in ``.grad``. The next backward with ``True`` reduces them over the replicas.
 
         Args:
-            requires_all_reduce: The choice; without effect on other meshes.
+            requires_all_reduce: The choice; it has no effect on other meshes.
             recurse: Whether to set it for all sharded modules below.
 
         Example:
@@ -849,19 +849,19 @@ class FSDPModule(TorchFSDPModule):
         for group in self._groups(recurse):
             group.settings.all_reduce_grads = requires_all_reduce
 
-    # How gradients are reduced --------------------------------------------------------------
+    # The kind of reductions -----------------------------------------------------------------
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set the divisor of the sum of gradients over all ranks, instead of their number.
+        """Set the divisor of the sum of gradients over all ranks; the default is their number.
 
         Args:
-            factor: A positive number. Gradients that were accumulated without sync are divided by
-                it, too, when they are reduced.
+            factor: A positive number. It also divides gradients that were accumulated without sync,
+                when they are reduced.
 
         Raises:
             ValueError: If it is not a positive number.
-            ShardError: If gradients were accumulated without sync and added to some that had been
-                reduced, which were divided already; on all ranks.
+            ShardError: On all ranks, if gradients were accumulated without sync on top of reduced
+                ones, which were divided already.
 
         Example:
             >>> model[0].set_gradient_divide_factor(1.0)
@@ -872,7 +872,7 @@ class FSDPModule(TorchFSDPModule):
         self._group().divide_by(float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Call :meth:`set_gradient_divide_factor`, as it was named before; deprecated."""
+        """Call :meth:`set_gradient_divide_factor`; this is its deprecated name."""
         warnings.warn(
             "set_reduce_scatter_divide_factor is deprecated; call set_gradient_divide_factor",
             FutureWarning,
@@ -881,7 +881,7 @@ class FSDPModule(TorchFSDPModule):
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether collectives only ever sum, and averages are taken beside them.
+        """Set whether reductions always sum in the collective and divide outside of it.
 
         Args:
             enable: The choice. Some backends sum faster than they average.
@@ -898,10 +898,9 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """Set whether trainable parameters that no rank used get gradients of zeros.
 
-        By default their gradient stays ``None``, and the optimizer skips them. With zeros AdamW
-        decays them, for example, as FSDP2 does. Ranks may use different parameters either way.
-        A parameter that was never gathered gets none, nor does one of a class made of inner
-        tensors.
+        By default their gradient stays ``None``, and the optimizer skips them. With zeros, as in
+        FSDP2, AdamW still decays them, for example. Ranks may use different parameters either way.
+        Parameters that were never gathered, and wrapper subclasses, get no zeros.
 
         Args:
             reduce_scatter_unused_params: The choice.
@@ -921,13 +920,13 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Set how many reductions may be under way at once; the largest number of a tree counts.
+        """Set the limit on pending reductions; the largest limit in a tree counts.
 
-        Each holds its unsharded gradients until it is done. More than the default, one, helps
-        where reductions take longer than the backward beside them.
+        Each holds its unsharded gradients until it is done. More than one, the default, helps if
+        reductions take longer than the backward that they overlap with.
 
         Args:
-            max_input_buffers: At least 1.
+            max_input_buffers: The number, at least 1.
             recurse: Whether to set it for all sharded modules below.
 
         Raises:
@@ -945,19 +944,18 @@ class FSDPModule(TorchFSDPModule):
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], object], *, stream: torch.Stream | None = None
     ) -> None:
-        """Call ``hook`` with each flat buffer of reduced gradients before they are handed out.
+        """Call ``hook`` with each flat buffer of reduced gradients, before ``.grad`` is written.
 
-        With a hook, every reduced parameter gets a gradient: zeros if no rank has one, where it
-        would otherwise stay ``None``. The hook may reduce over further ranks, and the library
-        cannot know whether those have a gradient.
+        With a hook, every reduced parameter gets a gradient: zeros instead of ``None`` if no rank
+        has one, since the hook may reduce over further ranks that have one.
 
         Args:
             hook: Gets a 1-D tensor, reduced over shards and replicas, to change in place.
-            stream: The stream to run it on. Not with a hybrid mesh, where the hook runs after the
-                reduction over replicas. The CPU has no streams, so there it changes nothing.
+            stream: The stream to run it on; not allowed with a hybrid mesh, since the hook then
+                runs after the reduction over replicas. It has no effect on the CPU.
 
         Raises:
-            TypeError: If ``hook`` cannot be called, or ``stream`` is none.
+            TypeError: If ``hook`` is not callable, or ``stream`` is not a stream.
             ValueError: If ``stream`` is given for a hybrid mesh.
 
         Example:
@@ -982,16 +980,16 @@ class FSDPModule(TorchFSDPModule):
         group.settings.hook_stream = stream if has_streams else None
         group.plugins.invalidate_programs()
 
-    # How tensors travel ---------------------------------------------------------------------
+    # Communication --------------------------------------------------------------------------
 
     def set_custom_all_gather(self, comm: AllGather) -> None:  # type: ignore[override]
         """Gather this module's own group by a custom all-gather.
 
         Args:
-            comm: Called with one flat tensor for each mesh and dtype; copied in and out.
+            comm: Called once for each mesh and dtype, with flat tensors (copy-in and copy-out).
 
         Raises:
-            TypeError: If it has no ``allocate`` or cannot be called.
+            TypeError: If it has no ``allocate`` or is not callable.
 
         Example:
             >>> from composable_shard import AllGather
@@ -1012,10 +1010,10 @@ class FSDPModule(TorchFSDPModule):
         """Reduce the gradients of this module's own group by a custom reduce-scatter.
 
         Args:
-            comm: Called with one flat tensor for each mesh and dtype; copied in and out.
+            comm: Called once for each mesh and dtype, with flat tensors (copy-in and copy-out).
 
         Raises:
-            TypeError: If it has no ``allocate`` or cannot be called.
+            TypeError: If it has no ``allocate`` or is not callable.
 
         Example:
             >>> from composable_shard import ReduceScatter
@@ -1039,7 +1037,7 @@ class FSDPModule(TorchFSDPModule):
             enable: The choice; ``False`` returns to collectives in place.
 
         Raises:
-            ShardError: If the backend allocates none, or custom communication was set.
+            ShardError: If the backend allocates none, or custom collectives are set.
 
         Example:
             >>> model[0].set_allocate_memory_from_process_group_for_comm(False)
@@ -1055,11 +1053,11 @@ class FSDPModule(TorchFSDPModule):
         """Let collectives use symmetric memory.
 
         Args:
-            backend: Whose; only ``"NCCL"``.
+            backend: The backend of the memory; only ``"NCCL"``.
 
         Raises:
             ValueError: For another backend.
-            ShardError: If the process group is not one of NCCL, or custom communication was set.
+            ShardError: If the process group is not on NCCL, or custom collectives are set.
 
         Example:
             >>> model[0].set_symm_mem_for_comm("NCCL")
@@ -1077,13 +1075,13 @@ class FSDPModule(TorchFSDPModule):
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Set whether reductions run in a process group of their own, beside the gathers.
+        """Set whether reductions use a separate process group, so that they overlap with gathers.
 
         Args:
             enable: The choice.
             recurse: Whether to set it for all sharded modules below.
 
-        Collective: makes one process group for each set of ranks, once.
+        Collective: makes a process group for each set of ranks, once.
 
         Example:
             >>> model.set_separate_reduce_scatter_group()
@@ -1109,7 +1107,7 @@ class FSDPModule(TorchFSDPModule):
         return list(dict.fromkeys(g for m in modules if (g := group_of(m)) is not None))
 
     def _params(self) -> list[ShardedParam]:
-        """Return the parameters below; a group of several modules may have others too."""
+        """Return the parameters of this module; its groups may have others, of other modules."""
         below = set(cast(nn.Module, self).modules())
         params = (param for group in self._groups(recurse=True) for param in group.params)
         return [param for param in params if any(slot.module in below for slot in param.slots)]
@@ -1132,10 +1130,10 @@ class GradientReductionHandle:
         self._tree = tree
 
     def wait(self) -> None:
-        """Wait until the gradients are reduced, on the device's own time; idempotent.
+        """Wait until the gradients are reduced, without blocking the host on devices; idempotent.
 
         Raises:
-            ShardError: If ``reset_iter_state``, or cleaning up after a failure, has dropped them.
+            ShardError: If ``reset_iter_state``, or the cleanup after a failure, has dropped them.
         """
         tree = self._tree
         if tree is None:

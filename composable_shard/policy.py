@@ -1,4 +1,4 @@
-"""What the user decides once for each ``fully_shard`` call: frozen, validated values."""
+"""The policies of a ``fully_shard`` call: frozen, validated values."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class MixedPrecisionPolicy:
         param_dtype: Dtype of the unsharded parameters, hence of compute and of the all-gather.
             ``None`` keeps the original dtype.
         reduce_dtype: Dtype of the gradient reduction and of gradients accumulated without sync.
-            ``None`` follows each parameter: its ``grad_dtype``, or its own dtype where that is not
-            set, whatever ``param_dtype`` is. Gradients of a group that would be reduced in several
-            dtypes are reduced in the one that they promote to.
-        output_dtype: Dtype that floating-point outputs of forward are cast to. ``None`` keeps.
+            ``None`` uses the ``grad_dtype`` of each parameter, or the parameter's own dtype if that
+            is not set, whatever ``param_dtype`` is. If these dtypes differ within a group, its
+            gradients are reduced in the dtype that they promote to.
+        output_dtype: Dtype of floating-point outputs of forward. ``None`` casts nothing.
         cast_forward_inputs: Whether floating-point inputs of forward are cast to ``param_dtype``.
-        buffer_dtype: Dtype that floating-point buffers have during forward; changes made to them
-            are copied back. ``None`` keeps.
-        grad_dtype: Dtype of the sharded gradients of parameters whose own ``grad_dtype`` is not
-            set. ``None`` means the dtype of the parameter.
-        param_dtype_override_fn: Called once with each parameter by ``fully_shard``; returns the
-            parameter's dtype to let it compute in that, ``None`` or ``param_dtype`` for
-            ``param_dtype``. The same on all ranks. Inputs are cast to ``param_dtype`` all the same.
+        buffer_dtype: Dtype of floating-point buffers during forward; changes of them are copied
+            back. ``None`` casts nothing.
+        grad_dtype: Dtype of the sharded gradients of parameters without a ``grad_dtype`` of their
+            own. ``None`` means the dtype of the parameter.
+        param_dtype_override_fn: ``fully_shard`` calls it once with each parameter. It returns the
+            parameter's own dtype to compute in that, or ``None`` or ``param_dtype`` to compute in
+            ``param_dtype``; the same on all ranks. Inputs are still cast to ``param_dtype``.
 
     Raises:
         TypeError: If a dtype is not a ``torch.dtype``, ``cast_forward_inputs`` not a bool, or
@@ -53,8 +53,8 @@ class MixedPrecisionPolicy:
         >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).grad_dtype
     """
 
-    # Gradients of unsharded parameters, as autograd has computed them, are rounded to the dtype of
-    # compute before they are reduced; so does torch below 2.15.
+    # Whether gradients are rounded to the compute dtype before the reduction, as torch did before
+    # 2.15.
     rounds_gradients: ClassVar[bool] = False
 
     param_dtype: torch.dtype | None = None
@@ -81,15 +81,15 @@ class MixedPrecisionPolicy:
         return of_its_kind(self.param_dtype, original)
 
     def for_parameter(self, name: str, param: nn.Parameter) -> MixedPrecisionPolicy:
-        """Return the policy of one parameter, which has nothing to override any more.
+        """Return the policy of one parameter, with the override applied.
 
         Args:
-            name: What messages call it.
+            name: Its name in messages.
             param: The parameter, before it is sharded.
 
         Raises:
-            ValueError: If the override is neither a dtype that it may have nor ``None``; if nobody
-                has said whether a frozen parameter of a class of its own holds values to be cast.
+            ValueError: If the override returns anything but an allowed dtype or ``None``. If there
+                is no override for a frozen parameter of the user's own class that would be cast.
         """
         override = self.param_dtype_override_fn
         try:
@@ -114,19 +114,19 @@ class MixedPrecisionPolicy:
         return replace(self, param_dtype=dtype, param_dtype_override_fn=None)
 
     def _check_not_packed(self, name: str, param: nn.Parameter) -> None:
-        """Refuse to cast what may be packed codes in a floating-point dtype."""
+        """Refuse to cast a floating-point parameter that may hold packed codes."""
         kind = _torch.class_in_memory(_torch.local_part(param))
         cast = self.compute_dtype(param.dtype)
         if kind is not None and not param.requires_grad and cast != param.dtype:
             raise ValueError(
                 f"Expected frozen parameter '{name}' of class {kind.__name__} to be computed with "
-                f"in its own dtype {param.dtype}, got param_dtype {cast}, whose cast would spoil "
+                f"in its own dtype {param.dtype}, got param_dtype {cast}, and a cast would corrupt "
                 "packed values; store it in that dtype, or let param_dtype_override_fn return "
                 "the dtype of this parameter"
             )
 
     def without_override(self) -> MixedPrecisionPolicy:
-        """Return what holds for modules, whose inputs are cast, when parameters are resolved."""
+        """Return the policy for module inputs and outputs, without the per-parameter override."""
         return replace(self, param_dtype_override_fn=None)
 
     def reduction_dtype(
@@ -136,13 +136,13 @@ class MixedPrecisionPolicy:
 
         Args:
             original: Dtype of the parameter.
-            asked: Its ``grad_dtype``, if that is set.
+            asked: The ``grad_dtype`` of the parameter, if it is set.
         """
         return of_its_kind(self.reduce_dtype or asked or self.grad_dtype or original, original)
 
 
 def of_its_kind(dtype: torch.dtype, original: torch.dtype) -> torch.dtype:
-    """Return a dtype for what is ``original``: complex numbers stay complex, whatever is asked."""
+    """Return ``dtype`` for tensors of dtype ``original``; its complex form for complex tensors."""
     if original.is_complex and not dtype.is_complex:
         return torch.promote_types(dtype, torch.complex64)
     return dtype
@@ -150,7 +150,7 @@ def of_its_kind(dtype: torch.dtype, original: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Keep sharded parameters, gradients and optimizer states on the device of compute.
+    """Keep sharded parameters, gradients and optimizer states on the compute device.
 
     Source: ``torch.distributed.fsdp.OffloadPolicy``.
 
@@ -164,12 +164,13 @@ class OffloadPolicy:
 class CPUOffloadPolicy(OffloadPolicy):
     """Keep sharded parameters, gradients and optimizer states on the CPU.
 
-    Shards are copied to the device of compute before they are gathered, reduced gradients back
-    after; the optimizer steps on the CPU.
+    Shards are copied to the compute device before each gather, and reduced gradients are copied
+    back. The optimizer steps on the CPU.
 
     Args:
-        pin_memory: Whether the shards lie in pinned memory, which copies faster and beside compute
-            but cannot be swapped out. Skipped, with one warning, where there is no accelerator.
+        pin_memory: Whether the shards are in pinned memory. Copies from it are faster and overlap
+            with compute, but it cannot be swapped out. Ignored, with one warning, if there is no
+            accelerator.
 
     Raises:
         TypeError: If ``pin_memory`` is not a bool.
@@ -191,14 +192,14 @@ Offload = OffloadPolicy | Mapping[str, OffloadPolicy] | None
 
 
 def offload_of(name: str, policy: Offload) -> CPUOffloadPolicy | None:
-    """Return how the parameter ``name`` is kept on the CPU, ``None`` if it is not."""
+    """Return the offload policy of the parameter ``name``; ``None`` if it is not offloaded."""
     if isinstance(policy, Mapping):
         policy = policy.get(name)
     return policy if isinstance(policy, CPUOffloadPolicy) else None
 
 
 def check_offload(policy: object) -> None:
-    """Raise ``TypeError`` unless ``policy`` is one, or maps names of parameters to some."""
+    """Raise ``TypeError`` unless ``policy`` is an offload policy or a mapping of them by name."""
     members = policy.items() if isinstance(policy, Mapping) else [("", policy)]
     for name, member in members:
         if member is None or isinstance(member, OffloadPolicy):
@@ -211,7 +212,7 @@ def check_offload(policy: object) -> None:
 
 
 def check_names(policy: Offload, names: set[str]) -> None:
-    """Raise ``ValueError`` if a mapping of policies names a parameter that is not there."""
+    """Raise ``ValueError`` if a mapping of policies names a parameter that does not exist."""
     unknown = sorted(set(policy) - names) if isinstance(policy, Mapping) else []
     if unknown:
         raise ValueError(
@@ -221,7 +222,7 @@ def check_names(policy: Offload, names: set[str]) -> None:
 
 
 def pins(policy: CPUOffloadPolicy) -> bool:
-    """Return whether memory is pinned for ``policy``; warns once where it cannot be."""
+    """Return whether memory is pinned for ``policy``; warn once if it cannot be."""
     if not policy.pin_memory:
         return False
     if _torch.pins_memory():
@@ -231,9 +232,9 @@ def pins(policy: CPUOffloadPolicy) -> bool:
 
 
 def copies_beside_compute(policy: CPUOffloadPolicy | None, device: torch.device) -> bool:
-    """Return whether what ``policy`` keeps on the CPU is copied beside what ``device`` computes.
+    """Return whether copies of offloaded tensors overlap with compute on ``device``.
 
-    That takes memory that is pinned; other copies are waited for.
+    They do so only from and to pinned memory; other copies block.
     """
     return _torch.has_streams(device) and policy is not None and pins(policy)
 

@@ -1,7 +1,7 @@
 """``torchrun -m composable_shard.run script.py``: run a script with the drop-in installed.
 
-Torch's ``fully_shard`` is ours in it, without a change to the script: ``docs/drop_in.md``. The
-command ``composable-shard run`` is the same.
+The drop-in replaces torch's ``fully_shard`` by ours, without a change to the script: see
+``docs/drop_in.md``. The command ``composable-shard run`` is the same.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _EXAMPLES = """examples:
   composable-shard run -m torch.distributed.run --nproc-per-node 2 train.py
   torchrun --nproc-per-node 2 -m composable_shard.run train.py
 
-The script finds sys.argv and __main__ as if Python had started it, and processes that it starts
-have our fully_shard too. It exits as the script does.
+The script sees sys.argv and __main__ as if Python had started it. Processes that it starts have our
+fully_shard too. The exit code is that of the script.
 """
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and its arguments."""
+    """Add the description and the arguments of the command."""
     parser.description = "Run a script, unchanged, with torch's fully_shard replaced by ours."
     parser.epilog = _EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -32,12 +32,12 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     rest = parser.add_argument(
         "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="for the script"
     )
-    rest.required = False  # as argparse says where SCRIPT is missing
+    rest.required = False  # else argparse names it, too, if SCRIPT is missing
     parser.set_defaults(run=partial(run, parser))
 
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    """Run the script; its exceptions pass through, ``SystemExit`` too."""
+    """Run the script; its exceptions pass through, also ``SystemExit``."""
     from composable_shard.compat.torch_dropin import run_script
 
     script = arguments.script
@@ -48,15 +48,14 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the script, or after ``-m`` the module, that ``arguments`` begin with.
+    """Run a script, or after ``-m`` a module.
 
     Args:
-        arguments: A script or module and its ``sys.argv``; those of this process
-            if absent.
+        arguments: The script or module, then its arguments; those of this process if absent.
 
     Raises:
         SystemExit: With code 2 if there is no script.
-        Exception: What the script raises.
+        Exception: Any exception of the script.
 
     Example:
         >>> main(["-m", "this_is_no_module"])

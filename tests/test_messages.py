@@ -262,8 +262,8 @@ fully_shard(sharded())
     ValueError: Expected a module that is not sharded, got FSDPLinear, which fully_shard was applied
     to before; shard modules that were added since, such as new adapters, alone
 fully_shard(plain(), mesh=init_device_mesh('xpu', (2,)))
-    ValueError: Expected a mesh of devices that this process can use, got one of xpu devices, of
-    which none is available; make the mesh for the device type of the machine, such as
+    ValueError: Expected a mesh of devices that this process can use, got one of xpu devices, but
+    none is available; make the mesh for the device type of the machine, such as
     init_device_mesh('cpu', ...)
 fully_shard(plain(), reshard_after_forward='no')
     ValueError: Expected reshard_after_forward to be True, False, a number of ranks or None, got
@@ -353,11 +353,11 @@ fully_shard(plain(), shard_placement_fn=lambda _: ShardPlacementResult(mesh=mesh
     parameter 'weight'
 fully_shard(plain(), mesh=square('dp_shard', 'tp'))
     ValueError: Expected a mesh of the axes (replicate, shard), or of one that shards, got axes
-    named ('dp_shard', 'tp'); pass the axes in this order, or name what each is for by
+    named ('dp_shard', 'tp'); pass the axes in this order, or name their purposes by
     dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)
 fully_shard(plain(), mesh=square()['replicate'])
     ValueError: Expected a mesh of the axes (replicate, shard), or of one that shards, got axes
-    named ('replicate',); pass the axes in this order, or name what each is for by
+    named ('replicate',); pass the axes in this order, or name their purposes by
     dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)
 fully_shard(nn.Sequential(nn.LazyLinear(4)))
     ValueError: Expected parameter '0.weight' of LazyLinear to have a shape, got an uninitialized
@@ -383,12 +383,11 @@ by_names(square('dp', 'tp'), on_mesh(square('dp', 'tp'), Shard(0)))
     ValueError: Expected parameter 'weight' to be replicated over the data-parallel axis 'dp', got
     S(0)
 fully_shard(plain(), mesh=DeviceMesh('cpu', [1, 2]))
-    ValueError: Expected a mesh that rank 0 is in, got DeviceMesh((2,), 'cpu', stride=(1,)); ranks
-    that are to have no part of a module leave it as it is
+    ValueError: Expected a mesh that rank 0 is in, got DeviceMesh((2,), 'cpu', stride=(1,)); do not
+    shard a module on ranks outside of its mesh
 fully_shard(plain(), shard_placement_fn=lambda _: DeviceMesh('cpu', [1, 2]))
-    ValueError: Expected a mesh that rank 0 is in, got DeviceMesh((2,), 'cpu', stride=(1,)); ranks
-    that are to have no part of a module leave it as it is, from shard_placement_fn for parameter
-    'weight'
+    ValueError: Expected a mesh that rank 0 is in, got DeviceMesh((2,), 'cpu', stride=(1,)); do not
+    shard a module on ranks outside of its mesh, from shard_placement_fn for parameter 'weight'
 fully_shard(plain(), reshard_after_forward=3)
     ValueError: Expected reshard_after_forward to divide the number of shards, got 3 for 4 shards
 fully_shard(plain(), offload_policy={'weigth': CPUOffloadPolicy()})

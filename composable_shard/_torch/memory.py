@@ -231,8 +231,8 @@ def free(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     if not storage.resizable():
         warnings.warn(
-            "Expected to free memory of unsharded parameters, got some that an array shares, as "
-            "that of weight.detach().numpy() does; it stays allocated, and the next gather "
+            "Expected to free memory of unsharded parameters, got some that an array shares, such "
+            "as weight.detach().numpy(); it stays allocated, and the next gather "
             "overwrites it; keep a copy, such as weight.detach().clone().numpy()",
             stacklevel=2,
         )

@@ -44,7 +44,7 @@ def preserved_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractCo
 
 
 set_versions = torch._C._autograd._unsafe_set_version_counter
-"""Sets version counters of a tuple; autograd refuses saved tensors whose counter has moved."""
+"""Sets the version counters of a tuple of tensors; autograd checks those of saved tensors."""
 
 
 chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat

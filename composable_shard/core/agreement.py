@@ -1,8 +1,8 @@
 """Checks of a tree before its first gather: is all of it sharded, and alike on all ranks?
 
-A collective that two ranks call with different sizes, or that only one of them calls, aborts or
-hangs without saying why. So the facts that decide which collectives there will be are compared
-first: one number each, and the whole description only if the numbers differ.
+A collective aborts or hangs without an explanation if ranks call it with different sizes, or if
+only some call it. So all ranks first compare the facts that determine their collectives: by a hash,
+and by the whole description only if the hashes differ.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 
 _IGNORED = "_composable_shard_ignored"
-"""The attribute of a module that names its parameters that users left plain."""
+"""The attribute of a module with the names of its ignored parameters."""
 
 _last_tag = 0
-"""The last tag that this rank has heard of, in any process group.
+"""The last tag that this rank has agreed on, in any process group.
 
-Hazard: a message that a failed model has left behind is taken for one of another model. Guard: no
-two trees of a process share a tag, though their process groups differ.
+Hazard: one model reads a message that another, failed model has left behind. Guard: no two trees of
+a process share a tag, even if their process groups differ.
 """
 
 
 def ignore(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> None:
-    """Note that users know of parameters of ``modules`` that stay plain.
+    """Record the parameters of ``modules`` that the user ignores, so that they cause no warning.
 
-    Hazard: a load, a move or a copy replaces them, and torch swaps no tensor that is weakly
-    referenced. Guard: the names are noted on their modules, and not the tensors.
+    Hazard: a load, a move or a copy replaces the tensors, and torch cannot swap a tensor with weak
+    references. Guard: this records names on the modules, not tensors.
     """
     ids = set(map(id, params))
     if not ids:
@@ -63,7 +63,7 @@ def refuse_replicated(
     Args:
         tops: The modules of a group.
         holders: The modules in which its parameters are registered.
-        label: What messages call the group.
+        label: The name of the group in messages.
 
     Raises:
         ShardError: On all ranks, with the name of the module.
@@ -73,8 +73,8 @@ def refuse_replicated(
             is_ours = module is not top and _torch.is_replicated(module)
             if is_ours and any(inner in holders for inner in module.modules()):
                 raise ShardError(
-                    f"Expected replicate of '{name}' before fully_shard of {label}, whose "
-                    "parameters it holds, got it after; apply replicate first"
+                    f"Expected replicate of '{name}' before fully_shard of {label}, which shards "
+                    "its parameters, got it after; apply replicate first"
                 )
 
 
@@ -82,8 +82,8 @@ def warn_of_plain(modules: Iterable[nn.Module], ours: Iterable[nn.Parameter | No
     """Warn if trainable parameters of ``modules`` are plain and were not ignored.
 
     Args:
-        modules: Modules that are sharded.
-        ours: Plain parameters that belong there.
+        modules: Sharded modules.
+        ours: Plain parameters that cause no warning.
     """
     tops = tuple(modules)
     replicated = {
@@ -116,7 +116,7 @@ def warn_of_plain(modules: Iterable[nn.Module], ours: Iterable[nn.Parameter | No
 
 
 def agree_on_model(groups: Sequence[Any]) -> None:
-    """Raise the same error on all ranks if ``groups`` differ between them; else give them tags.
+    """Raise the same error on all ranks if their ``groups`` differ; else give the groups tags.
 
     Args:
         groups: The groups of a tree.
@@ -133,11 +133,11 @@ def agree_on_model(groups: Sequence[Any]) -> None:
             channel.set_label(group.label)
             for ranks in channel.mesh.process_groups:
                 process_groups.setdefault(ranks, []).append((group, channel))
-    told: dict[dist.ProcessGroup, list[str]] = {}
-    differs = False  # those who hear of a difference tell the next process group
+    facts_by_ranks: dict[dist.ProcessGroup, list[str]] = {}
+    differs = False  # passed on to the next process group
     for ranks, members in process_groups.items():
         facts = [line for group, channel in members for line in _facts(group, channel.mesh)]
-        told[ranks] = facts
+        facts_by_ranks[ranks] = facts
         filled = [
             (f"'{param.name}' of {group.label}", local)
             for group, channel in members
@@ -150,19 +150,19 @@ def agree_on_model(groups: Sequence[Any]) -> None:
         for place, (_, channel) in enumerate(members):
             if channel.mesh.shard_group is ranks:
                 channel.set_tag(tag + place)
-    for ranks, members in process_groups.items():  # the last group's news reaches the first too
-        _, (heard,) = compare("", ranks, members[0][1].mesh.device, int(differs))
-        differs = bool(heard)
+    for ranks, members in process_groups.items():  # a second round, also from the last to the first
+        _, (any_differs,) = compare("", ranks, members[0][1].mesh.device, int(differs))
+        differs = bool(any_differs)
     if differs:
-        raise RankMismatchError(_difference(told))
+        raise RankMismatchError(_difference(facts_by_ranks))
 
 
 _Filled = list[tuple[str, torch.Tensor]]
-"""The shards that users have filled, with the names of their parameters."""
+"""CPU shards that the user has filled after sharding on meta, with names of their parameters."""
 
 
 _Members = list[tuple[Any, Channel]]
-"""The groups that communicate over a process group, with their channels."""
+"""The groups that use a process group, with their channels."""
 
 _OP = "comparing the model with that of the other ranks"
 
@@ -173,40 +173,40 @@ def _agree(
     """Compare ``facts`` over ``ranks``.
 
     Returns:
-        The first tag of the members, and whether any of the ranks knows a difference.
+        The first tag of the members, and whether any rank has found a difference.
     """
     global _last_tag
     device = members[0][1].mesh.device
     with watched(ranks, _OP):
         numbers = (_last_tag, len(filled), -len(filled), int(differs))
-        is_same, (last, most, fewest, heard) = compare("\n".join(facts), ranks, device, *numbers)
+        is_same, (last, most, fewest, found) = compare("\n".join(facts), ranks, device, *numbers)
     _last_tag = max(_last_tag, last + len(members))
     if is_same and 0 < most == -fewest and _torch.backend_name(ranks, device) != "fake":
         _warn_of_same_rows(ranks, device, filled)
-    return last + 1, not is_same or bool(heard)
+    return last + 1, not is_same or bool(found)
 
 
-def _difference(told: Mapping[dist.ProcessGroup, list[str]]) -> str:
-    """Return the first difference, alike on all ranks: each group tells it to the next."""
+def _difference(facts_by_ranks: Mapping[dist.ProcessGroup, list[str]]) -> str:
+    """Return the first difference, the same on all ranks: each group passes it on to the next."""
     texts: list[str] = []
-    for ranks, facts in [*told.items()] * 2:
-        heard = gather_objects((facts, texts), ranks, _OP)
-        texts = [text for _, theirs in heard for text in theirs]
-        lines = [theirs for theirs, _ in heard]
-        if any(theirs != facts for theirs in lines):
+    for ranks, facts in [*facts_by_ranks.items()] * 2:
+        gathered = gather_objects((facts, texts), ranks, _OP)
+        texts = [text for _, found in gathered for text in found]
+        lines = [other for other, _ in gathered]
+        if any(other != facts for other in lines):
             numbers = dist.get_process_group_ranks(ranks)
             texts.append(first_difference(lines, numbers, "model"))
     return texts[0]
 
 
 def _warn_of_same_rows(ranks: dist.ProcessGroup, device: torch.device, filled: _Filled) -> None:
-    """Warn if all ranks hold the same random numbers, as those do that fill shards by one seed."""
+    """Warn if all ranks hold the same random numbers, as after an initialization by one seed."""
     digests = []
     for _, local in filled:
         first = local.detach().flatten()[:64].contiguous()
-        held = first.view(torch.uint8).tolist()  # bytes, of any dtype
-        is_random = len({*held}) > max(4, len(held) / 4)  # no constants
-        digests.append(hash(tuple(held)) >> 2 if is_random else ranks.rank())
+        values = first.view(torch.uint8).tolist()  # bytes, for any dtype
+        is_random = len({*values}) > max(4, len(values) / 4)  # not constants
+        digests.append(hash(tuple(values)) >> 2 if is_random else ranks.rank())
     _, found = compare("", ranks, device, *digests, *(-digest for digest in digests))
     pairs = zip(filled, found, found[len(filled) :], strict=False)
     same = [name for (name, _), most, least in pairs if most == -least]
@@ -240,14 +240,14 @@ def _local_of(param: Any) -> torch.Tensor:
 
 
 def _fact(param: Any, policy: MixedPrecisionPolicy) -> str:
-    local, (shape, dim, asked) = _local_of(param), param.facts()
+    local, (shape, dim, grad_dtype) = _local_of(param), param.facts()
     kind = "trainable" if param.sharded.requires_grad else "frozen"
     placement = "replicated" if dim is None else f"Shard({dim})"
     extension = ", with its own all-gather" if has_extension(local) else ""
     extension += ", with its own reduce-scatter" if has_grad_extension(local) else ""
-    own = param.policy.param_dtype
-    dtypes = f", computed in {own}" if own != policy.param_dtype else ""
-    dtypes += f", gradients in {asked}" if asked is not None else ""
+    dtype = param.policy.param_dtype
+    dtypes = f", computed in {dtype}" if dtype != policy.param_dtype else ""
+    dtypes += f", gradients in {grad_dtype}" if grad_dtype is not None else ""
     return (
         f"shape {list(shape)}, {local.dtype}, {placement}, "
         f"{kind}, on {local.device.type}{dtypes}{extension}"

@@ -1,12 +1,12 @@
-"""Deep copies and pickles of sharded modules: the same shards, groups and settings once more.
+"""Deep copies and pickles of sharded modules, with the same shards, groups and settings.
 
-Everything of ours that a module refers to (groups, parameters, hooks) is reached by the copy of its
-attributes. So empty objects take the places of groups and parameters first, the modules are copied
-around them, and then they are filled in.
+A module refers to its group, parameters and hooks, so a copy of its attributes reaches them. First,
+empty objects stand for the copied groups and parameters. Then the modules are copied, and last the
+empty objects are filled.
 
-A pickle goes through the attributes of modules too and finds our objects there; each chooses the
-state to save. A group and its modules refer to each other, so either may be restored first; the
-last one joins the tree.
+A pickle reaches our objects through the attributes of modules, too; each object chooses the state
+to save. A group and its modules refer to each other, so either may be restored first. When all are
+restored, the group joins the tree.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ Memo = dict[int, Any]
 
 
 def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
-    """Return a deep copy of a sharded module and all below.
+    """Return a deep copy of a sharded module and all modules below.
 
-    Gradients are not copied, as ``copy.deepcopy`` of a parameter does not either.
+    The copy has no gradients, like ``copy.deepcopy`` of a parameter.
 
     Args:
         module: A sharded module.
-        memo: As for ``copy.deepcopy``.
+        memo: The memo of ``copy.deepcopy``.
 
     Raises:
         ShardError: If its shards are not in memory.
 
     Collective: none.
-    Memory: this rank's shards once more.
+    Memory: a second copy of this rank's shards.
     """
     found = dict.fromkeys(map(group_of, module.modules()))
     groups = [group for group in found if group is not None and id(group) not in memo]
-    for group in groups:  # those that are not being copied already, the outer ones first
+    for group in groups:  # groups that are not being copied already, the outer ones first
         group.check_awake("to be copied")
     for group in groups:
         group.reshard()
@@ -62,7 +62,7 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
     copied.__setstate__(copy.deepcopy(module.__getstate__(), memo))
     for group in groups:
         _fill(group, memo)
-    for group in reversed(groups):  # as fully_shard is called: the inner ones first
+    for group in reversed(groups):  # the inner ones first, as fully_shard is called
         note_owners(memo[id(group)])
         join_tree(memo[id(group)]).is_last_backward = group.tree.is_last_backward
     return copied
@@ -70,16 +70,16 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
 
 @torch.no_grad()
 def _copied_sharded(param: ShardedParam, copied: nn.Parameter | None) -> nn.Parameter:
-    """Copy the sharded form, or go on with a copy that there is: of an optimizer, for example."""
+    """Copy the sharded parameter, unless the copy of an optimizer, say, has copied it already."""
     local = _torch.local_tensor(param.sharded)
     if copied is None:
         with torch.inference_mode(False):
-            own = _torch.cloned(local)
-            spec = _torch.spec_with_dtype(param.sharded_spec, own.dtype)
-            copied = _torch.parameter_of(_torch.from_local(own, spec), param.sharded.requires_grad)
-    own = _torch.local_tensor(copied)
-    if type(own) is torch.Tensor:
-        own.__dict__.update(local.__dict__)
+            new = _torch.cloned(local)
+            spec = _torch.spec_with_dtype(param.sharded_spec, new.dtype)
+            copied = _torch.parameter_of(_torch.from_local(new, spec), param.sharded.requires_grad)
+    new = _torch.local_tensor(copied)
+    if type(new) is torch.Tensor:
+        new.__dict__.update(local.__dict__)
     for name, value in param.sharded.__dict__.items():
         copied.__dict__.setdefault(name, value)
     if param.sharded.grad_dtype != copied.grad_dtype:
@@ -88,7 +88,7 @@ def _copied_sharded(param: ShardedParam, copied: nn.Parameter | None) -> nn.Para
 
 
 def _fill(group: ParamGroup, memo: Memo) -> None:
-    """Make the object that took the place of a group's copy a group."""
+    """Fill the empty object that stands for the copy of a group."""
     params = []
     for param in group.params:
         filled: ShardedParam = memo[id(param)]
@@ -107,7 +107,7 @@ def _fill(group: ParamGroup, memo: Memo) -> None:
 
 
 def _copy_settings(source: ParamGroup, target: ParamGroup, memo: Memo) -> None:
-    """Give a copy the choices of its source; prefetched groups that are not copied drop out."""
+    """Copy the settings; leave out prefetched groups that are not copied."""
     choices = source.settings.__dict__
     target.settings.__dict__.update(choices)
     target.settings.__dict__.update(_lists(choices, lambda group: memo.get(id(group))))
@@ -116,11 +116,11 @@ def _copy_settings(source: ParamGroup, target: ParamGroup, memo: Memo) -> None:
 
 
 def _lists(settings: Mapping[str, Any], other: Callable[[Any], Any]) -> dict[str, Any]:
-    """Map the lists of prefetched groups by ``other``, which returns ``None`` to leave one out."""
+    """Map the lists of prefetched groups by ``other``; it returns ``None`` to leave out a group."""
     found = {name: settings[name] for name in ("forward_prefetch", "backward_prefetch")}
     return {
-        name: None if some is None else [one for one in map(other, some) if one is not None]
-        for name, some in found.items()
+        name: None if groups is None else [new for new in map(other, groups) if new is not None]
+        for name, groups in found.items()
     }
 
 
@@ -131,7 +131,7 @@ class SavedModule(NamedTuple):
     """The pickled form of a sharded module.
 
     Attributes:
-        attributes: The state that the module itself would pickle, without names of this process.
+        attributes: The state that the module itself would pickle, without the two below.
         states: The states of other composable functions of torch, by function.
         applied: The registry of these functions, by name.
     """
@@ -142,9 +142,9 @@ class SavedModule(NamedTuple):
 
 
 class _SavedGroup(NamedTuple):
-    """The pickled form of a group, which refers to other groups by name.
+    """The pickled form of a group. It refers to prefetched groups by name.
 
-    Prefetched groups are not referred to, or the pickle of a chain of layers would be as deep.
+    A reference to a prefetched group would make the pickle as deep as the chain of layers.
     """
 
     modules: tuple[nn.Module, ...]
@@ -223,7 +223,7 @@ copyreg.pickle(ParamGroup, _reduce_group)
 
 
 def _join(group: ParamGroup) -> None:
-    """Join what is below a restored group, if all of it is restored."""
+    """Join the groups below a restored group to one tree, if all of them are restored."""
     below = [inner for top in group.__dict__.get("modules", ()) for inner in _below(top)]
     if not below or not all("_modules" in module.__dict__ for module in below):
         return
@@ -240,7 +240,7 @@ def _join(group: ParamGroup) -> None:
 
 
 def _below(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and those below, as far as they are restored."""
+    """Yield a module and the modules below, as far as they are restored."""
     yield module
     for child in module.__dict__.get("_modules", {}).values():
         if child is not None:

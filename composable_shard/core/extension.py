@@ -1,4 +1,4 @@
-"""Tensor subclasses: how they are gathered, and how their gradients are reduced.
+"""Tensor subclasses: the gathers of parameters and the reductions of gradients.
 
 **Gathers.** A local shard with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` chooses the
 tensors to gather, and builds the unsharded parameter from them. A wrapper subclass without these
@@ -10,10 +10,10 @@ as scales, stay: autograd may have saved them, and no gather would fill them aga
 **Gradients.** `SplitReduction` takes gradients that are wrapper subclasses apart and rebuilds the
 reduced ones. `EncodedReduction` calls ``fsdp_pre_reduce_scatter`` of the local shard, which turns
 the parts of a gradient, one for each rank, into the tensors to send, and
-``fsdp_post_reduce_scatter``, which sums the received ones. One rank sends another a row of bytes:
-the tensors of every gradient one after the other, aligned, then a flag for each gradient that the
-rank has. The bytes of a gradient that it lacks are zero. Only a rank with a gradient knows its
-inner tensors or encoded formats. It tells the other ranks, once in the life of the parameter.
+``fsdp_post_reduce_scatter``, which sums the received tensors. One rank sends another a row of
+bytes: the tensors of every gradient end to end, aligned, then a flag for each gradient that the
+rank has. The bytes of missing gradients are zero. Only a rank with a gradient knows its inner
+tensors or encoded formats. It sends them to the other ranks, once in the life of the parameter.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from composable_shard.mesh import ShardMesh
 
 
 class _Message(NamedTuple):
-    """The tensors that this rank sends of a shard.
+    """The tensors of a shard that this rank sends.
 
     Attributes:
         shard: The shard.
@@ -86,7 +86,8 @@ class ExtensionBucket:
     """The bucket of one parameter; see `Storage` for the attributes that the core uses.
 
     Attributes:
-        formats: For each rank, the tensors that it sends; agreed before the first gather.
+        formats: For each rank, the formats of the tensors that it sends; agreed before the first
+            gather.
     """
 
     message_cost: MessageCost | None = None
@@ -102,12 +103,12 @@ class ExtensionBucket:
         self._gathered: list[torch.Tensor] = []  # of all ranks, flat
         self._inner: list[torch.Tensor] = []  # memory of the inner tensors of the post hook
         self._out: torch.Tensor | None = None  # the unsharded tensor, as the post hook fills it
-        self._kept_parts: list[torch.Tensor] = []  # tensors whose versions a gather must not bump
+        self._kept_parts: list[torch.Tensor] = []  # a gather must not bump their versions
         self._releases_gathered = self._is_gathered = False
 
     @property
     def reduction(self) -> type[Reduction]:
-        """How the gradient is reduced, which is known once the unsharded parameter is."""
+        """The class that reduces the gradient, valid once the unsharded parameter exists."""
         is_shared = self.mesh.num_shards > 1 and self.param.layout.param.numel > 0
         encodes = is_shared and has_grad_extension(self.param.local)
         return EncodedReduction if encodes else SplitReduction
@@ -126,16 +127,16 @@ class ExtensionBucket:
         return GatherOps([launch], [self.complete], [self.drop], free)
 
     def gather_first(self, shard: torch.Tensor, channel: Channel) -> None:
-        """Gather once, to make the unsharded parameter; the memory stays for the next use.
+        """Gather once to make the unsharded parameter; keep the memory for the next use.
 
-        Collective: the all-gather. The formats must have been agreed.
+        Collective: the all-gather. The ranks must have agreed on the formats.
         """
         self.launch(shard, channel)
         self.complete()
         self._is_gathered = True
 
     def encode(self, shard: Any) -> Formats:
-        """Call the pre hook; return the formats of the tensors that this rank is about to send."""
+        """Call the pre hook; return the formats of the tensors that this rank will send."""
         inputs, metadata = self.call_pre(shard)
         flat, rebuild = flatten(inputs)
         tensors = [self._gathered_dim_first(tensor) for tensor in flat]
@@ -169,7 +170,7 @@ class ExtensionBucket:
         return tensor.movedim(self._dim_of(tensor), 0).detach().to(self.mesh.device).contiguous()
 
     def _dim_of(self, tensor: torch.Tensor) -> int:
-        """Return the gathered dim: that of the parameter if a tensor has its number of dims."""
+        """Return the gathered dim of a tensor: the parameter's if their numbers of dims agree."""
         layout = self.param.layout
         return layout.dim or 0 if tensor.ndim == len(layout.shape) else 0
 
@@ -184,7 +185,7 @@ class ExtensionBucket:
         agreed, now = self.formats[self.mesh.shard_rank], formats_of(self._message.tensors)
         if now != agreed:
             raise ExtensionError(
-                f"Expected {PRE} of {self.param.name} to return what it returned at the first "
+                f"Expected {PRE} of {self.param.name} to return the same tensors as at the first "
                 f"unshard, {to_text(agreed)}, got {to_text(now)}"
             )
         pairs = zip(self._message.tensors, self._num_rows(), strict=True)
@@ -199,8 +200,8 @@ class ExtensionBucket:
             _torch.allocate(memory)
         self._versions = tuple(gathered._version for gathered in self._gathered)
         if self.mesh.num_shards == 1:
-            for gathered, own in zip(self._gathered, inputs, strict=True):
-                gathered.copy_(own)
+            for gathered, source in zip(self._gathered, inputs, strict=True):
+                gathered.copy_(source)
             self._pending = Pending([])
             return
         works = channel.gather(self._gathered, inputs)
@@ -208,7 +209,7 @@ class ExtensionBucket:
         self._pending = Pending(works, channel.gathering, stream, inputs)
 
     def drop(self) -> None:
-        """Wait until nothing is written any more."""
+        """Wait until no collective writes to the memory any more."""
         self._is_gathered, self._message = False, None
         pending = self.__dict__.pop("_pending", None)
         if pending is not None:
@@ -225,7 +226,7 @@ class ExtensionBucket:
         (shard, _, rebuild, metadata), self._message = self._message, None
         arrived = zip(self._gathered, self._num_rows(), strict=True)
         outputs = rebuild([self._all_rows(i, *each) for i, each in enumerate(arrived)])
-        # Filling them again is no change of inner tensors, which autograd may have saved.
+        # A refill must not bump versions of inner tensors, since autograd may have saved them.
         _torch.set_versions(tuple(self._gathered), self._versions)
         has_hooks = has_extension(shard)
         hook = bound_hook(getattr(shard, POST), shard) if has_hooks else _post_all_gather
@@ -242,18 +243,22 @@ class ExtensionBucket:
                 _free(self._gathered)
 
     def free(self) -> bool:
-        """Free the memory that the next gather fills again; no arrays share it."""
+        """Free the memory that the next gather fills again.
+
+        Returns:
+            ``False``: no array shares the memory.
+        """
         self._is_gathered = False
         _free([*self._gathered, *self._inner])
         return False
 
     def _num_rows(self) -> list[list[int]]:
-        """Return, for each tensor, how many rows each rank sends."""
+        """Return, for each tensor, the number of rows that each rank sends."""
         assert self.formats is not None
-        return [[one.shape[0] for one in formats] for formats in zip(*self.formats, strict=True)]
+        return [[format.shape[0] for format in each] for each in zip(*self.formats, strict=True)]
 
     def _all_rows(self, index: int, gathered: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """View a gathered tensor as hooks get it; move rows that lie behind padding over it."""
+        """View a gathered tensor as hooks get it; move rows forward over padding before them."""
         assert self.formats is not None
         most, end = max(counts), 0
         rows = gathered.view(len(counts) * most, *self.formats[0][index].shape[1:])
@@ -266,7 +271,7 @@ class ExtensionBucket:
     # The unsharded parameter ----------------------------------------------------------------
 
     def _checked(self, result: Any) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Return the result of a post hook if it is a tensor and its inner tensors."""
+        """Return the result of a post hook; raise unless it is a tensor and its inner tensors."""
         got = type(result).__name__
         if isinstance(result, tuple) and len(result) == 2:
             tensor, inner = result
@@ -280,7 +285,7 @@ class ExtensionBucket:
         )
 
     def _create_unsharded(self, tensor: torch.Tensor, inner: Sequence[torch.Tensor]) -> None:
-        """Make the unsharded parameter; like torch's, ``tensor`` may end with rows of padding."""
+        """Make the unsharded parameter; as in torch, ``tensor`` may end with rows of padding."""
         param, expected = self.param, self.param.layout.shape
         is_padded = tensor.shape[1:] == expected[1:] and tensor.shape[:1] > expected[:1]
         fitting = tensor[: expected[0]] if is_padded else tensor
@@ -305,9 +310,9 @@ class ExtensionBucket:
         self._kept_parts = [param.unsharded, self._out, *leaves, *inner]
 
     def _read_rows(self, gathered: Memory, inner: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gathered memory that is needed after the post hook, alike on all ranks.
+        """Return the gathered memory that is needed after the post hook, the same on all ranks.
 
-        A class that does not name its inner tensors may need all of them.
+        A class without ``__tensor_flatten__`` may need all of it.
         """
         unsharded = self.param.unsharded_local
         if self._releases_gathered:
@@ -322,9 +327,9 @@ class ExtensionBucket:
         return self._read
 
     def _asks_to_release(self, shard: Any) -> bool:
-        """Return whether the class lets gathered tensors be freed once its post hook has run."""
-        ask = getattr(shard, RELEASE, None)
-        answer = False if ask is None else ask()
+        """Return whether the gathered tensors may be freed once the post hook has run."""
+        hook = getattr(shard, RELEASE, None)
+        answer = False if hook is None else hook()
         if not isinstance(answer, bool):
             raise ExtensionError(
                 f"Expected {RELEASE} of {self.param.name} to return a bool, got "
@@ -340,7 +345,7 @@ def _post_all_gather(
     (whole,) = outputs
     if out is not None:
         pairs = zip(_torch.leaves(out), _torch.leaves(whole), strict=True)
-        if any(mine.data_ptr() != theirs.data_ptr() for mine, theirs in pairs):
+        if any(into.data_ptr() != source.data_ptr() for into, source in pairs):
             out.copy_(whole)
         return None
     whole = whole.to(dtype)
@@ -353,7 +358,7 @@ def _free(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _agree_on_formats(buckets: Sequence[ExtensionBucket]) -> None:
-    """Exchange the formats that each rank sends, before the first gather.
+    """Exchange the formats of the tensors that each rank sends, before the first gather.
 
     Args:
         buckets: Buckets over one mesh, the same on all ranks.
@@ -364,33 +369,33 @@ def _agree_on_formats(buckets: Sequence[ExtensionBucket]) -> None:
     Collective: one all-gather of a small object for each mesh axis.
     """
     mesh, rank = buckets[0].mesh, dist.get_rank()
-    said: list[Formats] | str
+    result: list[Formats] | str
     cause = None
     try:
-        said = [bucket.encode(bucket.param.local) for bucket in buckets]
-    except Exception as error:  # noqa: BLE001 - any failure of user code is told to all ranks
-        said, cause = f"{type(error).__name__}: {error}", error
-    heard = agree({rank: said}, mesh, _united, "agreeing on what tensor subclasses send")
-    told = sorted(heard.items())
-    failures = [f"rank {number}: {text}" for number, text in told if isinstance(text, str)]
+        result = [bucket.encode(bucket.param.local) for bucket in buckets]
+    except Exception as error:  # noqa: BLE001 - any failure of user code is raised on all ranks
+        result, cause = f"{type(error).__name__}: {error}", error
+    results = agree({rank: result}, mesh, _united, "agreeing on the tensors of subclasses")
+    sent = sorted(results.items())
+    failures = [f"rank {number}: {text}" for number, text in sent if isinstance(text, str)]
     if failures:
         raise ExtensionError(f"{PRE} failed on " + "; ".join(failures)) from cause
     group = mesh.shard_group
     ranks = [rank] if group is None else dist.get_process_group_ranks(group)
     for index, bucket in enumerate(buckets):
-        check_same_formats(bucket.param.name, {number: formats[index] for number, formats in told})
-        bucket.formats = [heard[number][index] for number in ranks]
+        check_same_formats(bucket.param.name, {number: formats[index] for number, formats in sent})
+        bucket.formats = [results[number][index] for number in ranks]
 
 
-def _united(heard: dict[int, dict[int, Any]]) -> dict[int, Any]:
-    return dict(ChainMap(*heard.values()))
+def _united(results: dict[int, dict[int, Any]]) -> dict[int, Any]:
+    return dict(ChainMap(*results.values()))
 
 
 def gather_unknown(buckets: Sequence[Storage], channels: dict[ShardMesh, Channel]) -> None:
-    """Gather for the first time the buckets that have no unsharded parameter yet.
+    """Run the first gather of buckets without an unsharded parameter.
 
-    Collective: for each mesh, one all-gather of a small object for each axis, and one of each such
-        parameter.
+    Collective: for each mesh, an all-gather of a small object for each axis, and an all-gather of
+        each such parameter.
     """
     by_mesh: dict[ShardMesh, list[ExtensionBucket]] = {}
     for bucket in buckets:
@@ -406,17 +411,17 @@ def gather_unknown(buckets: Sequence[Storage], channels: dict[ShardMesh, Channel
 
 
 def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> list[Storage]:
-    """Copy shards into buckets: one for each mesh, dtype and device, and one for each subclass.
+    """Copy shards into buckets: one for each mesh, dtype and device; subclasses have their own.
 
     Args:
         params: The parameters.
-        shards: This rank's shard of each.
+        shards: This rank's shard of each parameter.
     """
     kinds: dict[tuple[object, ...], list[tuple[ShardedParam, torch.Tensor]]] = {}
     for param, shard in zip(params, shards, strict=True):
         dtypes = shard.dtype, param.policy.compute_dtype(shard.dtype)
-        own = param if needs_extension(shard) else None
-        kinds.setdefault((param.mesh, *dtypes, shard.device, own), []).append((param, shard))
+        alone = param if needs_extension(shard) else None
+        kinds.setdefault((param.mesh, *dtypes, shard.device, alone), []).append((param, shard))
     return [
         Bucket(*zip(*pairs, strict=True)) if kind[-1] is None else ExtensionBucket(*pairs[0])
         for kind, pairs in kinds.items()
@@ -435,7 +440,7 @@ def create_unsharded(buckets: Sequence[Storage], channels: dict[ShardMesh, Chann
 
 
 def are_of_kind(buckets: Sequence[Storage]) -> bool:
-    """Return whether no shard of a flat bucket was given hooks of its own since it was built."""
+    """Return whether all shards of flat buckets still need no all-gather hooks."""
     flat = (bucket for bucket in buckets if isinstance(bucket, Bucket))
     return not any(needs_extension(param.local) for bucket in flat for param in bucket.params)
 
@@ -443,24 +448,24 @@ def are_of_kind(buckets: Sequence[Storage]) -> bool:
 # Gradients that are tensor subclasses -------------------------------------------------------------
 
 _codecs: weakref.WeakKeyDictionary[ShardedParam, Codec | None] = weakref.WeakKeyDictionary()
-"""How the gradients of parameters are rebuilt; ``None`` for plain ones."""
+"""The codecs that rebuild gradients of parameters; ``None`` for plain gradients."""
 
 
 def _is_unknown(param: ShardedParam) -> bool:
-    """Return whether no rank has had a gradient yet, which would show its inner tensors."""
+    """Return whether the inner tensors of gradients are unknown: no rank has had a gradient yet."""
     return param not in _codecs and _torch.is_wrapper_subclass(param.unsharded_local)
 
 
 def num_tensors(param: ShardedParam) -> int:
-    """Return how many tensors a gradient consists of; 1 if that is not known yet."""
+    """Return the number of inner tensors of a gradient; 1 if it is not known yet."""
     codec = _codecs.get(param)
     return 1 if codec is None else len(codec.names)
 
 
 def _agree_on_codecs(params: Sequence[ShardedParam], grads: Sequence[Any], mesh: ShardMesh) -> None:
-    """Learn the inner tensors of gradients from a rank that has them.
+    """Exchange the inner tensors of gradients that only some ranks have.
 
-    Collective: one all-gather of a small object for each mesh axis, unless all are known.
+    Collective: an all-gather of a small object for each mesh axis, unless all are known.
     """
     known: dict[int, Codec | None] = {}
     unknown = [index for index, param in enumerate(params) if _is_unknown(param)]
@@ -471,15 +476,15 @@ def _agree_on_codecs(params: Sequence[ShardedParam], grads: Sequence[Any], mesh:
         elif stage_of(params[index], waiting) == "unreplicated":
             known[index] = codec_of(_torch.local_tensor(waiting))
     if unknown:
-        known = agree(known, mesh, _united, "agreeing on what gradients are made of")
+        known = agree(known, mesh, _united, "agreeing on the inner tensors of gradients")
     for index, codec in known.items():
         _codecs[params[index]] = codec
 
 
 class SplitReduction(Reduction):
-    """The reduction of gradients that may be tensor subclasses, of parameters of several buckets.
+    """The reduction of gradients that may be tensor subclasses, for several buckets.
 
-    Each inner tensor travels like the gradient of a parameter of its own.
+    Each inner tensor is reduced like the gradient of a separate parameter.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -499,7 +504,7 @@ class SplitReduction(Reduction):
     def launch(self) -> None:
         """Launch the reduce-scatter of all inner tensors.
 
-        Collective: it, and before it that of :func:`_agree_on_codecs`.
+        Collective: the reduce-scatter, and before it those of :func:`_agree_on_codecs`.
         """
         if not self._all_known:
             _agree_on_codecs(self.params, self._grads, self._mesh)
@@ -529,24 +534,25 @@ class SplitReduction(Reduction):
             if not flags[span.start] or _is_unknown(param):
                 continue
             grad = shards[span.start]
-            if codec is not None:  # classes may demand equal storage offsets
+            if codec is not None:  # a class may require equal storage offsets
                 grad = codec.rebuild(map(torch.clone, shards[span]))
                 grad = grad.to(self._final_dtypes[span.start])
             yield param.sharded, grad, self._specs[span.start], self._differ_in_dtype[span.start]
 
 
-# Gradients that their class encodes ---------------------------------------------------------------
+# Gradients that hooks of the class encode ---------------------------------------------------------
 
 
 class GradExtension:
     """The hooks of one parameter, for gradients of one dtype.
 
     Attributes:
-        formats: The tensors that one rank sends another; agreed once some rank has had a gradient.
+        formats: The formats of the tensors that one rank sends another; agreed once some rank has
+            had a gradient.
     """
 
     def __init__(self, param: ShardedParam) -> None:
-        self.param: ShardedParam = weakref.proxy(param)  # it is the key of this object
+        self.param: ShardedParam = weakref.proxy(param)  # weak, since it is a weak key of this
         self.formats: Formats | None = None
         self._metadata: Any = None
 
@@ -588,7 +594,7 @@ class GradExtension:
 
 
 def row_formats_of(tensors: Sequence[torch.Tensor]) -> Formats:
-    """Return the formats of the rows that one rank gets of ``tensors``."""
+    """Return the formats of one row of each tensor: the part for one rank."""
     return formats_of([tensor[0] for tensor in tensors])
 
 
@@ -615,13 +621,13 @@ class EncodedReduction(Reduction):
     def launch(self) -> None:
         """Encode the gradients, and send each rank its parts.
 
-        Collective: an all-to-all; before it those of :meth:`_encode_and_agree` for gradients that
-        no rank has had yet.
+        Collective: an all-to-all; before it, for new gradients, those of
+        :meth:`_encode_and_agree`.
         """
         grads = self._grads
         del self._grads
         refuse_sparse(self.params, grads)
-        if all(one.formats is not None for one in self._extensions):
+        if all(extension.formats is not None for extension in self._extensions):
             encoded = list(map(self._encode, range(len(grads)), grads))
         else:
             encoded = self._encode_and_agree(grads)
@@ -657,29 +663,29 @@ class EncodedReduction(Reduction):
         Collective: one all-gather of a small object for each mesh axis.
         """
         encoded = list[list[torch.Tensor] | None]()
-        said: Any = {}
+        result: Any = {}
         cause = None
         for index, (param, grad) in enumerate(zip(self.params, grads, strict=True)):
             codec = None if grad is None else codec_of(grad)
             if codec is not None:
-                said = (
+                result = (
                     f"Expected a plain gradient of {param.name} to pass to {GRAD_PRE}, got "
                     f"{codec.kind.__name__}; let {POST} return a plain tensor"
                 )
                 break
             try:
                 encoded.append(self._encode(index, grad))
-            except Exception as error:  # noqa: BLE001 - any failure of user code is told to all
-                said = f"{GRAD_PRE} of {param.name} failed: {type(error).__name__}: {error}"
+            except Exception as error:  # noqa: BLE001 - any failure of user code, for all ranks
+                result = f"{GRAD_PRE} of {param.name} failed: {type(error).__name__}: {error}"
                 cause = error
                 break
             if encoded[-1] is not None:
-                said[index] = row_formats_of(encoded[-1])
+                result[index] = row_formats_of(encoded[-1])
         op = "agreeing on the formats of encoded gradients"
-        said = agree(said, self._mesh, partial(_merged, self.params), op)
-        if isinstance(said, str):
-            raise ExtensionError(said) from cause
-        for index, formats in said.items():
+        merged = agree(result, self._mesh, partial(_merged, self.params), op)
+        if isinstance(merged, str):
+            raise ExtensionError(merged) from cause
+        for index, formats in merged.items():
             self._extensions[index].formats = formats
         return encoded
 
@@ -688,15 +694,15 @@ class EncodedReduction(Reduction):
         self._row_places, end = [], 0
         for extension in self._extensions:
             places = []
-            for one in extension.formats or ():
-                places.append((end, one))
-                end += aligned(_nbytes(one), _ALIGNMENT_NBYTES)
+            for format in extension.formats or ():
+                places.append((end, format))
+                end += aligned(_nbytes(format), _ALIGNMENT_NBYTES)
             self._row_places.append(places)
         self._row_nbytes = aligned(end + self.num_flags, _ALIGNMENT_NBYTES)
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait for the encoded parts of all ranks, sum and divide them; or for the replicas."""
+        """Wait for the parts of all ranks, or for the replicas; sum and divide the parts."""
         super().wait()
         rows = self.__dict__.pop("_received", None)
         if rows is None:
@@ -718,14 +724,14 @@ class EncodedReduction(Reduction):
         self.__dict__.pop("_received", None)
 
 
-def _merged(params: Sequence[ShardedParam], heard: dict[int, Any]) -> dict[int, Formats] | str:
-    """Return all known formats; or, as text, how hooks failed or the ranks differ."""
-    failures = [text for text in heard.values() if isinstance(text, str)]
+def _merged(params: Sequence[ShardedParam], results: dict[int, Any]) -> dict[int, Formats] | str:
+    """Return all known formats; an error message if hooks failed or ranks differ."""
+    failures = [text for text in results.values() if isinstance(text, str)]
     if failures:
         return "; ".join(dict.fromkeys(failures))
     first: dict[int, tuple[int, Formats]] = {}
-    for rank, said in heard.items():
-        for index, formats in said.items():
+    for rank, result in results.items():
+        for index, formats in result.items():
             first_rank, expected = first.setdefault(index, (rank, formats))
             if formats != expected:
                 return (
@@ -736,11 +742,11 @@ def _merged(params: Sequence[ShardedParam], heard: dict[int, Any]) -> dict[int, 
     return {index: formats for index, (_, formats) in first.items()}
 
 
-def _nbytes(one: Format) -> int:
-    return prod(one.shape) * one.dtype.itemsize
+def _nbytes(format: Format) -> int:
+    return prod(format.shape) * format.dtype.itemsize
 
 
-def _view(rows: torch.Tensor, start: int, one: Format) -> torch.Tensor:
+def _view(rows: torch.Tensor, start: int, format: Format) -> torch.Tensor:
     """View a tensor, [num_shards, ...], in rows of bytes."""
-    span = rows[:, start : start + _nbytes(one)]
-    return span.view(one.dtype).view(len(rows), *one.shape)
+    span = rows[:, start : start + _nbytes(format)]
+    return span.view(format.dtype).view(len(rows), *format.shape)

@@ -13,8 +13,8 @@ class Finalization:
 
     Attributes:
         by_hand: Whether a call, and not the end of a backward, finishes the reductions.
-        handle: The handle of the last call, until it is waited for.
-        misplaced: Groups for which ``by_hand`` was set while they were roots.
+        handle: The handle of the last call, until its wait.
+        misplaced: Former roots for which ``by_hand`` was set.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -22,15 +22,15 @@ class Finalization:
         self.by_hand = False
         self.handle: object = None
         self.misplaced: list[Any] = []
-        self._used: bool | None = None  # the setting under which unfinished backwards ran
+        self._used: bool | None = None  # ``by_hand`` as it was in unfinished backwards
 
     @property
     def is_open(self) -> bool:
-        """Whether backwards are not finished."""
+        """Whether there are unfinished backwards."""
         return self._used is not None or self.handle is not None
 
     def note_backward(self) -> bool:
-        """Note that a backward ends; return whether the user finishes it by a call."""
+        """Record that a backward ends; return whether the user finishes it by a call."""
         is_unfinished = self.by_hand or not self._tree.is_last_backward
         self._used = self.by_hand if is_unfinished else None
         return self.by_hand
@@ -39,7 +39,7 @@ class Finalization:
         """Set whether a call, and not the end of a backward, finishes the reductions.
 
         Raises:
-            ShardError: If it changes while a backward runs, or one before is not finished.
+            ShardError: If it changes during a backward or before an earlier one is finished.
         """
         if self._tree.has_failed:
             self._tree.reset()
@@ -62,7 +62,7 @@ class Finalization:
         self.by_hand = enabled
 
     def refuse_misplaced(self) -> None:
-        """Raise if ``by_hand`` was set for a group that is the root no more."""
+        """Raise if ``by_hand`` was set for a group that is no longer the root."""
         if self.misplaced:
             raise ShardError(
                 "Expected set_manual_backward_finalization() on the root alone, got it on "
@@ -70,7 +70,7 @@ class Finalization:
             )
 
     def start(self, handle: object) -> None:
-        """Launch the reductions that backwards have left, and free.
+        """Launch the reductions that backwards have deferred, and free memory.
 
         Collective: those reductions.
         """
@@ -78,7 +78,7 @@ class Finalization:
         self._used, self.handle = None, handle
 
     def check_ended(self) -> None:
-        """Raise if reductions were launched by :meth:`start` and not waited for."""
+        """Raise if the reductions of :meth:`start` were not waited for."""
         if self.handle is not None:
             raise ShardError(
                 "Expected the gradients of the last backward before another forward or "
@@ -92,5 +92,5 @@ class Finalization:
         self.handle = None
 
     def reset(self) -> None:
-        """Forget unfinished backwards, whose gradients are dropped."""
+        """Forget unfinished backwards, after their gradients were dropped."""
         self._used = self.handle = None

@@ -1,4 +1,4 @@
-"""PURE: where the elements of one parameter, and the parameters of one bucket, lie.
+"""PURE: the layout of the elements of one parameter, and of the parameters of one bucket.
 
 One parameter of 5 rows over 2 shards of 3 rows (ceil division), with one row of padding::
 
@@ -11,7 +11,7 @@ One bucket with large parameters A, B and small ones c, d, over 2 shards::
     messages                one       one       one, packed
     unsharded             | A_0 A_1 | B_0 B_1 | c_0 c_1 | d_0 d_1 |
 
-All padding of a parameter lies behind its rows, so a large parameter is gathered straight into
+The padding of a parameter comes after its rows, so a large parameter is gathered straight into
 place. Packed parameters arrive in a staging buffer and are copied out.
 """
 
@@ -27,8 +27,8 @@ MESSAGE_ALIGNMENT_NBYTES = 64
 """A parameter with its own message starts at a multiple of this."""
 
 PACKED_ALIGNMENT_NBYTES = 16
-"""On devices, a packed shard starts at a multiple of this: the width of NCCL's and of fused
-optimizers' loads."""
+"""On devices, a packed shard starts at a multiple of this, the width of loads by NCCL and by fused
+optimizers."""
 
 
 # One parameter ------------------------------------------------------------------------------------
@@ -36,13 +36,13 @@ optimizers' loads."""
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """How a parameter of ``shape`` is cut along ``dim`` into ``num_shards`` shards.
+    """The sharding of a parameter of ``shape`` along ``dim`` into ``num_shards`` shards.
 
-    Every shard has ``rows_per_shard`` rows, except that the last ones may have fewer or none. A
-    shard travels padded to ``shard_numel`` elements; its own elements come first.
+    Every shard has ``rows_per_shard`` rows, except that the last ones may have fewer or none. In
+    messages, a shard has ``shard_numel`` elements, with the padding at the end.
 
     Args:
-        shape: The shape, with dims in the order of memory.
+        shape: The shape, with dims in memory order.
         dim: The sharded dim.
         num_shards: The number of ranks that share the parameter.
     """
@@ -89,7 +89,7 @@ class ParamLayout:
 
     @cached_property
     def gathers_in_place(self) -> bool:
-        """Whether the shards laid end to end are the parameter, so that it needs no copy-out."""
+        """Whether the shards end to end form the parameter, so that it needs no copy-out."""
         return self.outer == 1 or self.num_shards == 1
 
     @cached_property
@@ -124,7 +124,7 @@ class ParamLayout:
 
 @dataclass(frozen=True)
 class MessageCost:
-    """The cost of a message besides its bytes, as bytes that could be copied in the same time.
+    """The overhead of a message, as the number of bytes that could be copied in the same time.
 
     Attributes:
         nbytes_per_message: The cost of a message, whatever the number of peers.
@@ -160,15 +160,15 @@ class BucketLayout:
     """Offsets, in elements, of the parameters in the flat buffers of a bucket.
 
     Attributes:
-        order: For each place in the bucket, the index of the parameter as it was passed in. The
+        order: For each place in the bucket, the index of its parameter in the arguments. The
             parameters with their own message come first.
         params: The parameters in that order.
-        num_direct: How many have their own message.
-        shard_offsets: Of each parameter in the sharded buffer.
-        packed_offset: Of the packed message in the sharded buffer.
+        num_direct: The number of parameters with their own message.
+        shard_offsets: The offset of each parameter in the sharded buffer.
+        packed_offset: The offset of the packed message in the sharded buffer.
         packed_numel: Number of elements of the packed message of one rank.
         shard_numel: Number of elements of the sharded buffer.
-        unsharded_offsets: Of each parameter in the unsharded buffer.
+        unsharded_offsets: The offset of each parameter in the unsharded buffer.
         unsharded_numel: Number of elements of the unsharded buffer.
         unwritten: The ranges of the unsharded buffer that no gather writes.
     """
@@ -199,11 +199,11 @@ def plan_bucket(
     """Lay out parameters in the flat buffers of one bucket.
 
     Args:
-        params: All cut into the same number of shards.
+        params: The parameters; all have the same number of shards.
         itemsize: Bytes of an element in the all-gather.
         cost: The cost of a message.
-        min_itemsize: Bytes of an element in the narrowest dtype that these buffers have; it decides
-            the alignment.
+        min_itemsize: Bytes of an element in the narrowest dtype of these buffers; it determines the
+            alignment.
     """
     is_direct = [not is_packed(param, itemsize, cost) for param in params]
     order = sorted(range(len(params)), key=lambda index: not is_direct[index])
@@ -216,7 +216,7 @@ def plan_bucket(
     packed_offsets, packed_numel = _end_to_end(numels[num_direct:], packed_step)
     packed_numel = aligned(packed_numel, packed_step)
     gathered = [param.num_shards * param.shard_numel for param in ordered[:num_direct]]
-    for param in ordered[num_direct:]:  # where packed shards are aligned, one kernel copies all
+    for param in ordered[num_direct:]:  # if packed shards are aligned, one kernel copies all
         count = param.num_nonempty if cost.alignment_nbytes == 1 else param.num_shards
         gathered.append(max(count * param.shard_numel * param.gathers_in_place, param.numel))
     unsharded_offsets, unsharded_numel = _end_to_end(gathered, step)
@@ -240,12 +240,14 @@ def plan_bucket(
 
 
 def message_numels(params: Sequence[ParamLayout], num_direct: int, step: int = 1) -> list[int]:
-    """Return the elements for each rank of the messages that reduce gradients.
+    """Return the number of elements per rank of each message that reduces gradients.
+
+    The last message ends with a flag for each gradient.
 
     Args:
         params: The layouts of the gradients, those with their own message first.
-        num_direct: How many have their own message. A flag for each ends the last message.
-        step: Packed ones are padded to a multiple of this.
+        num_direct: The number of gradients with their own message.
+        step: Packed gradients are padded to a multiple of this.
     """
     numels = [param.shard_numel for param in params]
     packed = sum(aligned(numel, step) for numel in numels[num_direct:])

@@ -1,10 +1,10 @@
-"""The features that observe a step: events for a listener, and a check of the order on all ranks.
+"""The features that observe a step: events for a listener, and a check of the execution order.
 
-Imports plugins. Ranks that call different collectives, or the same ones in different order, wait
-for each other until the process group's time-out, and no message says which group it was. With
-``COMPOSABLE_SHARD_CHECK=1`` in the environment of all ranks, they exchange a number before every
-gather and reduction and at the end of every forward and backward: ranks that disagree raise the
-same error.
+Imports plugins. Ranks that call different collectives, or the same ones in a different order, wait
+for each other until the time-out of the process group, and no message names the parameter group.
+With ``COMPOSABLE_SHARD_CHECK=1`` in the environment of all ranks, they exchange a number before
+every gather and reduction and at the end of every forward and backward. If the numbers differ, all
+ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class Trace(Feature):
     """Calls a function with every event.
 
     Attributes:
-        listener: The function. Programs that were compiled with an earlier one call it too.
+        listener: The function. Compiled programs always call the current one.
     """
 
     listener: Listener | None = None
 
-    def _tell(self, event: str, name: str) -> None:
+    def _emit(self, event: str, name: str) -> None:
         if self.listener is not None:
             self.listener(event, name)
 
     def ops(self, group: Any, phase: Phase) -> Sequence[Op]:
         """Return a call for each event of the phase."""
-        return [partial(self._tell, event, group.name) for event in _EVENTS.get(phase, ())]
+        return [partial(self._emit, event, group.name) for event in _EVENTS.get(phase, ())]
 
 
 # The order of collectives on all ranks ------------------------------------------------------------
@@ -80,12 +80,12 @@ _CHECKED: dict[Phase, str] = {
 
 
 def order_checks() -> list[Feature]:
-    """Return a new check, if the environment asks for one."""
+    """Return a new check, if the environment variable is set."""
     return [OrderCheck()] if os.environ.get(CHECK_VARIABLE, "0") not in ("", "0") else []
 
 
 class OrderCheck(Feature):
-    """Compares what the ranks of a tree are about to do."""
+    """Compares the next operation of the ranks of a tree."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -103,11 +103,11 @@ class OrderCheck(Feature):
         self.agree("end of a backward", tree.root)
 
     def agree(self, what: str, group: Any) -> None:
-        """Raise on all ranks if some of them do not come to ``what`` of a group now.
+        """Raise on all ranks unless all have reached ``what`` of a group.
 
         Raises:
-            RankMismatchError: On all ranks, with what each of two does; on those that wait, if
-                another does not come within the time-out.
+            RankMismatchError: On all ranks, with the operations of two that differ; only on the
+                waiting ranks, if another does not arrive within the time-out.
 
         Collective: one all-reduce of 16 bytes for each process group of more than one rank; more
             only if it raises.
@@ -122,18 +122,18 @@ class OrderCheck(Feature):
             is_same, _ = compare(what, ranks, device)
         except RuntimeError as error:
             raise RankMismatchError(
-                f"Expected all ranks to come to the {what}, step {self._count}, got none of "
+                f"Expected all ranks to reach the {what}, step {self._count}, got no sign of "
                 "some rank within the time-out; it has ended, or waits elsewhere"
             ) from error
         if not is_same:
             self._raise_difference(what, ranks)
 
     def _raise_difference(self, what: str, ranks: dist.ProcessGroup) -> None:
-        heard: list[Any] = [None] * ranks.size()
-        dist.all_gather_object(heard, what, group=ranks)
+        texts: list[Any] = [None] * ranks.size()
+        dist.all_gather_object(texts, what, group=ranks)
         numbers = dist.get_process_group_ranks(ranks)
-        other = next(place for place, theirs in enumerate(heard) if theirs != heard[0])
+        other = next(place for place, text in enumerate(texts) if text != texts[0])
         raise RankMismatchError(
             f"Expected the same order of collectives on all ranks, got at step {self._count} on "
-            f"rank {numbers[0]}: {heard[0]}; on rank {numbers[other]}: {heard[other]}"
+            f"rank {numbers[0]}: {texts[0]}; on rank {numbers[other]}: {texts[other]}"
         )

@@ -1,4 +1,4 @@
-"""Optimizers: that they step sharded parameters, and which groups they have changed.
+"""Hooks of optimizer steps: checks of the parameters, and a step count for each group.
 
 Imports reduction, storage, ties. Foreach and fused kernels change a DTensor without bumping a
 version counter, so each group counts the steps that may have changed it.
@@ -34,9 +34,9 @@ class _Params:
     """The parameters of an optimizer, with their groups and kinds, looked up once.
 
     Attributes:
-        ids: Of all.
-        scalars: Sharded ones without dims.
-        strided: Sharded ones whose shards are not contiguous.
+        ids: The ids of all parameters.
+        scalars: The sharded parameters without dims.
+        strided: The sharded parameters with shards that are not contiguous.
     """
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
@@ -50,15 +50,15 @@ class _Params:
 
     @property
     def groups(self) -> list[ParamGroup]:
-        """Their groups, in an order that is the same on all ranks."""
+        """The groups of the parameters, in the same order on all ranks."""
         return [group for ref in self._groups if (group := ref()) is not None]
 
     def have_grads(self) -> bool:
-        """Return whether any has a gradient."""
+        """Return whether any parameter has a gradient."""
         return any(param.grad is not None for param in self._params)
 
     def is_of(self, params: Sequence[torch.Tensor]) -> bool:
-        """Return whether these are the parameters, and no group has got others since."""
+        """Return whether ``params`` are these parameters, and no group has changed its own."""
         if self._num_registered != num_registered() or len(params) != len(self._params):
             return False
         return all(map(is_, params, self._params))
@@ -86,9 +86,9 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     unsharded = num_standing_for_sharded(params.ids)
     if unsharded:
         raise ShardError(
-            f"Expected {kind} to have sharded parameters, got {unsharded} unsharded ones, whose "
-            "changes are lost; build the optimizer, or fill its groups, of model.parameters() "
-            "outside of unsharded(), before a forward or after a backward"
+            f"Expected {kind} to have sharded parameters, got {unsharded} unsharded ones, and "
+            "their updates would be lost; build the optimizer, or its param_groups, from "
+            "model.parameters() outside of unsharded(), before a forward or after a backward"
         )
     groups = params.groups
     for group in groups:
@@ -96,10 +96,10 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if any(group.tree.tape.visits for group in groups) and not params.have_grads():
         warnings.warn(
             f"Expected gradients for a step of {kind}, got none, though a forward came before; "
-            "backward(inputs=...) by sharded parameters gives none: call loss.backward()",
+            "backward(inputs=...) with sharded parameters gives none: call loss.backward()",
             stacklevel=2,
         )
-    host.settle()  # copies of shards that a forward without a backward has launched
+    host.settle()  # wait for copies of shards that a forward without a backward has launched
     if any(stepped.get("fused") for stepped in optimizer.param_groups):
         _refuse_unreduced(kind, params.strided)
     for param in params.scalars:
@@ -107,10 +107,10 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _refuse_unreduced(kind: str, params: Sequence[DTensor]) -> None:
-    """Raise if gradients of parameters with strides of their own are not reduced.
+    """Raise if gradients of parameters that are not contiguous are not reduced.
 
-    DTensor would reduce them to contiguous shards. Fused kernels walk through memory in order, so
-    an element would be stepped by the gradient of another.
+    DTensor would reduce them to contiguous shards. Fused kernels traverse memory in order, so they
+    would update an element by the gradient of another.
     """
     if any(is_partial(param.grad) for param in params):
         raise ShardError(
@@ -121,7 +121,7 @@ def _refuse_unreduced(kind: str, params: Sequence[DTensor]) -> None:
 
 
 def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:
-    """Make DTensors of a scalar parameter's states: torch loads them as if they counted steps."""
+    """Wrap the states of a scalar parameter in DTensors; torch loads them as plain tensors."""
     for name, value in state.items():
         is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         if is_plain and value.ndim == 0 and name != "step":

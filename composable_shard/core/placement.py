@@ -1,11 +1,11 @@
-"""How one parameter is cut: the rows of its memory, and the DTensor of its shards on its mesh.
+"""The sharding of one parameter: the rows of its memory, and the placements of its DTensor.
 
-A flat buffer holds a tensor in the order in which its elements lie in memory, so a transposed or
-channels-last parameter is cut, gathered and reduced without a permuting copy and keeps its strides.
-A scalar has nothing to cut: it is laid out as one equal row for each rank.
+A flat buffer holds the elements of a tensor in memory order. So a transposed or channels-last
+parameter is sharded, gathered and reduced without a permuting copy, and keeps its strides. A scalar
+cannot be cut: each rank has an equal row.
 
-A parameter that is tensor-parallel already is cut once more, within what its ranks hold: its
-DTensor then spans the data-parallel axes and those that it had.
+A tensor-parallel parameter is sharded once more, within the local tensor of each rank. Its DTensor
+then spans the data-parallel axes and the tensor-parallel ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from composable_shard.core.layout import ParamLayout
 from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh
 
-# How a tensor of any shape and stride lies in flat buffers ----------------------------------------
+# A tensor of any shape and stride in flat buffers -------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class TensorLayout:
     """The rows of one tensor, cut along one dim.
 
     Attributes:
-        shape: The shape of the tensor that users see.
+        shape: The shape of the user's tensor.
         dim: Its sharded dim; ``None`` for a scalar, which every rank holds.
-        order: Its dims by falling stride; ``None`` if they already fall.
-        param: How the rows are cut, with dims in the order of memory.
+        order: Its dims by falling stride; ``None`` if they are in that order already.
+        param: The layout of the rows, with dims in memory order.
     """
 
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class TensorLayout:
     param: ParamLayout
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """View a whole tensor, or a local shard, with its dims in the order of memory."""
+        """View a whole tensor, or a local shard, with its dims in memory order."""
         if self.dim is None:
             return tensor.expand(self.param.num_shards)
         return tensor if self.order is None else tensor.permute(self.order)
@@ -68,7 +68,7 @@ class TensorLayout:
             return tensor
         layout = self.param
         if _torch.is_subclass_of_user(tensor):
-            # torch's fully_shard calls chunk, so subclasses implement it; few know narrow.
+            # torch's fully_shard calls chunk, so subclasses implement it; few implement narrow.
             shards = tensor.chunk(layout.num_shards, self.dim)
             self._check(shards)
             if rank < len(shards):
@@ -76,7 +76,7 @@ class TensorLayout:
         return tensor.narrow(self.dim, layout.start(rank), layout.local_rows(rank))
 
     def _check(self, shards: Sequence[torch.Tensor]) -> None:
-        """Raise ``ExtensionError`` if a subclass splits itself unlike a plain tensor."""
+        """Raise ``ExtensionError`` unless ``chunk`` of a subclass has returned the right shapes."""
         dim, count = self.dim, self.param.num_nonempty
         assert dim is not None
         rows = [self.param.local_rows(rank) for rank in range(max(count, len(shards)))]
@@ -110,11 +110,11 @@ class TensorLayout:
 
 
 def plan_tensor(tensor: torch.Tensor, dim: int | None, num_shards: int) -> TensorLayout:
-    """Plan how a tensor is laid out in flat buffers.
+    """Plan the layout of a tensor in flat buffers.
 
     Args:
-        tensor: Its shape and strides count. A tensor that is not dense in any order of its dims is
-            laid out contiguously.
+        tensor: The tensor; only its shape and strides matter. If it is not dense in any order of
+            its dims, the layout is contiguous.
         dim: The dim to cut; ``None`` for a scalar.
         num_shards: The number of shards.
     """
@@ -135,11 +135,11 @@ def matching_pieces(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Pair views of a whole parameter with views of its shards.
 
-    Copying one side to the other converts between the two forms, whatever the sharded dim; neither
-    side holds padding.
+    Copying one side to the other converts between the two forms, for any sharded dim. The views
+    contain no padding.
 
     Args:
-        layout: How the parameter is cut.
+        layout: The layout of the parameter.
         full: The parameter, flat, [numel] or longer.
         shards: Its padded shards, one a row, [num_shards, shard_numel].
     """
@@ -164,7 +164,7 @@ Placements = tuple[Placement, ...]
 Role = Literal["replicate", "shard"] | None
 
 GradStage = Literal["sharded", "unreplicated", "unreduced"]
-"""How far the reduction of a gradient has come: which placements of a parameter it has."""
+"""The stage of a gradient's reduction, which determines its placements; see ParamPlacement."""
 
 
 @dataclass(frozen=True)
@@ -174,11 +174,11 @@ class ParamPlacement:
     Attributes:
         mesh: The mesh of the sharded DTensor.
         sharded: Placements of the parameter and of its reduced gradient.
-        unreplicated: Those of a gradient that is reduced over the shards, not over the replicas.
-        unreduced: Those of a gradient that is not reduced at all.
-        roles: What each axis does: shard, replicate, or, ``None``, split the model.
-        model: What the unsharded parameter is as a DTensor; ``None`` for a plain tensor.
-        model_grad: Placements of the unsharded gradient; ``None`` leaves an axis as it comes.
+        unreplicated: Placements of a gradient that is reduced over the shards only.
+        unreduced: Placements of a gradient that is not reduced at all.
+        roles: The role of each axis: shard, replicate, or ``None`` for model parallelism.
+        model: The spec of the unsharded parameter if it is a DTensor; ``None`` for a plain tensor.
+        model_grad: Placements of the unsharded gradient; ``None`` accepts any on an axis.
     """
 
     mesh: DeviceMesh
@@ -192,15 +192,15 @@ class ParamPlacement:
     def model_local_grad(self, grad: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of an unsharded gradient.
 
-        Collective: for a DTensor whose placements are not those of the parameter, the
-        redistribution over the axes that are not data-parallel.
+        Collective: for a DTensor with other placements than the parameter, the redistribution over
+            the axes that are not data-parallel.
         """
         if self.model is None:
             return grad
         assert isinstance(grad, DTensor), type(grad)
         wanted = tuple(
-            current if asked is None else asked
-            for current, asked in zip(grad.placements, self.model_grad, strict=True)
+            current if placement is None else placement
+            for current, placement in zip(grad.placements, self.model_grad, strict=True)
         )
         if wanted != grad.placements:
             grad = grad.redistribute(placements=wanted)
@@ -210,10 +210,10 @@ class ParamPlacement:
 def plan_placement(
     name: str, param: torch.Tensor, dim: int | None, mesh: ShardMesh
 ) -> ParamPlacement:
-    """Decide mesh and placements of a parameter.
+    """Choose the mesh and placements of a parameter.
 
     Args:
-        name: What messages call it.
+        name: Its name in messages.
         param: The parameter, a plain tensor or a DTensor.
         dim: The dim to shard; ``None`` replicates it.
         mesh: The data-parallel ranks.
@@ -250,7 +250,7 @@ def plan_placement(
 
 
 _Axis = tuple[Placement, Role]
-"""The placement of a parameter on one axis, and whether that one shards or replicates."""
+"""The placement of a parameter on one axis, and the role of the axis."""
 
 
 def _axes(mesh: ShardMesh, dim: int | None, num_parts: int = 1) -> list[_Axis]:
@@ -263,7 +263,7 @@ def _axes(mesh: ShardMesh, dim: int | None, num_parts: int = 1) -> list[_Axis]:
 
 
 def _shard(dim: int | None, num_parts: int) -> Placement:
-    """Shard a dim of which each rank holds one of ``num_parts`` parts already."""
+    """Return the placement that shards a dim, which other axes split into ``num_parts`` parts."""
     if dim is None:
         return Replicate()
     return Shard(dim) if num_parts == 1 else _torch.strided_shard(dim, num_parts)
@@ -300,7 +300,7 @@ def _on_full_mesh(
 ) -> ParamPlacement:
     """Place a parameter that is a DTensor on all axes, the data-parallel ones included.
 
-    Several axes that shard are replaced by the one that they are flattened to.
+    If several axes shard, their flattened axis replaces them.
     """
     full, dims = spec.mesh, mesh.dims
     assert dims is not None and full.mesh_dim_names is not None

@@ -1,4 +1,4 @@
-"""The interface of features, which the core does not know. Imports nothing of this package."""
+"""The interface of features, which are independent of the core. Imports nothing of this package."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ Phase = Literal[
 
 - ``pre_forward``, ``post_forward``: when a forward enters and leaves the group's module.
 - ``gather``, ``gathered``: before and after the all-gather is launched.
-- ``regather``: in place of ``gather``, if neighbours have kept parts.
+- ``regather``: in place of ``gather``, if neighbouring ranks have kept parts of the parameters.
 - ``await_gather``, ``wait``: before and after the wait for it; then the unsharded parameters are
   filled.
 - ``free``, ``freed``: before and after the unsharded memory is freed.
-- ``pre_backward``, ``post_backward``: when a backward first needs the group, and has finished it.
+- ``pre_backward``, ``post_backward``: when a backward first needs and has finished the group.
 - ``accumulated``: after gradients were accumulated without a reduction.
 - ``reduce``, ``reduced``: before and after the reduce-scatter is launched.
 - ``await_reduction``, ``averaged``: before the wait for it, and after its mean is in the reduced
   buffer.
-- ``scattered``: if there are replicas, after all that comes before the reduction over them.
+- ``scattered``: if there are replicas, right before the reduction over them.
 - ``all_reduced``, ``await_all_reduce``: after the reduction over replicas is launched, if there is
   one, and before the wait for it.
 - ``deliver``: after the mean over all ranks is in the reduced buffer, before it is written to
@@ -66,7 +66,7 @@ class Feature:
         """Called when a forward of the tree begins."""
 
     def end_forward(self, tree: Any, outermost: Any) -> None:
-        """Called when a forward that has not failed ends; the call of ``outermost`` began it."""
+        """Called when a forward ends without a failure; ``outermost`` is its outermost group."""
 
     def end_backward(self, tree: Any) -> None:
         """Called when a backward of the tree has delivered all gradients."""

@@ -1,7 +1,6 @@
-"""From a plain module to a sharded one: who takes part, can it be done, then all at once.
+"""The steps of ``fully_shard``: collect the parameters, check and plan, shard, and commit.
 
-Imports group, storage, ties, extension. Everything that can fail happens before the module is
-touched.
+Imports group, storage, ties, extension. Every step that can fail runs before the module changes.
 """
 
 from __future__ import annotations
@@ -29,15 +28,12 @@ from composable_shard.policy import MixedPrecisionPolicy, Offload, check_names, 
 
 
 def is_taken(module: nn.Module) -> bool:
-    """Return whether a function, ``fully_shard`` or ``replicate``, reduces a module's gradients.
-
-    It may be torch's own ``fully_shard``.
-    """
+    """Return whether ``fully_shard``, ours or torch's, or ``replicate`` was applied to a module."""
     return "fully_shard" in _torch.composable_functions(module) or _torch.is_replicated(module)
 
 
 def top_modules(module: object) -> tuple[nn.Module, ...]:
-    """Return the modules of the argument, without those that lie inside another of them.
+    """Return the modules of the argument, without modules inside another of them.
 
     Raises:
         TypeError: If it is not a module or a list of modules.
@@ -66,19 +62,19 @@ def top_modules(module: object) -> tuple[nn.Module, ...]:
 
 
 def check_not_taken(modules: Iterable[nn.Module]) -> None:
-    """Refuse modules whose gradients another call, or another function, reduces.
+    """Refuse modules with gradients that another call or function already reduces.
 
     Raises:
-        ValueError: If ``fully_shard``, ours or torch's, or ``replicate`` has one, or if a function
-            of torch has converted the parameters of a module around it.
+        ValueError: If ``fully_shard``, ours or torch's, or ``replicate`` was applied to a module,
+            or if torch's ``fully_shard`` was applied to a module around it.
     """
     for module in modules:
         kind = type(module).__name__
         if _torch.is_replicated(module):
             raise ValueError(
                 f"Expected a module without torch's replicate or DistributedDataParallel, got "
-                f"{kind}; leave that out, or apply fully_shard to modules inside of it, before it, "
-                "or to one around it"
+                f"{kind}; leave that out, or apply fully_shard first, to modules inside of it, or "
+                "to a module around it"
             )
         if is_taken(module):
             raise ValueError(
@@ -103,14 +99,14 @@ def find_managed(
     ignored: Iterable[nn.Parameter],
     planned: Collection[nn.Module] = (),
 ) -> Managed:
-    """Collect the parameters above all inner modules that are sharded or replicated.
+    """Collect the parameters of modules, except those below sharded or replicated inner modules.
 
-    A parameter that is tied to one of a replicated module is replicated, too.
+    A parameter that is tied to a parameter of a replicated module is replicated, too.
 
     Args:
         modules: The top modules.
         ignored: Parameters to leave alone.
-        planned: Modules that will be sharded before.
+        planned: Inner modules that earlier calls will shard.
     """
     ignored_ids = {id(param) for param in ignored}
     visited: dict[nn.Module, str] = {}
@@ -144,10 +140,10 @@ def plan_params(
     policy: MixedPrecisionPolicy,
     offload: Offload = None,
 ) -> list[ShardedParam]:
-    """Decide how each parameter is cut, over which mesh, in which dtypes.
+    """Choose the sharded dim, mesh and dtypes of each parameter.
 
     Raises:
-        ValueError: For a parameter that cannot be sharded as asked, with its name.
+        ValueError: If a parameter cannot be sharded that way, with its name.
     """
     check_names(offload, set(managed.names.values()))
     meshes: dict[DeviceMesh, ShardMesh] = {}
@@ -196,7 +192,7 @@ def build_group(
     mesh: ShardMesh,
     policy: MixedPrecisionPolicy,
 ) -> ParamGroup:
-    """Copy this rank's shards into buckets and make the sharded parameters; touches no module.
+    """Copy this rank's shards into buckets and make the sharded parameters; change no module.
 
     Collective: for tensor subclasses, one small object for each mesh axis.
     """
@@ -217,9 +213,10 @@ def init_group(
     policy: MixedPrecisionPolicy,
     made_of: Mapping[ShardedParam, tuple[torch.Tensor, nn.Parameter]] | None = None,
 ) -> None:
-    """Initialize an empty group; copy shards into buckets, where they are from then on.
+    """Initialize an empty group; move the shards into buckets.
 
-    With ``made_of``, the sharded parameters are made too, of the shard and the original of each.
+    With ``made_of`` (the shard and the original of each parameter), make the sharded parameters,
+    too.
     """
     with torch.inference_mode(False):
         if made_of is None:
@@ -231,10 +228,10 @@ def init_group(
             for param, local in zip(bucket.params, bucket.locals, strict=True):
                 if made_of is None:
                     param.hold(local)
-                else:  # around the place in the bucket: a DTensor keeps the storage offset
+                else:  # wraps the view of the bucket, so the DTensor has its storage offset
                     param.create_sharded(local, made_of[param][1])
     group.__init__(modules, buckets, mesh, policy.without_override())  # type: ignore[misc]
-    group.params = list(params)  # in the order of the modules, and not of the buckets
+    group.params = list(params)  # in the order of the modules, not of the buckets
 
 
 def _own_shards(
@@ -264,10 +261,11 @@ def _own_shards(
 
 
 def _cut(param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
-    """Copy this rank's shard out of a tensor subclass; one on the meta device stays there.
+    """Copy this rank's shard out of a tensor subclass; a tensor on the meta device stays there.
 
     Raises:
-        ExtensionError: If the class cannot be cut that way, copied or gathered, or loses itself.
+        ExtensionError: If the class cannot be cut that way, copied or gathered, or if an operation
+            does not return its own class.
     """
     kind = type(whole)
     is_kept = _torch.is_subclass(whole) or hasattr(kind, PRE) or hasattr(kind, GRAD_PRE)
@@ -282,7 +280,7 @@ def _cut(param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
         shard = kept("split", param.layout.shard_of(whole, param.mesh.shard_rank))
         shard = kept("detach", shard.detach())
         viewed = shard
-        with contextlib.suppress(Exception):  # a class may do without, if it says so
+        with contextlib.suppress(Exception):  # a class may refuse view by an error
             viewed = shard.view(shard.shape)
         kept("view", viewed)
         if not has_extension(shard):
@@ -306,32 +304,32 @@ def _agree_on_shards(failure: ExtensionError | None, meshes: Sequence[DeviceMesh
     """Raise the same error on all ranks of some meshes if one of them could not cut its shards.
 
     Args:
-        failure: What this rank's attempt raised.
-        meshes: Those of the parameters that are tensor subclasses; the same on all ranks.
+        failure: The error of this rank, if it failed.
+        meshes: The meshes of the parameters that are tensor subclasses; the same on all ranks.
 
     Raises:
         ExtensionError: On all ranks, with the text of every rank that failed.
 
     Collective: an all-gather of a small object over each axis.
     """
-    heard = {dist.get_rank(): None if failure is None else str(failure)}
+    texts = {dist.get_rank(): None if failure is None else str(failure)}
     groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
     for group in dict.fromkeys(groups):
         if group.size() > 1 and not _torch.is_fake(group):
-            for theirs in gather_objects(heard, group, "agreeing on how tensor subclasses are cut"):
-                heard.update(theirs)
-    failures = {rank: text for rank, text in heard.items() if text is not None}
+            for found in gather_objects(texts, group, "agreeing on how tensor subclasses are cut"):
+                texts.update(found)
+    failures = {rank: text for rank, text in texts.items() if text is not None}
     if not failures:
         return
-    texts = set(failures.values())
-    if len(failures) == len(heard) and len(texts) == 1:
-        raise ExtensionError(texts.pop()) from failure
-    told = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
-    raise ExtensionError(told) from failure
+    distinct = set(failures.values())
+    if len(failures) == len(texts) and len(distinct) == 1:
+        raise ExtensionError(distinct.pop()) from failure
+    lines = (f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+    raise ExtensionError("; ".join(lines)) from failure
 
 
 def check_subclasses(planned: Sequence[ShardedParam], managed: Managed) -> None:
-    """Raise the errors of :func:`build_group`, on all ranks; keep nothing.
+    """Raise the errors of :func:`build_group` on all ranks, without building a group.
 
     Collective: see build_group.
     """
@@ -341,7 +339,7 @@ def check_subclasses(planned: Sequence[ShardedParam], managed: Managed) -> None:
 
 
 def commit(group: ParamGroup, managed: Managed, planned: Sequence[ShardedParam]) -> None:
-    """Register the sharded parameters and move buffers to the device of compute."""
+    """Register the sharded parameters and move buffers to the compute device."""
     for param, original in zip(planned, managed.slots, strict=True):
         param.put(param.sharded)
         remember(original, param.slots, group, param)

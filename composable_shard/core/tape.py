@@ -1,8 +1,8 @@
 """Pure Python: the record of forward calls, and the plans made from it. Imports no torch.
 
-The tape answers every question about execution order: which group forward gathers next, the steps
-of a backward, the groups that a checkpoint recomputes. All ranks run the same forward, so the tapes
-agree, no matter which part of the graph the loss of each rank reaches.
+The tape determines the execution order: the group that forward gathers next, the steps of a
+backward, the groups that a checkpoint recomputes. All ranks run the same forward, so their tapes
+agree, even if their losses reach different parts of the graph.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Group = TypeVar("Group", bound=Hashable)
 
 
 class Interval:
-    """When a call was entered and left. All calls inside one checkpoint share an interval.
+    """The entry and exit times of a call. All calls inside one checkpoint share an interval.
 
-    A checkpoint recomputes all of its calls before the backward of any. So backward
-    gathers its groups where it was left, and finishes them where it was entered.
+    A checkpoint recomputes all of its calls before the backward of any of them. So backward gathers
+    the groups at the exit of the checkpoint, and finishes them at its entry.
     """
 
     __slots__ = ("entered", "is_checkpoint", "left")
@@ -36,7 +36,7 @@ class Visit(Generic[Group]):
     def __init__(self, group: Group, interval: Interval, entered: int, forward: int) -> None:
         self.group = group
         self.interval = interval
-        self.entered = entered  # when this call was entered, even inside a checkpoint
+        self.entered = entered  # the entry time of this call itself, even inside a checkpoint
         self.forward = forward
         self.may_read = False  # whether a backward may read the parameters
 
@@ -49,12 +49,12 @@ class PlanStep(NamedTuple, Generic[Group]):
 
 
 class Plan(NamedTuple, Generic[Group]):
-    """What a backward does, alike on all ranks.
+    """The plan of a backward, the same on all ranks.
 
     Attributes:
-        steps: The steps, the first one last.
+        steps: The steps in reverse order.
         groups: The groups that it gathers and finishes.
-        num_recomputes: For each group inside of checkpoints, how many of its calls they recompute.
+        num_recomputes: For each group inside checkpoints, the number of recomputed calls.
     """
 
     steps: list[PlanStep[Group]]
@@ -66,13 +66,13 @@ NO_PLAN: Plan[Any] = Plan([], set(), {})
 
 
 class CallRecord(NamedTuple, Generic[Group]):
-    """One call in a forward, as a rank that skips the module makes it up.
+    """One call in a forward, for ranks that sit out a module and replay its calls.
 
     Attributes:
-        depth: How many calls are around it.
+        depth: The number of calls around it.
         group: The group.
-        module: Its module that was called.
-        interval: That of its visit; ``None`` if it cannot have a backward.
+        module: The called module of the group.
+        interval: The interval of its visit; ``None`` if it cannot have a backward.
         has_grad: Whether gradients were enabled; a reentrant checkpoint disables them.
         needs_grad: Whether an output may get a gradient.
     """
@@ -89,12 +89,11 @@ class Tape(Generic[Group]):
     """The visits of all forwards since the last backward.
 
     Attributes:
-        visits: In order of entry.
-        calls: The fields of a `CallRecord` for each call of this forward, in the order of their
-            ends.
-        last_calls: The calls of the last forward with, and without, a backward for each outermost
-            module, the latest forward last.
-        num_forwards: How many forwards have begun.
+        visits: The visits in order of entry.
+        calls: The fields of a `CallRecord` for each call of this forward, in order of exit.
+        last_calls: For each outermost module, the calls of its last forward with, and of its last
+            one without, a backward; the latest forward comes last.
+        num_forwards: The number of forwards that have begun.
         upcoming: The group that forward probably needs next.
     """
 
@@ -139,7 +138,7 @@ class Tape(Generic[Group]):
     def is_last(self, group: Group) -> bool:
         """Return whether ``group`` ends the forward and began the last backward.
 
-        It would be freed and gathered again with nothing in between.
+        Between forward and backward, it would be freed and gathered again at once.
         """
         predicted, current = self._predicted_order, self._current_order
         is_last = len(current) == len(predicted) and bool(current) and current[-1] is group
@@ -168,8 +167,8 @@ class Tape(Generic[Group]):
         Args:
             visit: The visit that :meth:`enter` returned.
             needs_reduce: Whether the group has gradients to reduce.
-            needs_grad: Whether an output may get a gradient. Inputs may be detached on some ranks
-                only, so after a group with either, later groups count on all ranks.
+            needs_grad: Whether an output may get a gradient. Some ranks may detach inputs of later
+                groups, so once either flag is true, all later groups count on all ranks.
         """
         self._clock += 1
         interval = visit.interval
@@ -185,19 +184,19 @@ class Tape(Generic[Group]):
         self.last_calls[module, interval is not None] = self.calls
 
     def discard_forward(self) -> None:
-        """Forget the visits of the latest forward, which has raised."""
+        """Forget the visits of the latest forward, after it has raised."""
         self.visits = [visit for visit in self.visits if visit.forward != self.num_forwards]
 
     def forget(self, group: Group, in_progress: Sequence[Visit[Group] | None]) -> None:
-        """Forget the visits of a group whose backward is over, but for those in progress."""
-        self.visits = [one for one in self.visits if one.group is not group or one in in_progress]
+        """Forget the visits of a group after its backward, except those in progress."""
+        self.visits = [v for v in self.visits if v.group is not group or v in in_progress]
 
     def clear(self) -> None:
         """Forget all visits, after their backward."""
         self.visits = []
 
     def _forget_superseded(self) -> None:
-        """Keep only visits that affect the plan, so forwards without backward cost nothing."""
+        """Keep only visits that affect the plan, so that forwards without backward cost nothing."""
         first, last = self._first_and_last()
         checkpoints = [visit for visit in self.visits if visit.interval.is_checkpoint]
         keep = {id(visit) for visit in (*first.values(), *last.values(), *checkpoints)}
@@ -209,10 +208,10 @@ class Tape(Generic[Group]):
         return any(visit.group is group for visit in self.visits)
 
     def plan_backward(self) -> Plan[Group]:
-        """Return the plan of a backward through all forwards on the tape; note its first group.
+        """Return the plan of a backward through all forwards on the tape; record its first group.
 
-        The plan gathers a group where forward left it last, and finishes it where forward entered
-        it first. In between, a backward may read its parameters.
+        The plan gathers a group at its last exit in forward, and finishes it at its first entry. In
+        between, the backward may read its parameters.
         """
         num_recomputes: dict[Group, int] = {}
         for visit in self.visits:
@@ -230,7 +229,7 @@ class Tape(Generic[Group]):
         return Plan(steps, set(last), num_recomputes)
 
     def _first_and_last(self) -> tuple[dict[Group, Visit[Group]], dict[Group, Visit[Group]]]:
-        # Of several visits of a group, the last one in these orders stays in the dict.
+        # For several visits of a group, the dict keeps the last one in these orders.
         visits, group_of = self.visits[::-1], attrgetter("group")
         first = dict(zip(map(group_of, visits), visits, strict=True))
         reading = filter(attrgetter("may_read"), visits)

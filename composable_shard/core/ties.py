@@ -1,9 +1,9 @@
-"""Parameters that several groups use, and which group owns a parameter. Imports group, storage.
+"""Tied parameters, and the groups that own them. Imports group, storage.
 
-The owner of a tied parameter is the lowest group whose modules contain all of its places. So it is
-gathered whenever one of them runs, and has one gradient. Groups are made from the bottom up: a call
-that finds a parameter of an inner group in its own modules takes it over, and a parameter whose
-places no call contains yet has no owner.
+The owner of a tied parameter is the lowest group that contains all of its places. So the parameter
+is gathered whenever one of its modules runs, and it has one gradient. Calls shard from the bottom
+up. If a call finds a parameter of an inner group in its own modules too, its group takes the
+parameter over. Until a call contains all places of a parameter, it has no owner.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Managed:
 
     Attributes:
         modules: All modules below the top modules, except those of inner groups.
-        slots: Each parameter with the modules and names that hold it.
+        slots: The places (modules and names) of each parameter.
         names: The qualified name of each parameter.
     """
 
@@ -36,13 +36,13 @@ class Managed:
 
 @dataclass
 class _Original:
-    """An original parameter that is still alive after it was sharded, or that waits for an owner.
+    """An original parameter that is still alive after sharding, or that has no owner yet.
 
     Attributes:
         original: The parameter.
-        registered: The modules and names that hold it, as far as calls have seen.
+        registered: Its known places: modules and names.
         owner: Its group, and the parameter there.
-        version: The version of the shard when it was made.
+        version: The version of the new shard.
     """
 
     original: weakref.ref[nn.Parameter]
@@ -52,13 +52,13 @@ class _Original:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """The modules and names that hold it, of modules that are alive."""
+        """The places in modules that are still alive."""
         found = ((module(), name) for module, name in self.registered)
         return tuple(Slot.of(module, name) for module, name in found if module is not None)
 
     @property
     def param(self) -> ShardedParam | None:
-        """The parameter in the group that owns it, if one does."""
+        """The parameter in its group, if it has an owner."""
         return None if self.owner is None else self.owner[1]()
 
     @property
@@ -76,26 +76,26 @@ class _Original:
 
 
 _originals: dict[int, _Original] = {}
-"""By id; an entry is removed when its original dies."""
+"""The originals by id; an entry is removed when its original is freed."""
 
 _sharded: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
-"""By id, the sharded parameters; an id may have passed to another tensor since."""
+"""The sharded parameters by id; another tensor may have the id by now."""
 
 
 @dataclass
 class Claims:
-    """How a call changes the owners of tied parameters.
+    """The changes of ownership of tied parameters by a call.
 
     Attributes:
         taken_over: Parameters that inner groups lose.
-        unowned: Parameters that modules outside the call hold too, with all known places.
+        unowned: Parameters with places outside of the call, with all known places.
     """
 
     taken_over: list[_Original] = field(default_factory=list)
     unowned: dict[nn.Parameter, tuple[Slot, ...]] = field(default_factory=dict)
 
     def commit(self) -> None:
-        """Register the originals again, and remove them from their groups."""
+        """Register the taken-over originals again, and remove them from their inner groups."""
         for known in self.taken_over:
             original, param, owner = known.original(), known.param, known.owner
             assert original is not None and param is not None and owner is not None
@@ -112,7 +112,7 @@ def claim_ties(managed: Managed, modules: Sequence[nn.Module]) -> tuple[Managed,
     """Add the tied parameters that a call owns to those it shards, and remove all others.
 
     Raises:
-        ValueError: If an inner group would lose a parameter that was changed since.
+        ValueError: If an inner group would lose a parameter that was used or changed.
     """
     claims = Claims()
     prefixes = {module: name for top in modules for name, module in top.named_modules()}
@@ -122,10 +122,10 @@ def claim_ties(managed: Managed, modules: Sequence[nn.Module]) -> tuple[Managed,
         if original is None:
             _originals.pop(key, None)
             continue
-        own = managed.slots.get(original, ())
-        places = tuple(dict.fromkeys((*known.slots, *own)))
+        found = managed.slots.get(original, ())
+        places = tuple(dict.fromkeys((*known.slots, *found)))
         inside = [slot for slot in places if slot.module in prefixes]
-        if not inside or (not own and known.param is not None):
+        if not inside or (not found and known.param is not None):
             continue
         if known.param is not None:
             if not known.is_unchanged:
@@ -133,7 +133,7 @@ def claim_ties(managed: Managed, modules: Sequence[nn.Module]) -> tuple[Managed,
                 raise ValueError(
                     f"Expected parameter '{name}' to be tied before its group was used, got one "
                     f"that is tied to '{known.param.name}' of a group that was gathered, loaded or "
-                    "changed; apply fully_shard to all modules that share it before"
+                    "changed; first apply fully_shard to all modules that share it"
                 )
             claims.taken_over.append(known)
         if len(inside) == len(places):
@@ -147,7 +147,7 @@ def claim_ties(managed: Managed, modules: Sequence[nn.Module]) -> tuple[Managed,
 
 
 def _remove(group: ParamGroup, param: ShardedParam) -> None:
-    """Remove a parameter from a group; the shards of the others move, which is no change."""
+    """Remove a parameter from a group; moving the other shards does not count as a change."""
     unchanged = [
         known
         for known in _originals.values()
@@ -165,7 +165,7 @@ def remember(
     group: ParamGroup | None = None,
     param: ShardedParam | None = None,
 ) -> None:
-    """Note where a parameter is registered and who owns it, while the original is alive."""
+    """Record the places and the owner of a parameter, while the original is alive."""
     if id(original) not in _originals:
         weakref.finalize(original, _originals.pop, id(original), None)
     registered = [(weakref.ref(slot.module), slot.name) for slot in slots]
@@ -176,13 +176,13 @@ def remember(
 
 
 def owner_of_sharded(tensor: nn.Parameter) -> ShardedParam | None:
-    """Return the parameter whose sharded form ``tensor`` is; ``None`` if it is an original."""
+    """Return the owner of a sharded tensor: its ShardedParam; ``None`` for an original."""
     param = _sharded.get(id(tensor))
     return param if param is not None and param.sharded is tensor else None
 
 
 def num_replaced(ids: set[int]) -> int:
-    """Count the originals, of tensors with these ids, that ``fully_shard`` has replaced."""
+    """Count the tensors with these ids that are originals replaced by ``fully_shard``."""
     return sum(key in ids and known.param is not None for key, known in _originals.items())
 
 

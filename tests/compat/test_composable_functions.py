@@ -89,7 +89,7 @@ def test_replicated_and_sharded_modules_train_as_one_model(kind: str, arrangemen
 
 ITSELF = (
     "Expected a module without torch's replicate or DistributedDataParallel, got {}; leave that "
-    "out, or apply fully_shard to modules inside of it, before it, or to one around it"
+    "out, or apply fully_shard first, to modules inside of it, or to a module around it"
 )
 # what torch says, since the registry of the module names fully_shard
 OF_TORCH = "Cannot apply `replicate()` on a Module already managed by `fully_shard`"
@@ -105,8 +105,8 @@ REFUSALS: list[tuple[str, list[str], str]] = [
     (
         "ddp",
         ["-", "+1"],
-        "Expected replicate of '1' before fully_shard of the root group, whose parameters it "
-        "holds, got it after; apply replicate first",
+        "Expected replicate of '1' before fully_shard of the root group, which shards its "
+        "parameters, got it after; apply replicate first",
     ),
     ("ddp", ["-", "+"], OF_TORCH),
     ("fsdp", ["-", "+"], OF_TORCH),

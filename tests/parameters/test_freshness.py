@@ -108,8 +108,8 @@ def test_memory_that_an_array_shares_is_kept(reshard: bool, poison: bool) -> Non
                 assert torch.equal(torch.from_numpy(ours.arrays[-1]), ours.copies[-1])
     assert_parity(model, reference)
     assert {str(one.message) for one in caught} == {
-        "Expected to free memory of unsharded parameters, got some that an array shares, as "
-        "that of weight.detach().numpy() does; it stays allocated, and the next gather "
+        "Expected to free memory of unsharded parameters, got some that an array shares, such "
+        "as weight.detach().numpy(); it stays allocated, and the next gather "
         "overwrites it; keep a copy, such as weight.detach().clone().numpy()"
     }
 

@@ -153,8 +153,8 @@ SHARDED_TWICE = (
         (
             after_use,
             "Expected parameter 'inner.head.weight' to be tied before its group was used, got one "
-            "that is tied to 'weight' of a group that was gathered, loaded or changed; apply "
-            "fully_shard to all modules that share it before",
+            "that is tied to 'weight' of a group that was gathered, loaded or changed; first "
+            "apply fully_shard to all modules that share it",
         ),
         (after_it_was_sharded, SHARDED_TWICE.format("1.weight", "weight")),
         (after_what_is_around, SHARDED_TWICE.format("weight", "0.weight")),

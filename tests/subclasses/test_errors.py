@@ -85,7 +85,7 @@ NO_TUPLE = (
     "first element"
 )
 LATER = (
-    f"Expected {PRE} of 0.weight to return what it returned at the first unshard, "
+    f"Expected {PRE} of 0.weight to return the same tensors as at the first unshard, "
     f"[{GOOD}], got [{WIDER}]"
 )
 SIGNATURE = (

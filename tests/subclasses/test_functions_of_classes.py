@@ -127,7 +127,7 @@ def test_codes_in_a_floating_point_dtype_are_not_cast() -> None:
             packed(policy)
         assert str(caught.value) == (
             "Expected frozen parameter 'weight' of class Packed to be computed with in its own "
-            "dtype torch.float16, got param_dtype torch.bfloat16, whose cast would spoil packed "
+            "dtype torch.float16, got param_dtype torch.bfloat16, and a cast would corrupt packed "
             "values; store it in that dtype, or let param_dtype_override_fn return the dtype of "
             "this parameter"
         )

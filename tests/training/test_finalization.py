@@ -263,9 +263,9 @@ def test_wrong_calls_say_what_to_do() -> None:
     average_gradients(reference.parameters())
     assert_parity(model, reference)
     assert texts == [
-        "Expected finalize_backward() where backward is finalized by hand, got a root that does it "
+        "Expected finalize_backward() with manual finalization, got a root that finalizes "
         "at the end of backward; call set_manual_backward_finalization(True) first",
-        "Expected finalize_backward() of the root, got it of group 'blocks.0'; call it on the "
+        "Expected finalize_backward() on the root, got it on group 'blocks.0'; call it on the "
         "outermost sharded module",
         "Expected set_manual_backward_finalization() on the root, got it on group 'blocks.0'; call "
         "it on the outermost sharded module",

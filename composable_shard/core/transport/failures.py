@@ -55,12 +55,12 @@ def lost(group: dist.ProcessGroup, peer: int, got: object) -> ShardError:
     return error
 
 
-def mismatch(group: dist.ProcessGroup, peer: int, own: str, got: str) -> RankMismatchError:
+def mismatch(group: dist.ProcessGroup, peer: int, expected: str, got: str) -> RankMismatchError:
     """Mark ``group`` as lost because a rank sends other tensors than this one; return the error."""
     rank = dist.get_process_group_ranks(group)[peer]
     error = RankMismatchError(
-        f"Expected {own} from rank {rank} as on this one, got {got}; has a parameter been replaced "
-        "or converted on one of the two ranks only?"
+        f"Expected {expected} from rank {rank} as on this one, got {got}; has a parameter been "
+        "replaced or converted on one of the two ranks only?"
     )
     _losses.setdefault(group, str(error))
     return error
@@ -478,8 +478,7 @@ class watched:
 
 def failure_in(group: dist.ProcessGroup) -> str | None:
     """Return the failure that ends the waits in ``group``, if there is one."""
-    board = _boards.get(group)
-    return next((wait.failure for wait in list(_waits) if wait.board is board), None)
+    return next((wait.failure for wait in list(_waits) if wait.board is _boards.get(group)), None)
 
 
 def _look_at_waits() -> None:

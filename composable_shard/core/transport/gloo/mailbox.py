@@ -86,7 +86,7 @@ class Entry(NamedTuple):
 
 
 class Peer:
-    """Another rank of the process group, whose memory this rank reads.
+    """Another rank of the process group; this rank reads its memory.
 
     Attributes:
         rank: The rank.
