@@ -102,7 +102,7 @@ class Claims:
             param.put(original)
             group = owner[0]()
             if group is not None:
-                _remove(group, param)
+                group.remove(param)
             known.owner = None
         for original, slots in self.unowned.items():
             remember(original, slots)
@@ -144,19 +144,6 @@ def claim_ties(managed: Managed, modules: Sequence[nn.Module]) -> tuple[Managed,
             slots.pop(original, None)
             claims.unowned[original] = places
     return replace(managed, slots=slots, names=names), claims
-
-
-def _remove(group: ParamGroup, param: ShardedParam) -> None:
-    """Remove a parameter from a group; moving the other shards does not count as a change."""
-    unchanged = [
-        known
-        for known in _originals.values()
-        if known.owner is not None and known.owner[0]() is group and known.is_unchanged
-    ]
-    group.remove(param)
-    for known in unchanged:
-        if known.param is not None:
-            known.version = known.param.version()
 
 
 def remember(

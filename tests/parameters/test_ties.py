@@ -129,6 +129,13 @@ def after_use() -> Any:
     return model
 
 
+def after_an_edit() -> Any:
+    model, _ = sharded(("inner.embedding",))
+    with torch.no_grad():
+        model.inner.embedding.weight.mul_(2)
+    return model
+
+
 def after_it_was_sharded() -> Any:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[0])
@@ -140,6 +147,11 @@ def after_what_is_around() -> Any:
     return fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))[0]
 
 
+USED = (
+    "Expected parameter 'inner.head.weight' to be tied before its group was used, got one that is "
+    "tied to 'weight' of a group that was gathered, loaded or changed; first apply fully_shard "
+    "to all modules that share it"
+)
 SHARDED_TWICE = (
     "Expected parameter '{}' to be sharded by one fully_shard call, got the sharded parameter "
     "'{}' of another group; shard inner modules before outer ones, tie parameters before either, "
@@ -150,12 +162,8 @@ SHARDED_TWICE = (
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (
-            after_use,
-            "Expected parameter 'inner.head.weight' to be tied before its group was used, got one "
-            "that is tied to 'weight' of a group that was gathered, loaded or changed; first "
-            "apply fully_shard to all modules that share it",
-        ),
+        (after_use, USED),
+        (after_an_edit, USED),
         (after_it_was_sharded, SHARDED_TWICE.format("1.weight", "weight")),
         (after_what_is_around, SHARDED_TWICE.format("weight", "0.weight")),
     ],
@@ -208,3 +216,18 @@ def test_a_tied_weight_is_replaced_under_any_of_its_names(place: str, used: bool
             "Expected the parameters of the root group as fully_shard made them, got others for "
             "['embedding.weight']; change values by load_state_dict or in place"
         )
+
+
+def test_a_group_loses_tied_parameters_one_after_the_other() -> None:
+    """The shards that it keeps move, which is no change."""
+    first, second, third, fourth = (nn.Linear(4, 4, bias=False) for _ in range(4))
+    third.weight, fourth.weight = first.weight, second.weight
+    inner = nn.Sequential(first, second)
+    middle = nn.Sequential(inner, third)
+    root = nn.Sequential(middle, fourth)
+    with fake_ranks(2):
+        for module in (inner, middle, root):
+            fully_shard(module)
+        assert root(torch.ones(2, 4)).shape == (2, 4)
+    assert third.weight is first.weight and fourth.weight is second.weight
+    assert len(list(root.parameters())) == 2

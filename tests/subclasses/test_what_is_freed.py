@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -169,11 +170,15 @@ def test_memory_is_there_while_it_is_used_and_gone_afterwards() -> None:
     for kind, itemsize in ((Wrapped, 4), (Aliased, 2), (Released, 4)):
         layer: Any = fully_shard(Layer(kind, 8, 6), reshard_after_forward=True)
         model = fully_shard(nn.Sequential(layer))
-        with torch.no_grad():
+        post = mock.Mock(side_effect=kind.fsdp_post_all_gather)
+        hook = mock.patch.object(kind, "fsdp_post_all_gather", lambda *a, p=post, **k: p(*a, **k))
+        with torch.no_grad(), hook:
             model(torch.ones(1, 6))
             layer.unshard()
             unsharded = layer.weight.values_
             assert unsharded.untyped_storage().size() == 8 * 6 * itemsize
+            (arrived,) = post.call_args.args[1]
+            assert (arrived.untyped_storage().size() == 0) is (kind is Released)
             layer.reshard()
         assert unsharded.untyped_storage().size() == 0
 
