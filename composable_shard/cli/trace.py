@@ -74,7 +74,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "MiB": ("peak_nbytes", _mib),
 }
 RESERVED = {"reserved MiB": ("peak_reserved_nbytes", _mib)}
-"""One more column, for ranks on a device whose allocator reports it."""
+"""One more column, for ranks on a device with an allocator that reports it."""
 
 
 def table_of(summary: dict[str, Any]) -> Table:

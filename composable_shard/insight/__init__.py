@@ -1,1 +1,1 @@
-"""Seeing what sharded modules do."""
+"""Explaining, estimating and recording the steps of sharded modules."""

@@ -49,7 +49,7 @@ class MemorySplit:
 
     Attributes:
         shards: Its shards of the parameters.
-        gradients: Gradients: as autograd leaves them, on their way, and reduced.
+        gradients: Gradients: from autograd, in flight, and reduced.
         optimizer: The states of the optimizer, and the other memory of its step.
         gathered: Unsharded parameters, and the other memory of gathers.
         activations: Tensors that compute made and still needs.
@@ -305,15 +305,15 @@ def _weigh(
     buckets = [bucket for group in rehearsal.groups for bucket in group.buckets]
     params = [param for bucket in buckets for param in bucket.params]
     away = {param for param in params if is_accelerator and param.offload is not None}
-    offloaded_shards = sum(sharded_nbytes(one) for one in buckets if one.params[0] in away)
+    offloaded_shards = sum(sharded_nbytes(bucket) for bucket in buckets if bucket.params[0] in away)
     layouts, offloaded = None, OptimizerBytes()
     if isinstance(optimizer, Mapping):
         for param in params:
             if param in away:
                 raise ValueError(
                     "Expected parameters on the device for an estimate of layouts, got "
-                    f"'{param.name}', which is offloaded; leave out the offload_policy, or pass "
-                    "what makes an optimizer of parameters"
+                    f"'{param.name}', which is offloaded; leave out the offload_policy, or pass a "
+                    "function that makes an optimizer from parameters"
                 )
         layouts, kept = plan_layouts(rehearsal.model, optimizer, at_once=is_accelerator)
     elif optimizer is not None:
@@ -355,7 +355,7 @@ def _weigh(
     )
 
 
-# The time of a step whose compute and communication run beside each other ------------------------
+# The time of a step with compute and communication in parallel ------------------------------------
 
 
 def _checked_speeds(**given: float | None) -> dict[str, float] | None:

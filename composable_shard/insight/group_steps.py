@@ -479,7 +479,7 @@ class ReductionStep:
             step: The step of the group.
             is_alone: Whether the gradients are the result, without a reduction.
             buckets: Buckets over one mesh.
-            params: Those of their parameters whose gradients are reduced.
+            params: Their parameters with gradients to reduce.
             dtype: The dtype of the sum.
         """
         mesh = self.mesh = buckets[0].mesh

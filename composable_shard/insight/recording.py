@@ -134,7 +134,7 @@ class Unfolded:
     def __init__(self, marks: Iterable[Mark]) -> None:
         self.spans, self.flights = list[Span](), list[Span]()
         self.steps, self.memory = list[int](), list[Sample]()
-        self._wholes: list[Span] = []  # forwards, backwards and optimizer steps under way
+        self._wholes: list[Span] = []  # forwards, backwards and optimizer steps in progress
         self._part: Span | None = None  # a launch, wait or copy within them
         self._since = self._now = 0
         self._gathers: dict[str, str] = {}  # how each group was gathered last

@@ -54,7 +54,7 @@ class Live(NamedTuple):
 
     Attributes:
         gathered: Unsharded parameters, and the other memory of gathers.
-        gradients: Gradients: as autograd leaves them, on their way, and reduced.
+        gradients: Gradients: from autograd, in flight, and reduced.
         activations: Tensors that compute made and still needs.
     """
 
@@ -279,9 +279,9 @@ def plan_layouts(
         for blocks in some:
             routes = [route_of(block, rank % len(block.spread.boxes)) for block in blocks]
             plans.append(plan_bucket(params, routes, params[0].local().device))
-            own = [one.route.block for one in plans[-1].parcels if one.route.is_owner]
-            dtypes = [params[block.param].tensor.dtype for block in own]
-            pairs = zip(own, dtypes, strict=True)
+            owned = [parcel.route.block for parcel in plans[-1].parcels if parcel.route.is_owner]
+            dtypes = [params[block.param].tensor.dtype for block in owned]
+            pairs = zip(owned, dtypes, strict=True)
             stepped.append((layout, [torch.empty(b.shape, dtype=dtype) for b, dtype in pairs]))
         groups.append(plan_group(layout, params, plans))
     needed = [_bytes_of(layout, tensors, at_once=at_once) for layout, tensors in stepped]

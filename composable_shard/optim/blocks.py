@@ -381,12 +381,12 @@ class BucketPlan:
 
     @property
     def to_owners(self) -> Sent:
-        """Values and gradients on their way to the owners."""
+        """Values and gradients in flight to the owners."""
         return self._sent(to_owner=True)
 
     @property
     def to_shards(self) -> Sent:
-        """Updated values on their way back."""
+        """Updated values in flight to the shards."""
         return self._sent(to_owner=False)
 
     def _sent(self, *, to_owner: bool) -> Sent:

@@ -221,15 +221,15 @@ class _Member:
             return place.of(self.index)
         if not isinstance(place, torch.Tensor):
             return place
-        own = _torch.with_own_storage(place[self.start : self.end].view(self.local.shape))
-        return _torch.local_like(self.param, own)
+        shard = _torch.with_own_storage(place[self.start : self.end].view(self.local.shape))
+        return _torch.local_like(self.param, shard)
 
     def can_share(self, state: Any) -> bool:
         """Return whether a state can be stored with the states of other parameters."""
         if not isinstance(state, DTensor):
             return not isinstance(state, torch.Tensor) or state.ndim == 0
-        one, other = _torch.spec_of(state), _torch.spec_of(self.param)
-        is_alike = one.mesh == other.mesh and one.placements == other.placements
+        spec, other = _torch.spec_of(state), _torch.spec_of(self.param)
+        is_alike = spec.mesh == other.mesh and spec.placements == other.placements
         is_plain = not _torch.is_subclass(_torch.local_tensor(state))
         return is_alike and is_plain and state.shape == self.param.shape
 
@@ -434,16 +434,16 @@ class _Steps:
         """Return all objects that users may replace: parameters, their memory, and states."""
         state, groups = self._optimizer.state, self._optimizer.param_groups
         stepped = [(group.get("fused"), *group["params"]) for group in groups]
-        own = [each for each in state.values() if isinstance(each, dict)]
+        dicts = [each for each in state.values() if isinstance(each, dict)]
         sharded = _torch.local_tensors(self._sharded)
-        names, values = chain.from_iterable(own), chain.from_iterable(map(dict.values, own))
+        names, values = chain.from_iterable(dicts), chain.from_iterable(map(dict.values, dicts))
         return [state, *chain(*stepped), *sharded, *chain(state, state.values(), names, values)]
 
     def _remember(self) -> None:
         """Record the objects that users see now."""
         self._remembered = self._visible()
-        own = (numbers.own.values() for numbers in self._numbers.values())
-        self._own_numbers = list(chain.from_iterable(own))
+        views = (numbers.own.values() for numbers in self._numbers.values())
+        self._own_numbers = list(chain.from_iterable(views))
         self._sum_of_versions = sum(map(_version_of, self._own_numbers))  # they only grow
 
     def num_tensors(self) -> list[int]:
@@ -524,9 +524,9 @@ class _Steps:
     ) -> list[list[_Member]]:
         """Join neighbouring members of a buffer that are stepped alike.
 
-        Bias corrections depend on a parameter's number of steps, so parameters whose numbers differ
-        are stepped apart. Members without a buffer may communicate in a step, so they keep the
-        optimizer's order, which is the same on all ranks.
+        Bias corrections depend on a parameter's number of steps, so parameters with different
+        numbers are stepped separately. Members without a buffer may communicate in a step, so they
+        keep the optimizer's order, which is the same on all ranks.
 
         Args:
             members: The members.

@@ -47,9 +47,9 @@ def expression(value: Any) -> str:
         '(MixedPrecisionPolicy(param_dtype=torch.bfloat16), sum)'
     """
     if is_dataclass(value) and not isinstance(value, type):
-        own = {one.name: getattr(value, one.name) for one in fields(value) if one.init}
-        defaults = {one.name: one.default for one in fields(value)}
-        shown = {name: field for name, field in own.items() if field != defaults[name]}
+        values = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        defaults = {field.name: field.default for field in fields(value)}
+        shown = {name: field for name, field in values.items() if field != defaults[name]}
         return f"{type(value).__name__}({', '.join(_arguments((), shown))})"
     if isinstance(value, partial):
         return f"partial({', '.join(_arguments((value.func, *value.args), value.keywords))})"
@@ -73,7 +73,7 @@ BATCH = 3
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter, and the dim it is to be sharded on.
+    """One parameter, and the dim to shard it on.
 
     Args:
         shape: Its shape; `()` is a scalar.
@@ -165,18 +165,18 @@ class Tree(nn.Module):
             used: For each parameter of the tree, in the order of their registration, whether this
                 forward uses it; an unused one is no part of the graph.
         """
-        own = list(self._parameters.values())
-        for index, param in enumerate(own):
+        params = list(self._parameters.values())
+        for index, param in enumerate(params):
             if param is not None and (used is None or used[index]):
                 x = mix(x, param)
-        start = len(own)
+        start = len(params)
         for place, child in enumerate(self.inner):
             assert isinstance(child, Tree)
             end = start + child.spec.num_params
-            theirs = None if used is None else used[start:end]
-            is_used = theirs is None or any(theirs)
+            used_by_child = None if used is None else used[start:end]
+            is_used = used_by_child is None or any(used_by_child)
             if is_used or not self.skips_unused:
-                output = child(x, theirs)
+                output = child(x, used_by_child)
                 x = output if is_used or place % 2 == 0 else x
             start = end
         return x

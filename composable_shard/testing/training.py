@@ -244,8 +244,8 @@ class Rehearsal:
         self._reshard()
         with torch.no_grad():
             for name, param in self.oracle.master.named_parameters():
-                own: Any = self._sharded_params[name]
-                param.copy_(own.full_tensor() if hasattr(own, "full_tensor") else own)
+                sharded: Any = self._sharded_params[name]
+                param.copy_(sharded.full_tensor() if hasattr(sharded, "full_tensor") else sharded)
         self.oracle.refresh()
 
 
@@ -430,16 +430,16 @@ def _rehearse(plan: Plan, steps: tuple[Step, ...], num_ranks: int, timeout: floa
     try:
         of_ranks = run_ranks(_follow, num_ranks, plan, steps, timeout=timeout)
     except RankError as error:
-        own = [one for one in error.failures if one.type_name == _StepFailure.__name__]
-        lines = [f"rank {one.rank}: {one.message}" for one in own]
+        failures = [f for f in error.failures if f.type_name == _StepFailure.__name__]
+        lines = [f"rank {failure.rank}: {failure.message}" for failure in failures]
         return "\n".join([f"{head} an error:", *lines, "", str(error)])
-    first = min((step for own in of_ranks for step, _ in own), default=None)
+    first = min((step for differences in of_ranks for step, _ in differences), default=None)
     if first is None:
         return None
     same = [
         f"rank {rank}: {text}"
-        for rank, own in enumerate(of_ranks)
-        for step, text in own
+        for rank, differences in enumerate(of_ranks)
+        for step, text in differences
         if step == first
     ]
     if len(same) > MAX_DIFFERENCES:

@@ -71,7 +71,7 @@ class Told(NamedTuple):
     settings: list[list[dict[str, Any]]]
 
     def facts(self) -> list[str]:
-        """Describe what must be the same on all ranks that have the model."""
+        """Describe the properties that must be the same on all ranks with the model."""
         return sorted(f"{key}: {item}" for key, item in self.items.items())
 
 
@@ -163,10 +163,10 @@ class Possession:
             if isinstance(optimizer, LayoutOptimizer):
                 known = optimizer.sharded_states()
             self._states.append(known)
-            for stepped, own in known.items():
+            for stepped, param_states in known.items():
                 moved = self._indices.get(id(stepped))
                 of = "" if moved is None else f" of '{self.params[moved].name}'"
-                for name, value in own.items() if id(stepped) in numbers else ():
+                for name, value in param_states.items() if id(stepped) in numbers else ():
                     if moved is not None or not isinstance(value, DTensor):
                         key = ("state", place, numbers[id(stepped)], name)
                         add(key, f"state '{name}'{of}", value, moved)
@@ -205,9 +205,9 @@ class Possession:
 
     def _stepped_by(self, optimizer: Optimizer) -> dict[int, torch.Tensor]:
         """Return the optimizer's parameters that belong to the model, by their indices in it."""
-        own = {*self._indices, *map(id, self._plain().values())}
+        known = {*self._indices, *map(id, self._plain().values())}
         stepped = (param for group in optimizer.param_groups for param in group["params"])
-        return {index: param for index, param in enumerate(stepped) if id(param) in own}
+        return {index: param for index, param in enumerate(stepped) if id(param) in known}
 
     # Memory for the new values ----------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class Possession:
                 exchange(param.sharded, _torch.parameter_of(made, param.sharded.requires_grad))
             _torch.relocate(param.sharded, local, spec)
             param.hold(local)
-        meshes = {id(p): own["mesh"] for p, own in zip(self.params, self._before, strict=True)}
+        meshes = {id(p): plan["mesh"] for p, plan in zip(self.params, self._before, strict=True)}
         for group, buckets in zip(self.groups, self._buckets, strict=True):
             pairs = [(group.mesh, target.of_group(group))]
             pairs += [(meshes[id(param)], param.mesh) for param in group.params]
@@ -332,12 +332,12 @@ class Possession:
         for key in told.states:  # in the order in which full checkpoints gather
             if key[1] != place or not (is_new or key in tensors):
                 continue
-            own, name = states.setdefault(stepped[int(key[2])], {}), str(key[3])
+            param_states, name = states.setdefault(stepped[int(key[2])], {}), str(key[3])
             if key in tensors:
-                own[name] = self._shown(key, told, tensors, own.get(name))
+                param_states[name] = self._shown(key, told, tensors, param_states.get(name))
             else:
                 value, is_on_device = told.values[key]
-                own[name] = value.to(self._device) if is_on_device else value
+                param_states[name] = value.to(self._device) if is_on_device else value
         if is_new:
             for group, settings in zip(optimizer.param_groups, told.settings[place], strict=True):
                 group.update({k: v for k, v in settings.items() if k != "params"})
@@ -345,8 +345,8 @@ class Possession:
             optimizer.choose_owners()
             optimizer.take_states(states)
             return
-        for param, own in states.items():
-            optimizer.state[param].update(own)
+        for param, param_states in states.items():
+            optimizer.state[param].update(param_states)
 
     def _shown(self, key: Key, told: Told, tensors: Tensors, before: Any) -> torch.Tensor:
         """Return a gradient or a state as users see it: the previous object, if there was one."""

@@ -73,7 +73,7 @@ def alike(
 # The norm of gradients that lie on any mix of meshes, and scaling them by it ----------------------
 
 _DOING = "taking the norm of gradients"
-_NUM_NAMED = 3  # parameters whose gradients are not finite
+_NUM_NAMED = 3  # parameters with gradients that are not finite
 
 
 def _norm_of(
@@ -103,17 +103,17 @@ def _norm_of(
         del grads
     found: list[torch.Tensor] = []
     for groups, norms in parts.items():
-        own = torch.stack(norms)  # [norms], or [1]
+        norm = torch.stack(norms)  # [norms], or [1]
         if p != 0:
-            own = torch.linalg.vector_norm(own, p, dim=0, keepdim=True)
+            norm = torch.linalg.vector_norm(norm, p, dim=0, keepdim=True)
         for group in groups:
-            message = own.to(_torch.device_for(group, device))
+            message = norm.to(_torch.device_for(group, device))
             shape, on = (group.size(), len(message)), message.device
             gathered = _torch.empty(*shape, dtype=dtype, device=on)  # [ranks, norms]
             with watched(group, _DOING):
                 _torch.all_gather_rows(gathered, message, group)
-            own = torch.linalg.vector_norm(gathered, p, dim=0).to(device)
-        found.append(own)
+            norm = torch.linalg.vector_norm(gathered, p, dim=0).to(device)
+        found.append(norm)
     return torch.linalg.vector_norm(torch.cat(found), p)
 
 
@@ -123,9 +123,9 @@ def _local_norms(
     """Return the norm of each local part; for an empty part, a value that changes no norm."""
     locals_ = list(map(_torch.local_part, grads))
     norms: dict[int, torch.Tensor] = {}
-    for (_, own, kind), some in alike([local for local in locals_ if local.numel()]).items():
+    for (_, of_dtype, kind), some in alike([local for local in locals_ if local.numel()]).items():
         # Half precision overflows where the norm of a big model lies.
-        wide = dtype if own.is_floating_point and own.itemsize < 4 else None
+        wide = dtype if of_dtype.is_floating_point and of_dtype.itemsize < 4 else None
         if kind is torch.Tensor:
             found = _torch.norms_of_all(some, p, wide)
         else:
@@ -189,9 +189,9 @@ def _reduced(param: torch.Tensor) -> torch.Tensor:
     if not isinstance(grad, DTensor) or not pending(grad):
         return grad
     placements = [Replicate() if p.is_partial() else p for p in grad.placements]
-    own = param.placements[0] if isinstance(param, DTensor) else None
-    if len(placements) == 1 and type(own) is Shard:
-        placements = [own]
+    placement = param.placements[0] if isinstance(param, DTensor) else None
+    if len(placements) == 1 and type(placement) is Shard:
+        placements = [placement]
     return grad.redistribute(placements=placements)
 
 
@@ -293,10 +293,10 @@ def clip_grad_norm_(
         )
     coefficient = torch.clamp(limit / (total + 1e-6), max=1.0)
     for (device, _, kind), locals_ in alike(list(map(_torch.local_part, grads))).items():
-        own = coefficient.to(device)
+        factor = coefficient.to(device)
         if kind is torch.Tensor:
-            _torch.multiply_all_(locals_, own)
+            _torch.multiply_all_(locals_, factor)
         else:
             for local in locals_:
-                local.mul_(own)
+                local.mul_(factor)
     return total.to(grads[0].device, dtype)

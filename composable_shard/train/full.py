@@ -182,14 +182,14 @@ def _sum_of_products(tensor: torch.Tensor) -> int:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     numbers = tensor.view(-1)
-    # Halves of what is wider: all that is written may lie in the highest bits of each number, and
-    # of 64 of them the product would keep no more than those.
+    # Split 64-bit numbers into halves: a write may change only their highest bits, and a product
+    # modulo 2**64 would keep little of these.
     numbers = numbers.view(_INTEGERS[min(numbers.itemsize, 4)])
     factors = _factors(tensor.device)
     sums = [(piece * factors[: len(piece)]).sum() for piece in numbers.split(_NUM_FACTORS)]
     found = 0
-    for one in torch.stack(sums).tolist():
-        found = (found * _FACTOR_OF_PIECES + one) % 2**64
+    for term in torch.stack(sums).tolist():
+        found = (found * _FACTOR_OF_PIECES + term) % 2**64
     return found
 
 

@@ -286,7 +286,7 @@ def _check_states(module: nn.Module, entries: Sequence[Entry], keep_shards: bool
             raise ShardError(
                 f"Expected {type(module).__name__} before it is sharded, got '{name}' sharded; "
                 "call sync_module_states before fully_shard, or set keep_shards=True to "
-                "synchronize only what is not sharded"
+                "synchronize only unsharded tensors"
             )
         if entry.is_meta:
             raise MaterializationError(
@@ -299,7 +299,7 @@ def _broadcast(
     tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int, bucket_nbytes: int
 ) -> None:
     """Send tensors in buckets."""
-    leaves = [leaf for own in tensors for leaf in _torch.leaves(own.detach()) if leaf.numel()]
+    leaves = [leaf for tensor in tensors for leaf in _torch.leaves(tensor.detach()) if leaf.numel()]
     leaves.sort(key=lambda leaf: -leaf.itemsize)  # each is aligned in a bucket
     for device in dict.fromkeys(leaf.device for leaf in leaves):
         near = [leaf for leaf in leaves if leaf.device == device]
@@ -313,8 +313,8 @@ def _send(bucket: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int)
     numbers = [as_bytes(leaf).to(device) for leaf in bucket]
     sent = numbers[0] if len(numbers) == 1 else torch.cat(numbers)
     dist.broadcast(sent, group=group, group_src=source)
-    for leaf, own in zip(bucket, sent.split([len(own) for own in numbers]), strict=True):
-        if own.data_ptr() == leaf.data_ptr():
+    for leaf, part in zip(bucket, sent.split([len(part) for part in numbers]), strict=True):
+        if part.data_ptr() == leaf.data_ptr():
             count_write(leaf)  # the collective does not count it
         else:
-            leaf.copy_(own.view(leaf.dtype).view(leaf.shape))
+            leaf.copy_(part.view(leaf.dtype).view(leaf.shape))

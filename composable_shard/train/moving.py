@@ -106,13 +106,13 @@ class _Move:
         Raises:
             ShardError: On all ranks, if a rank cannot move it.
         """
-        own: tuple[list[Ground], list[Ground]] = [], []
+        locations: tuple[list[Ground], list[Ground]] = [], []
         facts = [f"bucket_nbytes {bucket_nbytes}"]
         with self._ranks.noting_failure():
-            own = self._own_places()
+            locations = self._own_places()
             facts += [f"'{param.name}', {list(param.shape)}" for param in self._owner.params]
         self._agree(facts, "model")
-        for rank, both in zip(self._ranks.numbers, self._ranks.gather(own), strict=True):
+        for rank, both in zip(self._ranks.numbers, self._ranks.gather(locations), strict=True):
             for places, grounds in zip((self._before, self._after), both, strict=True):
                 if grounds:
                     places[rank] = tuple(grounds)
@@ -336,8 +336,8 @@ def move(
     ranks = Ranks(process_group, f"moving {type(model).__name__}")
     with ranks.checking():
         check_module("model", model)
-        for one in mesh.values() if isinstance(mesh, Mapping) else (mesh,):
-            check_type("mesh", one, isinstance(one, DeviceMesh), "a DeviceMesh")
+        for target in mesh.values() if isinstance(mesh, Mapping) else (mesh,):
+            check_type("mesh", target, isinstance(target, DeviceMesh), "a DeviceMesh")
         check_int("bucket_nbytes", bucket_nbytes, 1)
         optimizers, groups = listed_optimizers(optimizer), groups_in(model.modules())
     for group in groups:

@@ -147,8 +147,8 @@ class _Storage:
         """Free the memory; meanwhile, local shards are NaN and take no memory."""
         for _, tensor, _, shape, _ in self._views:
             value = torch.nan if tensor.is_floating_point() else 0
-            one = torch.full((1,), value, dtype=tensor.dtype, device=tensor.device)
-            _set(tensor, one.untyped_storage(), 0, shape, (0,) * len(shape))
+            filler = torch.full((1,), value, dtype=tensor.dtype, device=tensor.device)
+            _set(tensor, filler.untyped_storage(), 0, shape, (0,) * len(shape))
         _torch.free(self._bytes)
 
     def come_back(self) -> None:
@@ -239,9 +239,9 @@ def parkable(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[st
     tensors = _tensors_of(model, groups_in(model.modules()), optimizers)
     for kind, several in tensors.items():
         for tensor in filter(_is_on_device, several):
-            own = by_device.setdefault(str(tensor.device), {one: [] for one in tensors})
-            own[kind].append(tensor)
-    return [(name, Parked(**DeviceStorages(own).counted)) for name, own in by_device.items()]
+            kinds = by_device.setdefault(str(tensor.device), {one: [] for one in tensors})
+            kinds[kind].append(tensor)
+    return [(name, Parked(**DeviceStorages(kinds).counted)) for name, kinds in by_device.items()]
 
 
 # A parked model is not used -----------------------------------------------------------------------
@@ -263,11 +263,11 @@ def _refuse_use(
     for group in groups:
         group.absence = "parked; leave the context of parked() first"
         until.callback(setattr, group, "absence", None)
-    for one in optimizers:
+    for optimizer in optimizers:
         for register in (
-            one.register_step_pre_hook,
-            one.register_state_dict_pre_hook,
-            one.register_load_state_dict_pre_hook,
+            optimizer.register_step_pre_hook,
+            optimizer.register_state_dict_pre_hook,
+            optimizer.register_load_state_dict_pre_hook,
         ):
             until.callback(register(_refuse_optimizer).remove)
 
@@ -337,7 +337,7 @@ def parked(
                 "memory of the host, which parked() does not free; save a checkpoint, delete the "
                 "model and its optimizers, and load them from it afterwards"
             )
-        for group in groups:  # free what is gathered, or left of it
+        for group in groups:  # free gathered parameters, and their kept storage
             group.reshard()
             group.register_params()
         host.settle()

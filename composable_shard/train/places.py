@@ -220,8 +220,8 @@ class Target:
 
     def of_group(self, group: ParamGroup) -> ShardMesh:
         """Return the new mesh of a group: that of parameters on its old mesh, if there are any."""
-        own = [param for param in group.params if param.mesh == group.mesh]
-        return next(self.over[param] for param in (*own, *group.params, *self.over))
+        of_mesh = [param for param in group.params if param.mesh == group.mesh]
+        return next(self.over[param] for param in (*of_mesh, *group.params, *self.over))
 
     def elsewhere(self, index: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Return the mesh of a parameter, without this rank, and approximate placements.
@@ -256,11 +256,11 @@ def _mesh_of_each(
         names.setdefault(sharded_form(registered), []).append(name)
     found = []
     for param in params:
-        own = names.get(param.sharded, [param.name])
-        fitting = [mesh for fits, mesh in meshes.items() if does_fit(fits, own, param.sharded)]
+        aliases = names.get(param.sharded, [param.name])
+        fitting = [mesh for fits, mesh in meshes.items() if does_fit(fits, aliases, param.sharded)]
         if not fitting:
             raise ValueError(
-                f"Expected a mesh for parameter '{own[0]}', got none that fits; add one for '*'"
+                f"Expected a mesh for parameter '{aliases[0]}', got none that fits; add one for '*'"
             )
         found.append(fitting[0])
     return found

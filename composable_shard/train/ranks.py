@@ -51,10 +51,10 @@ class Ranks:
         """Return the objects of all ranks. Collective: an all-gather of an object."""
         if self.group is None:
             return [own]
-        heard: list[Any] = [None] * self.group.size()
+        answers: list[Any] = [None] * self.group.size()
         with naming_failures(self.doing):
-            dist.all_gather_object(heard, own, group=self.group)
-        return heard
+            dist.all_gather_object(answers, own, group=self.group)
+        return answers
 
     def say(self, word: int) -> int:
         """Return the largest word of any rank. Collective: an all-reduce of 8 bytes."""
@@ -131,13 +131,13 @@ class Ranks:
         Collective: an all-gather of a small object; a second one before it raises.
         """
         digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
-        heard = self.gather((digest, self.failure, expected))
-        if refusal is not None and {failure for _, failure, _ in heard} == {self.failure}:
+        answers = self.gather((digest, self.failure, expected))
+        if refusal is not None and {failure for _, failure, _ in answers} == {self.failure}:
             raise refusal
-        for rank, (_, failure, theirs) in zip(self.numbers, heard, strict=True):
+        for rank, (_, failure, expectation) in zip(self.numbers, answers, strict=True):
             if failure is not None:
-                raise ShardError(f"Expected {theirs}, got on rank {rank}: {failure}{remedy}")
-        if len({digest for digest, *_ in heard}) > 1:
+                raise ShardError(f"Expected {expectation}, got on rank {rank}: {failure}{remedy}")
+        if len({digest for digest, *_ in answers}) > 1:
             text = first_difference(self.gather(list(facts)), self.numbers, what)
             raise RankMismatchError(text)
 

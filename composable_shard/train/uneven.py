@@ -158,7 +158,7 @@ def _calls_like(module: nn.Module) -> Sequence[_NestedCall]:
         num_before = len(running) if group.tree.call_stack else 0
         return [calls[min(num_before, len(calls) - 1)]]
     expected, last = _unknown_calls(module), list[_NestedCall]()
-    for tree in dict.fromkeys(one.tree for one in groups):
+    for tree in dict.fromkeys(group.tree for group in groups):
         unknown = [call for call in expected if call.record.group.tree is tree]
         last += _last_calls(tree, {*module.modules()}) or unknown
     called = [call.record.module for call in last]
@@ -183,7 +183,7 @@ def _last_calls(tree: Tree, modules: Collection[Hashable]) -> list[_NestedCall]:
             *([calls] for calls in reversed(known.values())),
         ]
         for way in ways:
-            found = [one for calls in way for one in _outermost(_nested(calls), modules)]
+            found = [call for calls in way for call in _outermost(_nested(calls), modules)]
             if found:
                 if not is_alike:
                     _enable_grad(found)
@@ -283,14 +283,14 @@ class uneven(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch | None]:
         """Yield this rank's batches, then ``None`` while other ranks have more."""
-        own, groups = iter(self._batches), groups_in(self._model.modules())
+        batches, groups = iter(self._batches), groups_in(self._model.modules())
         for group in groups:
             group.check_awake("for a loop of uneven()")
         mesh = largest_of(group.mesh for group in groups)
-        turn = self._next = _Turn(own, mesh)
+        turn = self._next = _Turn(batches, mesh)
         try:
             while turn.is_anybodys():
-                self._next = _Turn(own, mesh)
+                self._next = _Turn(batches, mesh)
                 yield turn.batch
                 turn = self._next
         finally:
@@ -309,18 +309,18 @@ class _Turn(Generic[Batch]):
     def __init__(self, batches: Iterator[Batch], mesh: ShardMesh) -> None:
         self.batch: Batch | None = None
         self._failure: Exception | None = None
-        said = _HAS_NONE
+        word = _HAS_NONE
         try:
             self.batch = next(batches)
-            said = _HAS_ONE
+            word = _HAS_ONE
             if self.batch is None:
                 raise ValueError("Expected batches that are not None, since None means no batch")
         except StopIteration:
             pass
         except Exception as error:  # noqa: BLE001 (any error; it is sent to all ranks)
-            self._failure, said = error, _FAILED + dist.get_rank()
+            self._failure, word = error, _FAILED + dist.get_rank()
         largest: Any = dist.ReduceOp.MAX
-        self._said = SmallAllReduce(torch.tensor([said]), largest, mesh, _AGREEING)
+        self._said = SmallAllReduce(torch.tensor([word]), largest, mesh, _AGREEING)
 
     def is_anybodys(self) -> bool:
         """Return whether any rank has a batch.
@@ -328,12 +328,12 @@ class _Turn(Generic[Batch]):
         Raises:
             CommunicationError: On the other ranks, if a rank failed to take its batch.
         """
-        (said,) = self._said.wait()
+        (word,) = self._said.wait()
         if self._failure is not None:
             raise self._failure
-        if said >= _FAILED:
-            raise CommunicationError(f"Rank {said - _FAILED} failed while taking its next batch")
-        return said == _HAS_ONE
+        if word >= _FAILED:
+            raise CommunicationError(f"Rank {word - _FAILED} failed while taking its next batch")
+        return word == _HAS_ONE
 
     def end(self) -> None:
         """Wait for the words of all ranks."""

@@ -165,22 +165,22 @@ def _register_full(
 
     Collective: a gather for each bucket of them, and a reduction of pending gradients.
     """
-    for one in opened:
-        if _torch.local_tensor(one.param).is_meta:
+    for item in opened:
+        if _torch.local_tensor(item.param).is_meta:
             raise MaterializationError(
-                f"Expected materialized parameters, got {one.label} on meta; call "
+                f"Expected materialized parameters, got {item.label} on meta; call "
                 "init_sharded(model, seed=...)"
             )
-    tensors = [*(one.param for one in opened), *(one.param.grad for one in grads_of)]
-    names = [one.label for one in (*opened, *grads_of)]
+    tensors = [*(item.param for item in opened), *(item.param.grad for item in grads_of)]
+    names = [item.label for item in (*opened, *grads_of)]
     device = torch.device("cpu") if to_cpu else None
     with torch.inference_mode(False), torch.no_grad():
         sharded = cast(list[DTensor], tensors)
         found = full_copies(sharded, names, first_only=rank0_only, device=device)
         grads = dict(zip(grads_of, found[len(opened) :], strict=True))
-        for one, full in zip(opened, found, strict=False):
+        for item, full in zip(opened, found, strict=False):
             if full is not None:
-                one.register_full(full, grads.get(one))
+                item.register_full(full, grads.get(item))
 
 
 @torch.no_grad()
@@ -191,20 +191,20 @@ def _write_back(opened: Sequence[_Opened], *, rank0_only: bool) -> None:
         edited value and gradient.
     """
     if rank0_only:
-        edits = [one.edit for one in opened]
-        meshes = dict.fromkeys(one.mesh for one in opened)
-        said = {mesh: _said_by_first(edits, mesh) for mesh in meshes}
-        for index, one in enumerate(opened):
-            one.edit = said[one.mesh][index]
-    for one in opened:
-        one.check_shape()
-    for one in opened:
-        one.write_back(of_first=rank0_only)
+        edits = [item.edit for item in opened]
+        meshes = dict.fromkeys(item.mesh for item in opened)
+        edits_of_first = {mesh: _said_by_first(edits, mesh) for mesh in meshes}
+        for index, item in enumerate(opened):
+            item.edit = edits_of_first[item.mesh][index]
+    for item in opened:
+        item.check_shape()
+    for item in opened:
+        item.write_back(of_first=rank0_only)
 
 
-def _said_by_first(said: Any, mesh: DeviceMesh) -> Any:
+def _said_by_first(value: Any, mesh: DeviceMesh) -> Any:
     """Return the object of the first rank of a mesh. Collective: a broadcast along each axis."""
-    box = [said]
+    box = [value]
     for axis in range(mesh.ndim):  # after axis k, all ranks that begin like the first have it
         dist.broadcast_object_list(box, group=mesh.get_group(axis), group_src=0)
     return box[0]
@@ -288,8 +288,8 @@ def unsharded(
         with_grads=with_grads,
     )
     modules = [m for m in module.modules() if recurse or owner_of(m) is owner_of(module)]
-    own = {group: None for m in modules if (group := owner_of(m)) is not None}
-    for group in own:
+    owners = {group: None for m in modules if (group := owner_of(m)) is not None}
+    for group in owners:
         check_at_rest(group, "unsharded")
         group.check_awake("for unsharded()")
     groups = [group for group in groups_in(modules) if not group.is_opened]
@@ -299,20 +299,20 @@ def unsharded(
         group.tree.agree()
     slots = _slots_in(modules, groups)
     opened = [_Opened(param, places, writeback) for param, places in slots.items()]
-    together = Together([one.mesh for one in opened if rank0_only and writeback])
+    together = Together([item.mesh for item in opened if rank0_only and writeback])
     for group in groups:
         group.is_opened = True
     try:
-        grads_of = [one for one in opened if with_grads and one.param.grad is not None]
+        grads_of = [item for item in opened if with_grads and item.param.grad is not None]
         _register_full(opened, grads_of, rank0_only=rank0_only, to_cpu=offload_to_cpu)
         with together.noting_failure():
             yield
-            for one in opened:
-                one.find_edit(with_grads=with_grads)
+            for item in opened:
+                item.find_edit(with_grads=with_grads)
         together.go_on("all ranks to write back the edits of unsharded()")
     finally:
-        for one in opened:
-            one.register_sharded()
+        for item in opened:
+            item.register_sharded()
         for group in groups:
             group.is_opened = False
     if writeback:

@@ -96,9 +96,9 @@ class Weighing:
         """Refuse existing gradients. Collective: an all-reduce of 16 bytes."""
         params = [param for group in self._groups for param in group.params]
         places = [i for i, param in enumerate(params) if not _is_zero(param.sharded.grad)]
-        said = torch.tensor([places[-1] + 1 if places else 0, self._is_unfinished()])
+        word = torch.tensor([places[-1] + 1 if places else 0, self._is_unfinished()])
         largest: Any = dist.ReduceOp.MAX
-        place, is_unfinished = SmallAllReduce(said, largest, self._mesh, "beginning weigh()").wait()
+        place, is_unfinished = SmallAllReduce(word, largest, self._mesh, "beginning weigh()").wait()
         if place or is_unfinished:
             got = f"one of '{params[place - 1].name}'" if place else "reductions in flight"
             raise ShardError(
@@ -111,8 +111,8 @@ class Weighing:
         has_changed = self._before != self._settings()
         flags = self._sums.new_tensor([has_changed, self._is_unfinished()])
         add: Any = dist.ReduceOp.SUM
-        said = SmallAllReduce(torch.cat([self._sums, flags]), add, self._mesh, "ending weigh()")
-        total, loss, *problems = said.wait()
+        sums = SmallAllReduce(torch.cat([self._sums, flags]), add, self._mesh, "ending weigh()")
+        total, loss, *problems = sums.wait()
         for num_wrong, expected in zip(problems, _EXPECTED, strict=True):
             if num_wrong:
                 raise ShardError(f"Expected {expected}; got others on some rank. {_UNDIVIDED}")
@@ -126,7 +126,7 @@ class Weighing:
 
     @torch.no_grad()
     def _divide(self, total: float) -> None:
-        """Divide by ``total``; reductions divided by the number of ranks, or what was set."""
+        """Divide by ``total``, and undo the divide factor, by default the number of ranks."""
         grads: dict[float, list[torch.Tensor]] = {}
         for group in self._groups:
             factor = group.settings.divisor

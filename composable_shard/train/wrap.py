@@ -38,10 +38,10 @@ def apply_fully_shard(module: nn.Module, policy: Policy, **kwargs: Any) -> nn.Mo
             - a function of a module: those for which it returns ``True``, or a dict of arguments
               for ``fully_shard`` that replace ``kwargs`` there. A dict for the root counts too;
             - an int, the number of parameter elements a group should have at least: modules are
-              collected from the inside out, siblings together, until they have as many. No group
-              has twice as many, unless a single module brings them itself; what is left over
-              belongs to the module around, and at last to the root. A module that is registered
-              in several others has a group of its own.
+              collected from the inside out, siblings together, until they have as many. A group has
+              fewer than twice as many, unless a single module has more; the remaining modules
+              belong to the module around them, and finally to the root. A module that is registered
+              in several others gets its own group.
         kwargs: Arguments for every ``fully_shard``.
 
     Returns:
@@ -70,12 +70,12 @@ def apply_fully_shard(module: nn.Module, policy: Policy, **kwargs: Any) -> nn.Mo
     if isinstance(policy, int) and not isinstance(policy, bool):
         ignored = {id(param) for param in kwargs.get("ignored_params") or ()}
         picked = [(group, kwargs) for group in _plan_groups(module, policy, ignored)]
-        own = kwargs
+        of_root = kwargs
     else:
         chosen = _choose(module, _as_function(policy))
-        own = {**kwargs, **chosen.pop(module, {})}
+        of_root = {**kwargs, **chosen.pop(module, {})}
         picked = [([inner], {**kwargs, **changed}) for inner, changed in chosen.items()]
-    calls = [*picked, ([module], own)]
+    calls = [*picked, ([module], of_root)]
     check_calls(calls)
     for modules, arguments in calls:
         fully_shard(modules, **arguments)
@@ -146,7 +146,7 @@ def _plan_groups(module: nn.Module, budget: int, ignored: set[int]) -> list[list
     counted, seen = {*ignored}, set[nn.Module]()
 
     def visit(inner: nn.Module) -> tuple[_Pieces, int]:
-        """Return what may join a group, and the elements that only a module around can take."""
+        """Return modules that may join a group, and the elements left for the module around."""
         if inner in seen or is_taken(inner):
             return [], 0
         seen.add(inner)

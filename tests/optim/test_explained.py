@@ -232,8 +232,8 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
             LAYOUTS,
             {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
             "Expected parameters on the device for an estimate of layouts, got 'before.weight', "
-            "which is offloaded; leave out the offload_policy, or pass what makes an optimizer of "
-            "parameters",
+            "which is offloaded; leave out the offload_policy, or pass a function that makes an "
+            "optimizer from parameters",
         ),
     ):
         with pytest.raises(ValueError) as caught:

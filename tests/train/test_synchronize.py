@@ -161,8 +161,8 @@ def one_of(*values: Any) -> Any:
 
 REFUSED: dict[str, Callable[[], object]] = {
     "ShardError: Expected FSDPNet before it is sharded, got 'inp.weight' sharded; call "
-    "sync_module_states before fully_shard, or set keep_shards=True to synchronize only what is "
-    "not sharded": lambda: sync_module_states(shard_net(Net(1))),
+    "sync_module_states before fully_shard, or set keep_shards=True to synchronize only "
+    "unsharded tensors": lambda: sync_module_states(shard_net(Net(1))),
     "ValueError: Expected src_rank to be one of the ranks [0, 1], got 5": (
         lambda: sync_module_states(linear(), src_rank=5)
     ),

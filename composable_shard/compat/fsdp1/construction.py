@@ -324,9 +324,9 @@ def stays_on_cpu(scope: Scope, choices: Choices, device: torch.device) -> bool:
 def synchronize(scope: Scope, mesh: DeviceMesh) -> None:
     """Give all ranks the values of the first. Collective: see ``sync_module_states``."""
     root, states = scope.modules[0], nn.Module()
-    own = set(map(id, scope.held()))
-    states._parameters.update((n, p) for n, p in root.named_parameters() if id(p) in own)
-    states._buffers.update((n, b) for n, b in root.named_buffers() if id(b) in own)
+    held = set(map(id, scope.held()))
+    states._parameters.update((n, p) for n, p in root.named_parameters() if id(p) in held)
+    states._buffers.update((n, b) for n, b in root.named_buffers() if id(b) in held)
     for axis in reversed(range(mesh.ndim)):  # within the first row, then from it to the others
         group = mesh.get_group(axis)
         first = dist.get_process_group_ranks(group)[0]
@@ -407,7 +407,7 @@ def _mesh_of_groups(
     Collective: an all-gather of a small object for a pair.
     """
     given = group if isinstance(group, tuple) else (group,)
-    groups = [one for one in given if isinstance(one, dist.ProcessGroup)]
+    groups = [group for group in given if isinstance(group, dist.ProcessGroup)]
     fits = len(groups) == len(given) == 1 + strategy.is_hybrid
     what = "a pair of process groups (shard, replicate)" if strategy.is_hybrid else "a ProcessGroup"
     check_value("process_group", type(group).__name__, fits, f"to be {what} for {strategy}")
@@ -457,8 +457,8 @@ def chosen_below(
         exempt = precision.exempt_classes()
         for module in root.modules():
             if isinstance(module, exempt) and module is not root and module not in left_alone:
-                own = ExemptPrecision.of(module, precision)
-                chosen[module] = {**chosen.get(module, arguments), "mixed_precision": own}
+                exempt = ExemptPrecision.of(module, precision)
+                chosen[module] = {**chosen.get(module, arguments), "mixed_precision": exempt}
     return [
         (module, chosen[module])
         for module in inside_out(root, set())
@@ -484,13 +484,13 @@ def check_all(
     calls, has_own = [], set[nn.Module]()
     for module, arguments in below:
         signature(wrapper_class).bind(module, **arguments)
-        own = Choices.of(arguments)
+        chosen = Choices.of(arguments)
         ignored = scope_of(module, arguments.get("ignored_modules"), arguments["ignored_states"])
         over = layout
-        if own.sharding_strategy is not choices.sharding_strategy:
-            over = resolve_layout(own, layout.mesh.device_type, wraps_below=False)
-        calls.append(([module], _arguments(ignored, over, own)))
-        if own.param_init_fn is not None:
+        if chosen.sharding_strategy is not choices.sharding_strategy:
+            over = resolve_layout(chosen, layout.mesh.device_type, wraps_below=False)
+        calls.append(([module], _arguments(ignored, over, chosen)))
+        if chosen.param_init_fn is not None:
             has_own.update(module.modules())
     calls.append((_plain(root), _arguments(scope, layout, choices)))
     check_calls((modules, arguments) for modules, arguments in calls if modules)
@@ -555,9 +555,9 @@ def shard(
     for inner, buffers in kept:
         inner._buffers.update(buffers)
     if stays:
-        own = set(scope.params())
+        params = set(scope.params())
         for inner in scope.modules:
-            inner._apply(lambda t: t.cpu() if t in own else t, recurse=False)
+            inner._apply(lambda t: t.cpu() if t in params else t, recurse=False)
     return tuple(_tops(module))
 
 

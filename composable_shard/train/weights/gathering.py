@@ -127,12 +127,12 @@ def runs_within(tensors: Sequence[Sized], limit: float) -> list[list[Sized]]:
     """Cut tensors into runs of at most ``limit`` bytes, in order; a larger tensor is alone."""
     runs: list[list[Sized]] = [[]]
     nbytes = 0
-    for one in tensors:
-        if runs[-1] and nbytes + one.nbytes > limit:
+    for item in tensors:
+        if runs[-1] and nbytes + item.nbytes > limit:
             runs.append([])
             nbytes = 0
-        runs[-1].append(one)
-        nbytes += one.nbytes
+        runs[-1].append(item)
+        nbytes += item.nbytes
     return runs
 
 
@@ -150,9 +150,9 @@ class Route:
     def __init__(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> None:
         self._mesh, self._axes = mesh, axes[::-1]
         self.extents = [mesh.size(axis) for axis in self._axes]
-        own = mesh.get_coordinate()
-        assert own is not None
-        self._own = tuple(own)
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        self._own = tuple(coordinate)
 
     @cached_property
     def channels(self) -> list[Channel]:
@@ -223,8 +223,8 @@ class Message:
 
     def __init__(self, route: Route, planned: Sequence[Planned], to: int | None) -> None:
         self.route, self._to, self._planned = route, to, planned
-        most = {one: route.most_of(one.entry.tensor) * one.dtype.itemsize for one in planned}
-        self.sent = {one: nbytes for one, nbytes in most.items() if nbytes}
+        most = {item: route.most_of(item.entry.tensor) * item.dtype.itemsize for item in planned}
+        self.sent = {item: nbytes for item, nbytes in most.items() if nbytes}
         self._launches: deque[Callable[[], list[Waitable]]] = deque()
         self._works: list[Waitable] = []
         self._full: dict[Planned, torch.Tensor] = {}
@@ -244,16 +244,16 @@ class Message:
             arrives: Whether this rank receives the tensors.
         """
         route = self.route
-        inputs = [self._padded(one, nbytes) for one, nbytes in self.sent.items()]
-        in_place = [one for one in self.sent if arrives and _arrives_in_place(one, route)]
-        self._full = {one: one.new_full(route.device) for one in in_place}
+        inputs = [self._padded(item, nbytes) for item, nbytes in self.sent.items()]
+        in_place = [item for item in self.sent if arrives and _arrives_in_place(item, route)]
+        self._full = {item: item.new_full(route.device) for item in in_place}
         for number, (to, is_given) in enumerate(route.receivers(self._to) if inputs else ()):
             channel, extent = route.channels[number], route.extents[number]
             outputs = [
-                as_bytes(self._full[one])
-                if one in self._full
-                else _torch.empty(extent * len(own), dtype=torch.uint8, device=route.device)
-                for one, own in zip(self.sent if is_given else (), inputs, strict=False)
+                as_bytes(self._full[item])
+                if item in self._full
+                else _torch.empty(extent * len(message), dtype=torch.uint8, device=route.device)
+                for item, message in zip(self.sent if is_given else (), inputs, strict=False)
             ]
             gather = channel.gather if to is None else partial(channel.gather_to, to)
             self._launches.append(partial(gather, outputs, inputs))
@@ -261,14 +261,14 @@ class Message:
         if arrives:
             self._rows = dict(zip(self.sent, inputs, strict=True))
 
-    def _padded(self, one: Planned, nbytes: int) -> torch.Tensor:
+    def _padded(self, item: Planned, nbytes: int) -> torch.Tensor:
         """Return the padded bytes of this rank's part of a tensor: a view, or one copy."""
-        own, device = one.values(), self.route.device
-        is_ready = own.is_contiguous() and own.device == device and own.dtype == one.dtype
-        if is_ready and own.nbytes == nbytes:
-            return as_bytes(own)
+        part, device = item.values(), self.route.device
+        is_ready = part.is_contiguous() and part.device == device and part.dtype == item.dtype
+        if is_ready and part.nbytes == nbytes:
+            return as_bytes(part)
         padded = _torch.empty(nbytes, dtype=torch.uint8, device=device)
-        padded[: own.numel() * one.dtype.itemsize].view(one.dtype).view(own.shape).copy_(own)
+        padded[: part.numel() * item.dtype.itemsize].view(item.dtype).view(part.shape).copy_(part)
         return padded
 
     def launch(self) -> None:
@@ -289,35 +289,35 @@ class Message:
         found, self._full = self._full, {}
         rows, self._rows = self._rows, {}
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for one in self._planned:
-            if one not in found:
-                found[one] = one.new_full(self.route.device)
-                pairs += self._pieces(one, found[one], rows[one]) if one in rows else ()
+        for item in self._planned:
+            if item not in found:
+                found[item] = item.new_full(self.route.device)
+                pairs += self._pieces(item, found[item], rows[item]) if item in rows else ()
         _torch.copy_all_([full for full, _ in pairs], [held for _, held in pairs])
         return found
 
     def _pieces(
-        self, one: Planned, full: torch.Tensor, rows: torch.Tensor
+        self, item: Planned, full: torch.Tensor, rows: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pair views of a full tensor with views of the shards of all ranks."""
-        tensor = cast(DTensor, one.entry.tensor)
-        shards = rows.view(-1, self.sent[one]).view(one.dtype)
-        placement = tensor.placements[one.axes[0]]
-        if len(one.axes) == 1 and type(placement) is Shard:
+        tensor = cast(DTensor, item.entry.tensor)
+        shards = rows.view(-1, self.sent[item]).view(item.dtype)
+        placement = tensor.placements[item.axes[0]]
+        if len(item.axes) == 1 and type(placement) is Shard:
             layout = ParamLayout(tuple(tensor.shape), placement.dim, len(shards))
             yield from matching_pieces(layout, full.view(-1), shards)
             return
         for coordinate, shard in zip(self.route.holders(), shards, strict=True):
             shape = shape_of(tensor, coordinate)
             held = shard[: prod(shape)].view(shape)
-            for box, own in boxes_of(tensor, coordinate):
-                yield full[box], held[own]
+            for box, local in boxes_of(tensor, coordinate):
+                yield full[box], held[local]
 
 
-def _arrives_in_place(one: Planned, route: Route) -> bool:
+def _arrives_in_place(item: Planned, route: Route) -> bool:
     """Return whether the concatenated shards of a tensor are the tensor."""
-    tensor, placement = one.entry.tensor, cast(DTensor, one.entry.tensor).placements[one.axes[0]]
-    is_in_order = len(one.axes) == 1 and type(placement) is Shard and placement.dim == 0
+    tensor, placement = item.entry.tensor, cast(DTensor, item.entry.tensor).placements[item.axes[0]]
+    is_in_order = len(item.axes) == 1 and type(placement) is Shard and placement.dim == 0
     return is_in_order and tensor.shape[0] % route.extents[0] == 0
 
 
@@ -338,14 +338,14 @@ class Bucket:
     def __init__(self, planned: Sequence[Planned], routes: Routes, to: int | None) -> None:
         self._planned = planned
         self._arrives = to is None or not dist.is_initialized() or to == dist.get_rank()
-        self.nbytes = sum(one.nbytes for one in planned)
+        self.nbytes = sum(item.nbytes for item in planned)
         by_route: dict[Route, list[Planned]] = {}
-        for one in planned:
-            if one.axes:
-                route = routes(cast(DTensor, one.entry.tensor).device_mesh, one.axes)
-                by_route.setdefault(route, []).append(one)
+        for item in planned:
+            if item.axes:
+                route = routes(cast(DTensor, item.entry.tensor).device_mesh, item.axes)
+                by_route.setdefault(route, []).append(item)
         self.messages = [Message(*taken, to) for taken in by_route.items()]
-        self.by_class = [one for one in planned if one.is_whole_by_class]
+        self.by_class = [item for item in planned if item.is_whole_by_class]
         self._full: dict[Planned, torch.Tensor] = {}
 
     def prepare(self) -> None:
@@ -366,11 +366,11 @@ class Bucket:
         """
         for message in self.messages:
             message.wait()
-        for one in self.by_class:
+        for item in self.by_class:
             with naming_failures(f"gathering {_LABEL}"):
-                full = full_copy(one.entry.tensor, one.name)
+                full = full_copy(item.entry.tensor, item.name)
             if self._arrives:
-                self._full[one] = full
+                self._full[item] = full
 
     def take(self, device: torch.device | None) -> deque[tuple[Planned, torch.Tensor]]:
         """Return the full tensors in new memory, on a rank that receives them.
@@ -382,11 +382,11 @@ class Bucket:
         tensors: deque[tuple[Planned, torch.Tensor]] = deque()
         for message in self.messages if self._arrives else ():
             found |= message.copy_out()
-        for one in self._planned if self._arrives else ():
-            full = found.pop(one, None)
+        for item in self._planned if self._arrives else ():
+            full = found.pop(item, None)
             if full is None:  # this rank has the full tensor
-                full = one.new_full(device or one.device).copy_(one.values())
-            tensors.append((one, full if device is None else full.to(device)))
+                full = item.new_full(device or item.device).copy_(item.values())
+            tensors.append((item, full if device is None else full.to(device)))
         return tensors
 
 
@@ -476,11 +476,11 @@ def full_copies(
     routes, rounds = cache(Route), list[list[Bucket]]()
     for run in runs_within(planned, BUCKET_NBYTES):
         by_target: dict[int | None, list[Planned]] = {}
-        for one in run:
-            ranks = cast(DTensor, one.entry.tensor).device_mesh.mesh
+        for item in run:
+            ranks = cast(DTensor, item.entry.tensor).device_mesh.mesh
             to = int(ranks.flatten()[0]) if first_only else None
-            by_target.setdefault(to, []).append(one)
+            by_target.setdefault(to, []).append(item)
         rounds.append([Bucket(several, routes, to) for to, several in by_target.items()])
     together = Together([tensor.device_mesh for tensor in tensors] if first_only else [])
     found = dict(stream(rounds, together, "all ranks to gather full tensors", device))
-    return [found.get(one) for one in planned]
+    return [found.get(item) for item in planned]

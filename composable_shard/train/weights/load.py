@@ -50,22 +50,22 @@ def _by_name(
 
     Collective: an all-gather of a small object if there is a ``rename``.
     """
-    names: list[str | None] = [one.name for one in stored]
+    names: list[str | None] = [item.name for item in stored]
     if rename is not None:
         with ranks.noting_failure():
-            names = [rename(one.name) for one in stored]
+            names = [rename(item.name) for item in stored]
         pairs = zip(stored, names, strict=True)
-        facts = [f"{'nothing' if new is None else repr(new)} of {one.name!r}" for one, new in pairs]
+        facts = [f"{'nothing' if new is None else repr(new)} of {old.name!r}" for old, new in pairs]
         ranks.agree(facts, "names after rename", f"names from rename for '{source}'")
     found: dict[str, Stored] = {}
-    for one, name in zip(stored, names, strict=True):
+    for item, name in zip(stored, names, strict=True):
         if name in found:
             raise ShardError(
                 f"Expected distinct names from rename, got '{name}' for both "
-                f"'{found[name].name}' and '{one.name}' in '{source}'"
+                f"'{found[name].name}' and '{item.name}' in '{source}'"
             )
         if name is not None:
-            found[name] = one
+            found[name] = item
     return found
 
 
@@ -85,13 +85,13 @@ def _match(
     matches = [match for match in found if match.stored]
     missing = [match.entry.names[0] for match in found if not match.stored]
     known = {name for entry in entries for name in entry.names}
-    unexpected = [one.name for name, one in by_name.items() if name not in known]
+    unexpected = [item.name for name, item in by_name.items() if name not in known]
     if strict and (missing or unexpected):
         sides = {"missing": missing, "unexpected": unexpected}
         got = "; ".join(f"{side}: {listed(names)}" for side, names in sides.items() if names)
         raise ShardError(
             f"Expected the names of the model in '{source}', got {got}; pass rename to map names, "
-            "or strict=False to load what there is"
+            "or strict=False to load the common names"
         )
     if wrong := [text for match in matches if (text := _misfit(match))]:
         raise ShardError(f"Expected tensors in '{source}' that fit the model, got {listed(wrong)}")
@@ -102,11 +102,11 @@ def _misfit(match: Match) -> str | None:
     """Return why a tensor cannot be read into the model; ``None`` if it can."""
     entry, shape = match.entry, tuple(match.entry.tensor.shape)
     name = f"'{entry.names[0]}'"
-    for one in match.stored:
-        if one.shape != shape and not (shape == () and one.shape == (1,)):
-            return f"{name} of shape {list(one.shape)} for {list(shape)}"
-        if not torch.can_cast(one.dtype, entry.tensor.dtype):
-            return f"{name} of {one.dtype} for {entry.tensor.dtype}"
+    for item in match.stored:
+        if item.shape != shape and not (shape == () and item.shape == (1,)):
+            return f"{name} of shape {list(item.shape)} for {list(shape)}"
+        if not torch.can_cast(item.dtype, entry.tensor.dtype):
+            return f"{name} of {item.dtype} for {entry.tensor.dtype}"
     if entry.plain is None:
         kind = type(entry.local).__name__
         return f"{name} for a {kind}, which only its class can make from a plain tensor"
@@ -149,7 +149,7 @@ def _read(
         device = torch.device("cpu")
         if ranks.group is not None:
             device = _torch.device_for(ranks.group, device)
-        largest = max((one.nbytes for m in matches for one in m.stored), default=0)
+        largest = max((item.nbytes for m in matches for item in m.stored), default=0)
         # A buffer for each tensor would stay with the allocator.
         buffer = _torch.empty(largest if sends else 0, dtype=torch.uint8, device=device)
         for match in matches:
@@ -172,8 +172,8 @@ def _fill(
     is_again = strict and stored is not match.stored[0]
     plain = match.entry.plain
     assert plain is not None
-    for box, own in boxes_of(match.entry.tensor):
-        target = plain[own]
+    for box, local_box in boxes_of(match.entry.tensor):
+        target = plain[local_box]
         piece = rows(box).reshape(target.shape)
         if not is_again:
             target.copy_(piece)
@@ -224,12 +224,12 @@ class Loaded(NamedTuple):
     num_tensors: int
 
     def __repr__(self) -> str:
-        said = [f"loaded {self.num_tensors} tensor{'' if self.num_tensors == 1 else 's'}"]
+        parts = [f"loaded {self.num_tensors} tensor{'' if self.num_tensors == 1 else 's'}"]
         for names, what in ((self.missing_keys, "missing"), (self.unexpected_keys, "unexpected")):
-            said.append(f"{what}: {listed(names)}" if names else f"nothing {what}")
+            parts.append(f"{what}: {listed(names)}" if names else f"nothing {what}")
         if self.left_on_meta:
-            said.append(f"still on the meta device: {listed(self.left_on_meta)}")
-        return f"<{', '.join(said)}>"
+            parts.append(f"still on the meta device: {listed(self.left_on_meta)}")
+        return f"<{', '.join(parts)}>"
 
 
 def load_sharded(
@@ -312,14 +312,14 @@ def load_sharded(
             if shows:
                 library("tqdm")
             stored = list_stored(source)
-    facts += [] if sends else [one.fact() for one in stored]
+    facts += [] if sends else [item.fact() for item in stored]
     what = "model, checkpoint and arguments of load_sharded()"
     ranks.agree(facts, what, f"a checkpoint at '{source}'")
     if sends:
         stored = ranks.from_one(stored)
     by_name = _by_name(stored, rename, ranks, source)
     matches, missing, unexpected = _match(entries, by_name, source, strict=strict)
-    nbytes = sum(one.nbytes for match in matches for one in match.stored)
+    nbytes = sum(item.nbytes for match in matches for item in match.stored)
     with progress_bar(f"loading {Path(source).name}", nbytes, shown=shows) as advance:
         _read(model, matches, ranks, advance, strict=strict, sends=sends)
     partly = "; the model is partly loaded, load it again"

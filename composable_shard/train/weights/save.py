@@ -92,8 +92,8 @@ class Output:
         """
         names = [*files]
         if len(names) > 1:
-            homes = {one.name: name for name, inside in files.items() for one in inside}
-            nbytes = sum(one.nbytes for inside in files.values() for one in inside)
+            homes = {item.name: name for name, inside in files.items() for item in inside}
+            nbytes = sum(item.nbytes for inside in files.values() for item in inside)
             index = {"metadata": {"total_size": nbytes}, "weight_map": homes}
             write_json(self.part(INDEX), index)
             names.append(INDEX)
@@ -133,28 +133,28 @@ def _save(output: Output, files: Files, ranks: Ranks, advance: Callable[[int], o
     """
     expected = f"to save '{output.place}'"
     rounds = _rounds([*files.values()], _writers(ranks, output, len(files)))
-    homes = {one: name for name, inside in files.items() for one in inside}
+    homes = {item: name for name, inside in files.items() for item in inside}
     under_way: dict[str, FileWriter] = {}
 
     def begin(name: str) -> FileWriter:
-        shapes = {one.name: (one.dtype, one.entry.tensor.shape) for one in files[name]}
+        shapes = {item.name: (item.dtype, item.entry.tensor.shape) for item in files[name]}
         return FileWriter(output.part(name), shapes)
 
-    def write(one: Planned, full: torch.Tensor) -> None:
-        name = homes[one]
+    def write(item: Planned, full: torch.Tensor) -> None:
+        name = homes[item]
         if name not in under_way:
             under_way[name] = begin(name)
-        under_way[name].write(one.name, full)
+        under_way[name].write(item.name, full)
         if under_way[name].is_complete:
             under_way.pop(name).close()
 
     try:
         with contextlib.closing(stream(rounds, ranks, expected, CPU, advance)) as arriving:
-            for one, full in arriving:
+            for item, full in arriving:
                 if ranks.failure is None:
                     with ranks.noting_failure():
-                        write(one, full)
-                del one, full  # otherwise they stay alive while the next bucket is finished
+                        write(item, full)
+                del item, full  # otherwise they stay alive while the next bucket is finished
         if not homes:  # a model without tensors
             ranks.on_first(lambda: begin(*files).close(), expected)
         ranks.agree([], "", expected)
@@ -193,11 +193,11 @@ def _writers(ranks: Ranks, output: Output, num_files: int) -> list[int]:
     writes = ranks.is_first
     with contextlib.suppress(ImportError):
         writes = writes or (library("safetensors") is not None and token.exists())
-    heard = ranks.gather(writes)
+    answers = ranks.gather(writes)
     if ranks.is_first:
         with contextlib.suppress(OSError):
             token.unlink(missing_ok=True)
-    return [rank for rank, does in zip(ranks.numbers, heard, strict=True) if does]
+    return [rank for rank, does in zip(ranks.numbers, answers, strict=True) if does]
 
 
 # Writing the full tensors of a sharded model to safetensors files ---------------------------------
@@ -288,7 +288,7 @@ def save_full(
     planned = agree_on_plan(naming, entries, facts, ranks, "save_full()", expected)
     runs = runs_within(planned, math.inf if output.is_file else limit)
     files = dict(zip(output.file_names(len(runs)), runs, strict=True))
-    num_bytes_in_all = sum(one.nbytes for one in planned)
+    num_bytes_in_all = sum(item.nbytes for item in planned)
     with progress_bar(f"saving {output.place.name}", num_bytes_in_all, shown=shows) as advance:
         _save(output, files, ranks, advance)
 

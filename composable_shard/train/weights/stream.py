@@ -131,10 +131,10 @@ def iter_full(
     rounds = [[Bucket(run, routes, to)] for run in runs_within(planned, bucket_bytes)]
     expected = "all ranks to go through iter_full() to its end"
     with contextlib.closing(stream(rounds, ranks, expected, place)) as arriving:
-        for one, full in arriving:
-            for name in one.names:
+        for item, full in arriving:
+            for name in item.names:
                 yield name, full
-            del one, full  # otherwise they stay alive while the next bucket is finished
+            del item, full  # otherwise they stay alive while the next bucket is finished
 
 
 def plan(
@@ -187,24 +187,24 @@ def agree_on_plan(
     planned = list[Planned]()
     with ranks.noting_failure():
         planned = naming(entries)
-    named = {id(one.entry): " and ".join(map(repr, one.names)) for one in planned}
+    named = {id(item.entry): " and ".join(map(repr, item.names)) for item in planned}
     called = [named.get(id(entry), "nothing") for entry in entries]
     pairs = [(entry.fact(), name) for entry, name in zip(entries, called, strict=True)]
     facts = [*facts, *(f"{fact}, called {name}" for fact, name in pairs)]
     ranks.agree(facts, f"model and arguments of {call}", expected)
     taken: dict[str, str] = {}
     wrong: list[str] = []
-    for one in planned:
-        first = one.entry.names[0]
-        for name in one.names:
+    for item in planned:
+        first = item.entry.names[0]
+        for name in item.names:
             if name in taken:
                 wrong.append(f"'{name}' for both '{taken[name]}' and '{first}'")
             taken[name] = first
-        if one.entry.is_meta:
+        if item.entry.is_meta:
             wrong.append(f"'{first}' on the meta device")
-        elif one.entry.plain is None and one.make_plain is torch.Tensor.dequantize:
+        elif item.entry.plain is None and item.make_plain is torch.Tensor.dequantize:
             # which is for quantized dtypes, not for classes
-            wrong.append(f"'{first}', a {type(one.entry.local).__name__} of several tensors")
+            wrong.append(f"'{first}', a {type(item.entry.local).__name__} of several tensors")
     if wrong:
         raise ShardError(
             f"Expected tensors with values and names of their own for {call}, got {listed(wrong)}"
@@ -265,7 +265,7 @@ def costs_of(model: nn.Module, bucket_nbytes: int) -> PassCosts:
         sent_nbytes=traffic,
         received_nbytes=traffic,
         held_nbytes=2 * max(bucket.nbytes for bucket in buckets) + max(parts),
-        by_class=tuple(one.name for bucket in buckets for one in bucket.by_class),
+        by_class=tuple(item.name for bucket in buckets for item in bucket.by_class),
     )
 
 
@@ -303,8 +303,8 @@ def _version(entry: Entry) -> Version:
     if _SERIAL not in seen:
         seen[_SERIAL] = next(_serials)
     leaves = _torch.leaves(entry.local)
-    counted = {id(one): one for one in (tensor, entry.local, *leaves)}
-    counters = sum(one._version for one in counted.values() if not one.is_inference())
+    counted = {id(item): item for item in (tensor, entry.local, *leaves)}
+    counters = sum(item._version for item in counted.values() if not item.is_inference())
     return seen[_SERIAL], seen.get(_STEPS, 0), counters, *(leaf.data_ptr() for leaf in leaves)
 
 
@@ -355,8 +355,8 @@ def local_shards(model: nn.Module) -> Iterator[LocalShard]:
     for entry in contents_of(model, "local_shards"):
         local, version = entry.local.detach(), _version(entry)
         boxes = list(boxes_of(entry.tensor))
-        for box, own in boxes:
-            part = local if len(boxes) == 1 else local[own]
+        for box, local_box in boxes:
+            part = local if len(boxes) == 1 else local[local_box]
             yield LocalShard(entry.names[0], box, part, version)
 
 
