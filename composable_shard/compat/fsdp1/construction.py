@@ -457,8 +457,8 @@ def chosen_below(
         exempt = precision.exempt_classes()
         for module in root.modules():
             if isinstance(module, exempt) and module is not root and module not in left_alone:
-                exempt = ExemptPrecision.of(module, precision)
-                chosen[module] = {**chosen.get(module, arguments), "mixed_precision": exempt}
+                own_precision = ExemptPrecision.of(module, precision)
+                chosen[module] = {**chosen.get(module, arguments), "mixed_precision": own_precision}
     return [
         (module, chosen[module])
         for module in inside_out(root, set())
