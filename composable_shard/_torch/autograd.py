@@ -59,7 +59,7 @@ current_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_s
 """Returns the innermost running transform; ``None`` if there is none."""
 
 
-_current_compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+current_compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 """Returns the callback of ``torch.compile`` for calls; ``None`` outside of compiled functions."""
 
 
@@ -70,11 +70,16 @@ def apart_from_transforms() -> contextlib.AbstractContextManager[Any]:
     """
     if current_transform() is not None:
         return outside_transforms()
-    return _NOTHING if _current_compiler() is None else _uncompiled()
+    return _NOTHING if current_compiler() is None else uncompiled()
 
 
 @contextlib.contextmanager
-def _uncompiled() -> Iterator[None]:
+def uncompiled() -> Iterator[None]:
+    """Suspend ``torch.compile``.
+
+    It skips functions of this package, but would compile the Python functions that they call, up
+    to its limit of recompilations.
+    """
     before = torch._C._dynamo.eval_frame.set_eval_frame(None)
     try:
         yield

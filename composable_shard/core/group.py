@@ -442,7 +442,8 @@ class ParamGroup:
         if self._exposure is not None:
             self.apply_user_changes()
         self.is_held = self.is_partly_run = self.is_split = False
-        self._ran.clear()
+        if self._ran:
+            self._ran.clear()
         if self.state is not State.SHARDED:
             program, state = self.program, State.SHARDED
             if self.state is State.UNSHARDING:

@@ -123,6 +123,9 @@ class ModuleHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather the group, cast the inputs and add input markers."""
+        if _torch.current_compiler() is not None:
+            with _torch.uncompiled():
+                return self.pre_forward(module, args, kwargs)
         group = self._group
         if group.is_opened:
             _check_can_run_opened(group)
@@ -150,6 +153,9 @@ class ModuleHooks:
 
         PyTorch also calls this hook when forward has raised, with ``output=None``.
         """
+        if _torch.current_compiler() is not None:
+            with _torch.uncompiled():
+                return self.post_forward(module, args, output)
         tree = self._group.tree
         call = tree.call_stack[-1] if tree.call_stack else None
         if call is None or call.group is not self._group:  # pre_forward has raised

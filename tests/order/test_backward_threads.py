@@ -1,8 +1,6 @@
 """A backward on another thread than its forward, as that of a device always is.
 
-Autograd has one thread for each device; on the CPU it uses the caller's. Here the caller is a
-thread of its own, or checkpoints lie so deep within each other that autograd takes a thread of its
-own. ``test_device_thread.py`` has the thread of a device, without values.
+Here the caller is a thread, or checkpoints lie so deep within each other that autograd takes one.
 """
 
 from __future__ import annotations
