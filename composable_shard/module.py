@@ -272,7 +272,7 @@ class FSDPModule(TorchFSDPModule):
         """
         checked_bool("async_op", async_op)
         group = self._group()
-        if group.is_opened:
+        if group.is_in_unsharded:
             raise ShardError(
                 f"Expected unshard() of {group.label} outside of unsharded(), got it inside, where "
                 "the parameters are full"

@@ -51,7 +51,7 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
     found = dict.fromkeys(map(group_of, module.modules()))
     groups = [group for group in found if group is not None and id(group) not in memo]
     for group in groups:  # groups that are not being copied already, the outer ones first
-        group.check_awake("to be copied")
+        group.check_in_memory("to be copied")
     for group in groups:
         group.reshard()
         memo[id(group)] = object.__new__(ParamGroup)

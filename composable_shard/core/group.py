@@ -149,7 +149,7 @@ class ParamGroup:
             unsharded parameters.
         is_split: Whether a pipeline schedule has run the input half of a split backward. The weight
             half is still to come.
-        is_opened: Whether the modules hold full parameters, inside of ``unsharded()``.
+        is_in_unsharded: Whether the modules hold full parameters, inside of ``unsharded()``.
         num_optimizer_steps: How many optimizer steps have changed the shards.
         unsynced_names: Names of parameters that may have unreduced gradients.
         finished_nodes: The graph task of each node that has run: gradient accumulations and input
@@ -184,7 +184,7 @@ class ParamGroup:
         self.plugins = Plugins()
         self.state = State.SHARDED
         self.is_unsharded_registered = self.is_held = self.is_partly_run = False
-        self.is_opened = self.is_split = False
+        self.is_in_unsharded = self.is_split = False
         self._absence: str | None = None
         self._ran: set[nn.Module] = set()  # which of several modules, since the last gather
         self.unsharded_version = 0
@@ -236,11 +236,11 @@ class ParamGroup:
     def absence(self, reason: str | None) -> None:
         self._absence = reason
         if self.is_compiled:  # a backward of an earlier forward runs this program
-            check, gather = partial(self.check_awake, "to be gathered"), self.program.gather
+            check, gather = partial(self.check_in_memory, "to be gathered"), self.program.gather
             self.program.gather = gather._replace(launch=(check, *gather.launch))
         self.is_compiled = False
 
-    def check_awake(self, purpose: str) -> None:
+    def check_in_memory(self, purpose: str) -> None:
         """Raise ``ShardError`` if its shards are not in memory."""
         if self.absence is not None:
             raise ShardError(f"Expected {self.label} in memory {purpose}, got it {self.absence}")
@@ -282,7 +282,7 @@ class ParamGroup:
         before = self.program if self.is_compiled else None
         if before is not None:
             self.reshard()
-        self.check_awake("to be gathered")
+        self.check_in_memory("to be gathered")
         with torch.inference_mode(False), torch.no_grad():
             take_over_registered(self.params, self.label)
             check_materialized(self.params, self.label)

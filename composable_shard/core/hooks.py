@@ -127,8 +127,8 @@ class ModuleHooks:
             with _torch.uncompiled():
                 return self.pre_forward(module, args, kwargs)
         group = self._group
-        if group.is_opened:
-            _check_can_run_opened(group)
+        if group.is_in_unsharded:
+            _check_can_run_plain(group)
             return args, kwargs
         call = group.tree.enter(group, module)
         if call.is_substituted:
@@ -165,7 +165,7 @@ class ModuleHooks:
 
     def leave(self, output: Any, *, has_failed: bool) -> Any:
         """End the innermost call; return the output, hooked, cast and without freed memory."""
-        if self._group.is_opened:
+        if self._group.is_in_unsharded:
             return output
         tree = self._group.tree
         call = tree.call_stack[-1]
@@ -247,7 +247,7 @@ class ModuleHooks:
             group.tree.begin_backward().gather_for_backward(group, has_input_markers=True)
 
 
-def _check_can_run_opened(group: ParamGroup) -> None:
+def _check_can_run_plain(group: ParamGroup) -> None:
     """Raise if a group inside of ``unsharded()`` cannot run as a plain module."""
     if torch.is_grad_enabled():
         raise ShardError(

@@ -92,7 +92,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         )
     groups = params.groups
     for group in groups:
-        group.check_awake(f"for a step of {kind}")
+        group.check_in_memory(f"for a step of {kind}")
     if any(group.tree.tape.visits for group in groups) and not params.have_grads():
         warnings.warn(
             f"Expected gradients for a step of {kind}, got none, though a forward came before; "

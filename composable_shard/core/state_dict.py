@@ -96,7 +96,7 @@ def _owned(group: ParamGroup, params: Params) -> Params:
 
 def _before_save(group: ParamGroup, params: Params, module: nn.Module, *_: object) -> None:
     """Register the sharded parameters; for this call only during compute or after ``unshard()``."""
-    group.check_awake("for a state dict")
+    group.check_in_memory("for a state dict")
     if not group.is_unsharded_registered:
         return
     if not group.is_held and not any(_is_computing(one) for one in group.tree.groups):
@@ -140,7 +140,7 @@ def _before_load(
 
     A value of the wrong shape is left unchanged, and torch reports it.
     """
-    group.check_awake("to load a state dict")
+    group.check_in_memory("to load a state dict")
     if group.state is State.UNSHARDED and _is_computing(group):
         raise ShardError(
             f"Expected load_state_dict of {group.label} outside of its forward and backward, got a "

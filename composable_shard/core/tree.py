@@ -522,7 +522,7 @@ def check_at_rest(group: ParamGroup, op: str) -> None:
             f"Expected {op}() outside of forward and backward, got a call within one of "
             f"{group.label}; use it between iterations"
         )
-    if group.is_opened:
+    if group.is_in_unsharded:
         raise ShardError(
             f"Expected {op}() outside of unsharded(), got a call inside of unsharded() of "
             f"{group.label}; leave that context first"

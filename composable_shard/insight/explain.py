@@ -357,7 +357,7 @@ def explain(
     groups = groups_in(model)
     for group in groups:
         if group.absence == ON_OTHER_RANKS:
-            group.check_awake("to be explained")
+            group.check_in_memory("to be explained")
     names = {module: name for name, module in model.named_modules()}
     steps = [GroupStep(group, _name_of(group, names), names) for group in groups]
     parking = parkable(model, [] if optimizer is None else [optimizer])

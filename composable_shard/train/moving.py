@@ -39,7 +39,7 @@ def _check_group(group: ParamGroup) -> None:
     """Raise if a group cannot be moved."""
     check_at_rest(group, "move")
     if group.absence != ON_OTHER_RANKS:
-        group.check_awake("to be moved")
+        group.check_in_memory("to be moved")
     if group.tree.is_reducing:
         raise ShardError(
             f"Expected the gradients of {group.label} before it is moved, got some that are being "

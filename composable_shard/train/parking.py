@@ -330,7 +330,7 @@ def parked(
         optimizers, groups = listed_optimizers(optimizer), groups_in(model.modules())
         for group in groups:
             check_at_rest(group, "parked")
-            group.check_awake("to be parked")
+            group.check_in_memory("to be parked")
         if not any(map(_is_on_device, chain(*_tensors_of(model, groups, optimizers).values()))):
             raise ShardError(
                 f"Expected {type(model).__name__} on a device to be parked, got all of it in "

@@ -121,7 +121,7 @@ class _NestedCall:
         self, intervals: dict[Interval, Interval], zero: torch.Tensor
     ) -> torch.Tensor:
         group, interval = self.record.group, self.record.interval
-        if not group.is_opened:
+        if not group.is_in_unsharded:
             self._call = group.tree.call_stack[-1]
             visit = self._call.visit
             if visit is not None and interval is not None and _is_of_checkpoint(interval):
@@ -285,7 +285,7 @@ class uneven(Generic[Batch]):
         """Yield this rank's batches, then ``None`` while other ranks have more."""
         batches, groups = iter(self._batches), groups_in(self._model.modules())
         for group in groups:
-            group.check_awake("for a loop of uneven()")
+            group.check_in_memory("for a loop of uneven()")
         mesh = largest_of(group.mesh for group in groups)
         turn = self._next = _Turn(batches, mesh)
         try:

@@ -291,8 +291,8 @@ def unsharded(
     owners = {group: None for m in modules if (group := owner_of(m)) is not None}
     for group in owners:
         check_at_rest(group, "unsharded")
-        group.check_awake("for unsharded()")
-    groups = [group for group in groups_in(modules) if not group.is_opened]
+        group.check_in_memory("for unsharded()")
+    groups = [group for group in groups_in(modules) if not group.is_in_unsharded]
     for group in groups:
         group.reshard()
         group.register_params()
@@ -301,7 +301,7 @@ def unsharded(
     opened = [_Opened(param, places, writeback) for param, places in slots.items()]
     together = Together([item.mesh for item in opened if rank0_only and writeback])
     for group in groups:
-        group.is_opened = True
+        group.is_in_unsharded = True
     try:
         grads_of = [item for item in opened if with_grads and item.param.grad is not None]
         _register_full(opened, grads_of, rank0_only=rank0_only, to_cpu=offload_to_cpu)
@@ -314,7 +314,7 @@ def unsharded(
         for item in opened:
             item.register_sharded()
         for group in groups:
-            group.is_opened = False
+            group.is_in_unsharded = False
     if writeback:
         _write_back(opened, rank0_only=rank0_only)
 

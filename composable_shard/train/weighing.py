@@ -224,7 +224,7 @@ def weigh(model: nn.Module) -> Iterator[Weighing]:
 def _check(groups: Sequence[ParamGroup]) -> None:
     """Raise ``ShardError`` if gradients of ``groups`` cannot be divided after they are reduced."""
     for group in groups:
-        group.check_awake("to weigh a loss")
+        group.check_in_memory("to weigh a loss")
         if group in _open:
             raise ShardError(
                 f"Expected one scope of weigh() at a time, got {group.label} in another one; "

@@ -87,7 +87,7 @@ def reshard(module: nn.Module, doing: str) -> None:
     groups = groups_in(module.modules())
     for group in groups:
         check_at_rest(group, doing)
-        group.check_awake(f"for {doing}()")
+        group.check_in_memory(f"for {doing}()")
     for group in groups:
         group.reshard()
 
