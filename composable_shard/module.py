@@ -93,7 +93,7 @@ def _sharded_class(original: type) -> type:
     if sharded is None:
         classes = takewhile(lambda c: c is not nn.Module, original.__mro__)
         methods = {name: m for c in reversed(list(classes)) for name, m in vars(c).items()}
-        explained = {name: _explained(m) for name, m in methods.items() if _is_own(name, m)}
+        explained = {name: _explained(name, m) for name, m in methods.items() if _is_own(name, m)}
         sharded = type(f"FSDP{original.__name__}", (FSDPModule, original), explained)
         sharded.__module__, sharded.__qualname__ = original.__module__, sharded.__name__
         _sharded_classes[original] = sharded
@@ -114,7 +114,7 @@ def _is_own(name: str, method: object) -> bool:
     return not is_other and isfunction(method) and not computes_later(method)
 
 
-def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
+def _explained(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method, so that it raises a helpful error if it computes with sharded parameters."""
 
     @wraps(method)
@@ -122,7 +122,7 @@ def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(self, *args, **kwargs)
         except RuntimeError as error:
-            group, name = self._group(), method.__name__
+            group = self._group()
             is_mixed = "mixed torch.Tensor and DTensor" in str(error)
             if not is_mixed or isinstance(error, ShardError) or group.is_unsharded_registered:
                 raise

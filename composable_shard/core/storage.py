@@ -51,7 +51,7 @@ from composable_shard.policy import (
 
 # One parameter ------------------------------------------------------------------------------------
 
-USER_GRAD_DTYPE = "_composable_shard_lifted"
+USER_GRAD_DTYPE = "_composable_shard_user_grad_dtype"
 """The attribute with the ``grad_dtype`` of the user, if the library has set it to ``None``."""
 
 _UNSAFE_VARIABLES = ("COMPOSABLE_SHARD_UNSAFE_SETATTR", "FSDP_USE_UNSAFE_SETATTR")

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard import _torch
 from composable_shard.arguments import check_process_group
+from composable_shard.core.transport.failures import named
 from composable_shard.core.transport.process_groups import first_difference
-from composable_shard.errors import CommunicationError, RankMismatchError, ShardError
+from composable_shard.errors import RankMismatchError, ShardError
 
 _log = logging.getLogger("composable_shard")
 
@@ -175,7 +176,7 @@ def naming_failures(doing: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, ShardError):
         raise
     except RuntimeError as error:
-        raise CommunicationError(f"Rank {dist.get_rank()} failed while {doing}: {error}") from error
+        raise named(error, doing) from error
 
 
 class Together:

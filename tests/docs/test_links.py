@@ -136,4 +136,4 @@ def test_the_site_searches_when_opened_from_disk_and_fetches_nothing_for_it() ->
     assert WORKER.exists()
 
 
-# What of a browser the file uses: a frame runs a script that answers each message with its double.
+# The parts of a browser that the file uses: a frame runs a script, which doubles each message.
