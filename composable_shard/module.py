@@ -102,10 +102,8 @@ def _sharded_class(original: type) -> type:
 
 def computes_later(method: Callable[..., Any]) -> bool:
     """Return whether a method is a generator or a coroutine, which computes after it returns."""
-    return any(
-        is_later(method)
-        for is_later in (isgeneratorfunction, isasyncgenfunction, iscoroutinefunction)
-    )
+    later = isgeneratorfunction, isasyncgenfunction, iscoroutinefunction
+    return any(is_later(method) for is_later in later)
 
 
 def _is_own(name: str, method: object) -> bool:
