@@ -5,57 +5,470 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
 from composable_shard import _torch
 from composable_shard.arguments import check_int, check_module, check_type, listed_optimizers
+from composable_shard.core.codec import has_extension, has_grad_extension
+from composable_shard.core.extension import build_buckets
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
 from composable_shard.core.hooks import groups_in
-from composable_shard.core.reduction import is_partial
+from composable_shard.core.placement import ParamPlacement, Role, plan_placement, plan_tensor
+from composable_shard.core.reduction import assign_grad, is_partial
+from composable_shard.core.storage import ShardedParam, Storage, sharded_form
 from composable_shard.core.transport import host
 from composable_shard.core.tree import check_at_rest
 from composable_shard.errors import ShardError
-from composable_shard.mesh import check_reshard
+from composable_shard.mesh import ShardMesh, check_reshard, resolve_mesh
 from composable_shard.optim import exchange
 from composable_shard.optim.blocks import Box, padded, whole
 from composable_shard.optim.exchange import part_of
-from composable_shard.optim.layouts import Fits
-from composable_shard.train.cargo import Item, Possession, Tensors, Told
-from composable_shard.train.places import Ground, Meshes, Piece, Target, pieces_of, rounds_of
+from composable_shard.optim.layouts import Fits, LayoutOptimizer, does_fit
+from composable_shard.train.places import Ground, Piece, pieces_of, rounds_of
 from composable_shard.train.ranks import Ranks
+from composable_shard.train.weights.entries import exchange as exchange_params
+from composable_shard.train.weights.entries import register_instead
 
 DEFAULT_BUCKET_NBYTES = 64 * 2**20
 
+_BY_CHECKPOINT = "such a model is moved by a checkpoint"
 
-# Whether it can be moved --------------------------------------------------------------------------
+# Descriptions of tensors --------------------------------------------------------------------------
+
+Key = tuple[str | int, ...]
+"""The place of a tensor in a model, the same on all ranks, such as ``("parameter", 3)``."""
+
+Tensors = dict[Key, torch.Tensor]
+"""The tensors of this rank: local shards, or full tensors."""
+
+Meshes = DeviceMesh | Mapping[Fits, DeviceMesh]
+"""The mesh of all parameters; or a mesh for each pattern of names: the first that fits decides."""
 
 
-def _check_group(group: ParamGroup) -> None:
-    """Raise if a group cannot be moved."""
-    check_at_rest(group, "move")
-    if group.absence != ON_OTHER_RANKS:
-        group.check_in_memory("to be moved")
-    if group.tree.is_reducing:
-        raise ShardError(
-            f"Expected the gradients of {group.label} before it is moved, got some that are being "
-            "reduced; end the backward first"
-        )
-    for param in group.params:
-        if param.placement.model is not None:
+class Item(NamedTuple):
+    """The description of a tensor that moves.
+
+    Attributes:
+        shape: Its global shape.
+        stride: Its global strides.
+        dtype: Its dtype.
+        device_type: The type of its device.
+        param: The parameter with the same layout; ``None`` for a tensor that every rank has in
+            full.
+        dim: The sharded dim; ``None`` if it is not sharded.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+    param: int | None = None
+    dim: int | None = None
+
+
+class Description(NamedTuple):
+    """The description of a model that its ranks send to the ranks that join.
+
+    Attributes:
+        entries: The tensors that move, and numbers among the states of optimizers, in their order.
+        settings: The settings of the parameter groups of each optimizer.
+    """
+
+    entries: dict[Key, Item | Any]
+    settings: list[list[dict[str, Any]]]
+
+    @property
+    def items(self) -> dict[Key, Item]:
+        """The tensors that move."""
+        return {key: entry for key, entry in self.entries.items() if isinstance(entry, Item)}
+
+
+# This rank's part of a model ----------------------------------------------------------------------
+
+
+class _Holder:
+    """The model and the optimizers of this rank.
+
+    Attributes:
+        groups: The groups of the model.
+        params: The parameters of all groups.
+        is_empty: Whether it has no values, because they will arrive or have moved to other ranks.
+        over: The new data-parallel ranks of each parameter; empty on a rank that leaves.
+        placements: The new placements of each parameter; empty on a rank that leaves.
+    """
+
+    def __init__(
+        self, model: nn.Module, groups: Sequence[ParamGroup], optimizers: Sequence[Optimizer]
+    ) -> None:
+        self.groups = groups
+        self.params = [param for group in groups for param in group.params]
+        has_gone = any(group.absence == ON_OTHER_RANKS for group in groups)
+        self.is_empty = has_gone or any(param.local.is_meta for param in self.params)
+        self.over: dict[ShardedParam, ShardMesh] = {}
+        self.placements: list[ParamPlacement] = []
+        self._model, self._optimizers = model, optimizers
+        self._indices = {id(param.sharded): index for index, param in enumerate(self.params)}
+        named = [*model.named_parameters(), *model.named_buffers()]
+        self._plain = {name: one for name, one in named if id(one) not in self._indices}
+        known = {*self._indices, *map(id, self._plain.values())}
+        stepped = [[p for group in one.param_groups for p in group["params"]] for one in optimizers]
+        self._stepped = [
+            {index: param for index, param in enumerate(params) if id(param) in known}
+            for params in stepped
+        ]
+        self._states: list[Mapping[torch.Tensor, dict[str, Any]]] = [{} for _ in optimizers]
+        self._before = [dict(param.__dict__) for param in self.params]
+        self._meshes_of_groups: list[ShardMesh] = []
+        self._buckets: list[list[Storage]] = []
+        self._locals: list[torch.Tensor] = []
+
+    def check(self) -> None:
+        """Raise if the model cannot be moved now."""
+        for group in self.groups:
+            check_at_rest(group, "move")
+            if group.absence != ON_OTHER_RANKS:
+                group.check_in_memory("to be moved")
+            if group.tree.is_reducing:
+                raise ShardError(
+                    f"Expected the gradients of {group.label} before it is moved, got some that "
+                    "are being reduced; end the backward first"
+                )
+            for param in group.params:
+                if param.placement.model is not None:
+                    raise ShardError(
+                        f"Expected parameter '{param.name}' to be sharded by fully_shard alone for "
+                        f"a model to move, got one under tensor parallelism; {_BY_CHECKPOINT}"
+                    )
+                if param.name in group.unsynced_names or is_partial(param.sharded.grad):
+                    raise ShardError(
+                        f"Expected a reduced gradient of '{param.name}', got one that was "
+                        "accumulated without sync; call synchronize_gradients() first"
+                    )
+        if not self.groups:
             raise ShardError(
-                f"Expected parameter '{param.name}' to be sharded by fully_shard alone for a model "
-                "to move, got one under tensor parallelism; such a model is moved by a checkpoint"
+                "Expected a model with sharded modules, got none; apply fully_shard to it"
             )
-        if param.name in group.unsynced_names or is_partial(param.sharded.grad):
+
+    def grounds(self) -> list[Ground]:
+        """Return the location of each parameter; nothing if this rank has no values."""
+        placements = [] if self.is_empty else [param.placement for param in self.params]
+        return [Ground.of(placement.mesh, placement.roles) for placement in placements]
+
+    def plan(self, meshes: Meshes) -> list[Ground]:
+        """Return the new location of each parameter; nothing on a rank that leaves.
+
+        Raises:
+            ValueError: If a parameter has no mesh, or does not fit its mesh.
+            ShardError: If this rank is in the meshes of some parameters only.
+        """
+        self._meshes = self._mesh_of_each(meshes)
+        members = {mesh.get_coordinate() is not None for mesh in self._meshes}
+        if len(members) > 1:
             raise ShardError(
-                f"Expected a reduced gradient of '{param.name}', got one that was accumulated "
-                "without sync; call synchronize_gradients() first"
+                "Expected this rank in the meshes of all parameters, or of none, got it in "
+                "those of some"
             )
+        if True not in members:
+            return []
+        for param, mesh in zip(self.params, self._meshes, strict=True):
+            dims = param.mesh.dims
+            if dims is not None and max(len(dims.shard_names), len(dims.replicate_names)) > 1:
+                raise ShardError(
+                    "Expected dp_mesh_dims of one axis for each purpose of parameter "
+                    f"'{param.name}', got {dims}; {_BY_CHECKPOINT}"
+                )
+            over = self.over[param] = resolve_mesh(mesh, dims)
+            planned = plan_placement(param.name, _whole_on_meta(param), param.layout.dim, over)
+            self.placements.append(planned)
+        for group in self.groups:
+            of_mesh = [param for param in group.params if param.mesh == group.mesh]
+            over = next(self.over[param] for param in (*of_mesh, *group.params, *self.over))
+            self._meshes_of_groups.append(over)
+            all_over = [over, *(self.over[param] for param in group.params)]
+            check_reshard(group.settings.reshard_after_forward, all_over)
+        return [Ground.of(planned.mesh, planned.roles) for planned in self.placements]
+
+    def _mesh_of_each(self, meshes: Meshes) -> list[DeviceMesh]:
+        if isinstance(meshes, DeviceMesh):
+            return [meshes] * len(self.params)
+        names: dict[torch.Tensor, list[str]] = {}
+        for name, registered in self._model.named_parameters(remove_duplicate=False):
+            names.setdefault(sharded_form(registered), []).append(name)
+        found = []
+        for param in self.params:
+            aliases = names.get(param.sharded, [param.name])
+            fitting = [m for fits, m in meshes.items() if does_fit(fits, aliases, param.sharded)]
+            if not fitting:
+                raise ValueError(
+                    f"Expected a mesh for parameter '{aliases[0]}', got none that fits; add one "
+                    "for '*'"
+                )
+            found.append(fitting[0])
+        return found
+
+    def describe(self, *, has_joining: bool) -> tuple[Description, Tensors]:
+        """Describe the values of this rank, and return them.
+
+        Args:
+            has_joining: Whether some ranks join, which need the full description.
+
+        Raises:
+            ShardError: If a tensor cannot be moved.
+
+        Collective: for optimizers of ``with_layout``, see ``LayoutOptimizer.state_dict``.
+        """
+        described, tensors = Description({}, []), Tensors()
+
+        def add(key: Key, what: str, value: Any, param: int | None = None) -> None:
+            if isinstance(value, torch.Tensor):
+                tensors[key] = _torch.local_part(value).detach()
+                value = self._described(what, value, param)
+            described.entries[key] = value
+
+        for index, param in enumerate(self.params):
+            add(("parameter", index), f"parameter '{param.name}'", param.sharded, index)
+            if param.sharded.grad is not None:
+                what = f"the gradient of '{param.name}'"
+                add(("gradient", index), what, param.sharded.grad, index)
+        for name, tensor in self._plain.items():
+            if not isinstance(tensor, DTensor):
+                add(("plain", name), f"'{name}'", tensor)
+            elif has_joining:
+                raise ShardError(
+                    f"Expected '{name}', a DTensor, to be sharded by fully_shard for the model to "
+                    f"move to more ranks, got one that is not; {_BY_CHECKPOINT}"
+                )
+        for place, optimizer in enumerate(self._optimizers):
+            numbers = {id(param): index for index, param in self._stepped[place].items()}
+            known: Mapping[torch.Tensor, dict[str, Any]] = optimizer.state
+            if isinstance(optimizer, LayoutOptimizer):
+                known = optimizer.sharded_states()
+            self._states[place] = known
+            for stepped, states in known.items():
+                moved = self._indices.get(id(stepped))
+                of = "" if moved is None else f" of '{self.params[moved].name}'"
+                for name, value in states.items() if id(stepped) in numbers else ():
+                    if moved is not None or not isinstance(value, DTensor):
+                        key = ("state", place, numbers[id(stepped)], name)
+                        add(key, f"state '{name}'{of}", value, moved)
+            described.settings.append([{**group, "params": []} for group in optimizer.param_groups])
+        return described, tensors
+
+    def _described(self, what: str, tensor: torch.Tensor, param: int | None) -> Item:
+        local = _torch.local_part(tensor)
+        if _torch.is_subclass(local) or has_extension(local) or has_grad_extension(local):
+            raise ShardError(
+                f"Expected {what} to be a plain tensor without all-gather hooks, got "
+                f"{type(local).__name__}; {_BY_CHECKPOINT}"
+            )
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        item = Item(shape, stride, tensor.dtype, local.device.type)
+        if param is None or not isinstance(tensor, DTensor):
+            return item
+        placement = self.params[param].placement
+        dims = [cut.dim for cut in tensor.placements if isinstance(cut, Shard)]
+        item = item._replace(param=param, dim=dims[0] if dims else None)
+        laid = placement.mesh, _placements_of(placement.roles, item.dim)
+        sizes = _sizes(item, placement)
+        if (tensor.device_mesh, tensor.placements) != laid or sizes != local.shape:
+            raise ShardError(
+                f"Expected {what} to be cut by Shard over axes of the mesh of the parameter, of "
+                f"shape {list(sizes)} on this rank, got shape {list(local.shape)}, "
+                f"{tensor.placements} on {tensor.device_mesh}; {_BY_CHECKPOINT}"
+            )
+        return item
+
+    # Memory for the new values ----------------------------------------------------------------
+
+    def make_room(self, described: Description) -> Tensors:
+        """Return memory for the new values; the current values stay until :meth:`settle`."""
+        items, found = described.items, Tensors()
+        for group in self.groups:
+            shards = [self._new_shard(param, items) for param in group.params]
+            buckets = build_buckets(group.params, shards)
+            self._buckets.append(buckets)
+            pairs = [pair for b in buckets for pair in zip(b.params, b.locals, strict=True)]
+            locals_ = dict(pairs)
+            self._locals += [locals_[param] for param in group.params]
+        for key, item in items.items():
+            if item.param is None and not self.is_empty:
+                continue  # this rank has it
+            like, sizes = self._like(key), item.shape
+            if item.param is not None:
+                sizes = _sizes(item, self.placements[item.param])
+            if key[0] in ("parameter", "plain") and not like.is_meta:
+                found[key] = like.detach().view(sizes)
+                continue
+            if like.shape != sizes:
+                like = like.new_zeros(()).expand(sizes)
+            device = torch.device("cpu") if item.device_type == "cpu" else self.device
+            found[key] = _torch.without_values(
+                torch.empty_like(like, dtype=item.dtype, device=device, requires_grad=False)
+            )
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        """The device of compute."""
+        return self.groups[0].mesh.device
+
+    def _new_shard(self, param: ShardedParam, items: Mapping[Key, Item]) -> torch.Tensor:
+        """Return a local shard without memory of its own, as its bucket has the memory.
+
+        The parameter is planned for its new ranks; the DTensor is left as it is.
+        """
+        index, mesh = self._indices[id(param.sharded)], self.over[param]
+        param.layout = plan_tensor(_whole_on_meta(param), param.layout.dim, mesh.num_shards)
+        param.mesh, param.placement, param.place = mesh, self.placements[index], None
+        param.device = torch.device("cpu") if param.offload is not None else mesh.device
+        param.forget_unsharded()
+        numel = param.layout.param.local_numel(mesh.shard_rank)
+        like = param.layout.local(torch.empty(numel, device="meta"), mesh.shard_rank)
+        dtype = items["parameter", index].dtype
+        return torch.zeros((), dtype=dtype, device=param.device).expand(like.shape)
+
+    def _like(self, key: Key) -> torch.Tensor:
+        """Return the new local shard, or the unsharded tensor, with the layout of a tensor."""
+        if key[0] == "plain":
+            return self._plain[str(key[1])]
+        if key[0] != "state":
+            return self._locals[int(key[1])]
+        stepped = self._stepped[int(key[1])][int(key[2])]
+        index = self._indices.get(id(stepped))
+        return stepped if index is None else self._locals[index]
+
+    def stay(self) -> None:
+        """Discard the plan for the new ranks, and restore the current one."""
+        for param, before in zip(self.params, self._before, strict=True):
+            param.__dict__.clear()
+            param.__dict__.update(before)
+
+    # Here or elsewhere ------------------------------------------------------------------------
+
+    def settle(self, described: Description, tensors: Tensors) -> None:
+        """Put the model on the new ranks, on a rank that is one of them.
+
+        Args:
+            described: The description of the model.
+            tensors: The tensors that :meth:`make_room` returned, filled.
+
+        Collective: for optimizers of ``with_layout``, see ``LayoutOptimizer``.
+        """
+        items = described.items
+        for param, local in zip(self.params, self._locals, strict=True):
+            spec = _torch.spec_with_dtype(param.sharded_spec, local.dtype)
+            if _torch.local_tensor(param.sharded).is_meta:
+                # It gets new memory, and stays the same object.
+                made = _torch.from_local(local, spec)
+                exchange_params(
+                    param.sharded, _torch.parameter_of(made, param.sharded.requires_grad)
+                )
+            _torch.relocate(param.sharded, local, spec)
+            param.hold(local)
+        old = {id(p): before["mesh"] for p, before in zip(self.params, self._before, strict=True)}
+        places = zip(self.groups, self._buckets, self._meshes_of_groups, strict=True)
+        for group, buckets, mesh in places:
+            moved = [(old[id(param)], param.mesh) for param in group.params]
+            group.relocate(buckets, mesh, dict.fromkeys([(group.mesh, mesh), *moved]))
+            group.tree.forget_forwards()
+        for key, item in items.items():
+            if key[0] == "gradient":
+                param = self.params[int(key[1])]
+                shard = self._shown(item, tensors[key], param.sharded.grad)
+                if param.sharded.grad is not shard:
+                    assign_grad(param.sharded, shard)
+            elif key[0] == "plain" and self.is_empty:
+                tensor = self._plain[str(key[1])]
+                if tensor.is_meta:
+                    register_instead(self._model, tensor, tensors[key])
+        for place, optimizer in enumerate(self._optimizers):
+            self._settle_states(place, optimizer, described, tensors)
+
+    def _settle_states(
+        self, place: int, optimizer: Optimizer, described: Description, tensors: Tensors
+    ) -> None:
+        stepped, before = self._stepped[place], self._states[place]
+        states: dict[torch.Tensor, dict[str, Any]] = {
+            param: dict(before[param]) for param in stepped.values() if param in before
+        }
+        for key, entry in described.entries.items():
+            if key[:2] != ("state", place) or not (self.is_empty or key in tensors):
+                continue
+            param_states, name = states.setdefault(stepped[int(key[2])], {}), str(key[3])
+            if isinstance(entry, Item):
+                entry = self._shown(entry, tensors[key], param_states.get(name))
+            param_states[name] = entry
+        if self.is_empty:
+            settings = described.settings[place]
+            for group, given in zip(optimizer.param_groups, settings, strict=True):
+                group.update({name: value for name, value in given.items() if name != "params"})
+        if isinstance(optimizer, LayoutOptimizer):
+            optimizer.choose_owners()
+            optimizer.take_states(states)
+            return
+        for param, param_states in states.items():
+            optimizer.state[param].update(param_states)
+
+    def _shown(self, item: Item, local: torch.Tensor, before: Any) -> torch.Tensor:
+        """Return a gradient or a state as users see it: the previous object, if there was one."""
+        if item.param is None:
+            return local
+        placement = self.params[item.param].placement
+        meta = _torch.TensorMeta(torch.Size(item.shape), item.stride, item.dtype)
+        spec = _torch.make_spec(placement.mesh, _placements_of(placement.roles, item.dim), meta)
+        if not isinstance(before, DTensor):
+            return _torch.from_local(local, spec)
+        _torch.relocate(before, local, spec)
+        return before
+
+    def leave(self) -> None:
+        """Leave the model to other ranks: this rank keeps no shards.
+
+        Torch does not slice a mesh on a rank that is not in it, so the mesh of a parameter may have
+        more axes here than on the other ranks.
+        """
+        for optimizer, stepped in zip(self._optimizers, self._stepped, strict=True):
+            if isinstance(optimizer, LayoutOptimizer):
+                optimizer.forget_owners()
+            for param in stepped.values():
+                optimizer.state.pop(param, None)
+        for sharded, mesh in zip(self.params, self._meshes, strict=True):
+            cuts = [cut for cut in sharded.placement.sharded if not cut.is_replicate()]
+            placements = (*[Replicate()] * (mesh.ndim - 1), *(cuts or [Replicate()])[:1])
+            nothing = torch.empty(0, dtype=sharded.local.dtype, device=sharded.local.device)
+            meta = _torch.spec_of(sharded.sharded).tensor_meta
+            assert meta is not None
+            sharded.sharded.grad = None
+            sharded.forget_unsharded()
+            _torch.relocate(sharded.sharded, nothing, _torch.make_spec(mesh, placements, meta))
+            sharded.local, sharded.place = nothing, None
+        for group in self.groups:
+            group.leave()
+
+
+def _placements_of(roles: Sequence[Role], dim: int | None) -> tuple[Placement, ...]:
+    """Return the placements of a DTensor on axes of these roles, sharded on a dim or on none."""
+    cut: Placement = Replicate() if dim is None else Shard(dim)
+    return tuple(cut if role == "shard" else Replicate() for role in roles)
+
+
+def _sizes(item: Item, placement: ParamPlacement) -> tuple[int, ...]:
+    """Return this rank's local shape of a tensor that is sharded like a parameter."""
+    ground = Ground.of(placement.mesh, placement.roles)
+    box, _ = ground.holding(item.shape, item.dim)[dist.get_rank()]
+    return box.sizes
+
+
+def _whole_on_meta(param: ShardedParam) -> torch.Tensor:
+    """Return a meta tensor like the full parameter."""
+    return param.layout.whole(torch.empty(param.layout.param.numel, device="meta"))
 
 
 # The move, on all ranks ---------------------------------------------------------------------------
@@ -68,98 +481,76 @@ class _Move:
     """The move of a model.
 
     Args:
-        owner: The model on this rank.
-        meshes: The new meshes.
+        holder: The model on this rank.
         ranks: All ranks that take part.
     """
 
-    def __init__(self, owner: Possession, meshes: Meshes, ranks: Ranks) -> None:
-        self._owner, self._meshes, self._ranks = owner, meshes, ranks
+    def __init__(self, holder: _Holder, ranks: Ranks) -> None:
+        self._holder, self._ranks = holder, ranks
+        self._rank = dist.get_rank()
         self._before, self._after = Places(), Places()
         self._ways: list[list[tuple[Ground, Ground]]] = []  # from and to, for each parameter
-        self._agree = partial(ranks.agree, expected="all ranks to move the model")
 
-    def go(self, bucket_nbytes: int) -> None:
+    def go(self, meshes: Meshes, bucket_nbytes: int) -> None:
         """Move everything, or nothing."""
-        self._check(bucket_nbytes)
-        told, before = self._tell()
+        holder = self._holder
+        self._locate(meshes, bucket_nbytes)
+        described, before = self._describe()
         after = Tensors()
         try:
             with self._ranks.noting_failure():
-                if self._target.is_member:
-                    after = self._owner.make_room(told, self._target)
-            self._agree([], "model")
-            self._send(told, before, after, bucket_nbytes)
-            self._agree([], "model")
+                if self._rank in self._after:
+                    after = holder.make_room(described)
+            self._agree()
+            self._send(described.items, before, after, bucket_nbytes)
+            self._agree()
         except BaseException:
-            self._owner.stay()
+            holder.stay()
             raise
         before.clear()
-        if self._target.is_member:
-            self._owner.settle(told, after, self._target)
+        if self._rank in self._after:
+            holder.settle(described, after)
         else:
-            self._owner.leave(self._target)
+            holder.leave()
 
-    def _check(self, bucket_nbytes: int) -> None:
+    def _agree(self, facts: Sequence[str] = (), what: str = "model") -> None:
+        """Raise on all ranks if a rank has failed, or if their facts differ."""
+        self._ranks.agree(facts, what, "all ranks to move the model")
+
+    def _locate(self, meshes: Meshes, bucket_nbytes: int) -> None:
         """Exchange where the model is and where it moves, and check that all ranks agree.
 
         Raises:
             ShardError: On all ranks, if a rank cannot move it.
         """
+        holder, ranks = self._holder, self._ranks
         locations: tuple[list[Ground], list[Ground]] = [], []
         facts = [f"bucket_nbytes {bucket_nbytes}"]
-        with self._ranks.noting_failure():
-            locations = self._own_places()
-            facts += [f"'{param.name}', {list(param.shape)}" for param in self._owner.params]
-        self._agree(facts, "model")
-        for rank, both in zip(self._ranks.numbers, self._ranks.gather(locations), strict=True):
+        with ranks.noting_failure():
+            holder.check()
+            planned = holder.plan(meshes)
+            locations = holder.grounds(), planned
+            facts += [f"'{param.name}', {list(param.shape)}" for param in holder.params]
+        self._agree(facts)
+        for rank, both in zip(ranks.numbers, ranks.gather(locations), strict=True):
             for places, grounds in zip((self._before, self._after), both, strict=True):
                 if grounds:
                     places[rank] = tuple(grounds)
         self._check_complete()
-        with self._ranks.noting_failure():
-            for index, param in enumerate(self._owner.params):
-                self._ways.append(self._ways_of(param.name, index))
-        self._agree([], "model")
-
-    def _joining(self) -> list[int]:
-        """Return the ranks that will have values and have none yet."""
-        return sorted(self._after.keys() - self._before.keys())
-
-    def _own_places(self) -> tuple[list[Ground], list[Ground]]:
-        owner = self._owner
-        for group in owner.groups:
-            _check_group(group)
-        if not owner.groups:
-            raise ShardError(
-                "Expected a model with sharded modules, got none; apply fully_shard to it"
-            )
-        self._target = target = Target(owner.model, owner.params, self._meshes)
-        if target.is_member:
-            for group in owner.groups:
-                over = [target.of_group(group), *(target.over[param] for param in group.params)]
-                check_reshard(group.settings.reshard_after_forward, over)
-        return owner.grounds(), target.grounds()
+        self._ways = [self._ways_of(param.name, n) for n, param in enumerate(holder.params)]
 
     def _check_complete(self) -> None:
         """Raise if ranks of the old or new meshes are missing, or differ."""
-        needed, wanted = (
-            {rank for grounds in places.values() for ground in grounds for rank in ground.ranks}
-            for places in (self._before, self._after)
-        )
-        if not self._before or needed != self._before.keys():
-            raise ShardError(
-                "Expected the model on all ranks of its meshes, and without values on the others, "
-                f"got it on ranks {[*self._before]} and meshes of ranks {sorted(needed)}"
-            )
-        missing = sorted(wanted - self._after.keys())
-        if missing or not self._after:
-            raise ShardError(
-                "Expected all ranks of the mesh to call move() with it, got none of "
-                f"{missing or 'them'}"
-            )
-        for places in (self._before, self._after):
-            for index, param in enumerate(self._owner.params):
+        of_model = "the model on all ranks of its meshes, and without values on the others"
+        of_mesh = "all ranks of the mesh to call move() with it"
+        for places, expected in ((self._before, of_model), (self._after, of_mesh)):
+            wanted = {rank for grounds in places.values() for one in grounds for rank in one.ranks}
+            if not places or wanted != places.keys():
+                raise ShardError(
+                    f"Expected {expected}, got ranks {[*places]} and meshes of ranks "
+                    f"{sorted(wanted)}"
+                )
+            for index, param in enumerate(self._holder.params):
                 for ground in dict.fromkeys(grounds[index] for grounds in places.values()):
                     others = [rank for rank in ground.ranks if places[rank][index] != ground]
                     if others:
@@ -188,91 +579,87 @@ class _Move:
             found.append((sources[0], after))
         return found
 
-    def _tell(self) -> tuple[Told, Tensors]:
+    def _joining(self) -> list[int]:
+        """Return the ranks that will have values and have none yet."""
+        return sorted(self._after.keys() - self._before.keys())
+
+    def _describe(self) -> tuple[Description, Tensors]:
         """Return the description of the model, the same on all ranks, and the values of this rank.
 
         The ranks that have the model agree on it; the first of them sends it to the others.
         """
-        own: Told | None = None
-        tensors, sent = Tensors(), b""
-        first = next(iter(self._before))
-        if dist.get_rank() in self._before:
+        own: Description | None = None
+        tensors, sent, first = Tensors(), b"", next(iter(self._before))
+        if self._rank in self._before:
             with self._ranks.noting_failure():
-                own, tensors = self._owner.told(has_joining=bool(self._joining()))
-                sent = pickle.dumps(own) if dist.get_rank() == first else b""
-        self._agree([], "model")
-        told: Told = pickle.loads(self._ranks.from_one(sent, first))
-        self._agree((own or told).facts(), "state")
-        return told, tensors
+                own, tensors = self._holder.describe(has_joining=bool(self._joining()))
+                sent = pickle.dumps(own) if self._rank == first else b""
+        self._agree()
+        described: Description = pickle.loads(self._ranks.from_one(sent, first))
+        own_items = (own or described).items
+        self._agree(sorted(f"{key}: {item}" for key, item in own_items.items()), "state")
+        return described, tensors
 
     # The transfers ----------------------------------------------------------------------------
 
-    def _send(self, told: Told, before: Tensors, after: Tensors, bucket_nbytes: int) -> None:
+    def _send(
+        self, items: Mapping[Key, Item], before: Tensors, after: Tensors, bucket_nbytes: int
+    ) -> None:
         """Fill the new tensors. Collective: an all-to-all for each bucket."""
-        pieces, itemsizes = list[Piece](), list[int]()
-        out, into = list[_Part](), list[_Part]()
-        for key, item in told.items.items():
-            out.append((before.get(key), self._box(item, self._before)))
-            into.append((after.get(key), self._box(item, self._after)))
-            pieces += self._pieces(len(itemsizes), item)
-            itemsizes.append(item.dtype.itemsize)
-        rank = dist.get_rank()
+        rank, keys = self._rank, list(items)
+
+        def view(piece: Piece, tensors: Tensors, places: Places) -> torch.Tensor:
+            key = keys[piece.tensor]
+            return part_of(tensors[key], piece.box.within(self._box(items[key], places)))
+
+        source = partial(view, tensors=before, places=self._before)
+        target = partial(view, tensors=after, places=self._after)
+        pieces = [piece for n, key in enumerate(keys) for piece in self._pieces(n, items[key])]
         for piece in pieces:
             if piece.source == piece.target == rank:
-                _part(into, piece).copy_(_part(out, piece))
-        goes = [piece for piece in pieces if piece.source != piece.target]
-        for some in rounds_of(goes, itemsizes, bucket_nbytes):
-            self._exchange(some, out, into)
-
-    def _box(self, item: Item, places: Places) -> Box | None:
-        """Return this rank's part of an item; ``None`` if it has no part of the model."""
-        rank = dist.get_rank()
-        if rank not in places or item.param is None:
-            return whole(item.shape) if rank in places else None
-        return places[rank][item.param].holding(item.shape, item.dim)[rank][0]
-
-    def _pieces(self, number: int, item: Item) -> list[Piece]:
-        """Return the pieces of an item that move; ranks keep full tensors that they have."""
-        found = list[Piece]()
-        if item.param is not None:
-            for ground in self._ways[item.param]:
-                found += pieces_of(number, *(one.holding(item.shape, item.dim) for one in ground))
-            return found
-        for place, rank in enumerate(self._joining()):
-            grounds = self._after[rank]  # with ranks of all of them it shares everything
-            near = [one for one in self._before if all(one in ground.ranks for ground in grounds)]
-            sources = near or [*self._before]
-            found.append(Piece(number, sources[place % len(sources)], rank, whole(item.shape)))
-        return found
-
-    def _exchange(
-        self, pieces: Sequence[Piece], out: Sequence[_Part], into: Sequence[_Part]
-    ) -> None:
-        group, rank = self._ranks.group, dist.get_rank()
+                target(piece).copy_(source(piece))
+        group = self._ranks.group
         assert group is not None
         places = {number: place for place, number in enumerate(self._ranks.numbers)}
-        sent: list[list[torch.Tensor]] = [[] for _ in places]
-        received: list[list[torch.Tensor]] = [[] for _ in places]
-        for piece in pieces:
-            if piece.source == rank:
-                sent[places[piece.target]].append(_part(out, piece))
-            if piece.target == rank:
-                received[places[piece.source]].append(_part(into, piece))
-        device = _torch.device_for(group, self._owner.groups[0].mesh.device)
+        device = _torch.device_for(group, self._holder.device)
         over = exchange.Ranks(group, places[rank], tuple(range(len(places))), device)
-        nbytes = [sum(padded(tensor.nbytes) for tensor in tensors) for tensors in received]
-        exchange.Exchange(over, sent, nbytes, self._ranks.doing).write(received)
+        away = [piece for piece in pieces if piece.source != piece.target]
+        itemsizes = [item.dtype.itemsize for item in items.values()]
+        for some in rounds_of(away, itemsizes, bucket_nbytes):
+            sent: list[list[torch.Tensor]] = [[] for _ in places]
+            received: list[list[torch.Tensor]] = [[] for _ in places]
+            for piece in some:
+                if piece.source == rank:
+                    sent[places[piece.target]].append(source(piece))
+                elif piece.target == rank:
+                    received[places[piece.source]].append(target(piece))
+            nbytes = [sum(padded(tensor.nbytes) for tensor in tensors) for tensors in received]
+            exchange.Exchange(over, sent, nbytes, self._ranks.doing).write(received)
 
+    def _box(self, item: Item, places: Places) -> Box:
+        """Return this rank's part of an item."""
+        if item.param is None:
+            return whole(item.shape)
+        return places[self._rank][item.param].holding(item.shape, item.dim)[self._rank][0]
 
-_Part = tuple[torch.Tensor | None, Box | None]
-"""A tensor of this rank, and its range in the full tensor."""
+    def _pieces(self, number: int, item: Item) -> list[Piece]:
+        """Return the pieces of an item that move; ranks keep full tensors that they have.
 
-
-def _part(tensors: Sequence[_Part], piece: Piece) -> torch.Tensor:
-    """View a piece in the tensor that contains it."""
-    tensor, box = tensors[piece.tensor]
-    assert tensor is not None and box is not None
-    return part_of(tensor, piece.box.within(box))
+        A rank that joins gets full tensors from a rank that shares all of its meshes, if there is
+        one, and else from the first rank.
+        """
+        if item.param is not None:
+            ways = [
+                [ground.holding(item.shape, item.dim) for ground in way]
+                for way in self._ways[item.param]
+            ]
+            return [piece for before, after in ways for piece in pieces_of(number, before, after)]
+        found = list[Piece]()
+        for rank in self._joining():
+            meshes = [ground.ranks for ground in self._after[rank]]
+            near = [one for one in self._before if all(one in ranks for ranks in meshes)]
+            found.append(Piece(number, [*near, *self._before][0], rank, whole(item.shape)))
+        return found
 
 
 def move(
@@ -346,4 +733,4 @@ def move(
         group.register_params()
     host.settle()
     with torch.inference_mode(False), torch.no_grad():
-        _Move(Possession(model, groups, optimizers), mesh, ranks).go(bucket_nbytes)
+        _Move(_Holder(model, groups, optimizers), ranks).go(mesh, bucket_nbytes)

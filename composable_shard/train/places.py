@@ -16,23 +16,15 @@ part of it, has neither its process groups nor its order.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
 
-from composable_shard.core.group import ParamGroup
-from composable_shard.core.placement import ParamPlacement, Role, plan_placement
-from composable_shard.core.storage import ShardedParam, sharded_form
+from composable_shard.core.placement import Role
 from composable_shard.errors import ShardError
-from composable_shard.mesh import DataParallelMeshDims, ShardMesh, resolve_mesh
 from composable_shard.optim.blocks import Box, spread_over
-from composable_shard.optim.layouts import Fits, does_fit
 
 # PURE: which part of a tensor goes from which rank to which ---------------------------------------
 
@@ -44,8 +36,7 @@ Holding = dict[int, tuple[Box, int]]
 """The layout of a tensor: the box of each rank, and the copy of the tensor that it belongs to."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A part of a tensor that moves from one rank to another, or stays.
 
     Attributes:
@@ -72,14 +63,13 @@ def pieces_of(tensor: int, before: Holding, after: Holding) -> list[Piece]:
     copies: dict[int, list[int]] = defaultdict(list)
     for rank, (_, copy) in before.items():
         copies[copy].append(rank)
-    names = sorted(copies)
     found = []
     for place, (target, (wanted, _)) in enumerate(after.items()):
-        copy = before[target][1] if target in before else names[place % len(names)]
-        for source in copies[copy]:
-            box = before[source][0].overlap(wanted)
-            if box.numel:
-                found.append(Piece(tensor, source, target, box))
+        copy = before[target][1] if target in before else place % len(copies)
+        pieces = [
+            Piece(tensor, one, target, before[one][0].overlap(wanted)) for one in copies[copy]
+        ]
+        found += [piece for piece in pieces if piece.box.numel]
     return found
 
 
@@ -123,7 +113,7 @@ def rounds_of(
             if any(loads[rank] + cost > bucket_nbytes for rank, cost in costs.items()):
                 rounds.append([])
                 loads.clear()
-            rounds[-1].append(replace(piece, box=box))
+            rounds[-1].append(piece._replace(box=box))
             loads.update(costs)
     return [some for some in rounds if some]
 
@@ -166,106 +156,3 @@ class Ground(NamedTuple):
         over = tuple(dim if role == "shard" else None for role in self.roles)
         spread = spread_over(tuple(shape), self.extents, over)
         return dict(zip(self.ranks, zip(spread.boxes, spread.replicas, strict=True), strict=True))
-
-
-def placements_of(roles: Sequence[Role], dim: int | None) -> tuple[Placement, ...]:
-    """Return the placements of a DTensor on axes of these roles, sharded on a dim or on none."""
-    cut: Placement = Replicate() if dim is None else Shard(dim)
-    return tuple(cut if role == "shard" else Replicate() for role in roles)
-
-
-# The new meshes of parameters ---------------------------------------------------------------------
-
-Meshes = DeviceMesh | Mapping[Fits, DeviceMesh]
-"""The mesh of all parameters; or a mesh for each pattern of names: the first that fits decides."""
-
-
-class Target:
-    """The meshes to which parameters move, and their placements there.
-
-    Args:
-        model: The model.
-        params: Its sharded parameters.
-        meshes: The new meshes.
-
-    Attributes:
-        is_member: Whether this rank will have the model. If not, the two lists are empty.
-        over: The data-parallel ranks of each parameter.
-        placements: The new placements of each parameter.
-
-    Raises:
-        ValueError: If a parameter has no mesh, or does not fit its mesh.
-        ShardError: If this rank is in the meshes of some parameters only.
-    """
-
-    def __init__(self, model: nn.Module, params: Sequence[ShardedParam], meshes: Meshes) -> None:
-        self._params, self._meshes = params, _mesh_of_each(model, params, meshes)
-        members = {mesh.get_coordinate() is not None for mesh in self._meshes}
-        if len(members) > 1:
-            raise ShardError(
-                "Expected this rank in the meshes of all parameters, or of none, got it in "
-                "those of some"
-            )
-        self.is_member = True in members
-        self.over: dict[ShardedParam, ShardMesh] = {}
-        self.placements: list[ParamPlacement] = []
-        for param, mesh in zip(params, self._meshes, strict=True) if self.is_member else ():
-            over = self.over[param] = resolve_mesh(mesh, _dims_of(param))
-            planned = plan_placement(param.name, whole_on_meta(param), param.layout.dim, over)
-            self.placements.append(planned)
-
-    def grounds(self) -> list[Ground]:
-        """Return the new location of each parameter; nothing on a rank that leaves."""
-        return [Ground.of(planned.mesh, planned.roles) for planned in self.placements]
-
-    def of_group(self, group: ParamGroup) -> ShardMesh:
-        """Return the new mesh of a group: that of parameters on its old mesh, if there are any."""
-        of_mesh = [param for param in group.params if param.mesh == group.mesh]
-        return next(self.over[param] for param in (*of_mesh, *group.params, *self.over))
-
-    def elsewhere(self, index: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """Return the mesh of a parameter, without this rank, and approximate placements.
-
-        Torch does not slice a mesh on a rank that is not in it, so this may have more axes.
-        """
-        mesh, placement = self._meshes[index], self._params[index].placement
-        if mesh.ndim == placement.mesh.ndim:
-            return mesh, placement.sharded
-        cut = placement.sharded[placement.roles.index("shard")]
-        return mesh, (*[Replicate()] * (mesh.ndim - 1), cut)
-
-
-def _dims_of(param: ShardedParam) -> DataParallelMeshDims | None:
-    """Return the data-parallel axes of the mesh, if the parameter is on all of them."""
-    dims = param.mesh.dims
-    if dims is not None and max(len(dims.shard_names), len(dims.replicate_names)) > 1:
-        raise ShardError(
-            f"Expected dp_mesh_dims of one axis for each purpose of parameter '{param.name}', got "
-            f"{dims}; such a model is moved by a checkpoint"
-        )
-    return dims
-
-
-def _mesh_of_each(
-    model: nn.Module, params: Sequence[ShardedParam], meshes: Meshes
-) -> list[DeviceMesh]:
-    if isinstance(meshes, DeviceMesh):
-        return [meshes] * len(params)
-    names: dict[torch.Tensor, list[str]] = {}
-    for name, registered in model.named_parameters(remove_duplicate=False):
-        names.setdefault(sharded_form(registered), []).append(name)
-    found = []
-    for param in params:
-        aliases = names.get(param.sharded, [param.name])
-        fitting = [mesh for fits, mesh in meshes.items() if does_fit(fits, aliases, param.sharded)]
-        if not fitting:
-            raise ValueError(
-                f"Expected a mesh for parameter '{aliases[0]}', got none that fits; add one for '*'"
-            )
-        found.append(fitting[0])
-    return found
-
-
-def whole_on_meta(param: ShardedParam) -> torch.Tensor:
-    """Return a meta tensor like the full parameter."""
-    return param.layout.whole(torch.empty(param.layout.param.numel, device="meta"))

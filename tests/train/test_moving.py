@@ -31,7 +31,7 @@ from composable_shard import (
 )
 from composable_shard.optim.blocks import Box
 from composable_shard.testing import RankError, run_ranks
-from composable_shard.train import cargo
+from composable_shard.train import moving
 from composable_shard.train.places import Ground, Piece, cut_box, pieces_of, rounds_of
 from train.moved import (
     OPTIMIZERS,
@@ -312,7 +312,7 @@ REFUSED: dict[str, Callable[[Odd, DeviceMesh], None]] = {
     ),
     "ValueError: Expected reshard_after_forward to divide the number of shards, got 2 for 1 "
     "shards": of_neighbours,
-    "Expected the model on all ranks of its meshes, and without values on the others, got it on "
+    "Expected the model on all ranks of its meshes, and without values on the others, got "
     "ranks [] and meshes of ranks []": lambda _, mesh: move(sharded(mesh, "meta"), (), mesh),
     "ShardError: Expected state 'exp_avg' of 'weight' to be cut by Shard over axes of the mesh of "
     "the parameter, of shape [2, 2] on this rank, got shape [2, 2], (Partial(sum),) on "
@@ -346,7 +346,8 @@ def test_a_mesh_some_of_whose_ranks_do_not_call_is_refused() -> None:
     with pytest.raises(ShardError) as caught:
         move(layer, (), on_mesh(0, 1), process_group=alone)
     assert str(caught.value) == (
-        f"Expected all ranks of the mesh to call move() with it, got none of [{1 - rank}]"
+        f"Expected all ranks of the mesh to call move() with it, got ranks [{rank}] and meshes of "
+        "ranks [0, 1]"
     )
 
 
@@ -360,7 +361,7 @@ def test_a_rank_that_fails_leaves_all_as_it_was() -> None:
     for model, optimizer in pairs:
         train(model, optimizer, 0)
     before = values(*pairs[0])
-    real, calls = cargo.build_buckets, list[int]()
+    real, calls = moving.build_buckets, list[int]()
 
     def fails(*args: Any) -> Any:
         calls.append(1)
@@ -368,7 +369,7 @@ def test_a_rank_that_fails_leaves_all_as_it_was() -> None:
             raise MemoryError("no more")
         return real(*args)
 
-    with mock.patch.object(cargo, "build_buckets", fails), pytest.raises(ShardError) as caught:
+    with mock.patch.object(moving, "build_buckets", fails), pytest.raises(ShardError) as caught:
         move(*pairs[0], on_mesh((0,), (1,)))
     assert str(caught.value) == (
         "Expected all ranks to move the model, got on rank 1: MemoryError: no more"

@@ -275,7 +275,7 @@ BEGIN = "Expected all ranks to move the model, got on rank "
 REFUSED: dict[str, Callable[[], None]] = {
     f"{BEGIN}0: ShardError: Expected parameter 'weight' to be a plain tensor without all-gather "
     "hooks, got TwoTensor; such a model is moved by a checkpoint": partial(of_class, TwoTensor),
-    f"{BEGIN}0: ShardError: Expected parameter 'up' of ranks [0, 1] to come from one mesh, got "
+    "Expected parameter 'up' of ranks [0, 1] to come from one mesh, got "
     "meshes of ranks [[0], [1]], which may have other values": (
         lambda: move(with_experts(columns((0, 1)), "cpu"), (), on_mesh(0, 1))
     ),
