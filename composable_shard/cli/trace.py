@@ -80,11 +80,10 @@ RESERVED = {"reserved MiB": ("peak_reserved_nbytes", _mib)}
 def table_of(summary: dict[str, Any]) -> Table:
     """Return the table: milliseconds of a mean step, and the peaks of memory."""
     columns = COLUMNS | RESERVED if summary["peak_reserved_nbytes"] else COLUMNS
-    rows = [[rank[key] for key, _ in columns.values()] for rank in summary["ranks"]]
+    rows = [[write(rank[key]) for key, write in columns.values()] for rank in summary["ranks"]]
     num_steps = summary["num_steps"]
     mean = f" of a step, mean of {num_steps}" if num_steps else ""
-    writers = {heading: write for heading, (_, write) in columns.items()}
-    return Table(f"{len(rows)} ranks, milliseconds{mean}", writers, rows, num_words=0)
+    return Table(f"{len(rows)} ranks, milliseconds{mean}", list(columns), rows, num_words=0)
 
 
 def _print(merged: MergedTrace, files: Sequence[str]) -> None:

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, starmap
 
 import torch
 from torch import nn
 
-from composable_shard.core.storage import ShardedParam
-from composable_shard.insight.group_steps import GroupStep, ParameterExplanation, short
+from composable_shard.core.group import ParamGroup
+from composable_shard.core.layout import ParamLayout
+from composable_shard.insight.group_steps import (
+    GroupExplanation,
+    ParameterExplanation,
+    reductions_of,
+    short,
+)
 from composable_shard.insight.report import counted, names_text, nbytes_text
 
 # Repeated modules, which are best sharded one by one ----------------------------------------------
@@ -69,105 +76,108 @@ class Advice:
     remedy: str
 
 
-def advice_on_groups(model: nn.Module, steps: Sequence[GroupStep]) -> tuple[Advice, ...]:
-    """Return the advice on the groups of a model, the most important first."""
-    return tuple(
-        Advice(kind, *facts) for kind, rule in RULES.items() for facts in rule(model, steps)
-    )
+Explained = Sequence[tuple[ParamGroup, GroupExplanation]]
+"""The groups of a model, each with its explanation."""
 
-
-Facts = tuple[tuple[str, ...], str, str]
+Facts = tuple[Sequence[str], str, str]
 """The fields of an :class:`Advice` without its kind."""
 
 
-def _giant_root(model: nn.Module, steps: Sequence[GroupStep]) -> Iterator[Facts]:
-    whole = sum(step.unsharded_nbytes or 0 for step in steps)
-    for step in steps:
-        nbytes, group = step.unsharded_nbytes or 0, step.group
+def advice_on_groups(model: nn.Module, explained: Explained) -> tuple[Advice, ...]:
+    """Return the advice on the groups of a model, the most important first."""
+    return tuple(
+        Advice(kind, tuple(about), problem, remedy)
+        for kind, rule in RULES.items()
+        for about, problem, remedy in rule(model, explained)
+    )
+
+
+def _giant_root(model: nn.Module, explained: Explained) -> Iterator[Facts]:
+    whole = sum(explanation.gathered_nbytes or 0 for _, explanation in explained)
+    for group, explanation in explained:
+        nbytes = explanation.gathered_nbytes or 0
         blocks = [block for top in group.modules for block in repeated_blocks(top)]
-        if group is not group.tree.root or nbytes <= GIANT_SHARE * whole or not blocks:
-            continue
-        kind, count = Counter(type(block).__name__ for block in blocks).most_common(1)[0]
-        problem = (
-            f"the root group gathers {nbytes_text(nbytes)} at once, {nbytes / whole:.0%} of the "
-            "parameters, and nothing overlaps with that"
-        )
-        remedy = (
-            f"apply fully_shard to each {kind} ({count} of them) before the root, or "
-            f"apply_fully_shard(model, {kind})"
-        )
-        yield (step.name,), problem, remedy
+        if group is group.tree.root and nbytes > GIANT_SHARE * whole and blocks:
+            kind, count = Counter(type(block).__name__ for block in blocks).most_common(1)[0]
+            problem = (
+                f"the root group gathers {nbytes_text(nbytes)} at once, {nbytes / whole:.0%} of "
+                "the parameters, and nothing overlaps with that"
+            )
+            remedy = (
+                f"apply fully_shard to each {kind} ({count} of them) before the root, or "
+                f"apply_fully_shard(model, {kind})"
+            )
+            yield [explanation.name], problem, remedy
 
 
-def _small_groups(model: nn.Module, steps: Sequence[GroupStep]) -> Iterator[Facts]:
+def _small_groups(model: nn.Module, explained: Explained) -> Iterator[Facts]:
     small = [
-        step
-        for step in steps
-        if step.group is not step.group.tree.root
-        and step.params
-        and all(explanation.travels == "packed" for _, explanation in step.params)
+        explanation
+        for group, explanation in explained
+        if group is not group.tree.root
+        and {param.travels for param in explanation.parameters} == {"packed"}
     ]
     if small:
-        largest = max(step.unsharded_nbytes or 0 for step in small)
+        largest = max(explanation.gathered_nbytes or 0 for explanation in small)
         problem = (
             f"{counted(len(small), 'group')} of at most {nbytes_text(largest)} each: a gather of "
             "so few bytes is all latency"
         )
         remedy = "shard the module around instead, or several in one list: fully_shard([a, b])"
-        yield tuple(step.name for step in small), problem, remedy
+        yield [explanation.name for explanation in small], problem, remedy
 
 
-def _padding_nbytes(param: ShardedParam, explanation: ParameterExplanation) -> int:
-    numel = param.layout.param.numel
-    return (explanation.gathered_nbytes or 0) - numel * param.compute_dtype.itemsize
-
-
-def _uneven_parameters(model: nn.Module, steps: Sequence[GroupStep]) -> Iterator[Facts]:
-    for param, explanation in (pair for step in steps for pair in step.params):
+def _padded(
+    group: ParamGroup, explanation: GroupExplanation
+) -> Iterator[tuple[ParameterExplanation, ParamLayout, int]]:
+    """Yield the parameters that some ranks pad, their layouts, and the padding of a gather."""
+    params = (param for bucket in group.buckets for param in bucket.params)
+    for param, told in zip(params, explanation.parameters, strict=True):
         layout = param.layout.param
-        is_even = layout.is_even or layout.num_rows < layout.num_shards
-        if explanation.travels in ("packed", "as a subclass") or is_even:
-            continue
-        padding = nbytes_text(_padding_nbytes(param, explanation))
-        problem = (
-            f"{layout.num_rows} rows over {layout.num_shards} ranks are padded by {padding}, and "
-            "the whole gradient is copied to pad it"
-        )
-        rows = layout.rows_per_shard * layout.num_shards
-        remedy = f"make it {rows} rows, or shard another dim by shard_placement_fn"
-        yield (explanation.name,), problem, remedy
+        if told.travels != "as a subclass" and not layout.is_even:
+            unpadded = layout.numel * param.compute_dtype.itemsize
+            yield told, layout, (told.gathered_nbytes or 0) - unpadded
 
 
-def _empty_ranks(model: nn.Module, steps: Sequence[GroupStep]) -> Iterator[Facts]:
-    for step in steps:
+def _uneven_parameters(model: nn.Module, explained: Explained) -> Iterator[Facts]:
+    for param, layout, padding in chain.from_iterable(starmap(_padded, explained)):
+        if param.travels != "packed" and layout.num_rows >= layout.num_shards:
+            problem = (
+                f"{layout.num_rows} rows over {layout.num_shards} ranks are padded by "
+                f"{nbytes_text(padding)}, and the whole gradient is copied to pad it"
+            )
+            rows = layout.rows_per_shard * layout.num_shards
+            remedy = f"make it {rows} rows, or shard another dim by shard_placement_fn"
+            yield [param.name], problem, remedy
+
+
+def _empty_ranks(model: nn.Module, explained: Explained) -> Iterator[Facts]:
+    for group, explanation in explained:
         found = [
-            (param.layout.param, explanation.name, _padding_nbytes(param, explanation))
-            for param, explanation in step.params
-            if explanation.travels != "as a subclass"
-            and param.layout.param.num_nonempty < param.layout.param.num_shards
-            and param.layout.param.numel
+            (param.name, layout, padding)
+            for param, layout, padding in _padded(group, explanation)
+            if layout.num_nonempty < layout.num_shards and layout.numel
         ]
-        if not found:
-            continue
-        layouts, names, paddings = zip(*found, strict=True)
-        num_shards, fewest = layouts[0].num_shards, min(layout.num_rows for layout in layouts)
-        problem = (
-            f"{counted(len(found), 'parameter')} of {step.name} with as few as "
-            f"{counted(fewest, 'row')} for {num_shards} ranks: some ranks hold none, and gathering "
-            f"pads by {nbytes_text(sum(paddings))}"
-        )
-        longer = [name for at, name, _ in found if max(at.shape) >= at.num_shards > at.num_rows]
-        remedy = "nothing, if they are small: they share one message"
-        if longer:
-            remedy = f"shard a longer dim of {names_text(longer)} by shard_placement_fn"
-        yield names, problem, remedy
+        if found:
+            names, layouts, paddings = zip(*found, strict=True)
+            num_shards, fewest = layouts[0].num_shards, min(layout.num_rows for layout in layouts)
+            problem = (
+                f"{counted(len(found), 'parameter')} of {explanation.name} with as few as "
+                f"{counted(fewest, 'row')} for {num_shards} ranks: some ranks hold none, and "
+                f"gathering pads by {nbytes_text(sum(paddings))}"
+            )
+            longer = [name for name, at, _ in found if max(at.shape) >= num_shards > at.num_rows]
+            remedy = "nothing, if they are small: they share one message"
+            if longer:
+                remedy = f"shard a longer dim of {names_text(longer)} by shard_placement_fn"
+            yield names, problem, remedy
 
 
-def _narrow_sums(model: nn.Module, steps: Sequence[GroupStep]) -> Iterator[Facts]:
+def _narrow_sums(model: nn.Module, explained: Explained) -> Iterator[Facts]:
     narrow = {
-        (step.name, short(reduction.dtype), reduction.mesh.num_ranks)
-        for step in steps
-        for reduction in step.reductions
+        (explanation.name, short(reduction.dtype), reduction.mesh.num_ranks)
+        for group, explanation in explained
+        for reduction in reductions_of(group)
         if reduction.dtype.itemsize < torch.float32.itemsize and reduction.mesh.num_ranks > 2
     }
     if narrow:
@@ -180,8 +190,8 @@ def _narrow_sums(model: nn.Module, steps: Sequence[GroupStep]) -> Iterator[Facts
         yield names, problem, remedy
 
 
-def _unsharded_parameters(model: nn.Module, steps: Sequence[GroupStep]) -> Iterator[Facts]:
-    params = [param for step in steps for param in step.group.params]
+def _unsharded_parameters(model: nn.Module, explained: Explained) -> Iterator[Facts]:
+    params = [param for group, _ in explained for param in group.params]
     ours = {id(form) for p in params for form in (p.sharded, getattr(p, "unsharded", None))}
     others = {n: p for n, p in model.named_parameters() if id(p) not in ours}
     for trained in (True, False):
@@ -193,20 +203,20 @@ def _unsharded_parameters(model: nn.Module, steps: Sequence[GroupStep]) -> Itera
             if trained:
                 problem += "; gradients are not averaged across ranks"
                 remedy += ", or reduce their gradients yourself"
-            yield tuple(some), problem, remedy
+            yield list(some), problem, remedy
 
 
-def _large_buffers(model: nn.Module, steps: Sequence[GroupStep]) -> Iterator[Facts]:
+def _large_buffers(model: nn.Module, explained: Explained) -> Iterator[Facts]:
     buffers = dict(model.named_buffers())
     nbytes = sum(buffer.numel() * buffer.itemsize for buffer in buffers.values())
-    shards = sum(step.sharded_nbytes for step in steps)
+    shards = sum(explanation.sharded_nbytes for _, explanation in explained)
     if nbytes > max(BUFFERS_NBYTES, BUFFERS_SHARE * shards):
         problem = f"{counted(len(buffers), 'buffer')} of {nbytes_text(nbytes)} whole on every rank"
         remedy = "compute them when they are needed, share one among modules, or narrow their dtype"
-        yield tuple(buffers), problem, remedy
+        yield list(buffers), problem, remedy
 
 
-RULES: dict[str, Callable[[nn.Module, Sequence[GroupStep]], Iterator[Facts]]] = {
+RULES: dict[str, Callable[[nn.Module, Explained], Iterator[Facts]]] = {
     "giant root": _giant_root,
     "small group": _small_groups,
     "uneven rows": _uneven_parameters,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from composable_shard.core.group import ParamGroup
 from composable_shard.errors import ShardError
 from composable_shard.insight.advice import is_repeated_block
 from composable_shard.insight.explain import OptimizerExplanation, explain_layouts
-from composable_shard.insight.group_steps import GroupStep, StepTraffic, sharded_nbytes
+from composable_shard.insight.group_steps import StepTraffic, sharded_nbytes, traffic_of
 from composable_shard.insight.rehearsal import (
     Moment,
     OptimizerBytes,
@@ -28,7 +28,6 @@ from composable_shard.insight.rehearsal import (
     rehearsed,
 )
 from composable_shard.insight.report import (
-    Columns,
     Report,
     Section,
     Table,
@@ -66,7 +65,7 @@ class MemorySplit:
     @property
     def total(self) -> int:
         """The sum of all parts."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -133,30 +132,26 @@ class Estimate(Report):
             f"{count_text(self.num_parameters)} parameters in "
             f"{counted(self.num_groups, 'group')} over {ranks}"
         )
-        names = [field.name for field in fields(MemorySplit)]
-        rows = [
-            (name, getattr(self.peak, name), getattr(self.between_steps, name)) for name in names
-        ]
-        rows.append(("in all", self.peak.total, self.between_steps.total))
+        peak, between = vars(self.peak), vars(self.between_steps)
+        amounts = [(name, peak[name], between[name]) for name in peak]
+        amounts.append(("in all", self.peak.total, self.between_steps.total))
         if self.on_cpu:
-            rows.append(("on the CPU", self.on_cpu, self.on_cpu))
-        amounts = dict.fromkeys((f"at the peak ({self.peak_at})", "between steps"), nbytes_text)
-        return Table(title, {"bytes of a rank": str, **amounts}, rows)
+            amounts.append(("on the CPU", self.on_cpu, self.on_cpu))
+        rows = [(name, *map(nbytes_text, both)) for name, *both in amounts]
+        headings = ("bytes of a rank", f"at the peak ({self.peak_at})", "between steps")
+        return Table(title, headings, rows)
 
     def _communication(self) -> Table:
         parts = {**self.traffic.parts, "in all": self.traffic.total}
-        rows = [(name, part.launches, part.messages, part.nbytes) for name, part in parts.items()]
-        columns: Columns = {
-            **dict.fromkeys(("a step", "launches", "messages"), str),
-            "bytes that a rank sends": nbytes_text,
-        }
-        return Table("Communication", columns, rows)
+        rows = [(n, p.launches, p.messages, nbytes_text(p.nbytes)) for n, p in parts.items()]
+        headings = ("a step", "launches", "messages", "bytes that a rank sends")
+        return Table("Communication", headings, rows)
 
     def _time(self) -> Table:
-        rows = [("floating-point operations of a rank", count_text(self.flops))]
         times = {} if self.time is None else vars(self.time)
+        rows = [("floating-point operations of a rank", count_text(self.flops))]
         rows += [(name, seconds_text(seconds)) for name, seconds in times.items()]
-        return Table("Forward and backward", {"": str, "amount": str}, rows)
+        return Table("Forward and backward", ("", "amount"), rows)
 
 
 # From the arguments to the result ----------------------------------------------------------------
@@ -338,7 +333,7 @@ def _weigh(
     if stepping.total > peak.total:
         peak, peak_at = stepping, "optimizer step"
     groups = rehearsal.groups
-    traffics = {group: GroupStep(group, group.name, {}).traffic() for group in groups}
+    traffics = {group: traffic_of(group) for group in groups}
     on_cpu = sum(rehearsal.offloaded.values(), offloaded_shards)
     return Estimate(
         mesh_shape=shape if len(shape) == 2 else (1, shape[0]),

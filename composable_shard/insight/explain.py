@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import groupby
-from math import prod
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composable_shard.arguments import check_int, check_module, check_type
-from composable_shard.core.codec import has_extension
-from composable_shard.core.extension import ExtensionBucket
-from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
-from composable_shard.core.storage import Bucket
-from composable_shard.core.transport.channel import Channel
-from composable_shard.core.transport.collectives import CustomAllGather, CustomReduceScatter
+from composable_shard.core.group import ON_OTHER_RANKS
 from composable_shard.insight.advice import Advice, advice_on_groups
 from composable_shard.insight.events import groups_in
 from composable_shard.insight.group_steps import (
     Copy,
-    GroupStep,
-    ParameterExplanation,
-    StepTraffic,
+    GroupExplanation,
     Traffic,
-    messages_of,
-    short,
+    explain_group,
     total,
 )
 from composable_shard.insight.report import (
-    Columns,
     Report,
     Section,
     Sentences,
@@ -47,47 +36,6 @@ from composable_shard.train.parking import Parked, parkable
 from composable_shard.train.weights.stream import PassCosts, costs_of
 
 # The result of ``explain``: plain values, and their texts -----------------------------------------
-
-
-@dataclass(frozen=True)
-class GroupExplanation:
-    """The communication group of one ``fully_shard`` call.
-
-    Attributes:
-        name: Its name in the model; ``"(root)"`` for a root.
-        modules: The classes of its modules.
-        parameters: Its parameters.
-        sharded_nbytes: Bytes of this rank's shards, padding included.
-        gathered_nbytes: Bytes of the gathered parameters.
-        traffic: Its traffic in one step.
-        copies: Its packs, copies and casts in one step.
-        reasons: The reasons, as sentences.
-    """
-
-    name: str
-    modules: tuple[str, ...]
-    parameters: tuple[ParameterExplanation, ...]
-    sharded_nbytes: int
-    gathered_nbytes: int | None
-    traffic: StepTraffic
-    copies: tuple[Copy, ...]
-    reasons: tuple[str, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements of all parameters."""
-        return sum(prod(param.shape) for param in self.parameters)
-
-    @property
-    def copied_nbytes(self) -> int:
-        """Bytes that it packs, copies and casts in one step."""
-        return sum(copy.nbytes * copy.times for copy in self.copies)
-
-    def without_names(self) -> GroupExplanation:
-        """Return a copy without names, which is equal for groups that are alike."""
-        parameters = (replace(param, name="") for param in self.parameters)
-        copies = (replace(copy, parameters=()) for copy in self.copies)
-        return replace(self, name="", parameters=tuple(parameters), copies=tuple(copies))
 
 
 @dataclass(frozen=True)
@@ -135,32 +83,24 @@ class OptimizerExplanation(Report):
 
     def sections(self) -> list[Section]:
         """Return the table of parameter groups, then some sentences."""
-        columns: Columns = {
-            **dict.fromkeys(("parameter group", "as", "parameters"), str),
-            "elements": count_text,
-            **dict.fromkeys(("tensors", "launches", "messages"), str),
-            "sent": nbytes_text,
-        }
         rows = []
-        for place, group in enumerate(self.groups):
-            traffic = group.traffic
-            sent = group.num_tensors, traffic.launches, traffic.messages, traffic.nbytes
-            rows.append((place, group.layout, group.num_parameters, group.numel, *sent))
+        for i, group in enumerate(self.groups):
+            numel, traffic = count_text(group.numel), group.traffic
+            sent = traffic.launches, traffic.messages, nbytes_text(traffic.nbytes)
+            rows.append((i, group.layout, group.num_parameters, numel, group.num_tensors, *sent))
+        counts = ("parameters", "elements", "tensors", "launches", "messages", "sent")
         title = f"A step of {self.name}: tensors that this rank steps, messages and bytes it sends"
-        table = Table(title, columns, rows, num_words=2)
-        sentences = self._sentences()
-        return [table, Sentences("Optimizer", sentences)] if sentences else [table]
-
-    def _sentences(self) -> tuple[str, ...]:
+        sentences = []
         if any(group.layout == "flat" for group in self.groups):
-            return ("shards that lie side by side are stepped as one tensor; nothing is sent",)
-        if not self.traffic.launches:
-            return ()
-        return (
-            f"matrices in flight occupy at most {nbytes_text(self.held_nbytes)} of this rank, "
-            "in at most two buckets",
-            f"the busiest rank has {self.imbalance:.3g} times the mean work",
-        )
+            sentences = ["shards that lie side by side are stepped as one tensor; nothing is sent"]
+        elif self.traffic.launches:
+            sentences = [
+                f"matrices in flight occupy at most {nbytes_text(self.held_nbytes)} of this rank, "
+                "in at most two buckets",
+                f"the busiest rank has {self.imbalance:.3g} times the mean work",
+            ]
+        told = [Sentences("Optimizer", sentences)] if sentences else []
+        return [Table(title, ("parameter group", "as", *counts), rows, num_words=2), *told]
 
 
 @dataclass(frozen=True)
@@ -212,33 +152,30 @@ class Explanation(Report):
             if any(memory.nbytes for memory in self.parking):
                 shown.append(self._parking())
         if self.weights_out is not None:
-            shown.append(Sentences("Weights out", _pass_texts(self.weights_out)))
+            shown.append(Sentences("Weights out", list(_pass_texts(self.weights_out))))
         if self.advice:
             shown.append(Sentences("Worth a look", list(map(_advice_text, self.advice))))
         return shown
 
     def _communication(self, alike: list[tuple[str, GroupExplanation]]) -> Table:
-        parts = StepTraffic().parts
-        columns: Columns = {
-            "group": str,
-            **dict.fromkeys(parts, _traffic_text),
-            **dict.fromkeys(("sent", "copied"), nbytes_text),
-        }
-        rows = [
-            (title, *g.traffic.parts.values(), g.traffic.total.nbytes, g.copied_nbytes)
-            for title, g in alike
-        ]
-        copied = sum(group.copied_nbytes for group in self.groups)
-        rows.append(("all of them", *(None for _ in parts), self.traffic.nbytes, copied))
+        rows = []
+        for title, group in alike:
+            parts, sent = group.traffic.parts, nbytes_text(group.traffic.total.nbytes)
+            copied = nbytes_text(group.copied_nbytes)
+            rows.append((title, *map(_traffic_text, parts.values()), sent, copied))
+        copied = nbytes_text(sum(group.copied_nbytes for group in self.groups))
+        rows.append(("all of them", *("" for _ in parts), nbytes_text(self.traffic.nbytes), copied))
         title = "One step: launches x messages in each, bytes that this rank sends and copies"
-        return Table(title, columns, rows)
+        return Table(title, ("group", *parts, "sent", "copied"), rows)
 
     def _parking(self) -> Table:
         kinds = ("parameters", "gradients", "states", "buffers", "nbytes", "left")
-        headings = ("freed" if kind == "nbytes" else kind for kind in kinds)
-        rows = [(one.device, *(getattr(one, kind) for kind in kinds)) for one in self.parking]
-        title = "Parking: bytes of this rank that parked() would free now"
-        return Table(title, {"of": str, **dict.fromkeys(headings, nbytes_text)}, rows)
+        rows = [
+            (memory.device, *(nbytes_text(getattr(memory, kind)) for kind in kinds))
+            for memory in self.parking
+        ]
+        headings = ("of", "parameters", "gradients", "states", "buffers", "freed", "left")
+        return Table("Parking: bytes of this rank that parked() would free now", headings, rows)
 
 
 def _title(alike: list[GroupExplanation]) -> str:
@@ -248,32 +185,24 @@ def _title(alike: list[GroupExplanation]) -> str:
 
 
 def _overview(alike: list[tuple[str, GroupExplanation]]) -> Table:
-    columns: Columns = {
-        "group": str,
-        "modules": names_text,
-        "placements": partial(names_text, most=2),
-        "parameters": str,
-        "elements": count_text,
-        **dict.fromkeys(("sharded", "gathered"), nbytes_text),
-    }
     rows = []
     for title, group in alike:
         kinds = {(" ".join(p.placements), p.num_shards) for p in group.parameters}
         placements = [f"{placements} of {count}" for placements, count in sorted(kinds)]
-        amounts = len(group.parameters), group.numel, group.sharded_nbytes, group.gathered_nbytes
-        rows.append((title, group.modules, placements, *amounts))
-    return Table("Groups: bytes of one of each, on this rank", columns, rows, num_words=3)
+        words = title, names_text(group.modules), names_text(placements, most=2)
+        nbytes = map(nbytes_text, (group.sharded_nbytes, group.gathered_nbytes))
+        rows.append((*words, len(group.parameters), count_text(group.numel), *nbytes))
+    headings = ("group", "modules", "placements", "parameters", "elements", "sharded", "gathered")
+    return Table("Groups: bytes of one of each, on this rank", headings, rows, num_words=3)
 
 
-def _traffic_text(traffic: Traffic | None) -> str:
-    if traffic is None:
-        return ""
+def _traffic_text(traffic: Traffic) -> str:
     if not traffic.launches:
         return "-"
-    amount = nbytes_text(traffic.nbytes)
+    count = f"{traffic.launches}, {traffic.messages} in all"
     if traffic.launches == 1:
-        return f"1 x {traffic.messages}, {amount}"
-    return f"{traffic.launches}, {traffic.messages} in all, {amount}"
+        count = f"1 x {traffic.messages}"
+    return f"{count}, {nbytes_text(traffic.nbytes)}"
 
 
 def _copy_text(copy: Copy) -> str:
@@ -283,19 +212,20 @@ def _copy_text(copy: Copy) -> str:
     return f"{copy.kind}{of_whom}, {nbytes_text(copy.nbytes)}{times}: {copy.why}"
 
 
-def _pass_texts(costs: PassCosts) -> list[str]:
-    texts = [
+def _pass_texts(costs: PassCosts) -> Iterator[str]:
+    yield (
         f"iter_full() in buckets of {nbytes_text(costs.bucket_nbytes)}: {costs.num_buckets} of "
-        f"them, {costs.launches} gathers of {costs.messages} messages in all",
-        f"this rank sends {nbytes_text(costs.sent_nbytes)} and receives "
-        f"{nbytes_text(costs.received_nbytes)}",
+        f"them, {costs.launches} gathers of {costs.messages} messages in all"
+    )
+    sent, received = nbytes_text(costs.sent_nbytes), nbytes_text(costs.received_nbytes)
+    yield f"this rank sends {sent} and receives {received}"
+    yield (
         f"beside the model at most {nbytes_text(costs.held_nbytes)} live at a time, if the caller "
-        "drops each tensor",
-    ]
+        "drops each tensor"
+    )
     if costs.by_class:
         names = names_text(costs.by_class)
-        texts.append(f"parameters that their class gathers in further collectives: {names}")
-    return texts
+        yield f"parameters that their class gathers in further collectives: {names}"
 
 
 def _advice_text(advice: Advice) -> str:
@@ -304,8 +234,6 @@ def _advice_text(advice: Advice) -> str:
 
 
 # From the groups of a model to the result --------------------------------------------------------
-
-ROOT = "(root)"
 
 
 def explain(
@@ -359,80 +287,15 @@ def explain(
         if group.absence == ON_OTHER_RANKS:
             group.check_in_memory("to be explained")
     names = {module: name for name, module in model.named_modules()}
-    steps = [GroupStep(group, _name_of(group, names), names) for group in groups]
+    explained = tuple(explain_group(group, names) for group in groups)
     parking = parkable(model, [] if optimizer is None else [optimizer])
     return Explanation(
-        tuple(map(_explain_group, steps)),
-        advice_on_groups(model, steps),
+        explained,
+        advice_on_groups(model, list(zip(groups, explained, strict=True))),
         None if optimizer is None else explain_optimizer(optimizer),
         tuple(ParkingExplanation(**vars(memory), device=device) for device, memory in parking),
         None if bucket_bytes is None else costs_of(model, bucket_bytes),
     )
-
-
-def _name_of(group: ParamGroup, names: Mapping[nn.Module, str]) -> str:
-    inside = [names[module] for module in group.modules if module in names]
-    return ", ".join(inside) or ROOT
-
-
-def _explain_group(step: GroupStep) -> GroupExplanation:
-    return GroupExplanation(
-        name=step.name,
-        modules=tuple(type(module).__name__.removeprefix("FSDP") for module in step.group.modules),
-        parameters=tuple(explanation for _, explanation in step.params),
-        sharded_nbytes=step.sharded_nbytes,
-        gathered_nbytes=step.unsharded_nbytes,
-        traffic=step.traffic(),
-        copies=step.copies(),
-        reasons=_reasons(step),
-    )
-
-
-def _reasons(step: GroupStep) -> tuple[str, ...]:
-    if not step.group.params:
-        return ("it has no parameters of its own, so it sends nothing",)
-    reasons = [step.residence.why]
-    for channel in step.channels:
-        reasons += _reasons_of_mesh(step, channel)
-    if not step.group.settings.reduce_grads:
-        reasons.append("gradient sync is off: gradients stay unsharded on this rank until it is on")
-    return tuple(reasons)
-
-
-def _reasons_of_mesh(step: GroupStep, channel: Channel) -> list[str]:
-    mesh, all_reduces = channel.mesh, step.group.settings.all_reduce_grads
-    buckets = [bucket for bucket in step.group.buckets if bucket.mesh == mesh]
-    plain = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
-    kinds = ", ".join(f"{short(b.dtype)} as {short(b.compute_dtype)}" for b in plain)
-    dtypes = [short(reduction.dtype) for reduction in step.reductions if reduction.mesh == mesh]
-    subclasses = [_subclass_text(step, b) for b in buckets if isinstance(b, ExtensionBucket)]
-    is_custom = isinstance(channel.all_gather, CustomAllGather) or isinstance(
-        channel.reduce_scatter, CustomReduceScatter
-    )
-    reasons = {
-        "one rank holds each parameter whole, so nothing is gathered": mesh.num_shards == 1,
-        f"parameters of different dtypes lie in {len(plain)} buffers: {kinds}": len(plain) > 1,
-        f"gradients are reduced in {', '.join(dtypes)}, each in a launch of its own": (
-            len(dtypes) > 1
-        ),
-        **dict.fromkeys(subclasses, True),
-        "the all-reduce over the replicas is off: gradients wait for it": (
-            mesh.num_replicas > 1 and not all_reduces
-        ),
-        f"{mesh.num_replicas} replicas hold the same shards, so the reduced gradients of this rank "
-        "are reduced over them as well": mesh.num_replicas > 1 and all_reduces and bool(dtypes),
-        "custom communication copies all inputs, and all outputs, into one tensor": is_custom,
-    }
-    return [text for text, is_so in reasons.items() if is_so]
-
-
-def _subclass_text(step: GroupStep, bucket: ExtensionBucket) -> str:
-    who = f"{step.names_of([bucket.param])[0]} is a tensor subclass"
-    if not has_extension(bucket.param.local):
-        return f"{who}; its inner tensors travel one by one"
-    if messages_of(bucket) is None:
-        return f"{who}; its hook chooses at the first gather which tensors to send"
-    return f"{who}; its hook chooses which tensors to send"
 
 
 # The step of an optimizer -------------------------------------------------------------------------

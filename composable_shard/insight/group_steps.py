@@ -1,4 +1,4 @@
-"""A step of one group: its traffic, its copies, and how long its parameters stay.
+"""One step of a group: its traffic, its copies, and how long its parameters stay.
 
 Everything is read off the buckets of the group; nothing is sent.
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import prod
-from typing import NamedTuple
+from operator import itemgetter
 
 import torch
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.codec import Format, flatten, has_extension
+from composable_shard.core.codec import flatten, has_extension
 from composable_shard.core.extension import ExtensionBucket, num_tensors
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.layout import message_numels
@@ -28,95 +28,18 @@ from composable_shard.core.reduction import (
     with_own_message,
 )
 from composable_shard.core.storage import Bucket, ShardedParam, Storage
-from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import (
     CustomAllGather,
     CustomReduceScatter,
     sum_dtype,
 )
 from composable_shard.insight.recording import join
-
-Names = Mapping[nn.Module, str]
-"""Names of modules within the explained model."""
+from composable_shard.mesh import ShardMesh
 
 
-def short(dtype: object) -> str:
+def short(dtype: torch.dtype) -> str:
     """Return the name of a dtype without its package."""
     return str(dtype).removeprefix("torch.")
-
-
-# How long the unsharded parameters of a group stay, and why ---------------------------------------
-
-
-class Residence(NamedTuple):
-    """How long the unsharded parameters stay.
-
-    Attributes:
-        in_backward: How they come back for backward: ``"kept"``, ``"gathered"``, ``"regathered"``
-            from neighbours, or ``"unread"``.
-        why: The reason, a sentence.
-    """
-
-    in_backward: str
-    why: str
-
-
-def residence_of(group: ParamGroup) -> Residence:
-    """Return how the parameters of a group come back for backward.
-
-    The last step decides. Before the first one, groups count as run in the order in which they are
-    registered.
-    """
-    settings = group.settings
-    reshard = settings.reshard_after_forward
-    if not group.params:
-        return Residence("unread", "backward reads no parameters of this group: it has none")
-    if not settings.unshard_in_backward:
-        return Residence("unread", "set_unshard_in_backward(False): backward gathers nothing")
-    if not _has_backward(group):
-        return Residence(
-            "unread", "backward does not reach it: nothing in it or before it is trained"
-        )
-    if reshard is None and group is group.tree.root:
-        why = "it is the root, whose parameters backward needs first, so they are kept"
-        return Residence("kept", why)
-    if reshard is False:
-        return Residence("kept", "reshard_after_forward=False keeps the parameters until backward")
-    if _ends_forward_and_begins_backward(group):
-        why = "it is last in forward and first in backward, so from the second step on it is kept"
-        return Residence("kept", why)
-    if reshard is None or reshard is True:
-        why = "the parameters are freed after forward and gathered again for backward"
-        if settings.keeps_storage:
-            why = "the parameters are gathered again for backward, into memory that is kept"
-        return Residence("gathered", why)
-    why = (
-        f"after forward each of {reshard} neighbours keeps a part of all parameters, from which "
-        "backward gathers them again"
-    )
-    return Residence("regathered", why)
-
-
-def _ends_forward_and_begins_backward(group: ParamGroup) -> bool:
-    tree = group.tree
-    if tree.plan.groups:
-        return bool(tree.tape.has_turned_at(tree.root, group))
-    *before, last = [member for member in tree.groups if member.params]
-    encloses = (set(group.modules) & set(member.all_modules()) for member in before)
-    return group is last and not any(encloses)
-
-
-def _has_backward(group: ParamGroup) -> bool:
-    """Return whether backward reaches the group; before the first step, whether it may."""
-    tree = group.tree
-    if tree.plan.groups:
-        return group in tree.plan.groups
-    places = {module: place for place, module in enumerate(tree.root.all_modules())}
-    end = max(places[module] for module in group.all_modules())
-    params = (param for member in tree.groups for param in member.params)
-    return any(
-        param.sharded.requires_grad for param in params if places[param.slots[0].module] <= end
-    )
 
 
 # Messages and bytes of one step -------------------------------------------------------------------
@@ -138,12 +61,10 @@ class Traffic:
     nbytes: int | None = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        known = self.nbytes is not None and other.nbytes is not None
-        return Traffic(
-            self.launches + other.launches,
-            self.messages + other.messages,
-            (self.nbytes or 0) + (other.nbytes or 0) if known else None,
-        )
+        nbytes = None
+        if self.nbytes is not None and other.nbytes is not None:
+            nbytes = self.nbytes + other.nbytes
+        return Traffic(self.launches + other.launches, self.messages + other.messages, nbytes)
 
 
 @dataclass(frozen=True)
@@ -184,34 +105,75 @@ def total(parts: Iterable[Traffic]) -> Traffic:
     return sum(parts, Traffic())
 
 
-def _launched(sent: Sequence[int] | None, num_ranks: int) -> Traffic:
-    """Return the traffic of a launch of messages of so many bytes to each other rank."""
-    if sent is None:
-        return Traffic(1, 1, None)
-    return Traffic(1, len(sent), (num_ranks - 1) * sum(sent)) if sent else Traffic()
+def traffic_of(group: ParamGroup) -> StepTraffic:
+    """Return the traffic of a step in which each module of the group is called once."""
+    forward = backward = total(_gather(group, bucket) for bucket in group.buckets)
+    in_backward, _ = residence_of(group)
+    if in_backward == "regathered":
+        backward = total(_regather(group, bucket) for bucket in group.buckets)
+    elif in_backward != "gathered":
+        backward = Traffic()
+    reductions = reductions_of(group) if group.settings.reduce_grads else []
+    over_shards = total(reduction.over_shards for reduction in reductions)
+    over_replicas = total(reduction.over_replicas for reduction in reductions)
+    return StepTraffic(forward, backward, over_shards, over_replicas)
 
 
-# Copies of one step, and the reasons --------------------------------------------------------------
+# How long the unsharded parameters of a group stay, and why ---------------------------------------
 
 
-@dataclass(frozen=True)
-class Copy:
-    """A copy in memory, besides the receipt of a message.
+def residence_of(group: ParamGroup) -> tuple[str, str]:
+    """Return how the parameters of a group come back for backward, and the reason as a sentence.
 
-    Attributes:
-        kind: ``"cast"``, ``"packed"``, ``"permuted"``, ``"padded"``, ``"moved"`` to another device,
-            or ``"kept"``.
-        parameters: The names of its parameters.
-        nbytes: Bytes that are written each time.
-        times: How often in a step.
-        why: The reason, a sentence.
+    They are ``"kept"``, ``"gathered"``, ``"regathered"`` from neighbours, or ``"unread"``. The last
+    step decides. Before the first one, groups count as run in the order in which they are
+    registered.
     """
+    settings, reshard = group.settings, group.settings.reshard_after_forward
+    if not group.params:
+        return "unread", "it has no parameters of its own, so it sends nothing"
+    if not settings.unshard_in_backward:
+        return "unread", "set_unshard_in_backward(False): backward gathers nothing"
+    if not _has_backward(group):
+        return "unread", "backward does not reach it: nothing in it or before it is trained"
+    if reshard is False:
+        return "kept", "reshard_after_forward=False keeps the parameters until backward"
+    if group.stays_after_forward:
+        return "kept", "it is the root, whose parameters backward needs first, so they are kept"
+    if _ends_forward_and_begins_backward(group):
+        why = "it is last in forward and first in backward, so from the second step on it is kept"
+        return "kept", why
+    if reshard is not None and reshard is not True:
+        return "regathered", (
+            f"after forward each of {reshard} neighbours keeps a part of all parameters, from "
+            "which backward gathers them again"
+        )
+    if settings.keeps_storage:
+        why = "the parameters are gathered again for backward, into memory that is kept"
+        return "gathered", why
+    return "gathered", "the parameters are freed after forward and gathered again for backward"
 
-    kind: str
-    parameters: tuple[str, ...]
-    nbytes: int
-    times: int
-    why: str
+
+def _ends_forward_and_begins_backward(group: ParamGroup) -> bool:
+    tree = group.tree
+    if tree.plan.groups:
+        return bool(tree.tape.has_turned_at(tree.root, group))
+    *before, last = [member for member in tree.groups if member.params]
+    encloses = (set(group.modules) & set(member.all_modules()) for member in before)
+    return group is last and not any(encloses)
+
+
+def _has_backward(group: ParamGroup) -> bool:
+    """Return whether backward reaches the group; before the first step, whether it may."""
+    tree = group.tree
+    if tree.plan.groups:
+        return group in tree.plan.groups
+    places = {module: place for place, module in enumerate(tree.root.all_modules())}
+    end = max(places[module] for module in group.all_modules())
+    params = (param for member in tree.groups for param in member.params)
+    return any(
+        param.sharded.requires_grad for param in params if places[param.slots[0].module] <= end
+    )
 
 
 # The gather of one bucket -------------------------------------------------------------------------
@@ -232,32 +194,130 @@ def sharded_nbytes(bucket: Storage) -> int:
     return sum(leaf.numel() * leaf.itemsize for leaf in leaves)
 
 
-def messages_of(bucket: Storage) -> tuple[int, ...] | None:
+def messages_of(bucket: Storage) -> list[int] | None:
     """Return the bytes of each message of a gather; ``None`` before a subclass is gathered.
 
     The hook of a subclass is not called: it may communicate, and may count its calls.
     """
     if bucket.mesh.num_shards == 1:
-        return ()
+        return []
     if isinstance(bucket, Bucket):
-        spans, itemsize = bucket.layout.message_spans, bucket.compute_dtype.itemsize
-        return tuple(numel * itemsize for _, numel in spans)
+        itemsize = bucket.compute_dtype.itemsize
+        return [numel * itemsize for _, numel in bucket.layout.message_spans]
     assert isinstance(bucket, ExtensionBucket)
-    if bucket.formats is not None:
-        return tuple(map(_padded_nbytes, zip(*bucket.formats, strict=True)))
+    if bucket.formats is not None:  # by rank; each tensor is padded to the most rows of a rank
+        return [
+            max(prod(format.shape) for format in formats) * formats[0].dtype.itemsize
+            for formats in zip(*bucket.formats, strict=True)
+        ]
     if has_extension(bucket.param.local):
         return None
     inner, _ = flatten([bucket.param.local])
-    return tuple(bucket.param.layout.param.shard_numel * tensor.itemsize for tensor in inner)
+    return [bucket.param.layout.param.shard_numel * tensor.itemsize for tensor in inner]
 
 
-def _padded_nbytes(formats: Sequence[Format]) -> int:
-    """Return the bytes that each rank sends of a tensor, padded to the most rows of a rank."""
-    rows = max(theirs.shape[0] for theirs in formats)
-    return rows * prod(formats[0].shape[1:]) * formats[0].dtype.itemsize
+def num_neighbours(group: ParamGroup) -> int:
+    """Return the number of ranks that together keep the parameters for backward."""
+    return int(group.settings.reshard_after_forward or 1)
 
 
-# One group ----------------------------------------------------------------------------------------
+def kept_nbytes(group: ParamGroup, bucket: Storage) -> int:
+    """Return the bytes of a bucket that each neighbour keeps for backward."""
+    return (unsharded_nbytes(bucket) or 0) // num_neighbours(group)
+
+
+def _launched(sent: Sequence[int] | None, num_ranks: int, *, as_one: bool = False) -> Traffic:
+    """Return the traffic of a launch of messages of so many bytes to each other rank."""
+    if sent is None:
+        return Traffic(1, 1, None)
+    if not sent:
+        return Traffic()
+    return Traffic(1, 1 if as_one else len(sent), (num_ranks - 1) * sum(sent))
+
+
+def _gather(group: ParamGroup, bucket: Storage) -> Traffic:
+    is_custom = isinstance(group.channels[bucket.mesh].all_gather, CustomAllGather)
+    return _launched(messages_of(bucket), bucket.mesh.num_shards, as_one=is_custom)
+
+
+def _regather(group: ParamGroup, bucket: Storage) -> Traffic:
+    if bucket.mesh.num_shards == 1:
+        return Traffic()
+    part = [kept_nbytes(group, bucket)] if isinstance(bucket, Bucket) else None
+    return _launched(part, num_neighbours(group))
+
+
+# The reductions of one group ----------------------------------------------------------------------
+
+
+class ReductionPlan:
+    """The gradients of a group that are reduced together.
+
+    Attributes:
+        mesh: The ranks.
+        dtype: The dtype of the sum.
+        grad_dtype: The dtype of the gradients.
+        sent_dtype: The dtype in which gradients with their own message are sent.
+        replica_dtype: The dtype of the sum over the replicas.
+        is_alone: Whether the gradients are the result, without a reduction.
+        is_all_reduced: Whether they are reduced over the replicas.
+        large: The parameters with gradients too large to pack.
+        direct: Those that are sent without a copy.
+        members: All parameters in the order of the messages; a tensor subclass is repeated for each
+            inner tensor of its gradient.
+        finals: The dtype of ``.grad`` of each of them.
+        numel: Elements of all messages to one rank, flags included.
+        packed_numel: Elements of the last message, with the packed gradients and the flags.
+        over_shards: The traffic of the reduction over the shards.
+        over_replicas: The traffic of the reduction over the replicas: around a ring, twice.
+    """
+
+    def __init__(
+        self,
+        group: ParamGroup,
+        kind: type,
+        buckets: Sequence[Storage],
+        params: Sequence[ShardedParam],
+        dtype: torch.dtype,
+    ) -> None:
+        mesh = self.mesh = buckets[0].mesh
+        channel = group.channels[mesh]
+        self.dtype, self.is_alone = dtype, kind is LocalReduction
+        self.grad_dtype = buckets[0].compute_dtype
+        self.sent_dtype = sent_dtype(buckets, dtype, channel)
+        self.large = with_own_message(buckets, dtype)
+        even = {param for param in self.large if param.layout.param.is_even}
+        members = [param for param in params for _ in range(num_tensors(param))]
+        self.members = sorted(members, key=lambda param: param not in even)
+        self.direct = [param for param in members if param in even]
+        self.finals = [final_grad_dtype(param, dtype) for param in self.members]
+        numels = message_numels(
+            [param.layout.param for param in self.members],
+            len(self.direct),
+            packing_step((dtype, *self.finals), mesh.device),
+        )
+        self.numel, self.packed_numel = sum(numels), numels[-1]
+        self.is_all_reduced = mesh.num_replicas > 1 and group.settings.all_reduce_grads
+        is_widened = channel.divides_over_replicas(dtype)
+        self.replica_dtype = sum_dtype(dtype) if is_widened else dtype
+        self.over_shards = self.over_replicas = Traffic()
+        if mesh.num_shards > 1:
+            sent = [numel * dtype.itemsize for numel in numels]
+            is_custom = isinstance(channel.reduce_scatter, CustomReduceScatter)
+            self.over_shards = _launched(sent, mesh.num_shards, as_one=is_custom)
+        if self.is_all_reduced:
+            nbytes, num = self.numel * self.replica_dtype.itemsize, mesh.num_replicas
+            self.over_replicas = Traffic(1, 1, 2 * (num - 1) * nbytes // num)
+
+
+def reductions_of(group: ParamGroup, mesh: ShardMesh | None = None) -> list[ReductionPlan]:
+    """Return the reductions of a group, each in its own launch; only those of a mesh if given."""
+    trained = [p for p in group.params if p.sharded.requires_grad or p.name in group.unsynced_names]
+    planned = [ReductionPlan(group, *together) for together in reduced_together(group, trained)]
+    return [plan for plan in planned if mesh in (None, plan.mesh)]
+
+
+# One group, explained -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -291,165 +351,140 @@ class ParameterExplanation:
     travels: str
 
 
-class GroupStep:
-    """One step of a group in which each of its modules is called once.
+@dataclass(frozen=True)
+class Copy:
+    """A copy in memory, besides the receipt of a message.
 
     Attributes:
-        group: The group.
-        name: Its name in texts.
-        names: The names of modules.
-        residence: How long the unsharded parameters stay.
-        channels: The collectives that carry parameters; of a group without any, all.
-        reductions: Its reductions, each in its own launch.
+        kind: ``"cast"``, ``"packed"``, ``"permuted"``, ``"padded"``, ``"moved"`` to another device,
+            or ``"kept"``.
+        parameters: The names of its parameters.
+        nbytes: Bytes that are written each time.
+        times: How often in a step.
+        why: The reason, a sentence.
     """
 
-    def __init__(self, group: ParamGroup, name: str, names: Names) -> None:
-        self.group, self.name, self.names = group, name, names
-        self.residence = residence_of(group)
-        self._num_neighbours = int(group.settings.reshard_after_forward or 1)
-        used = {bucket.mesh for bucket in group.buckets}
-        self.channels = [c for mesh, c in group.channels.items() if mesh in used or not used]
-        trained = [
-            p for p in group.params if p.sharded.requires_grad or p.name in group.unsynced_names
-        ]
-        self.reductions = [
-            ReductionStep(self, kind is LocalReduction, buckets, params, dtype)
-            for kind, buckets, params, dtype in reduced_together(group, trained)
-        ]
+    kind: str
+    parameters: tuple[str, ...]
+    nbytes: int
+    times: int
+    why: str
+
+
+@dataclass(frozen=True)
+class GroupExplanation:
+    """The communication group of one ``fully_shard`` call.
+
+    Attributes:
+        name: Its name in the model; ``"(root)"`` for a root.
+        modules: The classes of its modules.
+        parameters: Its parameters.
+        sharded_nbytes: Bytes of this rank's shards, padding included.
+        gathered_nbytes: Bytes of the gathered parameters.
+        traffic: Its traffic in one step.
+        copies: Its packs, copies and casts in one step.
+        reasons: The reasons, as sentences.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    parameters: tuple[ParameterExplanation, ...]
+    sharded_nbytes: int
+    gathered_nbytes: int | None
+    traffic: StepTraffic
+    copies: tuple[Copy, ...]
+    reasons: tuple[str, ...]
 
     @property
-    def params(self) -> list[tuple[ShardedParam, ParameterExplanation]]:
-        """Each parameter and its explanation."""
-        return [pair for bucket in self.group.buckets for pair in self._params_of(bucket)]
-
-    def _params_of(self, bucket: Storage) -> Iterator[tuple[ShardedParam, ParameterExplanation]]:
-        sharded, gathered = sharded_nbytes(bucket), unsharded_nbytes(bucket)
-        travels = "as a subclass"
-        for index, param in enumerate(bucket.params):
-            layout = param.layout.param
-            if isinstance(bucket, Bucket):
-                sharded = layout.shard_numel * bucket.dtype.itemsize
-                gathered = layout.num_shards * layout.shard_numel * bucket.compute_dtype.itemsize
-                travels = "packed" if layout.gathers_in_place else "permuted"
-                if layout.num_shards == 1 or index < bucket.layout.num_direct:
-                    travels = "in place" if layout.num_shards > 1 else "not at all"
-            dims = [getattr(placement, "dim", None) for placement in param.placement.sharded]
-            yield (
-                param,
-                ParameterExplanation(
-                    name=self.names_of([param])[0],
-                    shape=tuple(param.shape),
-                    dtype=short(param.local.dtype),
-                    placements=tuple("Replicate" if d is None else f"Shard({d})" for d in dims),
-                    num_shards=param.mesh.num_shards,
-                    num_replicas=param.mesh.num_replicas,
-                    is_trained=param.sharded.requires_grad,
-                    sharded_nbytes=sharded,
-                    gathered_nbytes=gathered,
-                    travels=travels,
-                ),
-            )
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(prod(param.shape) for param in self.parameters)
 
     @property
-    def sharded_nbytes(self) -> int:
-        """Bytes of the shards of one rank, padding included."""
-        return sum(map(sharded_nbytes, self.group.buckets))
+    def copied_nbytes(self) -> int:
+        """Bytes that it packs, copies and casts in one step."""
+        return sum(copy.nbytes * copy.times for copy in self.copies)
 
-    @property
-    def unsharded_nbytes(self) -> int | None:
-        """Bytes of the gathered parameters; ``None`` before a subclass is gathered."""
-        found = [unsharded_nbytes(bucket) for bucket in self.group.buckets]
-        known = [nbytes for nbytes in found if nbytes is not None]
-        return sum(known) if len(known) == len(found) else None
+    def without_names(self) -> GroupExplanation:
+        """Return a copy without names, which is equal for groups that are alike."""
+        parameters = (replace(param, name="") for param in self.parameters)
+        copies = (replace(copy, parameters=()) for copy in self.copies)
+        return replace(self, name="", parameters=tuple(parameters), copies=tuple(copies))
 
-    def names_of(self, params: Iterable[ShardedParam]) -> tuple[str, ...]:
-        """Return the names of parameters in the model; of tied parameters, the first one."""
-        slots = [param.slots[0] for param in params]
-        return tuple(join(self.names.get(slot.module, ""), slot.name) for slot in slots)
 
-    def traffic(self) -> StepTraffic:
-        """Return the traffic of the group."""
-        gathers = total(map(self._gather_traffic, self.group.buckets))
-        backward = Traffic()
-        if self.residence.in_backward == "gathered":
-            backward = gathers
-        elif self.residence.in_backward == "regathered":
-            backward = total(map(self._regather_traffic, self.group.buckets))
-        reductions = self.reductions if self.group.settings.reduce_grads else []
-        reduced = total(reduction.reduce_traffic() for reduction in reductions)
-        all_reduced = total(reduction.all_reduce_traffic() for reduction in reductions)
-        return StepTraffic(gathers, backward, reduced, all_reduced)
+def explain_group(group: ParamGroup, modules: Mapping[nn.Module, str]) -> GroupExplanation:
+    """Explain a step of a group, given the names of the modules in the model."""
+    slots = {param: param.slots[0] for param in group.params}  # of tied parameters, the first one
+    names = {p: join(modules.get(slot.module, ""), slot.name) for p, slot in slots.items()}
+    gathered = list(map(unsharded_nbytes, group.buckets))
+    known = [nbytes for nbytes in gathered if nbytes is not None]
+    return GroupExplanation(
+        name=", ".join(filter(None, map(modules.get, group.modules))) or "(root)",
+        modules=tuple(type(module).__name__.removeprefix("FSDP") for module in group.modules),
+        parameters=tuple(
+            _explain_param(bucket, index, names[param])
+            for bucket in group.buckets
+            for index, param in enumerate(bucket.params)
+        ),
+        sharded_nbytes=sum(map(sharded_nbytes, group.buckets)),
+        gathered_nbytes=sum(known) if len(known) == len(gathered) else None,
+        traffic=traffic_of(group),
+        copies=tuple(
+            Copy(kind, tuple(names[param] for param in params), nbytes, times, why)
+            for times, (kind, params, nbytes, why) in _copies(group)
+            if nbytes
+        ),
+        reasons=tuple(_reasons(group, names)),
+    )
 
-    def _gather_traffic(self, bucket: Storage) -> Traffic:
-        """Return the traffic of the all-gather for one use: a launch for each bucket."""
-        sent = messages_of(bucket)
-        if sent and isinstance(self.group.channels[bucket.mesh].all_gather, CustomAllGather):
-            sent = (sum(sent),)
-        return _launched(sent, bucket.mesh.num_shards)
 
-    def _regather_traffic(self, bucket: Storage) -> Traffic:
-        """Return the traffic of a gather from neighbours; each of them keeps an equal part."""
-        if bucket.mesh.num_shards == 1:
-            return Traffic()
-        part = None if isinstance(bucket, ExtensionBucket) else (self._kept_nbytes(bucket),)
-        return _launched(part, self._num_neighbours)
+def _explain_param(bucket: Storage, index: int, name: str) -> ParameterExplanation:
+    param = bucket.params[index]
+    sharded, gathered = sharded_nbytes(bucket), unsharded_nbytes(bucket)
+    if isinstance(bucket, Bucket):
+        numel = param.layout.param.shard_numel
+        sharded = numel * bucket.dtype.itemsize
+        gathered = bucket.mesh.num_shards * numel * bucket.compute_dtype.itemsize
+    dims = [getattr(placement, "dim", None) for placement in param.placement.sharded]
+    return ParameterExplanation(
+        name=name,
+        shape=tuple(param.shape),
+        dtype=short(param.local.dtype),
+        placements=tuple("Replicate" if dim is None else f"Shard({dim})" for dim in dims),
+        num_shards=param.mesh.num_shards,
+        num_replicas=param.mesh.num_replicas,
+        is_trained=param.sharded.requires_grad,
+        sharded_nbytes=sharded,
+        gathered_nbytes=gathered,
+        travels=_travels(bucket, index),
+    )
 
-    def _kept_nbytes(self, bucket: Storage) -> int:
-        return (unsharded_nbytes(bucket) or 0) // self._num_neighbours
 
-    def copies(self) -> tuple[Copy, ...]:
-        """Return the packs, copies and casts of the group."""
-        found = [
-            copy
-            for bucket in self.group.buckets
-            if isinstance(bucket, Bucket)
-            for copy in self._copies_of_gather(bucket)
-        ]
-        if self.group.settings.reduce_grads:
-            for reduction in self.reductions:
-                found += reduction.copies()
-        return tuple(copy for copy in found if copy.nbytes)
+def _travels(bucket: Storage, index: int) -> str:
+    if not isinstance(bucket, Bucket):
+        return "as a subclass"
+    if bucket.mesh.num_shards == 1:
+        return "not at all"
+    if index < bucket.layout.num_direct:
+        return "in place"
+    return "packed" if bucket.params[index].layout.param.gathers_in_place else "permuted"
 
-    def copy(
-        self, kind: str, params: Iterable[ShardedParam], nbytes: int, why: str, times: int = 1
-    ) -> Copy:
-        """Return a copy of these parameters; without bytes, there is none."""
-        return Copy(kind, self.names_of(params), nbytes, times, why)
 
-    def _copies_of_gather(self, bucket: Bucket) -> Iterator[Copy]:
-        times = 2 if self.residence.in_backward == "gathered" else 1
-        layout, itemsize = bucket.layout, bucket.compute_dtype.itemsize
-        stored, dtype = short(bucket.dtype), short(bucket.compute_dtype)
-        in_order = sorted(zip(layout.order, bucket.params, strict=True), key=lambda pair: pair[0])
-        params = [param for _, param in in_order]
-        if is_away(params[0]):
-            why = "shards on the CPU are copied to the device of compute before each gather"
-            yield self.copy("moved", params, sharded_nbytes(bucket), why, times)
-        if stored != dtype:
-            numel, why = layout.unsharded_numel, f"stored as {stored}, computed with as {dtype}"
-            if bucket.mesh.num_shards > 1:
-                numel = layout.shard_numel
-                why = (
-                    f"shards stored as {stored} are cast to {dtype} in one kernel before each "
-                    "gather, so that fewer bytes travel"
-                )
-            yield self.copy("cast", params, numel * itemsize, why, times)
-        ways: dict[str, list[ShardedParam]] = defaultdict(list)
-        for param, explanation in self._params_of(bucket):
-            ways[explanation.travels].append(param)
-        numel = sum(param.layout.param.numel for param in ways["permuted"])
-        why = "sharded on an inner dim, so shards laid end to end are not the parameter"
-        yield self.copy("permuted", ways["permuted"], numel * itemsize, why, times)
-        layouts = [param.layout.param for param in ways["packed"]]
-        numel = sum(packed.num_nonempty * packed.shard_numel for packed in layouts)
-        why = (
-            "too small to be worth a message of their own: they share one and are copied out of it"
-        )
-        yield self.copy("packed", ways["packed"], numel * itemsize, why, times)
-        if self.residence.in_backward == "regathered":
-            count = self._num_neighbours
-            why = f"each of {count} neighbours keeps a part of all parameters from forward to "
-            yield self.copy("kept", params, self._kept_nbytes(bucket), f"{why}backward")
+# Copies of one step, and the reasons --------------------------------------------------------------
+
+_Copy = tuple[str, Sequence[ShardedParam], int, str]
+"""Kind, parameters, bytes and reason of a :class:`Copy`; without bytes, there is none."""
+
+
+def _copies(group: ParamGroup) -> Iterator[tuple[int, _Copy]]:
+    """Yield the copies of a step, and how often each happens."""
+    times = 2 if residence_of(group)[0] == "gathered" else 1
+    for bucket in group.buckets:
+        if isinstance(bucket, Bucket):
+            yield from ((times, copy) for copy in _copies_of_gather(group, bucket))
+    for reduction in reductions_of(group) if group.settings.reduce_grads else ():
+        if not reduction.is_alone:
+            yield from ((1, copy) for copy in _copies_of_reduction(reduction))
 
 
 def is_away(param: ShardedParam) -> bool:
@@ -457,107 +492,113 @@ def is_away(param: ShardedParam) -> bool:
     return _torch.has_streams(param.mesh.device) and param.offload is not None
 
 
-class ReductionStep:
-    """The gradients of one group that are reduced together.
-
-    Attributes:
-        mesh: The mesh of the ranks.
-        dtype: The dtype of the sum.
-    """
-
-    def __init__(
-        self,
-        step: GroupStep,
-        is_alone: bool,
-        buckets: Sequence[Storage],
-        params: Sequence[ShardedParam],
-        dtype: torch.dtype,
-    ) -> None:
-        """Plan the reduction.
-
-        Args:
-            step: The step of the group.
-            is_alone: Whether the gradients are the result, without a reduction.
-            buckets: Buckets over one mesh.
-            params: Their parameters with gradients to reduce.
-            dtype: The dtype of the sum.
-        """
-        mesh = self.mesh = buckets[0].mesh
-        self._step, self._is_alone, self.dtype = step, is_alone, dtype
-        self._channel: Channel = step.group.channels[mesh]
-        self._large = with_own_message(buckets, dtype)
-        members = [param for param in params for _ in range(num_tensors(param))]
-        self._direct = [p for p in members if p in self._large and p.layout.param.is_even]
-        self._packed = [param for param in members if param not in set(self._direct)]
-        self._members = [*self._direct, *self._packed]  # in the order of the messages
-        self._finals = [final_grad_dtype(param, dtype) for param in self._members]
-        self._numels = message_numels(
-            [param.layout.param for param in self._members],
-            len(self._direct),
-            packing_step((dtype, *self._finals), mesh.device),
+def _copies_of_gather(group: ParamGroup, bucket: Bucket) -> Iterator[_Copy]:
+    layout, itemsize = bucket.layout, bucket.compute_dtype.itemsize
+    stored, dtype = short(bucket.dtype), short(bucket.compute_dtype)
+    in_order = sorted(zip(layout.order, bucket.params, strict=True), key=itemgetter(0))
+    params = [param for _, param in in_order]
+    if is_away(params[0]):
+        why = "shards on the CPU are copied to the device of compute before each gather"
+        yield "moved", params, sharded_nbytes(bucket), why
+    if stored != dtype and bucket.mesh.num_shards == 1:
+        why = f"stored as {stored}, computed with as {dtype}"
+        yield "cast", params, layout.unsharded_numel * itemsize, why
+    elif stored != dtype:
+        why = (
+            f"shards stored as {stored} are cast to {dtype} in one kernel before each gather, so "
+            "that fewer bytes travel"
         )
-        self._grad_dtype = buckets[0].compute_dtype
-        self._sent_dtype = sent_dtype(buckets, dtype, self._channel)
-        self._is_all_reduced = mesh.num_replicas > 1 and step.group.settings.all_reduce_grads
-        is_widened = self._channel.divides_over_replicas(dtype)
-        self._replica_dtype = sum_dtype(dtype) if is_widened else dtype
+        yield "cast", params, layout.shard_numel * itemsize, why
+    ways: dict[str, list[ShardedParam]] = defaultdict(list)
+    for index, param in enumerate(bucket.params):
+        ways[_travels(bucket, index)].append(param)
+    numel = sum(param.layout.param.numel for param in ways["permuted"])
+    why = "sharded on an inner dim, so shards laid end to end are not the parameter"
+    yield "permuted", ways["permuted"], numel * itemsize, why
+    packed = [param.layout.param for param in ways["packed"]]
+    numel = sum(param.num_nonempty * param.shard_numel for param in packed)
+    why = "too small to be worth a message of their own: they share one and are copied out of it"
+    yield "packed", ways["packed"], numel * itemsize, why
+    if residence_of(group)[0] == "regathered":
+        count = num_neighbours(group)
+        why = f"each of {count} neighbours keeps a part of all parameters from forward to backward"
+        yield "kept", params, kept_nbytes(group, bucket), why
 
-    def reduce_traffic(self) -> Traffic:
-        """Return the traffic of the reduction over the shards."""
-        if self.mesh.num_shards == 1:
-            return Traffic()
-        sent = [numel * self.dtype.itemsize for numel in self._numels]
-        is_custom = isinstance(self._channel.reduce_scatter, CustomReduceScatter)
-        return _launched([sum(sent)] if is_custom else sent, self.mesh.num_shards)
 
-    def all_reduce_traffic(self) -> Traffic:
-        """Return the traffic of the reduction over the replicas: around a ring, twice."""
-        if not self._is_all_reduced:
-            return Traffic()
-        nbytes, num = sum(self._numels) * self._replica_dtype.itemsize, self.mesh.num_replicas
-        return Traffic(1, 1, 2 * (num - 1) * nbytes // num)
+def _copies_of_reduction(of: ReductionPlan) -> Iterator[_Copy]:
+    """Yield the copies of gradients before they are sent, and of the result."""
+    dtype, itemsize, num_shards = short(of.dtype), of.dtype.itemsize, of.mesh.num_shards
+    if of.sent_dtype != of.grad_dtype:
+        numel = sum(param.layout.param.numel for param in of.direct)
+        why = f"gradients are cast to {dtype}, in which they are summed"
+        yield "cast", of.direct, numel * itemsize, why
+    permuted = [param for param in of.members if param.layout.param.outer > 1]
+    numel = sum(param.layout.param.numel for param in permuted)
+    why = "gradients of parameters sharded on an inner dim are laid out shard by shard"
+    yield "permuted", permuted, numel * of.grad_dtype.itemsize, why
+    packed = of.members[len(of.direct) :]
+    padded = [param for param in packed if param in of.large]
+    numel = num_shards * sum(param.layout.param.shard_numel for param in padded)
+    why = "rows do not divide evenly by the ranks, so the gradient is padded to send it"
+    yield "padded", padded, numel * itemsize, why
+    small = [param for param in packed if param not in of.large]
+    why = "one flag for each gradient tells the ranks whether any rank has it"
+    if small:
+        why = f"gradients too small to be worth a message share one, and {why}"
+    yield "packed", small, (num_shards * of.packed_numel - numel) * itemsize, why
+    if num_shards == 1:
+        why = "no rank shares these parameters: gradients are copied into the all-reduce buffer"
+        yield "moved", of.members, of.numel * itemsize, why
+    if of.is_all_reduced and of.replica_dtype != of.dtype:
+        why = (
+            f"sums of {dtype} are cast to {short(of.replica_dtype)} to be summed over the "
+            "replicas, and rounded once"
+        )
+        yield "cast", of.members, of.numel * (itemsize + of.replica_dtype.itemsize), why
+    away, pairs = is_away(of.members[0]), zip(of.members, of.finals, strict=True)
+    changed = [(param, final) for param, final in pairs if away or final != of.dtype]
+    nbytes = sum(param.layout.param.shard_numel * final.itemsize for param, final in changed)
+    finals = sorted({short(final) for final in of.finals})
+    if changed and len(finals) == 1:  # all at once, with padding and flags
+        nbytes = of.numel * of.finals[0].itemsize
+    place = " and copied to the CPU, where the optimizer is" if away else ""
+    why = f"reduced gradients of {dtype} are turned into {', '.join(finals)}{place}"
+    yield "moved" if away else "cast", of.members, nbytes, why
 
-    def copies(self) -> Iterator[Copy]:
-        """Yield the copies of gradients before they are sent, and of the result."""
-        if self._is_alone:
-            return
-        dtype, itemsize, copy = short(self.dtype), self.dtype.itemsize, self._step.copy
-        num_shards, nbytes = self.mesh.num_shards, sum(self._numels) * self.dtype.itemsize
-        if self._sent_dtype != self._grad_dtype:
-            numel = sum(param.layout.param.numel for param in self._direct)
-            why = f"gradients are cast to {dtype}, in which they are summed"
-            yield copy("cast", self._direct, numel * itemsize, why)
-        permuted = [param for param in self._members if param.layout.param.outer > 1]
-        numel = sum(param.layout.param.numel for param in permuted)
-        why = "gradients of parameters sharded on an inner dim are laid out shard by shard"
-        yield copy("permuted", permuted, numel * self._grad_dtype.itemsize, why)
-        padded = [param for param in self._packed if param in self._large]
-        numel = num_shards * sum(param.layout.param.shard_numel for param in padded)
-        why = "rows do not divide evenly by the ranks, so the gradient is padded to send it"
-        yield copy("padded", padded, numel * itemsize, why)
-        small = [param for param in self._packed if param not in self._large]
-        why = "one flag for each gradient tells the ranks whether any rank has it"
-        if small:
-            why = f"gradients too small to be worth a message share one, and {why}"
-        yield copy("packed", small, (num_shards * self._numels[-1] - numel) * itemsize, why)
-        if num_shards == 1:
-            why = "no rank shares these parameters: gradients are copied into the all-reduce buffer"
-            yield copy("moved", self._members, nbytes, why)
-        if self._is_all_reduced and self._replica_dtype != self.dtype:
-            wide = f"cast to {short(self._replica_dtype)} to be summed over the replicas"
-            why = f"sums of {dtype} are {wide}, and rounded once"
-            both = nbytes + sum(self._numels) * self._replica_dtype.itemsize
-            yield copy("cast", self._members, both, why)
-        finals, away = set(self._finals), is_away(self._members[0])
-        changed = [
-            (param, final)
-            for param, final in zip(self._members, self._finals, strict=True)
-            if away or final != self.dtype
-        ]
-        nbytes = sum(param.layout.param.shard_numel * final.itemsize for param, final in changed)
-        if len(finals) == 1 and changed:  # all at once, with padding and flags
-            nbytes = sum(self._numels) * self._finals[0].itemsize
-        place = " and copied to the CPU, where the optimizer is" if away else ""
-        turned = ", ".join(sorted(map(short, finals)))
-        why = f"reduced gradients of {dtype} are turned into {turned}{place}"
-        yield copy("moved" if away else "cast", self._members, nbytes, why)
+
+def _reasons(group: ParamGroup, names: Mapping[ShardedParam, str]) -> Iterator[str]:
+    settings = group.settings
+    yield residence_of(group)[1]
+    for mesh in dict.fromkeys(bucket.mesh for bucket in group.buckets):
+        buckets, channel = [b for b in group.buckets if b.mesh == mesh], group.channels[mesh]
+        plain = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
+        dtypes = [short(reduction.dtype) for reduction in reductions_of(group, mesh)]
+        if mesh.num_shards == 1:
+            yield "one rank holds each parameter whole, so nothing is gathered"
+        if len(plain) > 1:
+            kinds = ", ".join(f"{short(b.dtype)} as {short(b.compute_dtype)}" for b in plain)
+            yield f"parameters of different dtypes lie in {len(plain)} buffers: {kinds}"
+        if len(dtypes) > 1:
+            yield f"gradients are reduced in {', '.join(dtypes)}, each in a launch of its own"
+        for bucket in buckets:
+            if isinstance(bucket, ExtensionBucket):
+                yield f"{names[bucket.param]} is a tensor subclass; {_sends(bucket)}"
+        if mesh.num_replicas > 1 and not settings.all_reduce_grads:
+            yield "the all-reduce over the replicas is off: gradients wait for it"
+        elif mesh.num_replicas > 1 and dtypes:
+            yield (
+                f"{mesh.num_replicas} replicas hold the same shards, so the reduced gradients of "
+                "this rank are reduced over them as well"
+            )
+        customs = CustomAllGather, CustomReduceScatter
+        if isinstance(channel.all_gather, customs) or isinstance(channel.reduce_scatter, customs):
+            yield "custom communication copies all inputs, and all outputs, into one tensor"
+    if group.params and not settings.reduce_grads:
+        yield "gradient sync is off: gradients stay unsharded on this rank until it is on"
+
+
+def _sends(bucket: ExtensionBucket) -> str:
+    if not has_extension(bucket.param.local):
+        return "its inner tensors travel one by one"
+    when = "at the first gather " if messages_of(bucket) is None else ""
+    return f"its hook chooses {when}which tensors to send"

@@ -21,14 +21,10 @@ from composable_shard import _torch, core
 from composable_shard.core import hooks, nested, optimizers, reduction, storage
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.storage import Bucket, ShardedParam
-from composable_shard.core.transport.collectives import (
-    AllGatherLaunch,
-    ReduceScatterLaunch,
-    Tensors,
-)
+from composable_shard.core.transport.collectives import ReduceScatterLaunch
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.insight.events import groups_in, listening
-from composable_shard.optim.blocks import LayoutSteps, route_of
+from composable_shard.optim.blocks import Block, LayoutSteps, route_of
 from composable_shard.optim.layouts import (
     BUCKET_NBYTES,
     Fits,
@@ -45,7 +41,7 @@ from composable_shard.optim.stepping import plan_bucket
 
 # An allocation of the library has a frame of the core on the stack. Frames that cast the inputs and
 # outputs of modules do not count: they are part of compute.
-_CORE = f"{core.__name__}."
+_MAKERS = {storage.__name__: "gathered", reduction.__name__: "gradients"}
 _COMPUTES = {module.__name__ for module in (hooks, nested, optimizers)}
 
 
@@ -73,11 +69,10 @@ class LiveBytes(_torch.DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = Live()
-        self.flops = 0
+        self.peak, self.flops = Live(), 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._gathered: set[int] = set()  # these are resized
         self._counted: dict[int, tuple[str, int]] = {}
+        self._gathered: set[int] = set()  # these are resized
         self._totals: Counter[str] = Counter()
 
     def __torch_dispatch__(
@@ -100,36 +95,36 @@ class LiveBytes(_torch.DispatchMode):
             self.count(new, _maker())
         return result
 
-    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave out tensors that were there before."""
-        for tensor in tensors:
-            self._remember(tensor.untyped_storage())
-
     def count(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Count storages as one of the kinds of :class:`Live` from now on."""
+        """Count storages as one of the kinds of :class:`Live` from now on; not at all as ``""``."""
         for tensor in tensors:
             memory = tensor.untyped_storage()
-            key = self._remember(memory)
+            key = id(memory)
+            if key not in self._known:
+                self._known[key] = weakref.ref(memory, partial(self._forget, key))
+            self._set(key, kind, memory.nbytes())
             if kind == "gathered":
                 self._gathered.add(key)
-            elif key not in self._counted:
-                self._counted[key] = kind, memory.nbytes()
-                self._totals[kind] += memory.nbytes()
         if kind == "gathered":
             self.look()
         self.peak = max(self.peak, self.now, key=sum)
 
+    def recount(self, tensor: torch.Tensor, before: str, after: str) -> None:
+        """Count a storage as another kind from now on, if it is counted as ``before``."""
+        if self._counted.get(id(tensor.untyped_storage()), ("", 0))[0] == before:
+            self.count([tensor], after)
+
     def look(self) -> None:
         """Read the size of gathered memory, which is resized without an operation."""
-        resized = (self._known[key]() for key in self._gathered)
-        nbytes = sum(memory.nbytes() for memory in resized if memory is not None)
-        self._totals["gathered"] = nbytes
+        for key in self._gathered:
+            memory = self._known[key]()
+            self._set(key, "gathered", 0 if memory is None else memory.nbytes())
         self.peak = max(self.peak, self.now, key=sum)
 
-    def forget(self) -> None:
-        """Leave everything out that lives now, except gathered memory."""
-        self._counted.clear()
-        self._totals.clear()
+    def leave_out(self) -> None:
+        """Count nothing that lives now any more, except gathered memory."""
+        for key in self._counted.keys() - self._gathered:
+            self._set(key, "", 0)
         self.look()
         self.restart()
 
@@ -142,31 +137,17 @@ class LiveBytes(_torch.DispatchMode):
         """The bytes that live."""
         return Live(*(self._totals[kind] for kind in Live._fields))
 
-    def call_gradient(self, grad: torch.Tensor) -> None:
-        """Count a tensor as the gradient of an unsharded parameter from now on."""
-        if self.drop(grad, "activations"):
-            self.count([grad], "gradients")
+    def _set(self, key: int, kind: str, nbytes: int) -> None:
+        before, old_nbytes = self._counted.get(key, ("", 0))
+        self._totals[before] -= old_nbytes
+        self._totals[kind] += nbytes
+        self._counted[key] = kind, nbytes
 
-    def drop(self, tensor: torch.Tensor, kind: str) -> bool:
-        """Count a tensor no longer, if it is counted as this kind; return whether it was."""
-        key = id(tensor.untyped_storage())
-        is_counted = self._counted.get(key, ("", 0))[0] == kind
-        if is_counted:
-            self._totals[kind] -= self._counted.pop(key)[1]
-        return is_counted
-
-    def _remember(self, memory: torch.UntypedStorage) -> int:
-        key = id(memory)
-        if key not in self._known:
-            self._known[key] = weakref.ref(memory, lambda _: self._die(key))
-        return key
-
-    def _die(self, key: int) -> None:
+    def _forget(self, key: int, _: object) -> None:
         """Forget a storage that has been freed."""
-        del self._known[key]
+        self._set(key, "", 0)
         self._gathered.discard(key)
-        kind, nbytes = self._counted.pop(key, ("", 0))
-        self._totals[kind] -= nbytes
+        del self._known[key], self._counted[key]
 
 
 def _maker() -> str:
@@ -175,9 +156,9 @@ def _maker() -> str:
     made = "activations"
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name in (storage.__name__, reduction.__name__):
-            return "gathered" if name == storage.__name__ else "gradients"
-        if name.startswith(_CORE) and name not in _COMPUTES:
+        if name in _MAKERS:
+            return _MAKERS[name]
+        if name.startswith(f"{core.__name__}.") and name not in _COMPUTES:
             made = "gradients"
         frame = frame.f_back
     return made
@@ -224,7 +205,7 @@ def optimizer_bytes(
     live = LiveBytes()
     for shard in shards:
         shard.grad = torch.empty_like(shard)
-        live.ignore([shard, shard.grad])
+        live.count([shard, shard.grad], "")
     try:
         with live:
             optimizer.step()
@@ -256,45 +237,41 @@ def plan_layouts(
         ValueError: If a parameter does not fit its layout.
     """
     rules = sort_by_layout(model, layouts)
+    loads: dict[tuple[int, ...], list[int]] = {}
+    cuts: list[list[list[Block]]] = []
     for layout, params in rules:
         check(layout, params)
-    loads: dict[tuple[int, ...], list[int]] = {}
-    buckets = []
-    for layout, params in rules:
         meshes = [() if param.mesh is None else tuple(param.mesh.shape) for param in params]
-        cut = []
+        cuts.append([])
         if not isinstance(layout, Sharded):
             cut = cut_rule(layout, params, meshes, loads, BUCKET_NBYTES)
-        buckets.append([blocks for _, blocks in cut])
+            cuts[-1] = [blocks for _, blocks in cut]
     load = next(iter(loads.values()), [0])
     rank = load.index(max(load))
-    groups, stepped = [], list[tuple[Layout, list[torch.Tensor]]]()
-    for (layout, params), some in zip(rules, buckets, strict=True):
-        if isinstance(layout, Sharded):
-            trained = [param.local() for param in params if param.tensor.requires_grad]
-            groups.append(plan_group(layout, params, num_tensors=len(trained)))
-            stepped.append((layout, trained))
-            continue
-        plans = []
-        for blocks in some:
+    groups, needed = [], [OptimizerBytes()]
+    for (layout, params), buckets in zip(rules, cuts, strict=True):
+        stepped, plans = [], []
+        for blocks in buckets:
             routes = [route_of(block, rank % len(block.spread.boxes)) for block in blocks]
             plans.append(plan_bucket(params, routes, params[0].local().device))
             owned = [parcel.route.block for parcel in plans[-1].parcels if parcel.route.is_owner]
-            dtypes = [params[block.param].tensor.dtype for block in owned]
-            pairs = zip(owned, dtypes, strict=True)
-            stepped.append((layout, [torch.empty(b.shape, dtype=dtype) for b, dtype in pairs]))
-        groups.append(plan_group(layout, params, plans))
-    needed = [_bytes_of(layout, tensors, at_once=at_once) for layout, tensors in stepped]
+            stepped.append(
+                [torch.empty(b.shape, dtype=params[b.param].tensor.dtype) for b in owned]
+            )
+        num_tensors = None
+        if isinstance(layout, Sharded):
+            stepped = [[param.local() for param in params if param.tensor.requires_grad]]
+            num_tensors = len(stepped[0])
+        groups.append(plan_group(layout, params, plans, num_tensors))
+        make = partial(_make_optimizer, layout)
+        needed += [optimizer_bytes(make, like, at_once=at_once) for like in stepped]
     steps = LayoutSteps(tuple(groups), tuple(loads.values()))
-    besides = max((one.besides for one in needed), default=0)
-    return steps, OptimizerBytes(sum(one.state for one in needed), steps.most_held + besides)
+    besides = steps.most_held + max(one.besides for one in needed)
+    return steps, OptimizerBytes(sum(one.state for one in needed), besides)
 
 
-def _bytes_of(layout: Layout, like: Sequence[torch.Tensor], *, at_once: bool) -> OptimizerBytes:
-    def make(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return layout.optimizer([{"params": list(params)}])
-
-    return optimizer_bytes(make, like, at_once=at_once)
+def _make_optimizer(layout: Layout, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return layout.optimizer([{"params": list(params)}])
 
 
 # Building, sharding and running a model without memory --------------------------------------------
@@ -357,16 +334,11 @@ def rehearsed(
         for tree in dict.fromkeys(group.tree for group in groups):
             tree.agree()  # it compares numbers, which fake tensors do not have
         for channel in (channel for group in groups for channel in group.channels.values()):
-            channel.all_gather = SilentAllGather()
-            channel.reduce_scatter = SilentReduceScatter(widens=device_type == "cpu")
+            channel.all_gather = channel.reduce_scatter = Silent(is_widening=device_type == "cpu")
         with fake:
             given = batch() if callable(batch) else _torch.without_memory(batch)
-
-            def run() -> None:
-                loss(_call(model, given), given).backward()
-
             rehearsal = Rehearsal(model, groups, given, is_accelerator=device_type != "cpu")
-            rehearsal.record(run)
+            rehearsal.record(lambda: loss(_call(model, given), given).backward())
             yield rehearsal
 
 
@@ -393,27 +365,17 @@ def _call(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
-class SilentAllGather(AllGatherLaunch):
-    """Sends nothing, and leaves the output as it was."""
+class Silent(ReduceScatterLaunch):
+    """A gather or reduction that sends nothing, and leaves the outputs as they were."""
 
-    def launch(self, outputs: Tensors, inputs: Tensors, group: Any, tag: int) -> list[Waitable]:
-        """Return at once."""
-        return []
-
-
-class SilentReduceScatter(ReduceScatterLaunch):
-    """Sends nothing, and leaves the output as it was."""
-
-    def __init__(self, *, widens: bool) -> None:
-        self.widens = self.keeps_inputs = widens  # as those of the library for the CPU do
+    def __init__(self, *, is_widening: bool) -> None:
+        self.widens = self.keeps_inputs = is_widening  # as those of the library for the CPU do
 
     def averages(self, group: Any, device: torch.device) -> bool:
         """Claim to average, so that the library divides nothing."""
         return True
 
-    def launch(
-        self, outputs: Tensors, inputs: Tensors, group: Any, op: Any, tag: int
-    ) -> list[Waitable]:
+    def launch(self, *_: Any, **__: Any) -> list[Waitable]:
         """Return at once."""
         return []
 
@@ -449,34 +411,37 @@ class Rehearsal:
         live = self._live
         buckets = [b for group in self.groups for b in group.buckets if isinstance(b, Bucket)]
         shards = [*(param.local for param in self._params), *(b.sharded for b in buckets)]
-        live.ignore([*self.lasting, *shards])
+        live.count([*self.lasting, *shards], "")
         with live, contextlib.ExitStack() as stack:
             run()
             self.model.zero_grad()
-            live.forget()
+            live.leave_out()
             for tree in dict.fromkeys(group.tree for group in self.groups):
                 named = {group.name: group for group in tree.groups}
                 stack.enter_context(listening(tree, partial(self._hear, named)))
             for param in self._params:
                 if param.unsharded.requires_grad:
-                    hook = param.unsharded.register_hook(live.call_gradient)
+                    hook = param.unsharded.register_hook(self._take_gradient)
                     stack.callback(hook.remove)
             run()
             self.moments.append(Moment("", None, live.peak, live.flops))
             self.at_end = live.now
             self.model.zero_grad()
 
+    def _take_gradient(self, grad: torch.Tensor) -> None:
+        self._live.recount(grad, "activations", "gradients")
+
     def _hear(self, groups: Mapping[str, ParamGroup], event: str, name: str) -> None:
         live, group = self._live, groups[name]
         live.look()
         for param in group.params:
             if event == "post_backward" and param.unsharded.grad is not None:
-                live.call_gradient(param.unsharded.grad)
+                self._take_gradient(param.unsharded.grad)
                 self.used.add(param)
             grad = param.sharded.grad
             if self._is_accelerator and param.offload is not None and grad is not None:
                 local = _torch.local_tensor(grad)
-                live.drop(local, "gradients")
+                live.recount(local, "gradients", "")
                 self.offloaded[param] = local.nbytes
         self.moments.append(Moment(event, group, live.peak, live.flops))
         live.restart()

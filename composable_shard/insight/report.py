@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -72,11 +72,6 @@ def counted(number: int, noun: str) -> str:
 
 # The sections of a report: tables, and lists of sentences -----------------------------------------
 
-Columns = Mapping[str, Callable[[Any], str]]
-"""Headings of columns, each with the function that writes a value of the column."""
-
-Side = Literal["left", "right"]
-
 
 @dataclass(frozen=True)
 class Table:
@@ -84,26 +79,25 @@ class Table:
 
     Attributes:
         title: Its title.
-        columns: The columns.
-        rows: The values.
+        headings: The headings of its columns.
+        rows: The cells of each row.
         num_words: The number of columns, from the left, that hold words; the others hold amounts.
     """
 
     title: str
-    columns: Columns
-    rows: Sequence[Sequence[Any]]
+    headings: Sequence[str]
+    rows: Sequence[Sequence[object]]
     num_words: int = 1
 
     @property
-    def cells(self) -> list[list[str]]:
-        """The texts of each row."""
-        writers = self.columns.values()
-        return [[write(v) for write, v in zip(writers, row, strict=True)] for row in self.rows]
+    def lines(self) -> list[list[str]]:
+        """The headings, then the texts of each row."""
+        return [list(map(str, line)) for line in (self.headings, *self.rows)]
 
     @property
-    def sides(self) -> list[Side]:
+    def sides(self) -> list[Literal["left", "right"]]:
         """The side of each column at which its texts are aligned."""
-        return ["left" if i < self.num_words else "right" for i in range(len(self.columns))]
+        return ["left" if i < self.num_words else "right" for i in range(len(self.headings))]
 
 
 @dataclass(frozen=True)
@@ -120,7 +114,7 @@ Section = Table | Sentences
 def as_text(sections: Sequence[Section]) -> str:
     """Write sections as plain text, tables with their columns in line.
 
-    >>> print(as_text([Table("Sizes", {"of": str, "bytes": str}, (("a", 10), ("long", 2)))]))
+    >>> print(as_text([Table("Sizes", ("of", "bytes"), (("a", 10), ("long", 2)))]))
     Sizes
       of    bytes
       a        10
@@ -132,15 +126,10 @@ def as_text(sections: Sequence[Section]) -> str:
 def _section_text(section: Section) -> str:
     if isinstance(section, Sentences):
         return "\n".join([section.title, *(f"  - {line}" for line in section.sentences)])
-    rows = [list(section.columns), *section.cells]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [section.title]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if side == "left" else cell.rjust(width)
-            for cell, width, side in zip(row, widths, section.sides, strict=True)
-        ]
-        lines.append("  " + "  ".join(cells).rstrip())
+    lines, aligns = [section.title], {"left": "<", "right": ">"}
+    widths = [max(map(len, column)) for column in zip(*section.lines, strict=True)]
+    formats = [f"{aligns[side]}{width}" for side, width in zip(section.sides, widths, strict=True)]
+    lines += [f"  {'  '.join(map(format, cells, formats))}".rstrip() for cells in section.lines]
     return "\n".join(lines)
 
 
@@ -149,16 +138,14 @@ def _section_html(section: Section) -> str:
     if isinstance(section, Sentences):
         lines = "".join(f"<li>{html.escape(line)}</li>" for line in section.sentences)
         return f"{title}<ul>{lines}</ul>"
-
-    def row(tag: str, cells: Sequence[str]) -> str:
-        written = (
-            f'<{tag} style="text-align:{side}">{html.escape(cell)}</{tag}>'
-            for cell, side in zip(cells, section.sides, strict=True)
-        )
-        return f"<tr>{''.join(written)}</tr>"
-
-    head, body = row("th", list(section.columns)), "".join(row("td", r) for r in section.cells)
-    return f"{title}<table><thead>{head}</thead><tbody>{body}</tbody></table>"
+    rows = []
+    for place, cells in enumerate(section.lines):
+        tag = "td" if place else "th"
+        pairs = zip(section.sides, map(html.escape, cells), strict=True)
+        row = (f'<{tag} style="text-align:{side}">{cell}</{tag}>' for side, cell in pairs)
+        rows.append(f"<tr>{''.join(row)}</tr>")
+    head, *body = rows
+    return f"{title}<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"
 
 
 class Report:
@@ -185,16 +172,14 @@ class Report:
         from rich.text import Text
 
         for section in self.sections():
-            title = Text(section.title, style="bold")
             if isinstance(section, Sentences):
-                yield title
-                yield from (Text(f"  - {line}") for line in section.sentences)
-                yield Text("")
+                yield Text(f"{_section_text(section)}\n")
                 continue
-            table = RichTable(title=title, title_justify="left")
-            for name, side in zip(section.columns, section.sides, strict=True):
-                table.add_column(Text(name), justify=side, overflow="fold")
-            for row in section.cells:
+            table = RichTable(title=Text(section.title, style="bold"), title_justify="left")
+            headings, *rows = section.lines
+            for heading, side in zip(headings, section.sides, strict=True):
+                table.add_column(Text(heading), justify=side, overflow="fold")
+            for row in rows:
                 table.add_row(*map(Text, row))
             yield table
 
