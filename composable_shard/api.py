@@ -56,45 +56,47 @@ def fully_shard(
 ) -> _Sharded:
     """Shard the parameters of a module over a mesh, in place.
 
-    Each parameter becomes a DTensor sharded on dim 0. The parameters of one call form one group:
-    gathered together before forward and backward, freed after them, their gradients reduced
-    together. Call it on submodules first and on the root last; parameters that are already in a
-    group stay there.
+    Each parameter becomes a DTensor that is sharded on dim 0. The parameters of one call form one
+    group. They are gathered together before forward and backward and freed afterwards, and their
+    gradients are reduced together. Call ``fully_shard`` on submodules first and on the root last.
+    Parameters that are already in a group stay in that group.
 
     Args:
         module: A module, or a list of modules that form one group.
-        mesh: 1-D mesh to shard over, or 2-D mesh ``(replicate, shard)`` with names; each of its
-            rows holds all shards. If absent, all ranks, on the current accelerator or else the CPU.
-            Then ``fully_shard`` starts the default process group from the environment if there is
-            none; without a launcher, this process is the only rank, and a warning says so.
+        mesh: A 1-D mesh to shard over, or a 2-D mesh with named axes ``(replicate, shard)``, in
+            which each row holds all shards. By default, all ranks, on the current accelerator or
+            else on the CPU. If there is no default process group, ``fully_shard`` then starts it
+            from the environment. Without a launcher, this process is the only rank, and a warning
+            says so.
         reshard_after_forward: Whether unsharded parameters are freed after forward and gathered
-            again for backward. ``None`` means ``True``, except ``False`` for the root, since
-            backward needs its parameters at once. An int that divides the number of shards keeps
-            the parameters sharded over that many neighbouring ranks, which makes the gather for
-            backward cheaper.
-        shard_placement_fn: Returns for a parameter the dim to shard, ``Shard(dim)``, a mesh of its
-            own, both as a :class:`ShardPlacementResult`, or ``None`` for ``Shard(0)``. Uneven and
-            negative dims are allowed.
+            again for backward. ``None`` means ``True``, but ``False`` for the root, because
+            backward needs its parameters first. An int keeps the parameters sharded over that many
+            neighbouring ranks after forward, so the gather for backward is cheaper. It must divide
+            the number of shards.
+        shard_placement_fn: Called with each parameter. It returns ``Shard(dim)`` to shard another
+            dim, a mesh for this parameter, both as a :class:`ShardPlacementResult`, or ``None`` for
+            the defaults. The dim may be negative, and ranks may get different numbers of rows.
         mp_policy: Dtypes of compute and reduction; see :class:`MixedPrecisionPolicy`.
         offload_policy: :class:`CPUOffloadPolicy` keeps shards, gradients and optimizer states on
-            the CPU; a mapping from parameter names does so for the named parameters.
-        ignored_params: Parameters to leave as they are.
-        dp_mesh_dims: The data-parallel axes of ``mesh``, for parameters that are DTensors on all
-            axes of it; also for plain parameters if all axes are data-parallel. Parameters that are
-            DTensors on another part of the same mesh (tensor parallelism) do not need it.
+            the CPU. A mapping from parameter names to policies offloads only these parameters.
+        ignored_params: Parameters that are not sharded.
+        dp_mesh_dims: Names the data-parallel axes of ``mesh``. Needed if the parameters are
+            DTensors on all axes of ``mesh``, including those for tensor parallelism. Not needed if
+            ``mesh`` has only data-parallel axes and the parameters are DTensors on other axes of
+            the same root mesh. Plain parameters are allowed if all axes are data-parallel.
 
     Returns:
-        The argument. Its modules are now :class:`FSDPModule`.
+        The argument. Its modules are now instances of :class:`FSDPModule`.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If a module or parameter cannot be sharded. The module is then unchanged.
-        ExtensionError: On all ranks, if a tensor subclass cannot be cut on some rank.
+        ExtensionError: On all ranks, if a tensor subclass cannot be split on some rank.
 
     Collective: none, except that it makes process groups for an int ``reshard_after_forward`` and
         for flattened axes. For tensor subclasses, an all-gather of a small object over each axis,
-        so that all ranks raise if one cannot cut its shards.
-    Memory: this rank's shards; the references to the full parameters are dropped.
+        so that all ranks raise if one rank cannot split the tensor.
+    Memory: this rank's shards. The module drops its references to the full parameters.
 
     Example:
         >>> from composable_shard.testing import fake_ranks
@@ -185,18 +187,20 @@ def check_calls(calls: Iterable[tuple[object, Mapping[str, Any]]]) -> None:
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """Share the limit on pending reductions between several roots that train together.
 
-    A pending reduction holds the gradients of its group. So each tree limits their number (see
-    ``set_reduce_scatter_max_input_buffers``). Trees that share the limit count all their reductions
-    together: a reduction of one tree waits for those of the others. Nothing else needs sharing,
-    since all work is on the compute stream, and no two trees share a message. Call it alike on all
-    ranks, at any time after the last ``fully_shard``, also before the first forward.
+    A pending reduction keeps the unsharded gradients of its group in memory, so each root limits
+    the number of pending reductions (see ``set_reduce_scatter_max_input_buffers``). By default,
+    each root counts its own. After this call, the roots count all their reductions together, and
+    before one of them launches a reduction beyond the limit, it waits for an earlier one of any of
+    them. Nothing else needs sharing. Make the same call on all ranks, at any time after the last
+    ``fully_shard``, also before the first forward.
 
     Args:
-        modules: Sharded modules of the trees; with fewer than two trees, nothing changes.
+        modules: The roots, or other sharded modules below them. If they all have the same root,
+            nothing changes.
 
     Raises:
-        TypeError: If it is one module instead of several.
-        ValueError: If one of them is not sharded.
+        TypeError: If ``modules`` is one module instead of several.
+        ValueError: If a module is not sharded.
 
     Collective: none.
     Source: ``torch.distributed.fsdp.share_comm_ctx``, which shares streams.
@@ -252,15 +256,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make another method of a sharded module act like its forward.
 
     As in a call of the module itself, the parameters of its group are gathered before the method
-    runs and freed after it, inputs and outputs are cast by the policy, and a backward through the
-    outputs reduces the gradients. Forward hooks of the user do not run.
+    runs and freed afterwards. Inputs and outputs are cast by the policy, and a backward through the
+    outputs reduces the gradients. The user's forward hooks do not run.
 
     Args:
-        module: A module; nothing happens if it is not sharded.
-        method_name: Name of the method, such as ``"generate"`` or ``"encode"``.
+        module: A module. If it is not sharded, nothing happens.
+        method_name: The name of the method, such as ``"generate"`` or ``"encode"``.
 
     Raises:
-        TypeError: If ``module`` is no module, or ``method_name`` no string.
+        TypeError: If ``module`` is not a module, or ``method_name`` is not a string.
         ValueError: If the module is sharded and has no such method, or the method is a generator or
             a coroutine, which would compute after the parameters are freed.
 

@@ -1,15 +1,14 @@
 """The errors of the library.
 
-Arguments that are wrong raise ``ValueError`` or ``TypeError`` at the call that receives them.
-Everything below is about state: the call was well-formed, but the model is not in a condition to
-serve it.
+Wrong arguments raise ``ValueError`` or ``TypeError`` at the call that receives them. The errors
+below report a wrong state: the arguments are valid, but the model cannot do what the call asks.
 """
 
 from __future__ import annotations
 
 
 class ShardError(RuntimeError):
-    """A sharded module is in a state that cannot serve the call."""
+    """The arguments of a call are valid, but the state of the sharded module does not allow it."""
 
 
 class MaterializationError(ShardError):
@@ -17,9 +16,9 @@ class MaterializationError(ShardError):
 
 
 class ExtensionError(ShardError):
-    """A tensor subclass broke the extension protocol, of gathers or of gradients.
+    """A tensor subclass does not follow the protocol for gathers or for gradients.
 
-    Raised on every rank, but for a ``fsdp_post_all_gather`` that fails on some ranks alone.
+    All ranks raise it, unless a ``fsdp_post_all_gather`` fails on some ranks only.
     """
 
 
@@ -28,15 +27,15 @@ class StaleParameterError(ShardError):
 
 
 class CommunicationError(ShardError):
-    """A collective failed, as a rank has ended, was not there in time or could not be reached.
+    """A collective failed because a rank has ended, did not join in time or could not be reached.
 
-    The process group is lost: start all ranks again, from a checkpoint.
+    The process group cannot be used any more. Restart all ranks from a checkpoint.
     """
 
 
 class RankMismatchError(ShardError):
-    """The ranks do not hold the same model, or do not do the same; raised on every rank."""
+    """Ranks have different models, or run different operations; all ranks raise it."""
 
 
 class TorchStateError(ShardError, AttributeError):
-    """Something asked for a part of torch's private state that a sharded module does not have."""
+    """Code read an attribute of torch's private state that a sharded module does not have."""

@@ -21,15 +21,15 @@ from composable_shard.arguments import check_type
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Name the data-parallel axes of a full mesh.
+    """Name the data-parallel axes of a mesh that may have other axes too.
 
-    For parameters that are DTensors on a mesh of all axes, data-parallel ones and others (tensor
-    parallelism). Plain parameters are allowed if all axes are data-parallel. Several names for one
-    purpose act as one flattened axis.
+    Use it for parameters that are DTensors on a mesh with axes for data parallelism and for tensor
+    parallelism. Plain parameters are allowed if all axes are data-parallel. If you pass several
+    names as ``shard`` or as ``replicate``, these axes act as one flattened axis.
 
     Args:
-        shard: Axis, or axes, to shard parameters over.
-        replicate: Axis, or axes, over which the shards are replicated.
+        shard: The axis, or axes, over which parameters are sharded.
+        replicate: The axis, or axes, over which the shards are replicated.
 
     Raises:
         TypeError: If a name is not a string.
@@ -70,14 +70,14 @@ class DataParallelMeshDims:
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """The sharded dim of a parameter, and a mesh of its own.
+    """The placement and the mesh of one parameter, as a ``shard_placement_fn`` may return them.
 
     Args:
         placement: ``Shard(dim)``, or ``None`` for ``Shard(0)``.
-        mesh: A 1-D mesh, or a 2-D mesh ``(replicate, shard)``; ``None`` for the mesh of the
+        mesh: A 1-D mesh, or a 2-D mesh ``(replicate, shard)``. ``None`` means the mesh of the
             ``fully_shard`` call.
 
-    ``fully_shard`` checks both, so its errors name the parameter.
+    ``fully_shard`` checks both values, so its errors name the parameter.
 
     Source: ``torch.distributed.fsdp.ShardPlacementResult``, which takes a private mesh object.
 
@@ -106,8 +106,8 @@ class ShardMesh:
             replicates.
         num_replicas: Number of ranks in ``replica_group``.
         device: The compute device of this rank.
-        dims: The names of these axes in ``full_mesh``, if parameters are DTensors on that mesh.
-        full_mesh: The mesh with all axes.
+        dims: The names of the data-parallel axes, if the user passed them.
+        full_mesh: The mesh with all axes that the user passed with these names.
     """
 
     mesh: DeviceMesh
@@ -127,7 +127,7 @@ class ShardMesh:
 
     @cached_property
     def shard_axis(self) -> DeviceMesh:
-        """The 1-D mesh of the ranks that share a parameter; of the replicas if no axis shards."""
+        """The 1-D mesh of the shards of a parameter, or of its replicas if no axis shards."""
         return _torch.last_axis(self.mesh)
 
     @property
@@ -156,16 +156,16 @@ def resolve_mesh(
     """Derive the data-parallel ranks from a mesh.
 
     Args:
-        mesh: A 1-D mesh, a 2-D mesh ``(replicate, shard)`` with named axes, or ``None`` for all
-            ranks on the current accelerator, else on the CPU; ``None`` starts the default process
-            group from the environment if there is none.
+        mesh: A 1-D mesh, or a 2-D mesh ``(replicate, shard)`` with named axes. ``None`` means all
+            ranks on the current accelerator, or on the CPU if there is none. ``None`` also starts
+            the default process group from the environment, unless there is one.
         dims: The data-parallel axes of ``mesh``, which may then have any number of axes.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If ``mesh`` has another number of axes, lacks names or those in ``dims``, has
-            names that contradict their use, is for devices that this process does not have, or does
-            not include this rank.
+        ValueError: If ``mesh`` has the wrong number of axes, has no names, lacks a name in
+            ``dims``, has names that contradict their use, is for devices that this process does not
+            have, or does not include this rank.
     """
     if mesh is None:
         mesh = _default_mesh()
@@ -194,7 +194,7 @@ def resolve_mesh(
 
 
 def _check_axis_names(mesh: DeviceMesh) -> None:
-    """Refuse a last axis with a name like "replicate", or a first of two with one like "shard"."""
+    """Raise if names contradict the order (replicate, shard), such as ("shard", "replicate")."""
     names = [name.lower() for name in mesh.mesh_dim_names or ("",)]
     shards, replicates = ([word in name for name in names] for word in ("shard", "replic"))
     if replicates[-1] > shards[-1] or shards[0] > shards[-1]:
@@ -263,17 +263,17 @@ def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-# Variables of launchers. If one is set, this process must not assume that it is the only one.
+# Variables that launchers set. If one is set, this process may not be the only rank.
 _LAUNCHED = {"RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}
 
-_started: list[tuple[dist.ProcessGroup, int]] = []  # with the id of the process that started it
+_started: list[tuple[dist.ProcessGroup, int]] = []  # a process group, and the id of its process
 
 
 def start_process_group() -> None:
     """Start the default process group from the environment, unless there is one.
 
-    Without a launcher, as in a notebook, this process is the only rank. The library destroys the
-    group in the end: see ``end_process_groups``.
+    Without a launcher, as in a notebook, this process is the only rank. At the end of the process,
+    the library destroys the group: see ``end_process_groups``.
     """
     if not dist.is_initialized():
         alone: dict[str, Any] = {}
@@ -291,9 +291,9 @@ def start_process_group() -> None:
 
 
 def started_process_group() -> dist.ProcessGroup | None:
-    """Return the default process group that :func:`start_process_group` has started.
+    """Return the default process group, if :func:`start_process_group` has started it.
 
-    A forked process has none, since the threads of the group run in its parent.
+    A forked process has none, because the threads of the group run in its parent.
     """
     return next((group for group, process in _started if process == os.getpid()), None)
 
@@ -304,9 +304,9 @@ def largest_of(meshes: Iterable[ShardMesh]) -> ShardMesh:
 
 
 def places_of(mesh: DeviceMesh) -> dict[int, int]:
-    """Return the index of each rank of a mesh, row by row, in the order of the shards.
+    """Return the index of each rank's shards in a mesh, row by row.
 
-    The shards follow the order of ranks in the process groups of the axes, which are sorted.
+    In a process group of an axis, ranks are sorted, and shards follow this order.
     """
     places = torch.zeros_like(mesh.mesh)
     for axis in range(mesh.ndim):
@@ -349,7 +349,7 @@ def default_device_type() -> str:
 def placement_of(
     name: str, param: nn.Parameter, shard_placement_fn: ShardPlacementFn | None
 ) -> tuple[Shard | None, DeviceMesh | None]:
-    """Call ``shard_placement_fn`` for a parameter; return its placement, and a mesh of its own."""
+    """Call ``shard_placement_fn`` for a parameter; return the placement and mesh that it chose."""
     result: Any = None
     if shard_placement_fn is not None:
         try:
@@ -369,7 +369,7 @@ def placement_of(
 
 
 def own_mesh_of(name: str, mesh: DeviceMesh) -> ShardMesh:
-    """Resolve the user's mesh of a parameter; errors name the parameter."""
+    """Resolve the mesh that the user chose for one parameter; errors name the parameter."""
     try:
         return resolve_mesh(mesh)
     except ValueError as error:
@@ -391,7 +391,7 @@ def shard_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int | 
 def check_reshard(
     reshard_after_forward: bool | int | None, meshes: Iterable[ShardMesh]
 ) -> bool | int | None:
-    """Return the checked choice: ``1`` becomes ``False``, and the number of shards ``True``.
+    """Check the argument, and return it; ``1`` becomes ``False``, the number of shards ``True``.
 
     Raises:
         ValueError: If it is neither a bool nor an int that divides the number of shards.

@@ -1,4 +1,4 @@
-"""The methods of a sharded module: ``fully_shard`` mixes ``FSDPModule`` into its class."""
+"""The methods of a sharded module: ``fully_shard`` adds the base class ``FSDPModule`` to it."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ _sharded_classes: dict[type, type] = {}
 
 
 def make_sharded(module: nn.Module, group: ParamGroup) -> None:
-    """Give a module its group and mix :class:`FSDPModule` into its class."""
+    """Give a module its group, and a class that also inherits from :class:`FSDPModule`."""
     set_group(module, group)
     answer_torch(module, group)
     module.__class__ = _sharded_class(type(module))
 
 
 def check_class(module: nn.Module) -> None:
-    """Make the new class of a module and try it, before anything is changed.
+    """Check that a module can get its new class, before anything is changed.
 
     Raises:
         Exception: Any exception that the module's class raises for subclasses.
@@ -113,7 +113,7 @@ def _is_own(name: str, method: object) -> bool:
 
 
 def _explained(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method, so that it raises a helpful error if it computes with sharded parameters."""
+    """Wrap a method so that it raises a helpful error if it computes with sharded parameters."""
 
     @wraps(method)
     def call(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
@@ -149,8 +149,8 @@ def groups_of(name: str, modules: Iterable[nn.Module]) -> list[ParamGroup]:
     """Return the group of each sharded module.
 
     Raises:
-        TypeError: If it is one module instead of several; ``name`` is the name of the argument.
-        ValueError: If one of them is not sharded.
+        TypeError: If it is one module instead of several. ``name`` is the argument in the message.
+        ValueError: If a module is not sharded.
     """
     groups = []
     for module in checked_list(name, modules, "sharded modules", "pass a list, also of one"):
@@ -178,8 +178,8 @@ def _convert(
 ) -> None:
     """Convert parameters, their gradients and buffers; all of them or, after a failure, none.
 
-    All tensors are converted before any is replaced. Torch replaces a DTensor as a whole, with its
-    ``grad_dtype``, and then refuses a gradient of another dtype. So they are removed meanwhile.
+    All tensors are converted before any is replaced. Torch replaces a DTensor together with its
+    ``grad_dtype``, and then refuses gradients of another dtype. So gradients are removed meanwhile.
 
     Args:
         modules: The modules.
@@ -233,15 +233,16 @@ def _convert(
 
 
 class FSDPModule(TorchFSDPModule):
-    """The methods that :func:`fully_shard` adds to the class of a module.
+    """The methods that :func:`fully_shard` adds to a module.
 
-    Settings take effect at the next forward or backward. All of them raise ``ValueError`` for a
-    flag that is not a bool. In the examples of the methods, ``model`` is a sharded
-    ``nn.Sequential`` of two sharded layers, on one of two ranks, and ``x`` is a batch.
+    The methods named ``set_...`` are settings. They take effect at the next forward or backward,
+    and raise ``ValueError`` for a flag that is not a bool. A *tree* is a root, that is the
+    outermost sharded module, with all sharded modules below it. In the examples, ``model`` is a
+    sharded ``nn.Sequential`` of two sharded layers, on one of two ranks, and ``x`` is a batch.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Construct the original class, so that slicing a sharded container gives a plain one."""
+        """Construct the original class, so that a slice of a sharded container is a plain one."""
         return _original_class(cls)(*args, **kwargs)
 
     # Actions --------------------------------------------------------------------------------
@@ -250,17 +251,17 @@ class FSDPModule(TorchFSDPModule):
         """Gather this module's own group and register the unsharded parameters.
 
         They stay registered until :meth:`reshard`, or until a forward, a backward or an optimizer
-        step registers the sharded ones. Until then, a forward uses them as they are, unless the
-        version counter of a shard has moved.
+        step registers the sharded parameters again. The next forward uses them without another
+        gather, unless a shard was changed in place in between.
 
         Args:
-            async_op: Return a handle instead of waiting; forward waits by itself.
+            async_op: Whether to return a handle instead of waiting. A forward waits by itself.
 
         Raises:
             ValueError: If ``async_op`` is not a bool.
-            ShardError: If called inside of :func:`composable_shard.unsharded`.
+            ShardError: If called inside :func:`composable_shard.unsharded`.
 
-        Collective: one all-gather of the group's bytes; none if it is unsharded already.
+        Collective: one all-gather of the group's bytes; none if the group is already unsharded.
 
         Example:
             >>> handle = model[0].unshard(async_op=True)
@@ -298,13 +299,14 @@ class FSDPModule(TorchFSDPModule):
         self._group().reshard()
 
     def reset_iter_state(self) -> None:
-        """Return to the state between iterations and drop every gradient not yet reduced.
+        """Return to the state between iterations, and drop all gradients that are not reduced yet.
 
-        It is never needed after an exception, since the next forward of the root cleans up. This
-        call cleans up at once, and also drops accumulated gradients (``Partial`` ones). It is
-        harmless at any time outside of a forward or backward, also before the first forward.
+        You need not call it after an exception, because the next forward of the root cleans up.
+        This method cleans up at once, and also drops gradients that were accumulated without sync
+        (``Partial`` DTensors). You may call it at any time outside a forward or backward, also
+        before the first forward.
 
-        Collective: none, but it waits for launched ones.
+        Collective: none, but it waits for collectives that have been launched.
 
         Example:
             >>> with model.no_sync():
@@ -325,13 +327,13 @@ class FSDPModule(TorchFSDPModule):
 
         This finishes the reductions that :meth:`no_sync`, ``set_requires_gradient_sync(False)``,
         ``set_requires_all_reduce(False)`` and ``set_is_last_backward(False)`` have deferred, in the
-        whole tree and whatever is set now. Call it on all ranks, outside of forward and backward.
-        Reductions of a backward that failed are dropped.
+        whole tree and whatever the present settings are. Call it on all ranks, outside forward and
+        backward. If a backward has failed, its pending reductions are dropped.
 
         Raises:
-            ShardError: In a forward or backward.
+            ShardError: If called in a forward or backward.
 
-        Collective: the reductions that are left to do.
+        Collective: the deferred reductions.
 
         Example:
             >>> from composable_shard import fully_shard
@@ -360,22 +362,22 @@ class FSDPModule(TorchFSDPModule):
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Finish the backwards of an iteration, after ``set_manual_backward_finalization(True)``.
 
-        The present settings decide. With gradient sync, gradients accumulated without sync are
-        reduced. With all-reduce, gradients reduced over the shards alone are reduced over the
-        replicas. Call it on the root, on all ranks, when all backwards of an iteration have run.
-        Before the first forward it does nothing.
+        Call it on the root, on all ranks, after all backwards of an iteration. The settings at this
+        time decide what it reduces: with gradient sync, also gradients that were accumulated
+        without sync; with all-reduce, also gradients that were reduced over the shards only. Before
+        the first forward it does nothing.
 
         Args:
-            async_op: Return a handle instead of waiting. Wait by it before the gradients are used,
-                and before the next forward.
+            async_op: Whether to return a handle instead of waiting. Call the handle's ``wait``
+                before you use the gradients, and before the next forward.
 
         Raises:
             ValueError: If ``async_op`` is not a bool.
-            ShardError: In a forward or backward; below the root; without manual finalization; if
-                an earlier handle was not waited for. Also after a pipeline schedule that splits
-                backward into inputs and weights and has lost gradients.
+            ShardError: If called in a forward or backward, on a module below the root, without
+                manual finalization, or before the wait for an earlier handle. Also if gradients
+                were lost by a pipeline schedule that splits backward into inputs and weights.
 
-        Collective: the reductions that are left to do.
+        Collective: the reductions that the backwards have not finished.
 
         Example:
             >>> model.set_manual_backward_finalization(True)
@@ -444,10 +446,10 @@ class FSDPModule(TorchFSDPModule):
             max_norm: The norm to scale down to.
             norm_type: Order of the norm; ``float("inf")`` for the largest absolute value.
             error_if_nonfinite: Whether to raise if the norm is infinite or NaN.
-            foreach: As in torch; it changes nothing.
+            foreach: Accepted as in torch, without effect.
 
         Returns:
-            The norm before, a scalar tensor that is bitwise the same on all ranks.
+            The norm before scaling, a scalar tensor that is bitwise the same on all ranks.
 
         Raises:
             TypeError: If ``max_norm`` or ``norm_type`` is not a number.
@@ -470,7 +472,7 @@ class FSDPModule(TorchFSDPModule):
         """Clear the gradients of all parameters: reduced, accumulated, and pending.
 
         Args:
-            set_to_none: Whether to drop them (the default) or fill them with zeros.
+            set_to_none: Whether to drop gradients (the default) or fill them with zeros.
 
         Example:
             >>> model(x).sum().backward()
@@ -486,7 +488,7 @@ class FSDPModule(TorchFSDPModule):
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Set whether all parameters get gradients, whether registered sharded or unsharded.
+        """Set whether all parameters, sharded or unsharded at the moment, get gradients.
 
         Args:
             requires_grad: The choice.
@@ -553,7 +555,8 @@ class FSDPModule(TorchFSDPModule):
             recurse: Whether to set it for all sharded modules below.
 
         Raises:
-            ValueError: If it is neither a bool nor an int that divides the number of shards.
+            ValueError: If the choice is neither a bool nor an int that divides the number of
+                shards.
 
         Example:
             >>> model.set_reshard_after_forward(False)
@@ -575,9 +578,9 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """Set whether unsharded parameters are freed after backward.
 
-        ``False`` saves the gather of the next microbatch, while gradients are accumulated without
-        sync or after ``set_is_last_backward(False)``. The sharded parameters are registered
-        meanwhile, so changes of them and of their gradients take effect.
+        ``False`` saves the gather for the next microbatch, as long as gradients are accumulated
+        without sync or ``set_is_last_backward(False)`` is set. Between microbatches, the sharded
+        parameters are registered, so you may change them and their gradients.
 
         Args:
             reshard_after_backward: The choice.
@@ -599,14 +602,15 @@ class FSDPModule(TorchFSDPModule):
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Set whether the memory of unsharded parameters stays allocated after a reshard.
 
-        Then every gather fills the same memory, as a captured CUDA graph needs. If parameters are
-        replaced (by loading with ``assign=True`` or by moving the module), they get new memory.
+        With ``True``, every gather fills the same memory, which a captured CUDA graph needs. If
+        parameters are replaced (by loading with ``assign=True`` or by moving the module), they get
+        new memory.
 
         Args:
-            keep: The choice; ``False`` frees the memory of resharded parameters at once.
+            keep: The choice. ``False`` frees the memory of resharded parameters at once.
             recurse: Whether to set it for all sharded modules below.
 
-        Memory: with ``True``, that of the unsharded parameters stays allocated.
+        Memory: with ``True``, all unsharded parameters of these modules.
 
         Example:
             >>> model[0].set_keep_unsharded_storage(True)
@@ -630,7 +634,7 @@ class FSDPModule(TorchFSDPModule):
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward gathers this module's own group.
 
-        Use ``False`` if backward does not read the parameters, such as those of an embedding.
+        Set ``False`` if backward does not read the parameters, as in an embedding.
 
         Args:
             unshard_in_backward: The choice.
@@ -645,14 +649,14 @@ class FSDPModule(TorchFSDPModule):
         self._group().settings.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
-        """Prefetch the groups of these modules in this one's forward, not the recorded next group.
+        """Set the modules that this module's forward prefetches, instead of the recorded next one.
 
         Args:
             modules: Sharded modules, in the order to gather them; empty for the recorded order.
 
         Raises:
-            TypeError: If it is one module instead of several.
-            ValueError: If one of them is not sharded.
+            TypeError: If ``modules`` is one module instead of several.
+            ValueError: If a module is not sharded.
 
         Example:
             >>> model.set_modules_to_forward_prefetch([model[0], model[1]])
@@ -664,14 +668,14 @@ class FSDPModule(TorchFSDPModule):
         self._group().settings.forward_prefetch = groups_of("modules", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
-        """Prefetch the groups of these modules in this one's backward, not the recorded next group.
+        """Set the modules that this module's backward prefetches, instead of the recorded next one.
 
         Args:
             modules: Sharded modules, in the order to gather them; empty for the recorded order.
 
         Raises:
-            TypeError: If it is one module instead of several.
-            ValueError: If one of them is not sharded.
+            TypeError: If ``modules`` is one module instead of several.
+            ValueError: If a module is not sharded.
 
         Example:
             >>> model[1].set_modules_to_backward_prefetch([model[0]])
@@ -680,7 +684,7 @@ class FSDPModule(TorchFSDPModule):
         self._group().settings.backward_prefetch = groups_of("modules", modules)
 
     def set_prefetch_depth(self, depth: int, *, recurse: bool = True) -> None:
-        """Prefetch ``depth`` groups ahead of the running one, in the recorded execution order.
+        """Set how many groups are prefetched while one computes, in the recorded execution order.
 
         The default, 1, hides a gather that takes no longer than the compute of one group. Each
         additional group needs memory for its unsharded parameters.
@@ -702,17 +706,18 @@ class FSDPModule(TorchFSDPModule):
             group.settings.prefetch_depth = depth
 
     def set_post_optim_event(self, event: Waitable | None) -> None:
-        """Let the next gather wait for ``event``, such as the end of an optimizer step.
+        """Make the next gather wait for ``event``, such as the end of an optimizer step.
 
-        Use it for an optimizer that steps on a stream, or on a thread, of its own.
+        Use it if the optimizer steps on a separate stream or in a separate thread.
 
         Args:
             event: Any object with a ``wait`` method: a ``torch.Event``, an event of a backend such
                 as ``torch.cuda.Event``, or a ``threading.Event``. ``wait()`` is called once, before
-                the next gather is launched. ``None``, the event of a CPU stream, waits for nothing.
+                the next gather is launched. ``None`` means to wait for nothing; CPU streams record
+                it as their event.
 
         Raises:
-            TypeError: If it has no ``wait``.
+            TypeError: If ``event`` has no ``wait``.
 
         Example:
             >>> import torch
@@ -731,8 +736,8 @@ class FSDPModule(TorchFSDPModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the end of a backward waits for its reductions.
 
-        ``False`` lets the last reductions of a microbatch overlap with the next microbatch.
-        Gradients are complete after a backward with ``True``. It acts on the whole tree.
+        With ``False``, the last reductions of a microbatch overlap with the next microbatch.
+        Gradients are complete after a backward with ``True``. The setting acts on the whole tree.
 
         Args:
             is_last_backward: The choice.
@@ -749,7 +754,7 @@ class FSDPModule(TorchFSDPModule):
         tree.is_last_backward = checked_bool("is_last_backward", is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Set whether reductions are finished by calls of :meth:`FSDPModule.finalize_backward`.
+        """Set whether you finish reductions by calling :meth:`FSDPModule.finalize_backward`.
 
         With ``True``, the end of a backward never waits for its reductions, whatever
         ``set_is_last_backward`` has set. The settings at the time of ``finalize_backward`` decide
@@ -760,8 +765,9 @@ class FSDPModule(TorchFSDPModule):
             enabled: The choice.
 
         Raises:
-            ValueError: If it is not a bool.
-            ShardError: Below the root; during a backward; before an earlier backward is finished.
+            ValueError: If ``enabled`` is not a bool.
+            ShardError: If called on a module below the root, during a backward, or before an
+                earlier backward is finalized.
 
         Example:
             >>> model.set_manual_backward_finalization(True)
@@ -790,8 +796,8 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """Set whether backward reduces gradients over the ranks.
 
-        With ``False``, gradients are accumulated unsharded, visible as ``Partial`` DTensors in
-        ``.grad``. The next backward with ``True`` reduces them.
+        With ``False``, unsharded gradients are accumulated. ``.grad`` shows them as ``Partial``
+        DTensors. The next backward with ``True`` reduces them.
 
         Args:
             requires_gradient_sync: The choice.
@@ -809,10 +815,10 @@ class FSDPModule(TorchFSDPModule):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without communication within this context.
+        """Accumulate gradients without communication inside this context.
 
-        Contexts may be nested; each restores the previous setting. They act on this module and all
-        modules below.
+        The context acts on this module and all modules below. Contexts may be nested; each restores
+        the previous setting.
 
         Example:
             >>> with model.no_sync():
@@ -832,8 +838,9 @@ class FSDPModule(TorchFSDPModule):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward also reduces gradients over the replicas of a hybrid mesh.
 
-        With ``False``, gradients are reduced over the shards alone, visible as ``(Partial, Shard)``
-        DTensors in ``.grad``. The next backward with ``True`` reduces them over the replicas.
+        With ``False``, gradients are reduced over the shards only. ``.grad`` shows them as
+        ``(Partial, Shard)`` DTensors. The next backward with ``True`` reduces them over the
+        replicas.
 
         Args:
             requires_all_reduce: The choice; it has no effect on other meshes.
@@ -850,16 +857,16 @@ class FSDPModule(TorchFSDPModule):
     # The kind of reductions -----------------------------------------------------------------
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Set the divisor of the sum of gradients over all ranks; the default is their number.
+        """Set the number that divides the sum of gradients; the default is the number of ranks.
 
         Args:
             factor: A positive number. It also divides gradients that were accumulated without sync,
                 when they are reduced.
 
         Raises:
-            ValueError: If it is not a positive number.
+            ValueError: If ``factor`` is not a positive number.
             ShardError: On all ranks, if gradients were accumulated without sync on top of reduced
-                ones, which were divided already.
+                gradients, because these are already divided.
 
         Example:
             >>> model[0].set_gradient_divide_factor(1.0)
@@ -879,10 +886,10 @@ class FSDPModule(TorchFSDPModule):
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether reductions always sum in the collective and divide outside of it.
+        """Set whether collectives always sum gradients, so that the library divides the result.
 
         Args:
-            enable: The choice. Some backends sum faster than they average.
+            enable: The choice. Use ``True`` if the backend sums faster than it averages.
 
         Example:
             >>> model[0].set_force_sum_reduction_for_comms(True)
@@ -896,9 +903,10 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """Set whether trainable parameters that no rank used get gradients of zeros.
 
-        By default their gradient stays ``None``, and the optimizer skips them. With zeros, as in
-        FSDP2, AdamW still decays them, for example. Ranks may use different parameters either way.
-        Parameters that were never gathered, and wrapper subclasses, get no zeros.
+        By default, their gradient stays ``None`` and the optimizer skips them. With zeros, as in
+        FSDP2, the optimizer steps them, so AdamW decays them, for example. In both cases, ranks may
+        use different parameters. Parameters that were never gathered, and wrapper subclasses, get
+        no zeros.
 
         Args:
             reduce_scatter_unused_params: The choice.
@@ -918,18 +926,18 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Set the limit on pending reductions; the largest limit in a tree counts.
+        """Set how many reductions may be pending; the largest limit in a tree counts.
 
-        Each holds its unsharded gradients until it is done. More than one, the default, helps if
-        reductions take longer than the backward that they overlap with.
+        Each pending reduction keeps its unsharded gradients in memory. The default is 1. A higher
+        limit helps if a reduction takes longer than the compute that overlaps with it.
 
         Args:
-            max_input_buffers: The number, at least 1.
+            max_input_buffers: The limit, at least 1.
             recurse: Whether to set it for all sharded modules below.
 
         Raises:
-            TypeError: If it is not an int.
-            ValueError: If it is less than 1.
+            TypeError: If the limit is not an int.
+            ValueError: If the limit is less than 1.
 
         Example:
             >>> model.set_reduce_scatter_max_input_buffers(2)
@@ -944,13 +952,14 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """Call ``hook`` with each flat buffer of reduced gradients, before ``.grad`` is written.
 
-        With a hook, every reduced parameter gets a gradient: zeros instead of ``None`` if no rank
-        has one, since the hook may reduce over further ranks that have one.
+        With a hook, a parameter without a gradient on any rank gets zeros instead of ``None``,
+        because the hook may reduce over further ranks that have a gradient.
 
         Args:
-            hook: Gets a 1-D tensor, reduced over shards and replicas, to change in place.
-            stream: The stream to run it on; not allowed with a hybrid mesh, since the hook then
-                runs after the reduction over replicas. It has no effect on the CPU.
+            hook: Gets a 1-D tensor of gradients, reduced over shards and replicas. It may change
+                the tensor in place.
+            stream: The stream on which the hook runs. Not allowed with a hybrid mesh, because the
+                hook then runs after the reduction over replicas. It has no effect on the CPU.
 
         Raises:
             TypeError: If ``hook`` is not callable, or ``stream`` is not a stream.
@@ -984,10 +993,11 @@ class FSDPModule(TorchFSDPModule):
         """Gather this module's own group by a custom all-gather.
 
         Args:
-            comm: Called once for each mesh and dtype, with flat tensors (copy-in and copy-out).
+            comm: Called with flat tensors, in each gather once for each mesh and dtype of the
+                group. Shards are copied into its input, and parameters out of its output.
 
         Raises:
-            TypeError: If it has no ``allocate`` or is not callable.
+            TypeError: If ``comm`` has no ``allocate`` or is not callable.
 
         Example:
             >>> from composable_shard import AllGather
@@ -1008,10 +1018,11 @@ class FSDPModule(TorchFSDPModule):
         """Reduce the gradients of this module's own group by a custom reduce-scatter.
 
         Args:
-            comm: Called once for each mesh and dtype, with flat tensors (copy-in and copy-out).
+            comm: Called with flat tensors, in each reduction once for each mesh and dtype of the
+                group. Gradients are copied into its input, and sharded gradients out of its output.
 
         Raises:
-            TypeError: If it has no ``allocate`` or is not callable.
+            TypeError: If ``comm`` has no ``allocate`` or is not callable.
 
         Example:
             >>> from composable_shard import ReduceScatter
@@ -1032,10 +1043,11 @@ class FSDPModule(TorchFSDPModule):
         """Set whether collectives use memory that their backend allocates.
 
         Args:
-            enable: The choice; ``False`` returns to collectives in place.
+            enable: The choice. With ``False``, collectives use the memory of parameters and
+                gradients again.
 
         Raises:
-            ShardError: If the backend allocates none, or custom collectives are set.
+            ShardError: If the backend allocates no memory, or custom collectives are set.
 
         Example:
             >>> model[0].set_allocate_memory_from_process_group_for_comm(False)
@@ -1048,14 +1060,14 @@ class FSDPModule(TorchFSDPModule):
         group.plugins.invalidate_programs()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Let collectives use symmetric memory.
+        """Make collectives use symmetric memory.
 
         Args:
-            backend: The backend of the memory; only ``"NCCL"``.
+            backend: The backend of the memory; must be ``"NCCL"``.
 
         Raises:
-            ValueError: For another backend.
-            ShardError: If the process group is not on NCCL, or custom collectives are set.
+            ValueError: If ``backend`` is not ``"NCCL"``.
+            ShardError: If the process group does not use NCCL, or custom collectives are set.
 
         Example:
             >>> model[0].set_symm_mem_for_comm("NCCL")
@@ -1105,14 +1117,14 @@ class FSDPModule(TorchFSDPModule):
         return list(dict.fromkeys(g for m in modules if (g := group_of(m)) is not None))
 
     def _params(self) -> list[ShardedParam]:
-        """Return the parameters of this module; its groups may have others, of other modules."""
+        """Return the parameters of this module; its groups may also have those of other modules."""
         below = set(cast(nn.Module, self).modules())
         params = (param for group in self._groups(recurse=True) for param in group.params)
         return [param for param in params if any(slot.module in below for slot in param.slots)]
 
 
 class GradientReductionHandle:
-    """Waits for a ``finalize_backward(async_op=True)``.
+    """The handle that ``finalize_backward(async_op=True)`` returns.
 
     Example:
         >>> model.set_manual_backward_finalization(True)
@@ -1128,10 +1140,13 @@ class GradientReductionHandle:
         self._tree = tree
 
     def wait(self) -> None:
-        """Wait until the gradients are reduced, without blocking the host on devices; idempotent.
+        """Wait until the gradients are reduced; further calls do nothing.
+
+        On a device, its stream waits, and the host continues.
 
         Raises:
-            ShardError: If ``reset_iter_state``, or the cleanup after a failure, has dropped them.
+            ShardError: If ``reset_iter_state``, or the cleanup after a failure, has dropped the
+                reductions.
         """
         tree = self._tree
         if tree is None:
@@ -1146,13 +1161,13 @@ class GradientReductionHandle:
 
 
 class UnshardHandle:
-    """Waits for an ``unshard(async_op=True)``."""
+    """The handle that ``unshard(async_op=True)`` returns."""
 
     def __init__(self, group: ParamGroup) -> None:
         self._group: ParamGroup | None = group
 
     def wait(self) -> None:
-        """Wait for the gather and register the unsharded parameters; idempotent."""
+        """Wait for the gather and register the unsharded parameters; further calls do nothing."""
         group = self._group
         if group is not None and group.state is not State.SHARDED:
             group.wait()

@@ -1,4 +1,4 @@
-"""The policies of a ``fully_shard`` call: frozen, validated values."""
+"""The policies of a ``fully_shard`` call, as frozen dataclasses that check their arguments."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ ParamDtypeOverride = Callable[[nn.Parameter], torch.dtype | None]
 class MixedPrecisionPolicy:
     """Choose the dtypes of compute, reduction, outputs, buffers and gradients.
 
-    Casting happens at module boundaries and on whole buckets; sharded parameters and the
-    optimizer keep the original dtype.
+    Inputs and outputs are cast where a forward begins and ends, and parameters when they are
+    gathered. Sharded parameters and optimizer states keep the original dtype.
 
     Args:
-        param_dtype: Dtype of the unsharded parameters, hence of compute and of the all-gather.
-            ``None`` keeps the original dtype.
+        param_dtype: Dtype of the unsharded parameters, and therefore of compute and of the
+            all-gather. ``None`` keeps the original dtype.
         reduce_dtype: Dtype of the gradient reduction and of gradients accumulated without sync.
-            ``None`` uses the ``grad_dtype`` of each parameter, or the parameter's own dtype if that
-            is not set, whatever ``param_dtype`` is. If these dtypes differ within a group, its
-            gradients are reduced in the dtype that they promote to.
+            ``None`` means the ``grad_dtype`` of each parameter or, if that is not set, the
+            parameter's own dtype; ``param_dtype`` has no influence. If these dtypes differ within a
+            group, its gradients are reduced in the dtype to which they promote.
         output_dtype: Dtype of floating-point outputs of forward. ``None`` casts nothing.
         cast_forward_inputs: Whether floating-point inputs of forward are cast to ``param_dtype``.
-        buffer_dtype: Dtype of floating-point buffers during forward; changes of them are copied
-            back. ``None`` casts nothing.
-        grad_dtype: Dtype of the sharded gradients of parameters without a ``grad_dtype`` of their
-            own. ``None`` means the dtype of the parameter.
-        param_dtype_override_fn: ``fully_shard`` calls it once with each parameter. It returns the
-            parameter's own dtype to compute in that, or ``None`` or ``param_dtype`` to compute in
-            ``param_dtype``; the same on all ranks. Inputs are still cast to ``param_dtype``.
+        buffer_dtype: Dtype of floating-point buffers during forward. If forward changes a buffer,
+            the change is copied back. ``None`` casts nothing.
+        grad_dtype: Dtype of sharded gradients, for parameters without their own ``grad_dtype``.
+            ``None`` means the dtype of the parameter.
+        param_dtype_override_fn: Called once with each parameter by ``fully_shard``. If it returns
+            the parameter's own dtype, the parameter is not cast; ``None`` and ``param_dtype`` mean
+            ``param_dtype``. It must return the same on all ranks. Inputs are cast to
+            ``param_dtype`` in any case.
 
     Raises:
-        TypeError: If a dtype is not a ``torch.dtype``, ``cast_forward_inputs`` not a bool, or
-            ``param_dtype_override_fn`` not callable.
+        TypeError: If a dtype is not a ``torch.dtype``, ``cast_forward_inputs`` is not a bool, or
+            ``param_dtype_override_fn`` is not callable.
         ValueError: If a dtype is not floating-point.
 
     Source: ``torch.distributed.fsdp.MixedPrecisionPolicy``; ``buffer_dtype`` and ``grad_dtype`` are
@@ -88,8 +89,9 @@ class MixedPrecisionPolicy:
             param: The parameter, before it is sharded.
 
         Raises:
-            ValueError: If the override returns anything but an allowed dtype or ``None``. If there
-                is no override for a frozen parameter of the user's own class that would be cast.
+            ValueError: If the override returns anything but an allowed dtype or ``None``. Also if
+                the override returns nothing for a frozen parameter that may hold packed values,
+                and ``param_dtype`` would cast it.
         """
         override = self.param_dtype_override_fn
         try:
@@ -114,7 +116,7 @@ class MixedPrecisionPolicy:
         return replace(self, param_dtype=dtype, param_dtype_override_fn=None)
 
     def _check_not_packed(self, name: str, param: nn.Parameter) -> None:
-        """Refuse to cast a floating-point parameter that may hold packed codes."""
+        """Raise if a cast would corrupt packed values of a frozen parameter."""
         kind = _torch.class_in_memory(_torch.local_part(param))
         cast = self.compute_dtype(param.dtype)
         if kind is not None and not param.requires_grad and cast != param.dtype:
@@ -168,9 +170,9 @@ class CPUOffloadPolicy(OffloadPolicy):
     back. The optimizer steps on the CPU.
 
     Args:
-        pin_memory: Whether the shards are in pinned memory. Copies from it are faster and overlap
-            with compute, but it cannot be swapped out. Ignored, with one warning, if there is no
-            accelerator.
+        pin_memory: Whether shards and gradients are in pinned memory. Copies are then faster and
+            overlap with compute, but pinned memory cannot be swapped out. Without an accelerator,
+            ``True`` has no effect, and a warning says so once.
 
     Raises:
         TypeError: If ``pin_memory`` is not a bool.
