@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import methodcaller
 from types import FrameType
@@ -218,20 +216,6 @@ def call_hooks_of_steps(optimizer: torch.optim.Optimizer) -> None:
 def is_counted(step: Any, of: Any) -> bool:
     """Return whether ``step`` is the wrapper of schedulers around ``of``, which records steps."""
     return hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is of
-
-
-def count_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Let the schedulers of an optimizer notice its steps, after a change of its class."""
-    reference = weakref.ref(optimizer)
-
-    @functools.wraps(type(optimizer).step)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        stepped: Any = reference()
-        stepped._opt_called = True
-        return type(stepped).step(stepped, *args, **kwargs)
-
-    vars(counted)["_wrapped_by_lr_sched"] = True
-    vars(optimizer)["step"] = counted
 
 
 def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:

@@ -319,8 +319,7 @@ def explain_layouts(steps: LayoutSteps) -> OptimizerExplanation:
     """Explain a step of an optimizer of whole matrices."""
     groups = []
     for group in steps.groups:
-        sent = [message for bucket in group.buckets for message in bucket.sent]
-        traffic = total(Traffic(1, len(message.to), message.nbytes) for message in sent)
-        facts = group.layout, group.num_params, group.numel, group.num_tensors
-        groups.append(OptimizerGroupExplanation(*facts, traffic))
+        sent = [sent for bucket in group.buckets for sent in (bucket.to_owners, bucket.to_shards)]
+        traffic = total(Traffic(1, one.messages, one.nbytes) for one in sent if one.is_launched)
+        groups.append(OptimizerGroupExplanation(*group[:-1], traffic))
     return OptimizerExplanation("with_layout", tuple(groups), steps.most_held, steps.imbalance)

@@ -24,7 +24,7 @@ from composable_shard.core.storage import Bucket, ShardedParam
 from composable_shard.core.transport.collectives import ReduceScatterLaunch
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.insight.events import groups_in, listening
-from composable_shard.optim.blocks import Block, LayoutSteps, route_of
+from composable_shard.optim.blocks import Block, LayoutSteps
 from composable_shard.optim.layouts import (
     BUCKET_NBYTES,
     Fits,
@@ -252,12 +252,11 @@ def plan_layouts(
     for (layout, params), buckets in zip(rules, cuts, strict=True):
         stepped, plans = [], []
         for blocks in buckets:
-            routes = [route_of(block, rank % len(block.spread.boxes)) for block in blocks]
-            plans.append(plan_bucket(params, routes, params[0].local().device))
-            owned = [parcel.route.block for parcel in plans[-1].parcels if parcel.route.is_owner]
-            stepped.append(
-                [torch.empty(b.shape, dtype=params[b.param].tensor.dtype) for b in owned]
-            )
+            place = rank % len(blocks[0].spread.boxes)
+            plans.append(plan_bucket(params, blocks, place, params[0].local().device))
+            dtypes = [params[block.param].tensor.dtype for block in plans[-1].owned]
+            pairs = zip(plans[-1].owned, dtypes, strict=True)
+            stepped.append([torch.empty(block.shape, dtype=dtype) for block, dtype in pairs])
         num_tensors = None
         if isinstance(layout, Sharded):
             stepped = [[param.local() for param in params if param.tensor.requires_grad]]

@@ -23,13 +23,14 @@ its way to the owners, and the previous one is back in the shards::
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import accumulate, chain, product
 from math import prod
-from typing import Literal
+from operator import add, sub
+from typing import NamedTuple
 
 # Boxes: parts of tensors --------------------------------------------------------------------------
 
@@ -54,16 +55,12 @@ class Box:
     def overlap(self, other: Box) -> Box:
         """Return the intersection; its ranges may be empty."""
         starts = tuple(map(max, self.starts, other.starts))
-        mine = map(sum, zip(self.starts, self.sizes, strict=True))
-        theirs = map(sum, zip(other.starts, other.sizes, strict=True))
-        stops = map(min, mine, theirs)
-        sizes = tuple(max(0, stop - start) for start, stop in zip(starts, stops, strict=True))
-        return Box(starts, sizes)
+        stops = map(min, *(map(add, box.starts, box.sizes) for box in (self, other)))
+        return Box(starts, tuple(max(0, size) for size in map(sub, stops, starts)))
 
     def within(self, outer: Box) -> Box:
         """Return this box relative to ``outer``, which contains it."""
-        starts = (start - begin for start, begin in zip(self.starts, outer.starts, strict=True))
-        return Box(tuple(starts), self.sizes)
+        return Box(tuple(map(sub, self.starts, outer.starts)), self.sizes)
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -85,12 +82,11 @@ def blocks_of(shape: Sequence[int], split_sizes: Sequence[int] | None = None) ->
     if len(shape) < 2:
         return [whole(shape)]
     *stack, rows, columns = shape
-    sizes = [rows] if split_sizes is None else list(split_sizes)
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    sizes = [rows] if split_sizes is None else split_sizes
     return [
         Box((*place, start, 0), (*(1 for _ in stack), size, columns))
         for place in product(*map(range, stack))
-        for start, size in zip(starts, sizes, strict=True)
+        for start, size in zip(accumulate((0, *sizes)), sizes, strict=False)
     ]
 
 
@@ -109,19 +105,11 @@ class Spread:
     boxes: tuple[Box, ...]
     replicas: tuple[int, ...]
 
-    def sources(self, owner: int) -> list[int]:
-        """Return the ranks of the same copy as ``owner``; together they hold the tensor once."""
-        return [rank for rank, r in enumerate(self.replicas) if r == self.replicas[owner]]
-
     @lru_cache(maxsize=1024)  # noqa: B019
     def parts(self, box: Box) -> Mapping[int, Box]:
         """Return the part of a box that each rank holds, without ranks that hold nothing."""
         overlaps = {rank: held.overlap(box) for rank, held in enumerate(self.boxes)}
         return {rank: part for rank, part in overlaps.items() if part.numel}
-
-    def whole_on(self, box: Box) -> list[int]:
-        """Return the ranks that hold all of a box."""
-        return [rank for rank, part in self.parts(box).items() if part.numel == box.numel]
 
 
 @lru_cache(maxsize=256)
@@ -202,71 +190,57 @@ class Block:
         """The cost of multiplying the matrix by itself, up to a factor."""
         return self.box.numel * min(self.shape, default=1)
 
+    @cached_property
+    def parts(self) -> Mapping[int, Box]:
+        """The range in the parameter that each rank holds, without ranks that hold nothing."""
+        return self.spread.parts(self.box)
+
+    def is_whole_on(self, rank: int) -> bool:
+        """Return whether a rank holds all of the block."""
+        return rank in self.parts and self.parts[rank].numel == self.box.numel
+
     @property
     def candidates(self) -> Sequence[int]:
         """The ranks that hold the whole block, if there are any; else all ranks."""
-        return self.spread.whole_on(self.box) or range(len(self.spread.boxes))
+        return list(filter(self.is_whole_on, self.parts)) or range(len(self.spread.boxes))
 
+    def travels(self, rank: int, *, to_owner: bool) -> bool:
+        """Return whether the part of a rank travels to the owner, or from the owner to the rank.
 
-@dataclass(frozen=True)
-class Route:
-    """The transfers of one block to its owner and back, from the view of one rank.
-
-    Attributes:
-        block: The block.
-        rank: The rank.
-        held: The range of this rank's part in the block; ``None`` if it holds nothing.
-        held_locally: The range of that part in the local shard.
-        sources: The other ranks that send parts to the owner, each with its part.
-        holders: All other ranks that hold parts of the block, each with its part.
-    """
-
-    block: Block
-    rank: int
-    held: Box | None
-    held_locally: Box | None
-    sources: tuple[tuple[int, Box], ...]
-    holders: tuple[tuple[int, Box], ...]
-
-    @property
-    def is_owner(self) -> bool:
-        """Whether this rank is the owner."""
-        return self.rank == self.block.owner
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this rank holds all of the block."""
-        return self.held is not None and self.held.numel == self.block.box.numel
-
-    def parts(self, *, to_owner: bool) -> tuple[tuple[int, Box], ...]:
-        """Return the parts that travel in one direction, each with the rank at the other end."""
-        return self.sources if to_owner else self.holders
-
-    def own_parts(self, *, to_owner: bool) -> list[tuple[int, Box]]:
-        """Return the parts that this rank sends or receives, each with the rank at its other end.
-
-        The owner receives with ``to_owner``, and sends without.
+        The owner receives only the copy of the parameter that it has a part in.
         """
-        parts = self.parts(to_owner=to_owner)
-        if self.is_owner:
-            return list(parts)
-        return [(self.block.owner, part) for rank, part in parts if rank == self.rank]
+        replicas = self.spread.replicas
+        is_other = rank != self.owner and rank in self.parts
+        return is_other and not (to_owner and replicas[rank] != replicas[self.owner])
 
 
-def route_of(block: Block, rank: int) -> Route:
-    """Return the transfers of a block from the view of ``rank``."""
-    spread, owner = block.spread, block.owner
-    parts = spread.parts(block.box)
-    held, sources = parts.get(rank), spread.sources(owner)
-    holders = [(peer, part.within(block.box)) for peer, part in parts.items() if peer != owner]
-    return Route(
-        block,
-        rank,
-        None if held is None else held.within(block.box),
-        None if held is None else held.within(spread.boxes[rank]),
-        tuple((peer, part) for peer, part in holders if peer in sources),
-        tuple(holders),
-    )
+def are_sent(blocks: Iterable[Block], *, to_owner: bool) -> bool:
+    """Return whether any rank sends a part of the blocks."""
+    return any(block.travels(rank, to_owner=to_owner) for block in blocks for rank in block.parts)
+
+
+def messages(
+    blocks: Iterable[Block], rank: int, *, to_owner: bool, sends: bool
+) -> dict[int, list[tuple[int, Box]]]:
+    """Return the parts that a rank sends to, or receives from, each other rank.
+
+    Args:
+        blocks: The blocks that travel.
+        rank: The rank.
+        to_owner: Whether they travel to their owners, or back to the shards.
+        sends: Whether to return the parts that ``rank`` sends.
+
+    Returns:
+        For each other rank, the index of each block, and its range in the parameter.
+    """
+    found = defaultdict[int, list[tuple[int, Box]]](list)
+    for index, block in enumerate(blocks):
+        is_owner = block.owner == rank
+        if sends == (is_owner != to_owner):
+            for holder in block.parts if is_owner else [rank]:
+                if block.travels(holder, to_owner=to_owner):
+                    found[holder if is_owner else block.owner].append((index, block.parts[holder]))
+    return found
 
 
 def owned_buckets(blocks: Iterable[Block], loads: list[int], nbytes: int) -> list[list[Block]]:
@@ -296,26 +270,19 @@ def owned_buckets(blocks: Iterable[Block], loads: list[int], nbytes: int) -> lis
 
 # A step: the order of its buckets, and the bytes that it sends and occupies -----------------------
 
-Action = Literal["launch", "arrive", "compute", "finish"]
 
+def schedule(num_buckets: int) -> list[int]:
+    """Return the bucket that each action of a step belongs to.
 
-def schedule(num_buckets: int) -> Iterator[tuple[Action, int]]:
-    """Yield the actions of a step, each with the index of its bucket.
+    The actions of a bucket are: launch the exchange to the owners, receive it, compute and launch
+    the exchange back to the shards, and receive that.
 
-    >>> " ".join(f"{action}-{index}" for action, index in schedule(2))
-    'launch-0 arrive-0 launch-1 compute-0 arrive-1 finish-0 compute-1 finish-1'
+    >>> schedule(2)  # launch 0, receive 0, launch 1, compute 0, receive 1, finish 0, ...
+    [0, 0, 1, 0, 1, 0, 1, 1]
     """
-    for index in range(num_buckets):
-        if index == 0:
-            yield "launch", index
-        yield "arrive", index
-        if index > 0:
-            yield "finish", index - 1
-        if index + 1 < num_buckets:
-            yield "launch", index + 1
-        yield "compute", index
-        if index + 1 == num_buckets:
-            yield "finish", index
+    around = ((index, index - 1, index + 1, index) for index in range(num_buckets))
+    order = (0, *chain.from_iterable(around), num_buckets - 1)
+    return [index for index in order if 0 <= index < num_buckets]
 
 
 def padded(nbytes: int) -> int:
@@ -323,120 +290,69 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // 16) * 16
 
 
-@dataclass(frozen=True)
-class Sent:
-    """The traffic of this rank in one all-to-all.
+class Sent(NamedTuple):
+    """The traffic of a rank in one all-to-all.
 
     Attributes:
         is_launched: Whether any rank sends anything.
-        to: Bytes that this rank sends to each rank.
-        received: Bytes that this rank receives.
+        messages: The number of ranks that it sends to.
+        nbytes: Bytes that it sends.
+        received: Bytes that it receives.
     """
 
     is_launched: bool
-    to: Mapping[int, int]
+    messages: int
+    nbytes: int
     received: int
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this rank sends."""
-        return sum(self.to.values())
-
-    @property
-    def buffers(self) -> int:
-        """Bytes of both messages."""
-        return self.nbytes + self.received
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """The sizes of a block in transit.
-
-    Attributes:
-        route: The transfers of the block.
-        grad_itemsize: Bytes of an element of its gradient.
-        is_away: Whether its shards are on another device than compute.
-    """
-
-    route: Route
-    grad_itemsize: int
-    is_away: bool = False
-
-    @property
-    def whole_numel(self) -> int:
-        """Elements that this rank allocates for the whole block; 0 if its shard is the block."""
-        is_in_place = self.route.is_whole and not self.is_away
-        return self.route.block.box.numel if self.route.is_owner and not is_in_place else 0
+    @classmethod
+    def of(
+        cls, blocks: Sequence[Block], itemsizes: Sequence[int], rank: int, *, to_owner: bool
+    ) -> Sent:
+        """Return the traffic of blocks with elements of these sizes."""
+        out, into = (
+            [
+                sum(padded(part.numel * itemsizes[index]) for index, part in parts)
+                for parts in messages(blocks, rank, to_owner=to_owner, sends=sends).values()
+            ]
+            for sends in (True, False)
+        )
+        return cls(are_sent(blocks, to_owner=to_owner), len(out), sum(out), sum(into))
 
 
-@dataclass(frozen=True)
-class BucketPlan:
-    """The work of a step on one bucket if every trained parameter has a gradient.
+class BucketPlan(NamedTuple):
+    """The work of a step on one bucket if every trained parameter has a gradient, on one rank.
 
     Attributes:
-        parcels: Its blocks.
+        owned: The trained blocks that the rank owns.
+        to_owners: The traffic of values and gradients to the owners.
+        to_shards: The traffic of updated values to the shards.
+        values: Bytes that the rank allocates for whole values.
+        grads: Bytes that it allocates for whole gradients.
     """
 
-    parcels: tuple[Parcel, ...]
+    owned: Sequence[Block]
+    to_owners: Sent
+    to_shards: Sent
+    values: int
+    grads: int
 
-    @property
-    def to_owners(self) -> Sent:
-        """Values and gradients in flight to the owners."""
-        return self._sent(to_owner=True)
-
-    @property
-    def to_shards(self) -> Sent:
-        """Updated values in flight to the shards."""
-        return self._sent(to_owner=False)
-
-    def _sent(self, *, to_owner: bool) -> Sent:
-        to: Counter[int] = Counter()
-        received = 0
-        for parcel in self.parcels:
-            itemsizes = [parcel.route.block.itemsize, *([parcel.grad_itemsize] if to_owner else [])]
-            for peer, part in parcel.route.own_parts(to_owner=to_owner):
-                nbytes = sum(padded(part.numel * itemsize) for itemsize in itemsizes)
-                if parcel.route.is_owner == to_owner:
-                    received += nbytes
-                else:
-                    to[peer] += nbytes
-        is_launched = any(parcel.route.parts(to_owner=to_owner) for parcel in self.parcels)
-        return Sent(is_launched, to, received)
-
-    @property
-    def sent(self) -> list[Sent]:
-        """The all-to-alls of a step."""
-        return [sent for sent in (self.to_owners, self.to_shards) if sent.is_launched]
-
-    def held(self) -> dict[Action, tuple[int, int]]:
+    def held(self) -> list[tuple[int, int]]:
         """Return the bytes that it occupies: the peak during each action, and after it.
 
         The memory of the stock optimizer is not included.
         """
-        there, back = self.to_owners, self.to_shards
-        values = sum(one.whole_numel * one.route.block.itemsize for one in self.parcels)
-        both = values + sum(one.whole_numel * one.grad_itemsize for one in self.parcels)
-        return {
-            "launch": (there.buffers, there.buffers),
-            "arrive": (max(there.buffers, there.received + both), both),
-            "compute": (max(both, values + back.buffers), back.buffers),
-            "finish": (back.buffers, 0),
-        }
+        there, back = (sent.nbytes + sent.received for sent in (self.to_owners, self.to_shards))
+        both = self.values + self.grads
+        return [
+            (there, there),
+            (max(there, self.to_owners.received + both), both),
+            (max(both, self.values + back), back),
+            (back, 0),
+        ]
 
 
-def most_held(buckets: Sequence[BucketPlan]) -> int:
-    """Return the peak of the bytes that the buckets of a step occupy."""
-    each = [bucket.held() for bucket in buckets]
-    now, most = [0] * len(buckets), 0
-    for action, index in schedule(len(buckets)):
-        during, after = each[index][action]
-        most = max(most, sum(now) - now[index] + during)
-        now[index] = after
-    return most
-
-
-@dataclass(frozen=True)
-class GroupSteps:
+class GroupSteps(NamedTuple):
     """The work of a step on one parameter group, on one rank.
 
     Attributes:
@@ -451,11 +367,10 @@ class GroupSteps:
     num_params: int
     numel: int
     num_tensors: int
-    buckets: tuple[BucketPlan, ...] = ()
+    buckets: Sequence[BucketPlan] = ()
 
 
-@dataclass(frozen=True)
-class LayoutSteps:
+class LayoutSteps(NamedTuple):
     """The work of a step of whole matrices and shards, on one rank.
 
     Attributes:
@@ -463,13 +378,19 @@ class LayoutSteps:
         loads: For each mesh, the cost of the matrices that each of its ranks owns.
     """
 
-    groups: tuple[GroupSteps, ...]
+    groups: Sequence[GroupSteps]
     loads: Sequence[Sequence[int]]
 
     @property
     def most_held(self) -> int:
-        """The peak of the bytes that buckets occupy."""
-        return most_held([bucket for group in self.groups for bucket in group.buckets])
+        """The peak of the bytes that the buckets of a step occupy."""
+        held = [iter(bucket.held()) for group in self.groups for bucket in group.buckets]
+        now, most = [0] * len(held), 0
+        for index in schedule(len(held)):
+            during, after = next(held[index])
+            most = max(most, sum(now) - now[index] + during)
+            now[index] = after
+        return most
 
     @property
     def imbalance(self) -> float:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from composable_shard import _torch
 from composable_shard.core.transport.failures import watched
 from composable_shard.core.transport.process_groups import subgroup
-from composable_shard.optim.blocks import Box, Route, padded
+from composable_shard.optim.blocks import Block, Box, are_sent, messages, padded
 
 
 @dataclass(frozen=True)
@@ -45,24 +45,6 @@ class Ranks:
         assert self.group is not None
         is_gloo = _torch.backend_name(self.group, self.device) == "gloo"
         return subgroup(self.group, self.group.size()) if is_gloo else self.group
-
-
-@dataclass(frozen=True)
-class Move:
-    """The values, the gradient or a state of a block in transit.
-
-    Attributes:
-        route: The transfers of the block.
-        local: This rank's shard of the parameter, gradient or state.
-        whole: The whole block, on the owner; ``None`` before there is memory for it.
-    """
-
-    route: Route
-    local: torch.Tensor
-    whole: torch.Tensor | None = None
-
-
-_DOING = "moving blocks of parameters between their owners and shards"
 
 
 class Exchange:
@@ -105,69 +87,6 @@ class Exchange:
         self._received = self._received.new_empty(0)
 
 
-def launch(ranks: Ranks, moves: Sequence[Move], *, to_owner: bool) -> Exchange | None:
-    """Send the parts of blocks to their owners, or back from them.
-
-    On the way back, the blocks may be freed once this returns.
-
-    Collective: one all-to-all over the ranks, if any of them sends anything.
-    """
-    out: list[list[torch.Tensor]] = [[] for _ in ranks.places]
-    nbytes = [0] * len(ranks.places)
-    for move in moves:
-        if not to_owner:
-            _keep_own(move, to_owner=False)
-        for peer, box in move.route.own_parts(to_owner=to_owner):
-            if move.route.is_owner == to_owner:
-                nbytes[peer] += padded(box.numel * move.local.itemsize)
-            else:
-                out[peer].append(_part(move, box))
-    is_needed = any(move.route.parts(to_owner=to_owner) for move in moves)
-    return Exchange(ranks, out, nbytes, _DOING) if is_needed else None
-
-
-def arrive(
-    ranks: Ranks, exchange: Exchange | None, moves: Sequence[Move], *, to_owner: bool
-) -> None:
-    """Copy received parts to the whole blocks, or on the way back to the local shards."""
-    into: list[list[torch.Tensor]] = [[] for _ in ranks.places]
-    for move in moves:
-        if to_owner:
-            _keep_own(move, to_owner=True)
-        if move.route.is_owner == to_owner:
-            for peer, box in move.route.own_parts(to_owner=to_owner):
-                into[peer].append(_part(move, box))
-    if exchange is not None:
-        exchange.write(into)
-
-
-def _keep_own(move: Move, *, to_owner: bool) -> None:
-    """Copy the owner's own part between its block and its shard, unless they share memory."""
-    route = move.route
-    if not route.is_owner or route.held is None or route.held_locally is None:
-        return
-    ends = part_of(move.local, route.held_locally), _part(move, route.held)
-    if ends[0].data_ptr() != ends[1].data_ptr():
-        ends[to_owner].copy_(ends[not to_owner])
-
-
-def _part(move: Move, box: Box) -> torch.Tensor:
-    """View a part of a block: the owner in the whole block, another rank in its shard."""
-    if not move.route.is_owner:
-        assert move.route.held_locally is not None
-        return part_of(move.local, move.route.held_locally)
-    assert move.whole is not None
-    stack = len(box.sizes) - move.whole.ndim
-    return part_of(move.whole[(None,) * stack], box)
-
-
-def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """View the part of a tensor in a box."""
-    for dim, (start, size) in enumerate(zip(box.starts, box.sizes, strict=True)):
-        tensor = tensor.narrow(dim, start, size)
-    return tensor
-
-
 def _parts(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """View a message of bytes as tensors like ``tensors``, one behind the other."""
     parts = message.split([padded(tensor.nbytes) for tensor in tensors])
@@ -175,3 +94,91 @@ def _parts(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch
         part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for part, tensor in zip(parts, tensors, strict=True)
     ]
+
+
+@dataclass(frozen=True)
+class Move:
+    """The values, the gradient or a state of a block in transit.
+
+    Attributes:
+        block: The block.
+        local: This rank's shard of the parameter, gradient or state.
+        whole: The whole block, on the owner; ``None`` before there is memory for it.
+    """
+
+    block: Block
+    local: torch.Tensor
+    whole: torch.Tensor | None = None
+
+    def in_shard(self, part: Box, rank: int) -> torch.Tensor:
+        """View a part of the block in the shard of this rank."""
+        return part_of(self.local, part.within(self.block.spread.boxes[rank]))
+
+    def in_block(self, part: Box) -> torch.Tensor:
+        """View a part of the block in the whole block."""
+        assert self.whole is not None
+        stack = (None,) * (len(part.sizes) - self.whole.ndim)
+        return part_of(self.whole[stack], part.within(self.block.box))
+
+    def keep_own(self, rank: int, *, to_owner: bool) -> None:
+        """Copy the owner's own part between its block and its shard, unless they share memory."""
+        if rank == self.block.owner and rank in self.block.parts:
+            part = self.block.parts[rank]
+            ends = self.in_shard(part, rank), self.in_block(part)
+            if ends[0].data_ptr() != ends[1].data_ptr():
+                ends[to_owner].copy_(ends[not to_owner])
+
+
+_DOING = "moving blocks of parameters between their owners and shards"
+
+
+def launch(ranks: Ranks, moves: Sequence[Move], *, to_owner: bool) -> Exchange | None:
+    """Send the parts of blocks to their owners, or back from them.
+
+    On the way back, the blocks may be freed once this returns.
+
+    Collective: one all-to-all over the ranks, if any of them sends anything.
+    """
+    blocks = [move.block for move in moves]
+    if not to_owner:
+        for move in moves:
+            move.keep_own(ranks.rank, to_owner=False)
+    if not are_sent(blocks, to_owner=to_owner):
+        return None
+    nbytes = [0] * len(ranks.places)
+    for peer, parts in messages(blocks, ranks.rank, to_owner=to_owner, sends=False).items():
+        nbytes[peer] = sum(padded(part.numel * moves[i].local.itemsize) for i, part in parts)
+    return Exchange(ranks, _views(ranks, moves, to_owner=to_owner, sends=True), nbytes, _DOING)
+
+
+def arrive(
+    ranks: Ranks, exchange: Exchange | None, moves: Sequence[Move], *, to_owner: bool
+) -> None:
+    """Copy received parts to the whole blocks, or on the way back to the local shards."""
+    if to_owner:
+        for move in moves:
+            move.keep_own(ranks.rank, to_owner=True)
+    if exchange is not None:
+        exchange.write(_views(ranks, moves, to_owner=to_owner, sends=False))
+
+
+def _views(
+    ranks: Ranks, moves: Sequence[Move], *, to_owner: bool, sends: bool
+) -> list[list[torch.Tensor]]:
+    """View the parts that this rank sends to, or receives from, each rank, by place."""
+    blocks = [move.block for move in moves]
+    views: list[list[torch.Tensor]] = [[] for _ in ranks.places]
+    for peer, parts in messages(blocks, ranks.rank, to_owner=to_owner, sends=sends).items():
+        for index, part in parts:
+            move = moves[index]
+            is_owner = move.block.owner == ranks.rank
+            view = move.in_block(part) if is_owner else move.in_shard(part, ranks.rank)
+            views[peer].append(view)
+    return views
+
+
+def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """View the part of a tensor in a box."""
+    for dim, (start, size) in enumerate(zip(box.starts, box.sizes, strict=True)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor

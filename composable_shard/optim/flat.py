@@ -8,9 +8,9 @@ states are views of these.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain, islice, pairwise
 from operator import attrgetter, is_, sub
@@ -80,8 +80,7 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
         >>> type(optimizer).__name__, isinstance(optimizer, torch.optim.AdamW)
         ('FlatAdamW', True)
     """
-    is_optimizer = isinstance(optimizer, Optimizer)
-    check_type("optimizer", optimizer, is_optimizer, "a torch.optim.Optimizer")
+    check_type("optimizer", optimizer, isinstance(optimizer, Optimizer), "a torch.optim.Optimizer")
     check_flags(elementwise=elementwise)
     kind: Any = type(optimizer)
     if issubclass(kind, FlatSteps):
@@ -94,16 +93,15 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("Expected differentiable=False to step flat buffers, got True")
-    replaced = vars(optimizer).get("step")
+    replaced = vars(optimizer).pop("step", None)
     if replaced is not None and not _torch.is_counted(replaced, kind.step):
+        vars(optimizer)["step"] = replaced
         raise ValueError(
             f"Expected an optimizer with the step of its class, got {kind.__name__} with another "
             "step; call flat before replacing the step"
         )
     optimizer.__class__ = _flat_class(kind)
     _torch.call_hooks_of_steps(optimizer)
-    if replaced is not None:
-        _torch.count_steps(optimizer)
     return optimizer
 
 
@@ -118,11 +116,15 @@ class FlatSteps(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step as the class of the stock optimizer does. Collective: none."""
+        self._opt_called = True  # schedulers look at it, instead of wrapping this method
         loss = loss_of(closure)
         makes_states = only_makes_states(self)
-        self._flat.step()
+        if self._flat.step():
+            self._renew()
         self.__dict__[_MADE] = counts_of(self.state) if makes_states else {}
         return loss
+
+    vars(step)["_wrapped_by_lr_sched"] = True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states without changing their dtypes. Collective: none."""
@@ -132,9 +134,11 @@ class FlatSteps(Optimizer):
     @property
     def _flat(self) -> _Steps:
         steps = self.__dict__.get(_STEPS)
-        if steps is None or steps.is_outdated():
-            steps = self.__dict__[_STEPS] = None  # frees states that are no longer referenced
-            steps = self.__dict__[_STEPS] = _Steps(self)
+        return self._renew() if steps is None or steps.is_outdated() else steps
+
+    def _renew(self) -> _Steps:
+        self.__dict__.pop(_STEPS, None)  # frees states that are no longer referenced
+        steps = self.__dict__[_STEPS] = _Steps(self)
         return steps
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -167,39 +171,50 @@ def _new(kind: Any) -> Any:
 # Parameters and runs -----------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
 class _Member:
     """A parameter of the optimizer.
 
-    Attributes:
+    Args:
         param: The parameter as the optimizer has it.
+        index: Its position among all parameters of the optimizer.
         group: The index of its parameter group.
+        is_fused: Whether a fused kernel steps it.
+
+    Attributes:
         local: Its local shard; the parameter itself if it is plain.
         buffer: The flat buffer that holds the shard, [numel], alone or with others; ``None`` if the
             optimizer steps the parameter unchanged.
         start: The offset of the shard in the buffer, in elements.
         following: The offset of the next shard, if there is one.
         multiple: The number of bytes that must divide the shard for another to follow in one run.
-        index: Its position among all parameters of the optimizer.
         first: The position of the first parameter in the same buffer; it identifies the buffer on
             all ranks.
+        places: Where each state is stored, by name: a flat buffer if it has the shape of the
+            parameter, :class:`Numbers` if it is a number, the value itself if it is no tensor.
         kind: Equal for parameters that are stepped alike: the gradient's dtype, and all of the
             states but their elements.
-        states: Where each state is stored, by name: a flat buffer if it has the shape of the
-            parameter, :class:`Numbers` if it is a number, the value itself if it is no tensor.
     """
 
-    param: torch.Tensor
-    group: int
-    local: torch.Tensor
-    buffer: torch.Tensor | None
-    start: int = 0
-    following: int | None = None
-    multiple: int = 1
-    index: int = 0
-    first: int = 0
-    kind: Any = None
-    states: dict[str, Any] = field(default_factory=dict)
+    start: int
+    following: int | None
+    kind: Any
+
+    def __init__(self, param: torch.Tensor, index: int, group: int, is_fused: bool) -> None:
+        self.param, self.index, self.group = param, index, group
+        self.local = local = _torch.local_part(param)
+        self.buffer: torch.Tensor | None = None
+        self.start, self.following, self.first = 0, None, index
+        self.multiple, self.kind = _multiple_of(local, is_fused), None
+        self.places: dict[str, Any] = {}
+        is_plain = type(local) in (torch.Tensor, nn.Parameter) and local.is_contiguous()
+        if not is_plain or not isinstance(param, DTensor) or is_partial(param):
+            return
+        self.buffer = local.detach().view(-1)
+        owner = owner_of_sharded(param) if isinstance(param, nn.Parameter) else None
+        if owner is not None and owner.place is not None:
+            buffer, start, following = owner.place
+            if local.data_ptr() in (0, buffer.data_ptr() + start * buffer.itemsize):
+                self.buffer, self.start, self.following = buffer, start, following
 
     @property
     def end(self) -> int:
@@ -234,37 +249,22 @@ class _Member:
         return is_alike and is_plain and state.shape == self.param.shape
 
 
-def _member(param: torch.Tensor, index: int, group: dict[str, Any]) -> _Member:
-    local = _torch.local_part(param)
-    owner = owner_of_sharded(param) if isinstance(param, nn.Parameter) else None
-    is_plain = type(local) in (torch.Tensor, nn.Parameter) and local.is_contiguous()
-    if not is_plain or not isinstance(param, DTensor) or is_partial(param):
-        return _Member(param, index, local, None)
-    multiple = _joins_in_multiples_of(local, group)
-    if owner is not None and owner.place is not None and multiple is not None:
-        buffer, start, following = owner.place
-        if local.data_ptr() in (0, buffer.data_ptr() + start * buffer.itemsize):
-            return _Member(param, index, local, buffer, start, following, multiple)
-    return _Member(param, index, local, local.detach().view(-1))
-
-
 LONGEST_VECTOR = 64
 """Bytes of the longest vectors of a CPU, and of the units that torch assigns to threads."""
 
 
-def _joins_in_multiples_of(local: torch.Tensor, group: dict[str, Any]) -> int | None:
+def _multiple_of(local: torch.Tensor, is_fused: bool) -> int:
     """Return the number of bytes that must divide a shard for others to follow it in one run.
 
     On the CPU, fused kernels compute whole vectors. They compute the elements behind the last whole
     vector one by one, and round them in another way. So these elements must stay at the end of a
-    tensor. Operations on dtypes below 32 bits do this in every thread, so their shards are never
-    joined: ``None``.
+    tensor. Operations on dtypes below 32 bits do this in every thread, so no shard may follow them.
     """
     if local.device.type != "cpu":
         return 1
     if local.itemsize < torch.float32.itemsize:
-        return None
-    return LONGEST_VECTOR if group.get("fused") else 1
+        return sys.maxsize
+    return LONGEST_VECTOR if is_fused else 1
 
 
 class Numbers:
@@ -275,7 +275,7 @@ class Numbers:
 
     Args:
         like: A tensor with the dtype and the device.
-        firsts: See :meth:`arrange`.
+        num_members: The number of parameters.
 
     Attributes:
         stepped: The numbers that steps change, at the index of each run's first member,
@@ -284,11 +284,10 @@ class Numbers:
         own: Views of single elements of ``seen``, by member.
     """
 
-    def __init__(self, like: torch.Tensor, firsts: Sequence[int]) -> None:
+    def __init__(self, like: torch.Tensor, num_members: int) -> None:
         with torch.inference_mode(False):
-            self.seen = torch.zeros(len(firsts), dtype=like.dtype, device=like.device)
+            self.seen = torch.zeros(num_members, dtype=like.dtype, device=like.device)
         self.own: dict[int, torch.Tensor] = {}
-        self.arrange(firsts)
 
     def arrange(self, firsts: Sequence[int]) -> None:
         """Assign the members to runs.
@@ -306,9 +305,8 @@ class Numbers:
 
     def of(self, member: int) -> torch.Tensor:
         """Return the number of a member as users see it."""
-        if member not in self.own:
-            with torch.inference_mode(False), torch.no_grad():  # else it has no version counter
-                self.own[member] = _torch.with_own_storage(self.seen[member])
+        with torch.inference_mode(False), torch.no_grad():  # else it has no version counter
+            self.own[member] = _torch.with_own_storage(self.seen[member])
         return self.own[member]
 
 
@@ -324,28 +322,36 @@ class _Run:
     """
 
     def __init__(self, members: list[_Member]) -> None:
-        first = members[0]
-        self.members = members
-        self.is_flat = first.buffer is not None
+        first, last = members[0], members[-1]
+        self.members, self.with_elements = members, list[_Member]()
         self.kept: dict[str, Any] | None = None
-        self.start, self.end = first.start, members[-1].end
-        self.with_elements: list[_Member] = []
+        self.tensor, self.is_flat = first.param, first.buffer is not None
         if first.buffer is None:
-            self.tensor = first.param
             return
-        self.tensor = first.buffer[self.start : self.end].detach()
-        self._shape, self._strides = (self.end - self.start,), (1,)
+        self._range = slice(first.start, last.end)
+        self.tensor = first.buffer[self._range].detach()
         self.with_elements = [member for member in members if member.local.numel()]
-        starts = [member.start for member in self.with_elements]
-        self._distances = [numel * self.tensor.itemsize for numel in map(sub, starts[1:], starts)]
-        places = [slice(m.start - self.start, m.end - self.start) for m in members]
+        places = [slice(m.start - first.start, m.end - first.start) for m in members]
+        self._places = [place for place in places if place.start < place.stop]
+        starts = [place.start * self.tensor.itemsize for place in self._places]
+        self._distances = list(map(sub, starts[1:], starts))
         self._gaps = [slice(a.stop, b.start) for a, b in pairwise(places) if a.stop < b.start]
 
     def part_of(self, place: Any) -> Any:
         """Return the run's part of a state that is stored at ``place``."""
         if isinstance(place, Numbers):
             return place.stepped[self.members[0].index]
-        return place[self.start : self.end] if isinstance(place, torch.Tensor) else place
+        return place[self._range] if isinstance(place, torch.Tensor) else place
+
+    def state_of(self, member: _Member, value: Any) -> Any:
+        """Return a member's part of a state of the run."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not value.ndim:
+            return value.clone()
+        start = member.start - self.members[0].start
+        part = value[start : start + member.local.numel()].view(member.local.shape)
+        return _torch.local_like(member.param, part)
 
     def take(self, grads: list[torch.Tensor]) -> None:
         """Set the gradient of the stepped tensor.
@@ -358,7 +364,9 @@ class _Run:
         """
         whole = self._one_tensor(grads)
         if whole is None:
-            whole = self._copied(grads)
+            whole = torch.empty_like(self.tensor, dtype=grads[0].dtype if grads else None)
+            pairs = zip(self._places, grads, strict=True)
+            _torch.copy_all_([whole[place].view(grad.shape) for place, grad in pairs], grads)
         for gap in self._gaps:
             whole[gap].zero_()
         set_grad(self.tensor, whole)
@@ -371,18 +379,9 @@ class _Run:
         if first.itemsize != self.tensor.itemsize or not is_contiguous:
             return None
         try:
-            return first.as_strided(self._shape, self._strides, first.storage_offset())
+            return first.as_strided(self.tensor.shape, (1,), first.storage_offset())
         except RuntimeError:  # the storage is too short
             return None
-
-    def _copied(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        whole = torch.empty_like(self.tensor, dtype=grads[0].dtype if grads else None)
-        places = [
-            whole[member.start - self.start : member.end - self.start].view(grad.shape)
-            for member, grad in zip(self.with_elements, grads, strict=True)
-        ]
-        _torch.copy_all_(places, grads)
-        return whole
 
 
 # The steps ---------------------------------------------------------------------------------------
@@ -404,21 +403,24 @@ class _Steps:
         self._kind = optimizer.stock_class
         step: Any = self._kind.step
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
-        self._members = [
-            _member(param, index, group)
-            for index, group in enumerate(optimizer.param_groups)
-            for param in group["params"]
-        ]
+        self._members = list[_Member]()
+        for number, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                index, is_fused = len(self._members), bool(group.get("fused"))
+                self._members.append(_Member(param, index, number, is_fused))
         self._params = [member.param for member in self._members]
         firsts = dict[int, int]()
-        for index, member in enumerate(self._members):
-            member.index, member.first = index, firsts.setdefault(id(member.buffer), index)
+        for member in self._members:
+            member.first = firsts.setdefault(id(member.buffer), member.index)
         self._sharded = [param for param in self._params if isinstance(param, DTensor)]
         self.buffers: dict[tuple[int, str, torch.dtype], torch.Tensor] = {}
         self._numbers: dict[tuple[str, torch.dtype, torch.device], Numbers] = {}
-        self._firsts = list(range(len(self._members)))
         self._seen: list[Any] = [None]  # equals no result of `_kinds`
         self._adopt()
+        self._remembered = self._visible()
+        views = (numbers.own.values() for numbers in self._numbers.values())
+        self._own_numbers = list(chain.from_iterable(views))
+        self._sum_of_versions = sum(map(_version_of, self._own_numbers))  # they only grow
 
     def is_outdated(self) -> bool:
         """Return whether states, parameters or the memory of parameters were replaced.
@@ -439,13 +441,6 @@ class _Steps:
         names, values = chain.from_iterable(dicts), chain.from_iterable(map(dict.values, dicts))
         return [state, *chain(*stepped), *sharded, *chain(state, state.values(), names, values)]
 
-    def _remember(self) -> None:
-        """Record the objects that users see now."""
-        self._remembered = self._visible()
-        views = (numbers.own.values() for numbers in self._numbers.values())
-        self._own_numbers = list(chain.from_iterable(views))
-        self._sum_of_versions = sum(map(_version_of, self._own_numbers))  # they only grow
-
     def num_tensors(self) -> list[int]:
         """Return how many runs each parameter group has if no gradient is missing."""
         stepped = [member for member in self._members if member.param.requires_grad]
@@ -453,8 +448,12 @@ class _Steps:
         return [runs[index] for index, _ in enumerate(self._optimizer.param_groups)]
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Step all parameters that have a gradient. Collective: see ``reduced_grad``."""
+    def step(self) -> bool:
+        """Step all parameters that have a gradient. Collective: see ``reduced_grad``.
+
+        Returns:
+            Whether there are new states, which are not in flat buffers.
+        """
         with _torch.without_overrides():
             grads = list(map(_grad_of, self._params))
             seen = _kinds(grads)
@@ -468,7 +467,7 @@ class _Steps:
                 run.take(list(islice(local_grads, len(run.with_elements))))
         try:
             self._step(self._inner())
-            self._keep_states()
+            return self._keep_states()
         finally:
             for run in self._flat_runs:
                 run.tensor.grad = None
@@ -497,12 +496,12 @@ class _Steps:
         self._unreduced = [m.index for m in flat_ones if _is_elsewhere(grads[m.index], m.param)]
         self._runs = list(map(_Run, self._joined(stepped, grads)))
         self._flat_runs = [run for run in self._runs if run.is_flat]
-        self._firsts = list(range(len(self._members)))
+        firsts = list(range(len(self._members)))
         for run in self._runs:
             for member in run.members:
-                self._firsts[member.index] = run.members[0].index
+                firsts[member.index] = run.members[0].index
         for numbers in self._numbers.values():
-            numbers.arrange(self._firsts)
+            numbers.arrange(firsts)
         self._order = [member.index for run in self._flat_runs for member in run.with_elements]
         self._run_states = defaultdict[torch.Tensor, dict[str, Any]](dict)
         num_groups = len(self._optimizer.param_groups)
@@ -513,11 +512,10 @@ class _Steps:
             lists.setdefault(key, []).append(run.tensor)
             state = self._state.get(first.param)
             if run.is_flat:
-                state = {name: run.part_of(place) for name, place in first.states.items()} or None
+                state = {name: run.part_of(place) for name, place in first.places.items()} or None
             if state is not None:
                 self._run_states[run.tensor], run.kept = state, dict(state)
         self._stepped = [(group, tensors) for (group, _), tensors in lists.items()]
-        self._remember()
 
     def _joined(
         self, members: Sequence[_Member], grads: Sequence[torch.Tensor | None] | None
@@ -537,7 +535,7 @@ class _Steps:
         values = {id(numbers): numbers.seen.tolist() for numbers in self._numbers.values()}
         for member in others:
             grad = None if grads is None else grads[member.index]
-            places = sorted(member.states.items())
+            places = sorted(member.places.items())
             kinds = [(name, _likeness(place, values, member.index)) for name, place in places]
             member.kind = None if grad is None else grad.dtype, kinds
         last: _Member | None = None
@@ -554,21 +552,17 @@ class _Steps:
     def _adopt(self) -> None:
         """Move the states that the optimizer has into flat buffers and numbers."""
         for member in self._members:
-            state = self._state.get(member.param)
-            if member.buffer is None or not state:
-                continue
+            state = self._state.get(member.param, {})
             if not all(map(member.can_share, state.values())):
                 member.buffer = None
-                continue
-            for name, value in state.items():
-                place = member.states[name] = self._place_for(member, name, value)
+            for name, value in () if member.buffer is None else state.items():
+                place = member.places[name] = self._place_for(member, name, value)
                 if isinstance(place, Numbers):
                     place.seen[member.index].copy_(value)
                 elif isinstance(place, torch.Tensor):
                     into = place[member.start : member.end].view(member.local.shape)
                     into.copy_(_torch.local_tensor(value))
                 state[name] = member.shown(place)
-        self._remember()
 
     def _place_for(self, member: _Member, name: str, value: Any) -> Any:
         """Return where a state is stored, the same place for all members of a buffer."""
@@ -577,7 +571,7 @@ class _Steps:
         if value.ndim == 0 and not isinstance(value, DTensor):
             kind = name, value.dtype, value.device
             if kind not in self._numbers:
-                self._numbers[kind] = Numbers(value, self._firsts)
+                self._numbers[kind] = Numbers(value, len(self._members))
             return self._numbers[kind]
         assert member.buffer is not None
         key = member.first, name, value.dtype
@@ -585,24 +579,22 @@ class _Steps:
             self.buffers[key] = torch.zeros_like(member.buffer, dtype=value.dtype)
         return self.buffers[key]
 
-    def _keep_states(self) -> None:
-        """Move states that the step has created or replaced into flat buffers and numbers."""
-        changed = [run for run in self._runs if self._has_changed(run)]
-        members = [member for run in changed for member in run.members]
-        for member in sorted(members, key=attrgetter("index")):
-            # Functions of torch gather states in the order of their creation: the optimizer's
-            self._state.setdefault(member.param, {})
-        for run in changed:
-            state = self._run_states[run.tensor]
-            if run.is_flat:
-                self._keep(run, state)
-            else:
-                self._state[run.members[0].param] = state
-            run.kept = dict(state)
+    def _keep_states(self) -> bool:
+        """Give users the states that the step has created or replaced; return whether it has."""
         for numbers in self._numbers.values():
             numbers.show()
+        changed = [run for run in self._runs if self._has_changed(run)]
+        pairs = [(member, run) for run in changed for member in run.members]
+        # Functions of torch gather states in the order of their creation: the optimizer's.
+        for member, run in sorted(pairs, key=lambda pair: pair[0].index):
+            state = self._run_states[run.tensor]
+            if run.is_flat:
+                self._check_elementwise(run, state)
+                state = {name: run.state_of(member, value) for name, value in state.items()}
+            self._state[member.param] = state
         if changed:
-            self._remember()
+            self._run_states.clear()
+        return bool(changed)
 
     def _has_changed(self, run: _Run) -> bool:
         state = self._run_states.get(run.tensor)
@@ -610,35 +602,17 @@ class _Steps:
             return state is not None
         return not _are(state.values(), run.kept.values())
 
-    def _keep(self, run: _Run, state: dict[str, Any]) -> None:
-        """Give the states of a run to its members."""
-        kept = run.kept or {}
-        for member in run.members:
-            for name in kept.keys() - state.keys():
-                del self._state[member.param][name], member.states[name]
+    def _check_elementwise(self, run: _Run, state: dict[str, Any]) -> None:
+        shape = run.tensor.shape
         for name, value in state.items():
-            if name in kept and kept[name] is value:
-                continue
-            place, state[name] = self._placed(run, name, value)
-            for member in run.members:
-                if name not in member.states or member.states[name] is not place:
-                    member.states[name] = place
-                    self._state[member.param][name] = member.shown(place)
-
-    def _placed(self, run: _Run, name: str, value: Any) -> tuple[Any, Any]:
-        """Store a new state of a run; return where, and the run's part of it."""
-        if not isinstance(value, torch.Tensor):
-            return value, value
-        is_other = value.shape != run.tensor.shape or _torch.is_subclass(value)
-        if is_other and value.ndim:
-            raise TypeError(
-                f"Expected states of {self._kind.__name__} to be numbers, or plain tensors as "
-                f"large as the stepped tensor, got {name!r} of class {type(value).__name__} and "
-                f"shape {tuple(value.shape)} for {tuple(run.tensor.shape)}; it is not elementwise, "
-                "so use Owned to step whole tensors by it"
-            )
-        place = self._place_for(run.members[0], name, value)
-        return place, run.part_of(place).copy_(value)
+            is_tensor = isinstance(value, torch.Tensor) and value.ndim > 0
+            if is_tensor and (value.shape != shape or _torch.is_subclass(value)):
+                raise TypeError(
+                    f"Expected states of {self._kind.__name__} to be numbers, or plain tensors as "
+                    f"large as the stepped tensor, got {name!r} of class {type(value).__name__} "
+                    f"and shape {tuple(value.shape)} for {tuple(shape)}; it is not elementwise, so "
+                    "use Owned to step whole tensors by it"
+                )
 
 
 _grad_of = attrgetter("grad")

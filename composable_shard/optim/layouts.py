@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -40,12 +40,12 @@ from composable_shard.optim.blocks import (
 from composable_shard.optim.exchange import Ranks
 from composable_shard.optim.flat import ELEMENTWISE, FlatSteps, flat
 from composable_shard.optim.stepping import (
-    AllTold,
     Counts,
     Factory,
     OwnedBucket,
     Param,
     States,
+    Told,
     counts_of,
     joined,
     load_states,
@@ -389,13 +389,13 @@ class LayoutOptimizer(Optimizer):
         loss = loss_of(closure)
         self._only_makes_states, self._made = only_makes_states(self), Counts()
         self._give_values()
-        actions = schedule(len(self._buckets))
-        for action, index in islice(actions, 1):
-            getattr(self._buckets[index][1], action)()
-        for shards in self._shards.values():
+        steps = [bucket.step() for _, bucket in self._buckets]
+        for first in steps[:1]:
+            next(first)
+        for shards in self._shards.values():  # while the first bucket travels
             shards.optimizer.step()
-        for action, index in actions:
-            getattr(self._buckets[index][1], action)()
+        for index in schedule(len(steps))[1:]:
+            next(steps[index], None)
         self._take_values()
         self._note_states()
         return loss
@@ -484,10 +484,11 @@ class LayoutOptimizer(Optimizer):
         found: list[list[States]] = [[{} for _ in params] for _, params in self._rules]
         for place, shards in self._shards.items():
             found[place] = shards.save()
-        all_told = self._told()
-        like = list(map(shaped_like_blocks, all_told))
-        for place, bucket in self._buckets:
-            bucket.save(all_told[place], like[place], found[place])
+        for place, told in enumerate(self._told()):
+            buckets = [bucket for owner, bucket in self._buckets if owner == place]
+            like = shaped_like_blocks(told, buckets)
+            for bucket in buckets:
+                bucket.save(told, like, found[place])
         saved: defaultdict[torch.Tensor, States] = defaultdict(dict)
         for (_, params), several in zip(self._rules, found, strict=True):
             for param, states in zip(params, several, strict=True):
@@ -495,9 +496,9 @@ class LayoutOptimizer(Optimizer):
                     saved[param.tensor] = joined(states)
         return saved
 
-    def _told(self) -> list[AllTold]:
+    def _told(self) -> list[Told]:
         """Return the descriptions of all states, by rule. Collective: see state_dict."""
-        told: list[AllTold] = [{} for _ in self._rules]
+        told: list[Told] = [{} for _ in self._rules]
         for ranks in dict.fromkeys(bucket.ranks for _, bucket in self._buckets):
             described = [(place, b.tell()) for place, b in self._buckets if b.ranks == ranks]
             gathered = [described]
@@ -524,7 +525,7 @@ def plan_group(
     """
     trained = [param.tensor for param in params if param.tensor.requires_grad]
     if num_tensors is None:
-        num_tensors = sum(one.route.is_owner for bucket in buckets for one in bucket.parcels)
+        num_tensors = sum(len(bucket.owned) for bucket in buckets)
     numel, name = sum(map(torch.numel, trained)), type(layout).__name__
     return GroupSteps(name, len(trained), numel, num_tensors, tuple(buckets))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from math import prod
+from operator import mul
 from typing import Any
 
 import torch
@@ -17,27 +18,18 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
 from composable_shard import _torch
-from composable_shard.core.codec import codec_of
+from composable_shard.core.codec import Codec, codec_of
 from composable_shard.errors import ShardError
 from composable_shard.optim.blocks import (
     Block,
     Box,
     BucketPlan,
-    Parcel,
-    Route,
+    Sent,
     Spread,
-    route_of,
     spread_over,
     whole,
 )
-from composable_shard.optim.exchange import (
-    Exchange,
-    Move,
-    Ranks,
-    arrive,
-    launch,
-    part_of,
-)
+from composable_shard.optim.exchange import Exchange, Move, Ranks, arrive, launch, part_of
 
 Factory = Callable[[list[dict[str, Any]]], Optimizer]
 States = dict[str, Any]
@@ -63,6 +55,11 @@ class Param:
         return self.tensor.device_mesh if isinstance(self.tensor, DTensor) else None
 
     @property
+    def extents(self) -> tuple[int, ...]:
+        """The number of ranks along each axis of its mesh."""
+        return () if self.mesh is None else tuple(self.mesh.shape)
+
+    @property
     def placements(self) -> tuple[Placement, ...]:
         """Its placements; empty for a plain parameter."""
         return self.tensor.placements if isinstance(self.tensor, DTensor) else ()
@@ -73,24 +70,15 @@ class Param:
         return tuple(getattr(placement, "dim", None) for placement in self.placements)
 
     @property
-    def inner_axes(self) -> tuple[int, ...]:
-        """The axes of its mesh that shard the parts left by later axes of the same dim."""
-        parts = map(_torch.num_parts_of_strided, self.placements)
-        return tuple(axis for axis, num_parts in enumerate(parts) if num_parts is not None)
-
-    @property
     def is_in_boxes(self) -> bool:
         """Whether each rank holds a range of each dim."""
-        extents, dims = () if self.mesh is None else self.mesh.shape, self.dims
-        for axis, placement in enumerate(self.placements):
-            num_parts = _torch.num_parts_of_strided(placement)
-            if type(placement) not in (Shard, Replicate) and num_parts is None:
-                return False
-            later = zip(extents[axis + 1 :], dims[axis + 1 :], strict=True)
-            expected = prod(extent for extent, dim in later if dim == dims[axis])
-            if num_parts not in (None, expected):
-                return False
-        return True
+        pairs = list(zip(self.extents, self.dims, strict=True))
+        return all(
+            type(placement) in (Shard, Replicate)
+            or _torch.num_parts_of_strided(placement)
+            == prod(extent for extent, dim in pairs[axis + 1 :] if dim == self.dims[axis])
+            for axis, placement in enumerate(self.placements)
+        )
 
     def local(self) -> torch.Tensor:
         """Return this rank's shard."""
@@ -98,29 +86,30 @@ class Param:
 
     def spread(self, shape: Sequence[int] | None = None) -> Spread:
         """Return its parts on all ranks, or those of a state of another shape, cut by rows."""
-        extents = () if self.mesh is None else self.mesh.shape
+        parts = map(_torch.num_parts_of_strided, self.placements)
+        inner = tuple(axis for axis, num_parts in enumerate(parts) if num_parts is not None)
         if shape is None:
-            return spread_over(self.tensor.shape, extents, self.dims, self.inner_axes)
+            return spread_over(self.tensor.shape, self.extents, self.dims, inner)
         by_rows = tuple(None if dim is None else 0 for dim in self.dims)
-        return spread_over(tuple(shape), extents, by_rows, self.inner_axes)
+        return spread_over(tuple(shape), self.extents, by_rows, inner)
 
     def as_sharded(self, local: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
         """Wrap this rank's part of a state that is sharded like it, or by rows."""
-        if not isinstance(self.tensor, DTensor):
+        if self.mesh is None:
             return local
         if shape is None:
             return _torch.local_like(self.tensor, local)
         pairs = zip(self.placements, self.dims, strict=True)
-        placements = tuple(p if dim is None else _torch.with_dim(p, 0) for p, dim in pairs)
-        meta = torch.empty(torch.Size(shape), device="meta")
-        tensor_meta = _torch.TensorMeta(meta.shape, meta.stride(), local.dtype)
-        spec = _torch.make_spec(self.tensor.device_mesh, placements, tensor_meta)
-        return _torch.from_local(local, spec)
+        by_rows = [p if dim is None else _torch.with_dim(p, 0) for p, dim in pairs]
+        full = torch.empty(tuple(shape), device="meta")
+        return DTensor.from_local(
+            local, self.mesh, by_rows, run_check=False, shape=full.shape, stride=full.stride()
+        )
 
     def local_of(self, state: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a state that is sharded like it, or full."""
-        if isinstance(self.tensor, DTensor) and not isinstance(state, DTensor):
-            return _torch.cut(state, self.tensor.device_mesh, self.placements)
+        if self.mesh is not None and not isinstance(state, DTensor):
+            return _torch.cut(state, self.mesh, self.placements)
         return _local(state)
 
     def is_like(self, name: str, state: Any) -> bool:
@@ -148,71 +137,38 @@ def reduced_grad(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def plan_bucket(
-    params: Sequence[Param], routes: Sequence[Route], device: torch.device
+    params: Sequence[Param], blocks: Sequence[Block], rank: int, device: torch.device
 ) -> BucketPlan:
     """Return the messages and the memory of a step in which all trained parameters have gradients.
 
     Args:
         params: The parameters to which blocks refer.
-        routes: The transfers of the blocks.
+        blocks: The blocks.
+        rank: The place of the rank that steps.
         device: The device of compute.
     """
-    parcels = []
-    for route in routes:
-        param = params[route.block.param]
-        if param.tensor.requires_grad:
-            grad = param.tensor.grad
-            grad_dtype = param.tensor.grad_dtype if grad is None else grad.dtype
-            itemsize = route.block.itemsize if grad_dtype is None else grad_dtype.itemsize
-            parcels.append(Parcel(route, itemsize, param.local().device != device))
-    return BucketPlan(tuple(parcels))
-
-
-@dataclass(frozen=True)
-class Told:
-    """The description of a block's state that its owner sends to the other ranks.
-
-    Attributes:
-        shape: The shape of a tensor; ``None`` for a scalar tensor or another value.
-        dtype: The dtype of a tensor.
-        is_like: Whether the tensor has the shape of the block.
-        value: A scalar tensor, on the CPU, or another value.
-        refused: The type of a state that cannot be saved in shards.
-    """
-
-    shape: tuple[int, ...] | None = None
-    dtype: torch.dtype | None = None
-    is_like: bool = False
-    value: Any = None
-    refused: str | None = None
-
-    @staticmethod
-    def of(state: Any, block: Block) -> Told:
-        """Describe a state of a block."""
-        if isinstance(state, torch.Tensor):
-            if state.ndim:
-                shape = tuple(state.shape)
-                return Told(shape, state.dtype, shape == block.shape)
-            return Told(value=state.cpu().clone())
-        if state is None or isinstance(state, (bool, int, float, str)):
-            return Told(value=state)
-        return Told(refused=type(state).__name__)
-
-
-AllTold = dict[Key, dict[str, Told]]
-"""The descriptions of all states of a rule's blocks, by block and name."""
-
-
-def shaped_like_blocks(told: AllTold) -> set[tuple[int, str]]:
-    """Return the parameter and the name of each state that has the shape of every block."""
-    num_blocks = Counter(place for place, _ in told)
-    counts = Counter(
-        (place, name)
-        for (place, _), facts in told.items()
-        for name, fact in facts.items()
-        if fact.is_like
+    blocks = [block for block in blocks if params[block.param].tensor.requires_grad]
+    values, grads, numels = list[int](), list[int](), list[int]()
+    for block in blocks:
+        param = params[block.param]
+        dtype = param.tensor.grad_dtype if param.tensor.grad is None else param.tensor.grad.dtype
+        values.append(block.itemsize)
+        grads.append(block.itemsize if dtype is None else dtype.itemsize)
+        is_in_place = block.is_whole_on(rank) and param.local().device == device
+        numels.append(block.box.numel if block.owner == rank and not is_in_place else 0)
+    return BucketPlan(
+        [block for block in blocks if block.owner == rank],
+        Sent.of(blocks * 2, values + grads, rank, to_owner=True),
+        Sent.of(blocks, values, rank, to_owner=False),
+        sum(map(mul, numels, values)),
+        sum(map(mul, numels, grads)),
     )
-    return {pair for pair, count in counts.items() if count == num_blocks[pair[0]]}
+
+
+# The blocks of a bucket ---------------------------------------------------------------------------
+
+Told = dict[Key, States]
+"""All states of a rule's blocks, as their owners describe them: meta tensors, and other values."""
 
 
 class OwnedBucket:
@@ -221,6 +177,7 @@ class OwnedBucket:
     Attributes:
         ranks: The ranks that hold them.
         params: The parameters of the rule, to which blocks refer.
+        blocks: The blocks.
         optimizer: The stock optimizer of the blocks that this rank owns.
     """
 
@@ -228,86 +185,97 @@ class OwnedBucket:
         self, params: Sequence[Param], blocks: Sequence[Block], ranks: Ranks, factory: Factory
     ) -> None:
         self.params, self.ranks = params, ranks
-        self._routes = {block.key: route_of(block, ranks.rank) for block in blocks}
+        self.blocks = {block.key: block for block in blocks}
         self._stand_ins = {
-            key: stand_in(params[route.block.param].tensor, route.block.box, ranks.device)
-            for key, route in self._routes.items()
-            if route.is_owner
+            key: stand_in(params[block.param].tensor, block.box, ranks.device)
+            for key, block in self.blocks.items()
+            if block.owner == ranks.rank
         }
         self._owned = {key: tensor.detach() for key, tensor in self._stand_ins.items()}
         self._factory = factory
         self.optimizer = factory([{"params": list(self._owned.values())}])
-        self._values: list[Move] = []
-        self._grads: list[Move] = []
-        self._exchange: Exchange | None = None
 
     def plan(self) -> BucketPlan:
         """Return the messages and the memory of a step; see :func:`plan_bucket`."""
-        return plan_bucket(self.params, list(self._routes.values()), self.ranks.device)
+        blocks = list(self.blocks.values())
+        return plan_bucket(self.params, blocks, self.ranks.rank, self.ranks.device)
 
-    # A step: ``schedule`` interleaves these methods with those of other buckets ----------------
-
-    def launch(self) -> None:
-        """Launch the exchange of values and gradients to the owners."""
-        self._values, self._grads = [], []
-        places = dict.fromkeys(place for place, _ in self._routes)
+    def step(self) -> Iterator[None]:
+        """Step all blocks that have gradients, in the four actions of :func:`schedule`."""
+        places = dict.fromkeys(block.param for block in self.blocks.values())
         grads = {place: reduced_grad(self.params[place].tensor) for place in places}
-        for (place, _), route in self._routes.items():
-            grad = grads[place]
+        values, moves = list[Move](), list[Move]()
+        for block in self.blocks.values():
+            grad = grads[block.param]
             if grad is not None:
-                self._values.append(Move(route, self.params[place].local()))
-                self._grads.append(Move(route, _local(grad)))
-        self._exchange = launch(self.ranks, self._values + self._grads, to_owner=True)
-
-    def arrive(self) -> None:
-        """Wait for the exchange; give the owners whole values and gradients."""
-        if self._exchange is not None:
-            self._exchange.wait()  # frees the sent message before whole blocks are allocated
-        values, grads = (list(map(self._with_whole, some)) for some in (self._values, self._grads))
-        arrive(self.ranks, self._exchange, values + grads, to_owner=True)
-        for value, grad in zip(values, grads, strict=True):
-            if value.whole is not None and grad.whole is not None:
-                tensor = self._owned[value.route.block.key]
-                tensor.data = value.whole
-                set_grad(tensor, grad.whole)
-        self._exchange, self._grads = None, []
-
-    def compute(self) -> None:
-        """Step the blocks that this rank owns, and launch the exchange back to the shards."""
-        if self._values:
+                values.append(Move(block, self.params[block.param].local()))
+                moves.append(Move(block, _local(grad)))
+        exchange = launch(self.ranks, values + moves, to_owner=True)
+        del grads, grad
+        yield
+        self._receive(exchange, values, moves)
+        del moves
+        yield
+        if values:
             self.optimizer.step()
         for tensor in self._owned.values():
             tensor.grad = None
-        back = [replace(one, whole=self._owned.get(one.route.block.key)) for one in self._values]
-        self._exchange = launch(self.ranks, back, to_owner=False)
+        back = [replace(move, whole=self._owned.get(move.block.key)) for move in values]
+        exchange = launch(self.ranks, back, to_owner=False)
         for key, tensor in self._owned.items():
             tensor.data = self._stand_ins[key]
+        del back
+        yield
+        arrive(self.ranks, exchange, values, to_owner=False)
 
-    def finish(self) -> None:
-        """Wait for the exchange; update the local shards."""
-        arrive(self.ranks, self._exchange, self._values, to_owner=False)
-        self._values, self._exchange = [], None
+    def _receive(
+        self, exchange: Exchange | None, values: Sequence[Move], grads: Sequence[Move]
+    ) -> None:
+        """Wait for the exchange; give the owners whole values and gradients."""
+        if exchange is not None:
+            exchange.wait()  # frees the sent message before whole blocks are allocated
+        values, grads = (list(map(self._with_whole, some)) for some in (values, grads))
+        arrive(self.ranks, exchange, [*values, *grads], to_owner=True)
+        for value, grad in zip(values, grads, strict=True):
+            if value.whole is not None and grad.whole is not None:
+                tensor = self._owned[value.block.key]
+                tensor.data = value.whole
+                set_grad(tensor, grad.whole)
 
     def _with_whole(self, move: Move) -> Move:
         """Give the owner memory for the whole block, or its shard if that is the whole block."""
-        route, local = move.route, move.local
-        if not route.is_owner:
+        block, local, rank = move.block, move.local, self.ranks.rank
+        if block.owner != rank:
             return move
-        if route.is_whole and route.held_locally is not None and local.device == self.ranks.device:
-            return replace(move, whole=_matrix(part_of(local, route.held_locally)))
-        param = self.params[route.block.param].tensor
-        shape, strides = route.block.shape, _strides(param.shape, param.stride(), route.block.box)
-        whole = torch.empty_strided(shape, strides, dtype=local.dtype, device=self.ranks.device)
-        return replace(move, whole=whole)
+        if block.is_whole_on(rank) and local.device == self.ranks.device:
+            return replace(move, whole=_matrix(move.in_shard(block.box, rank)))
+        param = self.params[block.param].tensor
+        strides = _strides(param.shape, param.stride(), block.box)
+        device = self.ranks.device
+        made = torch.empty_strided(block.shape, strides, dtype=local.dtype, device=device)
+        return replace(move, whole=made)
 
     # States -----------------------------------------------------------------------------------
 
-    def tell(self) -> AllTold:
+    def tell(self) -> Told:
         """Describe the states of the blocks that this rank owns."""
         return {
-            key: {name: Told.of(state, self._routes[key].block) for name, state in states.items()}
+            key: {name: self._described(key, name, state) for name, state in states.items()}
             for key, states in self._states().items()
         }
+
+    def _described(self, key: Key, name: str, state: Any) -> Any:
+        """Return a meta tensor, a scalar tensor, or another value; an error to raise otherwise."""
+        if isinstance(state, torch.Tensor):
+            if state.ndim:
+                return torch.empty(state.shape, dtype=state.dtype, device="meta")
+            return state.cpu().clone()
+        if state is None or isinstance(state, (bool, int, float, str)):
+            return state
+        return ShardError(
+            f"Expected states of '{self.params[key[0]].name}' that are tensors or numbers, got "
+            f"'{name}', a {type(state).__name__}, which cannot be saved in shards"
+        )
 
     def _states(self) -> dict[Key, States]:
         """Return the states of the blocks that this rank owns, as their optimizer saves them."""
@@ -315,7 +283,7 @@ class OwnedBucket:
         places = enumerate(self._owned)
         return {key: taken_apart(saved[place]) for place, key in places if place in saved}
 
-    def save(self, told: AllTold, like: set[tuple[int, str]], saved: Sequence[States]) -> None:
+    def save(self, told: Told, like: set[tuple[int, str]], saved: Sequence[States]) -> None:
         """Add the states of the blocks to those of their parameters. Collective: an exchange.
 
         Args:
@@ -324,25 +292,22 @@ class OwnedBucket:
             saved: The states of each parameter of the rule; its blocks may be in many buckets.
         """
         own_states, moves = self._states(), list[Move]()
-        for key in sorted(told.keys() & self._routes.keys()):
+        for key in sorted(told.keys() & self.blocks.keys()):
             place, number = key
             param, states = self.params[place], saved[place]
-            for name, fact in sorted(told[key].items()):
-                if fact.refused is not None:
-                    raise ShardError(
-                        f"Expected states of '{param.name}' that are tensors or numbers, got "
-                        f"'{name}', a {fact.refused}, which cannot be saved in shards"
-                    )
-                if fact.shape is None:
-                    states[f"{name}[{number}]"] = fact.value
-                    continue
+            for name, state in sorted(told[key].items()):
+                if isinstance(state, ShardError):
+                    raise state
                 is_like = (place, name) in like
                 saved_as = name if is_like else f"{name}[{number}]"
+                if not isinstance(state, torch.Tensor) or not state.ndim:
+                    states[saved_as] = state
+                    continue
                 if saved_as not in states:
-                    states[saved_as] = self._new_state(param, fact, is_like)
-                route = self._routes[key] if is_like else self._own_route(key, fact.shape)
-                state = own_states.get(key, {}).get(name)
-                moves.append(Move(route, _local(states[saved_as]), state))
+                    states[saved_as] = self._new_state(param, state, is_like)
+                block = self.blocks[key] if is_like else self._own_block(key, state.shape)
+                whole_state = own_states.get(key, {}).get(name)
+                moves.append(Move(block, _local(states[saved_as]), whole_state))
         exchange = launch(self.ranks, moves, to_owner=False)
         arrive(self.ranks, exchange, moves, to_owner=False)
 
@@ -353,7 +318,7 @@ class OwnedBucket:
             loaded: The states of each parameter of the rule.
         """
         moves, found = list[Move](), defaultdict[Key, States](dict)
-        for key, route in self._routes.items():
+        for key in self.blocks:
             place, own_number = key
             param = self.params[place]
             for saved_as, state in sorted(loaded[place].items()):
@@ -361,7 +326,8 @@ class OwnedBucket:
                 if number not in (None, own_number):
                     continue
                 if number is None and param.is_like(name, state):
-                    moves.append(self._with_whole(Move(route, param.local_of(state).clone())))
+                    local = param.local_of(state).clone()
+                    moves.append(self._with_whole(Move(self.blocks[key], local)))
                 elif isinstance(state, torch.Tensor) and state.ndim:
                     moves.append(self._move_of_own_shape(key, state))
                 else:
@@ -375,32 +341,48 @@ class OwnedBucket:
             for place, (key, tensor) in enumerate(self._owned.items())
             if key in found
         }
-        whole = {**self.optimizer.state_dict(), "state": states_of}
-        load_states(self.optimizer.load_state_dict, whole, {})
+        whole_dict = {**self.optimizer.state_dict(), "state": states_of}
+        load_states(self.optimizer.load_state_dict, whole_dict, {})
 
-    def _new_state(self, param: Param, fact: Told, is_like: bool) -> torch.Tensor:
+    def _new_state(self, param: Param, state: torch.Tensor, is_like: bool) -> torch.Tensor:
         """Return memory for a state, sharded like the parameter or by rows."""
+        local = param.local()
         if is_like:
-            return param.as_sharded(torch.empty_like(param.local(), dtype=fact.dtype))
-        assert fact.shape is not None
-        sizes = param.spread(fact.shape).boxes[self.ranks.rank].sizes
-        local = torch.empty(sizes, dtype=fact.dtype, device=param.local().device)
-        return param.as_sharded(local, fact.shape)
+            return param.as_sharded(torch.empty_like(local, dtype=state.dtype))
+        sizes = param.spread(state.shape).boxes[self.ranks.rank].sizes
+        return param.as_sharded(local.new_empty(sizes, dtype=state.dtype), state.shape)
 
     def _move_of_own_shape(self, key: Key, state: torch.Tensor) -> Move:
-        route, block = self._own_route(key, state.shape), None
-        if route.is_owner:
-            block = torch.empty(state.shape, dtype=state.dtype, device=self.ranks.device)
-        part = route.block.spread.boxes[self.ranks.rank]
-        return Move(
-            route, _local(state) if isinstance(state, DTensor) else part_of(state, part), block
-        )
+        block, rank = self._own_block(key, state.shape), self.ranks.rank
+        is_cut = isinstance(state, DTensor)
+        local = _local(state) if is_cut else part_of(state, block.spread.boxes[rank])
+        if block.owner != rank:
+            return Move(block, local)
+        made = torch.empty(state.shape, dtype=state.dtype, device=self.ranks.device)
+        return Move(block, local, made)
 
-    def _own_route(self, key: Key, shape: Sequence[int]) -> Route:
-        """Return the transfers of a state with another shape than its block."""
-        block = self._routes[key].block
-        spread = self.params[block.param].spread(shape)
-        return route_of(replace(block, box=whole(shape), spread=spread), self.ranks.rank)
+    def _own_block(self, key: Key, shape: Sequence[int]) -> Block:
+        """Return the block of a state with another shape than its block."""
+        block = self.blocks[key]
+        return replace(block, box=whole(shape), spread=self.params[block.param].spread(shape))
+
+
+def shaped_like_blocks(told: Told, buckets: Sequence[OwnedBucket]) -> set[tuple[int, str]]:
+    """Return the parameter and the name of each state that has the shape of every block.
+
+    Args:
+        told: The states of all blocks of a rule.
+        buckets: The buckets of the rule.
+    """
+    shapes = {key: block.shape for bucket in buckets for key, block in bucket.blocks.items()}
+    num_blocks = Counter(place for place, _ in told)
+    counts = Counter(
+        (key[0], name)
+        for key, states in told.items()
+        for name, state in states.items()
+        if isinstance(state, torch.Tensor) and state.is_meta and state.shape == shapes[key]
+    )
+    return {pair for pair, count in counts.items() if count == num_blocks[pair[0]]}
 
 
 def stand_in(param: torch.Tensor, box: Box, device: torch.device) -> torch.Tensor:
@@ -450,11 +432,15 @@ def joined(states: States) -> States:
 # States as optimizers save and load them ----------------------------------------------------------
 
 
+def _codec(state: Any) -> Codec | None:
+    return codec_of(state) if isinstance(state, torch.Tensor) else None
+
+
 def taken_apart(states: States) -> States:
     """Replace dicts and wrapper subclasses by their contents, under names with dots."""
     found: States = {}
     for name, state in states.items():
-        codec = codec_of(state) if isinstance(state, torch.Tensor) else None
+        codec = _codec(state)
         if codec is not None:
             state = dict(zip(codec.names, codec.parts(state), strict=True))
         inner = taken_apart(state) if isinstance(state, dict) else None
@@ -483,15 +469,14 @@ def put_together(parts: States, factory: Factory, like: torch.Tensor) -> States:
 def _composed(parts: States, like: States) -> States:
     found = dict(parts)
     for name, state in like.items():
-        codec = codec_of(state) if isinstance(state, torch.Tensor) else None
-        begin = f"{name}."
-        own = {key.removeprefix(begin): v for key, v in parts.items() if key.startswith(begin)}
-        if own and (codec is not None or isinstance(state, dict)):
-            found = {key: part for key, part in found.items() if not key.startswith(begin)}
-            if codec is None:
-                found[name] = _composed(own, state)
-            else:
-                found[name] = codec.rebuild(own[part] for part in codec.names)
+        codec, begin = _codec(state), f"{name}."
+        if codec is None and not isinstance(state, dict):
+            continue
+        own = {k.removeprefix(begin): found.pop(k) for k in parts if k.startswith(begin)}
+        if own and codec is None:
+            found[name] = _composed(own, state)
+        elif own and codec is not None:
+            found[name] = codec.rebuild(own[part] for part in codec.names)
     return found
 
 
@@ -522,10 +507,7 @@ def load_states(
     state_dict: dict[str, Any],
     made: Counts,
 ) -> None:
-    """Load a state dict without changing the dtypes of the states.
-
-    Torch's ``Optimizer`` casts states to the dtypes of the parameters, so it loads all but the
-    states here. An optimizer with a ``load_state_dict`` of its own uses that.
+    """Load a state dict; states keep their dtypes, which torch casts to those of the parameters.
 
     Args:
         load: The method ``load_state_dict`` of an optimizer.
@@ -535,35 +517,33 @@ def load_states(
             stays without states.
     """
     optimizer: Optimizer = load.__self__  # type: ignore[attr-defined]
-    keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-    own = ((group, param) for group in optimizer.param_groups for param in group["params"])
-    params = dict(zip(keys, own, strict=False))
-    all_states = dict(state_dict["state"])
-    for key, states in state_dict["state"].items():
-        numbers = _numbers(states)
-        if numbers and all(made.get(number) == number._version for number in numbers):
-            del all_states[key]
-    taken = defaultdict[Any, Any](dict)
+    keys, params = (
+        chain.from_iterable(group["params"] for group in groups)
+        for groups in (state_dict["param_groups"], optimizer.param_groups)
+    )
+    params_of, given = dict(zip(keys, params, strict=False)), dict[Any, States]()
 
-    def take(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-        for key, states in given["state"].items():
-            group, param = params.get(key, ({}, None))
-            if param is None:
-                taken[key] = states
-                continue
-            on_host = () if group.get("fused") or group.get("capturable") else ("step",)
-            for name, state in states.items():
-                is_moved = isinstance(state, torch.Tensor) and name not in on_host
-                taken[param][name] = state.to(param.device) if is_moved else state
-        return {**given, "state": {}}
+    def note(_: Optimizer, passed: dict[str, Any]) -> None:
+        given.update(passed["state"])
 
-    def put(_: Optimizer) -> None:
-        optimizer.__setstate__({"state": taken})
+    def restore(_: Optimizer) -> None:
+        for key in given.keys() & params_of.keys():
+            now = optimizer.state.get(params_of[key], {})
+            for name, state in given[key].items():
+                if not isinstance(state, torch.Tensor):
+                    now[name] = state
+                elif now.get(name, state).dtype != state.dtype:
+                    now[name] = state.to(now[name].device)
 
-    hooks = []
-    if load.__func__ is Optimizer.load_state_dict:  # type: ignore[attr-defined]
-        hooks.append(optimizer.register_load_state_dict_pre_hook(take))  # behind those of users
-        hooks.append(optimizer.register_load_state_dict_post_hook(put, prepend=True))  # before them
+    hooks = (
+        optimizer.register_load_state_dict_pre_hook(note),  # behind those of users
+        optimizer.register_load_state_dict_post_hook(restore, prepend=True),  # before them
+    )
+    all_states = {
+        key: states
+        for key, states in state_dict["state"].items()
+        if not (numbers := _numbers(states)) or any(made.get(n) != n._version for n in numbers)
+    }
     try:
         load({**state_dict, "state": all_states})
     finally:

@@ -21,6 +21,7 @@ from training.cases import reproducible
 
 from composable_shard.optim import Owned, Sharded, with_layout
 from composable_shard.optim.blocks import Block, blocks_of, owned_buckets, spread_over
+from composable_shard.optim.exchange import part_of
 from composable_shard.testing import run_ranks
 from optim.whole import (
     EXTENTS,
@@ -185,14 +186,9 @@ def test_each_replica_holds_everything_once(
     spread = spread_over(shape, *mesh)
     for owner in range(len(spread.boxes)):
         seen = torch.zeros(shape)
-        for rank in spread.sources(owner):
-            rows, columns = (
-                slice(start, start + size)
-                for start, size in zip(
-                    spread.boxes[rank].starts, spread.boxes[rank].sizes, strict=True
-                )
-            )
-            seen[rows, columns] += 1
+        for box, replica in zip(spread.boxes, spread.replicas, strict=True):
+            if replica == spread.replicas[owner]:
+                part_of(seen, box).add_(1)
         assert bool((seen == 1).all())
 
 
