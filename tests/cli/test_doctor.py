@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,45 +11,47 @@ import torch
 
 from composable_shard import cli
 from composable_shard.cli import doctor
-from composable_shard.cli.doctor import (
-    Collective,
-    Findings,
-    Machine,
-    Measurement,
-    judge,
-    judge_threads,
-    look,
-    measure,
-)
-
-GATHER = Collective("DirectAllGather", seconds=0.004, nbytes_received=8 << 20, is_right=True)
-REDUCE = Collective("DirectReduceScatter", seconds=0.008, nbytes_received=8 << 20, is_right=True)
-BOTH = {"all_gather": GATHER, "reduce_scatter": REDUCE}
-MEASURED = Measurement("gloo", 1, {"0-1": "shared memory"}, 8e9, BOTH)
-
-HERE = Machine(
-    versions={"torch": "2.13.0", "python": "3.11.7", "composable_shard": "0.1.0", "einops": "0.8"},
-    build="cpu",
-    system="Linux 6",
-    backends={"gloo": True, "nccl": False},
-    devices=[],
-    device_type="cpu",
-    num_cores=4,
-    load=0.2,
-    num_threads=2,
-    variables=dict.fromkeys(doctor.VARIABLES),
-)
-GPUS = replace(
-    HERE,
-    backends={"gloo": True, "nccl": True},
-    devices=["GPU"] * 2,
-    device_type="cuda",
-    build="cuda 13.0",
-)
+from composable_shard.cli.doctor import Facts, look, measure, problems_of, warnings_of
+from composable_shard.testing import run_ranks
 
 
-def with_variable(name: str, value: str, machine: Machine = HERE) -> Machine:
-    return replace(machine, variables={**machine.variables, name: value})
+def collective(how: str, seconds: float) -> Facts:
+    facts = {"how": how, "seconds": seconds, "nbytes_received": 8 << 20, "is_right": True}
+    return {**facts, "bytes_per_second": (8 << 20) / seconds}
+
+
+MEASURED: Facts = {
+    "backend": "gloo",
+    "num_threads": 1,
+    "transports": {"0-1": "shared memory"},
+    "copied_per_second": 8e9,
+    "all_gather": collective("DirectAllGather", 0.004),
+    "reduce_scatter": collective("DirectReduceScatter", 0.008),
+}
+
+HERE: Facts = {
+    "versions": {"torch": "2.13.0", "python": "3.11.7", "composable_shard": "1", "einops": "0.8"},
+    "build": "cpu",
+    "system": "Linux 6",
+    "backends": {"gloo": True, "nccl": False},
+    "devices": [],
+    "device_type": "cpu",
+    "num_cores": 4,
+    "load": 0.2,
+    "num_threads": 2,
+    "variables": dict.fromkeys(doctor.VARIABLES),
+}
+GPUS: Facts = {
+    **HERE,
+    "backends": {"gloo": True, "nccl": True},
+    "devices": ["GPU"] * 2,
+    "device_type": "cuda",
+    "build": "cuda 13.0",
+}
+
+
+def with_variable(name: str, value: str, machine: Facts = HERE) -> Facts:
+    return {**machine, "variables": {**machine["variables"], name: value}}
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Let the doctor find this machine and this measurement."""
     found: dict[str, Any] = {"machine": HERE, "measured": MEASURED, "requests": []}
 
-    def measure_given(*request: object) -> Measurement:
+    def measure_given(*request: object) -> Facts:
         found["requests"].append(request)
         if isinstance(found["measured"], Exception):
             raise found["measured"]
@@ -75,14 +76,14 @@ def test_ranks_measure_what_training_uses(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("RANK", "5")  # of a launcher around this process
     monkeypatch.setenv("WORLD_SIZE", "9")
     measured = measure(2, "cpu", nbytes=1 << 16)
-    assert measured.backend == "gloo"
-    assert measured.transports == {"0-1": "shared memory"}
-    assert measured.copied_per_second is not None and measured.copied_per_second > 0
+    assert measured["backend"] == "gloo"
+    assert measured["transports"] == {"0-1": "shared memory"}
+    assert measured["copied_per_second"] > 0
     for name in ("all_gather", "reduce_scatter"):
-        one = measured.collectives[name]
+        one = measured[name]
         how = "Direct" + name.title().replace("_", "")
-        assert (one.how, one.nbytes_received, one.is_right) == (how, 1 << 15, True)
-        assert one.bytes_per_second == one.nbytes_received / one.seconds > 0
+        assert (one["how"], one["nbytes_received"], one["is_right"]) == (how, 1 << 15, True)
+        assert one["bytes_per_second"] == one["nbytes_received"] / one["seconds"] > 0
 
 
 def sleep_long(*arguments: object) -> None:
@@ -99,47 +100,37 @@ def test_ranks_that_do_not_end_are_given_up(monkeypatch: pytest.MonkeyPatch) -> 
     assert str(caught.value) == "Expected 2 ranks to measure within 0.2 s, got a timeout"
 
 
-def test_the_slowest_rank_counts_and_one_wrong_value_is_wrong() -> None:
-    def rank(seconds: float, is_right: bool, ways: dict[str, str], copied: float) -> Measurement:
-        one = Collective("X", seconds, 8, is_right)
-        both = {"all_gather": one, "reduce_scatter": replace(one, is_right=True)}
-        return Measurement("gloo", 1, ways, copied, both)
+def figures_of_two() -> list[float]:
+    rank = torch.distributed.get_rank()
+    return doctor.worst(torch.device("cpu"), 1.0 + rank, rank == 0)
 
-    merged = doctor._slowest(
-        [rank(1.0, False, {"0-1": "a", "0-2": "b"}, 5.0), rank(2.0, True, {"1-2": "a"}, 6.0)]
-    )
-    assert merged == Measurement(
-        *("gloo", 1, {"0-1": "a", "0-2": "b", "1-2": "a"}, 5.0),
-        {
-            "all_gather": Collective("X", 2.0, 8, False),
-            "reduce_scatter": Collective("X", 2.0, 8, True),
-        },
-    )
-    assert merged.pairs_by_way() == {"a": "0-1, 1-2", "b": "0-2"}
+
+def test_the_slowest_rank_counts_and_one_wrong_value_is_wrong() -> None:
+    assert run_ranks(figures_of_two, 2) == [[2.0, 1.0]] * 2
 
 
 def test_this_machine_is_seen_as_it_is() -> None:
     seen = look()
-    assert seen.versions["torch"] == torch.__version__
-    assert seen.backends["gloo"] is torch.distributed.is_gloo_available()
-    assert seen.num_threads == torch.get_num_threads()
-    assert seen.variables.keys() == HERE.variables.keys()
-    assert len(seen.devices) == torch.accelerator.device_count()
+    assert seen["versions"]["torch"] == torch.__version__
+    assert seen["backends"]["gloo"] is torch.distributed.is_gloo_available()
+    assert seen["num_threads"] == torch.get_num_threads()
+    assert seen["variables"].keys() == HERE["variables"].keys()
+    assert len(seen["devices"]) == torch.accelerator.device_count()
 
 
-PROBLEMS: list[tuple[Machine, int, str]] = [
+PROBLEMS: list[tuple[Facts, int, str]] = [
     (HERE, 2, ""),
     (GPUS, 2, ""),
     (
-        replace(HERE, versions={**HERE.versions, "torch": "2.9.1+cpu"}),
+        {**HERE, "versions": {**HERE["versions"], "torch": "2.9.1+cpu"}},
         *(2, "torch 2.9.1+cpu is older than 2.11: install a later one"),
     ),
     (
-        replace(HERE, backends={"gloo": False}),
+        {**HERE, "backends": {"gloo": False}},
         *(2, "torch has no backend for collectives: install a build with gloo"),
     ),
     (
-        replace(GPUS, backends={"gloo": True, "nccl": False}),
+        {**GPUS, "backends": {"gloo": True, "nccl": False}},
         *(2, "there are GPUs, but torch has no nccl: install a CUDA build"),
     ),
     (GPUS, 4, "4 ranks need as many devices, but there are 2: pass --ranks or --device cpu"),
@@ -147,8 +138,8 @@ PROBLEMS: list[tuple[Machine, int, str]] = [
 
 
 @pytest.mark.parametrize(("of", "num_ranks", "problem"), PROBLEMS)
-def test_problems(of: Machine, num_ranks: int, problem: str) -> None:
-    assert judge(of, num_ranks).problems == [problem] * bool(problem)
+def test_problems(of: Facts, num_ranks: int, problem: str) -> None:
+    assert list(problems_of(of, num_ranks)) == [problem] * bool(problem)
 
 
 SEGMENTS = (
@@ -159,10 +150,10 @@ COMPARES = (
     "COMPOSABLE_SHARD_CHECK=1 compares ranks before every collective, which costs time: unset it "
     "once training is debugged"
 )
-WARNINGS: list[tuple[Machine, str]] = [
+WARNINGS: list[tuple[Facts, str]] = [
     (HERE, ""),
     (GPUS, SEGMENTS),
-    (replace(GPUS, build="hip 7.0"), ""),
+    ({**GPUS, "build": "hip 7.0"}, ""),
     (with_variable("PYTORCH_ALLOC_CONF", "expandable_segments:True", GPUS), ""),
     (with_variable("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", GPUS), ""),
     (with_variable("COMPOSABLE_SHARD_CHECK", "1"), COMPARES),
@@ -178,29 +169,37 @@ WARNINGS: list[tuple[Machine, str]] = [
 
 
 @pytest.mark.parametrize(("of", "warning"), WARNINGS)
-def test_warnings(of: Machine, warning: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings(of: Facts, warning: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "exists", lambda path: False)  # no driver of a GPU
-    assert judge(of, 2).warnings == [warning] * bool(warning)
+    assert list(warnings_of(of)) == [warning] * bool(warning)
 
 
 def test_a_driver_without_a_gpu_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl")
-    assert judge(HERE, 2).warnings == ["there is a GPU driver, but torch (cpu) sees no GPU"]
+    assert list(warnings_of(HERE)) == ["there is a GPU driver, but torch (cpu) sees no GPU"]
 
 
-def measured_with(num_threads: int, gather: float, reduce: float) -> Measurement:
+def measured_with(num_threads: int, gather: float, reduce: float) -> Facts:
     """Return what ranks measure, each in bytes per second, beside copies of 8 GB in a second."""
-    speeds = {"all_gather": gather, "reduce_scatter": reduce}
-    collectives = {
-        name: replace(one, seconds=one.nbytes_received / speeds[name]) for name, one in BOTH.items()
+    return {
+        **MEASURED,
+        "num_threads": num_threads,
+        "all_gather": collective("DirectAllGather", (8 << 20) / gather),
+        "reduce_scatter": collective("DirectReduceScatter", (8 << 20) / reduce),
     }
-    return replace(MEASURED, num_threads=num_threads, collectives=collectives)
 
 
-def with_gather(measured: Measurement, **facts: Any) -> Measurement:
+def with_gather(measured: Facts, **facts: Any) -> Facts:
     """Return a measurement with other facts of the all-gather."""
-    gather = replace(measured.collectives["all_gather"], **facts)
-    return replace(measured, collectives={**measured.collectives, "all_gather": gather})
+    return {**measured, "all_gather": {**measured["all_gather"], **facts}}
+
+
+def judged(machine: Facts, num_ranks: int, measured: Facts | None) -> tuple[list[str], list[str]]:
+    """Return the problems and the warnings about speed."""
+    report: Facts = {"machine": machine, "num_ranks": num_ranks, "measured": measured}
+    report |= {"problems": [], "warnings": []}
+    doctor.judge_speed(report)
+    return report["problems"], report["warnings"]
 
 
 SHARED = "2 ranks with 4 threads each share 4 cores"
@@ -227,24 +226,22 @@ THREADS: list[tuple[int, tuple[float, float] | None, str, str]] = [
 def test_threads(
     num_threads: int, speeds: tuple[float, float] | None, problem: str, warning: str
 ) -> None:
-    found = Findings()
     measured = measured_with(num_threads, *speeds) if speeds else None
-    judge_threads(replace(HERE, num_threads=num_threads), 2, measured, found)
-    assert found == Findings([problem] * bool(problem), [warning] * bool(warning))
+    problems, warnings = judged({**HERE, "num_threads": num_threads}, 2, measured)
+    assert problems == [problem] * bool(problem)
+    assert warnings == [warning] * bool(warning)
 
 
 @pytest.mark.parametrize(("load", "is_busy"), [(2.4, False), (2.6, True), (9.0, True)])
 def test_a_busy_machine_is_no_fault(load: float, is_busy: bool) -> None:
-    found = Findings()
-    judge_threads(replace(HERE, load=load), 2, measured_with(1, 2e9, 0.1e9), found)
-    assert bool(found.problems) is not is_busy
-    assert found.warnings == is_busy * [
+    problems, warnings = judged({**HERE, "load": load}, 2, measured_with(1, 2e9, 0.1e9))
+    assert bool(problems) is not is_busy
+    assert warnings == is_busy * [
         "reduce-scatter is 80 times slower than a copy of memory; other programs were running "
         f"(load {load} on 4 cores): measure again when they have ended"
     ]
-    found = Findings()
-    judge_threads(replace(HERE, load=load), 2, measured_with(4, 2e9, 0.1e9), found)
-    assert (f"{SHARED}: set OMP_NUM_THREADS=2" in found.warnings) is is_busy
+    problems, warnings = judged({**HERE, "load": load}, 2, measured_with(4, 2e9, 0.1e9))
+    assert (f"{SHARED}: set OMP_NUM_THREADS=2" in warnings) is is_busy
 
 
 def test_ranks_that_do_not_end_on_a_busy_machine_are_no_fault(
@@ -252,7 +249,7 @@ def test_ranks_that_do_not_end_on_a_busy_machine_are_no_fault(
 ) -> None:
     given["measured"] = TimeoutError("Expected 2 ranks to measure within 120 s, got a timeout")
     assert cli.main(["doctor"]) == 1
-    given["machine"] = replace(HERE, load=9.0)
+    given["machine"] = {**HERE, "load": 9.0}
     assert cli.main(["doctor"]) == 0
     assert (
         "warning    Expected 2 ranks to measure within 120 s, got a timeout; other programs were "
@@ -272,13 +269,12 @@ def test_what_looks_slow_is_measured_again(
     assert capsys.readouterr().out.count("reduce-scatter is 80 times slower") == 1
     monkeypatch.setattr(doctor, "measure", lambda *_, left=[wrong, fast]: left.pop(0))
     assert cli.main(["doctor"]) == 1  # what was wrong once is not made good
-    assert "all_gather gave wrong values" in capsys.readouterr().out
+    assert "all-gather gave wrong values" in capsys.readouterr().out
 
 
 def test_one_thread_each_is_not_too_many_for_more_ranks_than_cores() -> None:
-    found = Findings()
-    judge_threads(replace(HERE, num_threads=1), 9, None, found)
-    assert found == Findings()
+    problems, warnings = judged({**HERE, "num_threads": 1}, 9, None)
+    assert problems == warnings == []
 
 
 WHY = "a rank cannot set up shared memory: [Errno 1] not here"
@@ -314,12 +310,12 @@ def test_the_report(given: dict[str, Any], capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_report_for_programs(given: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    given["measured"] = replace(MEASURED, transports=MIXED)
+    given["measured"] = {**MEASURED, "transports": MIXED}
     assert cli.main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["is_well"] is True
     assert report["measured"]["copied_per_second"] == 8e9
-    assert report["machine"]["versions"] == HERE.versions
+    assert report["machine"]["versions"] == HERE["versions"]
     assert report["measured"]["all_gather"] == {
         "how": "DirectAllGather",
         "seconds": 0.004,
@@ -334,7 +330,7 @@ def test_the_report_for_programs(given: dict[str, Any], capsys: pytest.CaptureFi
 def test_the_report_of_ranks_that_send(
     given: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given["measured"] = replace(MEASURED, transports=MIXED, num_threads=2)
+    given["measured"] = {**MEASURED, "transports": MIXED, "num_threads": 2}
     assert cli.main(["doctor", "--ranks", "3"]) == 0
     printed = capsys.readouterr().out
     assert "ranks           3 on cpu over gloo, 2 threads each\n" in printed
@@ -356,7 +352,7 @@ def test_gpus_are_measured_unless_the_cpu_is_asked_for(
 ) -> None:
     given["machine"] = GPUS
     coalesced = with_gather(MEASURED, how="CoalescedAllGather")
-    given["measured"] = replace(coalesced, backend="nccl", transports={})
+    given["measured"] = {**coalesced, "backend": "nccl", "transports": {}}
     assert cli.main(["doctor"]) == 0
     assert "one coalesced launch of nccl for a group" in capsys.readouterr().out
     assert cli.main(["doctor", "--device", "cpu", "--ranks", "3"]) == 0
@@ -367,7 +363,7 @@ def test_gpus_are_measured_unless_the_cpu_is_asked_for(
 def test_one_gpu_is_well_and_has_nothing_to_measure(
     given: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given["machine"] = replace(GPUS, devices=["GPU"])
+    given["machine"] = {**GPUS, "devices": ["GPU"]}
     assert cli.main(["doctor"]) == 0
     assert given["requests"] == []
     assert "ranks      1 on cuda, which has no collectives\n" in capsys.readouterr().out
@@ -378,7 +374,7 @@ def test_one_gpu_is_well_and_has_nothing_to_measure(
     [
         (
             with_gather(MEASURED, is_right=False),
-            "all_gather gave wrong values: the backend or the machine is broken",
+            "all-gather gave wrong values: the backend or the machine is broken",
         ),
         (
             RuntimeError("of gloo:\nno route\n"),
@@ -403,7 +399,7 @@ def test_what_is_wrong_exits_with_1(
 def test_no_ranks_are_started_on_a_machine_with_problems(
     given: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given["machine"] = replace(HERE, backends={"gloo": False})
+    given["machine"] = {**HERE, "backends": {"gloo": False}}
     assert cli.main(["doctor"]) == 1
     assert given["requests"] == []
     assert capsys.readouterr().out.splitlines()[-1] == (
@@ -424,7 +420,7 @@ def test_numbers_are_positive(option: str, value: str, capsys: pytest.CaptureFix
 def test_too_many_threads_are_not_said_to_be_well(
     given: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given["machine"] = replace(HERE, num_threads=4)
+    given["machine"] = {**HERE, "num_threads": 4}
     given["measured"] = measured_with(4, 2e9, 1e9)
     assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
