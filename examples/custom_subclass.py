@@ -1,6 +1,6 @@
-"""A weight whose rows travel as int8: a tensor subclass, checked, then trained on two ranks.
+"""A tensor subclass that ranks gather as int8 rows: it is checked, then trained on two ranks.
 
-A gather sends about a quarter of the bytes of fp32: one byte for each element, one scale a row.
+A gather sends about a quarter of the bytes of fp32: one byte per element, and one scale per row.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from composable_shard.testing import run_ranks
 from composable_shard.testing.extension_kit import check_extension
 
 aten = torch.ops.aten
-STAYS = {aten.detach, aten.clone, aten.split, aten.slice, aten.view, aten.as_strided, aten.copy_}
-STAYS |= {aten.empty_like, aten.zeros_like, aten.new_zeros, aten._to_copy, aten.add_}
+# These operations return an Int8Rows again; all others return plain tensors.
+KEEPS_CLASS = {aten.detach, aten.clone, aten.split, aten.slice, aten.view, aten.as_strided}
+KEEPS_CLASS |= {aten.empty_like, aten.zeros_like, aten.new_zeros, aten._to_copy}
+KEEPS_CLASS |= {aten.copy_, aten.add_}
 
 
 class Int8Rows(torch.Tensor):
@@ -49,7 +51,7 @@ class Int8Rows(torch.Tensor):
         kwargs = kwargs or {}
         plain, named = tree_map_only(cls, lambda weight: weight.full, (args, kwargs))
         out = func(*plain, **named)
-        if func.overloadpacket not in STAYS:
+        if func.overloadpacket not in KEEPS_CLASS:
             return out
         out = tree_map_only(torch.Tensor, cls, out)
         return return_and_correct_aliasing(func, args, kwargs, out)
@@ -62,7 +64,7 @@ class Int8Rows(torch.Tensor):
     def fsdp_post_all_gather(
         self, gathered: Any, metadata: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> Any:
-        """Return rows times scales; autograd sees a plain weight."""
+        """Return rows times scales, as a plain tensor."""
         rows, scales = gathered
         if out is None:
             return (rows * scales).to(dtype), gathered
@@ -90,7 +92,7 @@ def train(steps: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    # Rounding changes a weight by at most half of a step, and there are 127 steps.
+    # Rounding changes a weight by at most half a step, and a step is 1/127 of its row's maximum.
     print(check_extension(lambda shape: Int8Rows(torch.randn(shape)), tolerance=0.02))
     for rank, found in enumerate(run_ranks(train, 2, steps=100)):
         print(f"rank {rank}: loss {found[0]:.3f} at first, {found[-1]:.3f} at last")

@@ -1,11 +1,11 @@
-"""Gradients that travel as int8: blocks with one scale each, and error feedback.
+"""A tensor subclass with gradients that ranks send as int8 blocks, with error feedback.
 
     python examples/int8_gradients.py
     python examples/train_lm.py --int8-gradients
 
-A gradient takes about a quarter of the bytes of fp32 on the wire. The rounding error of each
-gradient is added to the next one, so no part of a gradient is lost. The error takes as much memory
-on every rank as the unsharded gradient.
+A reduction sends about a quarter of the bytes of fp32: one byte per element, and one scale per
+block. The rounding error of each gradient is added to the next gradient (error feedback), so no
+part of a gradient is lost. On every rank, the errors take as much memory as the unsharded gradient.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from composable_shard import fully_shard
 from composable_shard.testing import run_ranks
 
 aten = torch.ops.aten
-STAYS = {aten.detach, aten.clone, aten.split, aten.slice, aten.view, aten.as_strided, aten.copy_}
-STAYS |= {aten.empty_like, aten._to_copy, aten.add_, aten.mul_, aten.sub_, aten.addcdiv_}
+# These operations return an Int8Gradients again; all others return plain tensors.
+KEEPS_CLASS = {aten.detach, aten.clone, aten.split, aten.slice, aten.view, aten.as_strided}
+KEEPS_CLASS |= {aten.empty_like, aten._to_copy, aten.copy_}
+KEEPS_CLASS |= {aten.add_, aten.mul_, aten.sub_, aten.addcdiv_}
 BLOCK = 128  # elements that share a scale
 
 
 class Int8Gradients(torch.Tensor):
-    """A weight with a gradient that travels as int8."""
+    """A weight with a gradient that ranks send as int8."""
 
     @staticmethod
     def __new__(cls, full: torch.Tensor) -> Int8Gradients:
@@ -56,7 +58,7 @@ class Int8Gradients(torch.Tensor):
         kwargs = kwargs or {}
         plain, named = tree_map_only(cls, lambda weight: weight.full, (args, kwargs))
         out = func(*plain, **named)
-        if func.overloadpacket not in STAYS:
+        if func.overloadpacket not in KEEPS_CLASS:
             return out
         out = tree_map_only(torch.Tensor, cls, out)
         return return_and_correct_aliasing(func, args, kwargs, out)
@@ -68,7 +70,7 @@ class Int8Gradients(torch.Tensor):
     def fsdp_post_all_gather(
         self, gathered: Any, metadata: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> Any:
-        """Return the gathered weight, cast under mixed precision."""
+        """Return the gathered weight in the dtype of compute."""
         (full,) = gathered
         if out is None:
             return full.to(dtype), gathered
@@ -84,7 +86,7 @@ class Int8Gradients(torch.Tensor):
         scales = blocks.abs().amax(2, keepdim=True) / 127
         rounded = (blocks / scales.clamp_min(1e-30)).round_()
         lost = exact - (rounded * scales).flatten(1)[:, : exact.shape[1]]
-        self.lost = lost.nan_to_num_(0, 0, 0)  # an overflow must not come back with every step
+        self.lost = lost.nan_to_num_(0, 0, 0)  # otherwise an overflow would spoil all later steps
         return (rounded.to(torch.int8), scales), None
 
     def fsdp_post_reduce_scatter(self, received: Any, metadata: None, out: torch.Tensor) -> None:
@@ -103,9 +105,10 @@ def block_of(parts: torch.Tensor) -> int:
 
 
 def send_int8_gradients(model: nn.Module) -> None:
-    """Let the gradients of a model travel as int8; call it before ``fully_shard``.
+    """Replace the parameters of a model, so that ranks send gradients as int8.
 
-    Tied parameters stay tied. Frozen parameters and scalars stay as they are.
+    Call it before ``fully_shard``. Tied parameters stay tied. Frozen parameters and scalars are not
+    replaced.
     """
     sent: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():

@@ -2,19 +2,20 @@
 
     python examples/train_lm.py                          two ranks on the CPU, or one on each GPU
     python examples/train_lm.py --resume                 resume from the newest checkpoint
-    python examples/train_lm.py --optimizer muon         Muon steps the matrices of the blocks
+    python examples/train_lm.py --optimizer muon         use Muon for the matrices of the blocks
     torchrun --nproc-per-node 4 examples/train_lm.py     on the ranks that torchrun starts
 
 With ``torchrun --max-restarts``, ranks resume from the newest checkpoint after one of them died.
 
-``build`` shards the model: ``fully_shard`` on each block, then on the root. ``--trace FOLDER``
-records a timeline of a few steps. The rest is a training loop as for one device: AdamW, a schedule,
-gradient clipping, checkpoints by ``torch.distributed.checkpoint``. The model, its text and its
-ranks are in ``lm/``.
+``build`` shards the model: it calls ``fully_shard`` on each block, then on the root. ``--trace
+FOLDER`` records a timeline of a few steps. The rest is a training loop as for one device: AdamW, a
+schedule, gradient clipping, checkpoints by ``torch.distributed.checkpoint``. The model, the text
+and the start of ranks are in ``lm/``.
 
-Initial weights and batches do not depend on the number of ranks, so losses differ only by rounding.
-On the CPU the same command gives bitwise the same losses again, and so does a run that was stopped
-(``--stop-at``) and resumed: see ``losses.jsonl`` in its folder.
+Initial weights and batches do not depend on the number of ranks, so with another number of ranks
+losses differ only by rounding. On the CPU, repeated runs of the same command give bitwise the same
+losses, and so does a run that was stopped (``--stop-at``) and resumed. They are in the file
+``losses.jsonl`` in the folder of the run.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from lm.text import NO_TARGET, Text, held_out_batches, load_text, training_batch
 
 UNTRACED_STEPS, TRACED_STEPS = 10, 3
 MUON_LR = 5.0
-"""Muon's learning rate, relative to AdamW's. ``match_rms_adamw`` scales updates to a root mean
-square of a fifth of the learning rate. AdamW's first updates have five times that."""
+"""Muon's learning rate, relative to AdamW's. ``match_rms_adamw`` scales Muon's updates to a root
+mean square of a fifth of the learning rate, but AdamW's first updates are five times as large."""
 
 
 def build(options: Options, place: Place) -> GPT:
@@ -69,7 +70,7 @@ def build(options: Options, place: Place) -> GPT:
 def make_optimizer(model: GPT, options: Options) -> Optimizer:
     """Make the optimizer: AdamW for all parameters, or Muon for the matrices of the blocks.
 
-    Each rank steps some whole matrices. Queries, keys and values are separate matrices.
+    With Muon, each rank steps some whole matrices. Queries, keys and values are separate matrices.
     """
     adamw = partial(AdamW, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     if options.optimizer == "adamw":
@@ -171,7 +172,7 @@ def sum_over_ranks(value: Tensor) -> float:
 
 
 def recording(model: GPT, options: Options) -> AbstractContextManager[Timeline | None]:
-    """Record a few steps, after the first ones."""
+    """Return a context that records a timeline of a few steps, if the options ask for it."""
     if options.trace is None:
         return nullcontext()
     skip = min(UNTRACED_STEPS, options.steps // 2)

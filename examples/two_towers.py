@@ -2,20 +2,20 @@
 
     python examples/two_towers.py                        three ranks on the CPU, or one on each GPU
     python examples/two_towers.py --check                compare with one unsharded process
-    python examples/two_towers.py --text-only            without all pictures
+    python examples/two_towers.py --text-only            train without the pictures
     torchrun --nproc-per-node 4 examples/two_towers.py   on the ranks that torchrun starts
 
-The model reads captions byte by byte and looks at their picture, if they have a picture. Three
-differences between ranks need one line each:
+The model predicts captions byte by byte, and looks at the picture of a caption if there is one.
+Ranks differ in three ways, and each way needs one function:
 
 - A rank without a picture in its batch calls ``sit_out`` instead of the picture tower.
-- A rank without another batch takes part in the steps of the others, by ``uneven``.
+- A rank that has no more batches still takes part in the steps of the others, by ``uneven``.
 - Batches have different numbers of bytes: ``weigh`` averages gradients over all bytes.
 
-So the ranks train as one process does on all of their batches together. With ``--check``, that
-process trains, too, and the losses of all steps are compared. All computation is in float64, so
-that rounding does not hide a difference. On the CPU, the same command gives bitwise the same
-losses again. Model and samples are in ``towers/``.
+The result is the same as if one process trained on the batches of all ranks together. With
+``--check``, such a process also trains, and the losses of all steps are compared. All computation
+is in float64, so that rounding does not hide a difference. On the CPU, repeated runs of the same
+command give bitwise the same losses. The model and the samples are in ``towers/``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from towers.samples import (
 
 NUM_RANKS = 3  # on the CPU
 LARGEST_NORM = 1.0
-LARGEST_DIFFERENCE = 1e-9  # of losses, relative: rounding alone
+LARGEST_DIFFERENCE = 1e-9  # relative difference of losses that rounding may cause
 DTYPE = torch.float64  # in float32, rounding becomes visible within hundreds of steps
 
 Options = argparse.Namespace
@@ -92,7 +92,7 @@ class Training:
         self.losses: list[float] = []
 
     def train_epoch(self, epoch: int) -> float:
-        """Train until no rank has another batch, note each step's loss, and return their mean."""
+        """Train until no rank has another batch; keep the losses of steps, return their mean."""
         total = total_tokens = 0.0
         ranks = self._place.rank, self._place.num_ranks
         batches = batches_of_rank(self._documents, *ranks, epoch, self._options.tokens)
@@ -166,7 +166,7 @@ def check(losses: Sequence[float], expected: Sequence[float]) -> None:
         ArithmeticError: If they differ by more than rounding.
     """
     pairs = zip(losses, expected, strict=True)
-    difference = max(abs(loss - oracle) / oracle for loss, oracle in pairs)
+    difference = max(abs(loss - target) / target for loss, target in pairs)
     print(f"largest difference from one unsharded process: {difference:.1e}")
     if not difference <= LARGEST_DIFFERENCE:
         raise ArithmeticError(
@@ -225,7 +225,7 @@ def train(options: Options, place: Place) -> None:
 
 
 def read_options(arguments: Sequence[str] | None) -> Options:
-    """Read the command line; leave with a message and status 2 if it is wrong."""
+    """Read the command line; exit with a message and status 2 if it is wrong."""
     parser = argparse.ArgumentParser(
         description="Train two towers on ranks with different amounts of pictures and text.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -1,10 +1,10 @@
-"""Send the weights of a model to an inference engine, again and again while it trains.
+"""Send the weights of a model to an inference engine, repeatedly while the model trains.
 
-The first ranks train a sharded model. The others are an engine with another sharding: matrices
-split for tensor parallelism. Every training rank sends each rank of the engine just the rows and
-columns that it needs, from shard to shard, in one all-to-all for each bucket. So no rank ever holds
-the whole model, and every needed byte is sent once. Unchanged tensors are not sent again. After
-each update the engine generates.
+The first ranks train a sharded model. The other ranks are the engine, which splits matrices for
+tensor parallelism. Every training rank sends each rank of the engine just the rows and columns that
+it needs, in one all-to-all for each bucket. So no rank ever holds the whole model, and every needed
+byte is sent once. Unchanged tensors are not sent again. After each update of its weights, the
+engine generates a text.
 
     torchrun --nproc-per-node 4 examples/weights_to_engine.py
     torchrun --nproc-per-node 5 examples/weights_to_engine.py --engine 3 --check
@@ -89,9 +89,9 @@ def nbytes_of(box: Box) -> int:
     return torch.Size(end - start for start, end in box).numel() * 4
 
 
-def part_of(tensor: torch.Tensor, lies_at: Box, box: Box) -> torch.Tensor:
-    """Return a view of ``box`` in a tensor that holds the box ``lies_at`` of the full tensor."""
-    pairs = zip(lies_at, box, strict=True)
+def part_of(tensor: torch.Tensor, tensor_box: Box, box: Box) -> torch.Tensor:
+    """Return a view of ``box`` in a tensor that holds ``tensor_box`` of the full tensor."""
+    pairs = zip(tensor_box, box, strict=True)
     return tensor[tuple(slice(start - origin, end - origin) for (origin, _), (start, end) in pairs)]
 
 
@@ -108,7 +108,7 @@ class Plan:
     Args:
         held: The shards of each training rank, by rank: pairs of a name and a box.
         wanted: The boxes that each rank of the engine needs, by rank and name.
-        bucket_nbytes: Bytes of a bucket, of all ranks together. A larger tensor is a bucket.
+        bucket_nbytes: The largest bucket in bytes, over all ranks. A larger tensor gets its own.
     """
 
     def __init__(
@@ -155,12 +155,12 @@ def exchange(bucket: Sequence[Transfer], held: dict[str, list[tuple[Box, torch.T
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
 
-    def places(transfers: Sequence[Transfer]) -> list[torch.Tensor]:
+    def parts(transfers: Sequence[Transfer]) -> list[torch.Tensor]:
         return [
-            part_of(tensor, lies_at, box)
+            part_of(tensor, tensor_box, box)
             for name, _, _, box in transfers
-            for lies_at, tensor in held[name]
-            if overlap(lies_at, box) == box
+            for tensor_box, tensor in held[name]
+            if overlap(tensor_box, box) == box
         ]
 
     def counts(of_peers: Sequence[Sequence[Transfer]]) -> list[int]:
@@ -169,8 +169,8 @@ def exchange(bucket: Sequence[Transfer], held: dict[str, list[tuple[Box, torch.T
     peers = range(num_ranks)
     outgoing = [[t for t in bucket if t.source == rank and t.target == peer] for peer in peers]
     incoming = [[t for t in bucket if t.target == rank and t.source == peer] for peer in peers]
-    inputs = [part.reshape(-1) for transfers in outgoing for part in places(transfers)]
-    outputs = [part for transfers in incoming for part in places(transfers)]
+    inputs = [part.reshape(-1) for transfers in outgoing for part in parts(transfers)]
+    outputs = [part for transfers in incoming for part in parts(transfers)]
     received = torch.empty(sum(counts(incoming)))
     message = torch.cat(inputs) if inputs else torch.empty(0)
     dist.all_to_all_single(received, message, counts(incoming), counts(outgoing))
@@ -223,7 +223,7 @@ class Trainer:
 
 
 class Engine:
-    """A rank of the engine: it holds its columns and rows of matrices, and all other tensors."""
+    """A rank of the engine: it holds its rows or columns of split tensors, and all the others."""
 
     def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
         self._group = group
@@ -274,11 +274,11 @@ class Engine:
         return logits
 
 
-# All of them --------------------------------------------------------------------------------------
+# All ranks ----------------------------------------------------------------------------------------
 
 
 def update(member: Trainer | Engine, plan: Plan) -> dict[str, int]:
-    """Send the changed tensors to the engine; return how much this rank has received."""
+    """Send the changed tensors to the engine; return the number of tensors and received bytes."""
     changed = [member.changed() if isinstance(member, Trainer) else None]
     dist.broadcast_object_list(changed, src=0)
     names, held = changed[0] or [], member.held()

@@ -3,8 +3,8 @@
 #
 #     HEAD=node0 NODES=2 bash examples/launch/torchrun.sh --checkpoint-dir /shared/run
 #
-# HEAD      the node that hosts the rendezvous, by name or address; it must outlive the others
-# NODES     number of nodes, or a range such as 2:4: continue with fewer, and let more join
+# HEAD      name or address of the node that hosts the rendezvous; this node must not die
+# NODES     number of nodes; with a range such as 2:4, nodes may leave and join during training
 # RANKS     ranks of each node: a number, "gpu" or "cpu"; by default one for each GPU or core
 # PORT      port of the rendezvous on HEAD (29500)
 # JOB       name of this training, the same on all its nodes (train)
@@ -25,7 +25,7 @@ if [ "${ADDRESS:-}" = "$HEAD" ]; then
     conf+=,is_host=1 # otherwise torchrun compares HEAD with the address of this node's name
 fi
 
-# Otherwise, a node that joins later waits for an address that only the first round knows.
+# Otherwise, a node that joins later waits for an address that it never learns.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 

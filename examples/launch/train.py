@@ -1,13 +1,13 @@
-"""A training that you may stop, kill and start again, on one machine or on many.
+"""A training program that you may stop, kill and start again, on one machine or on many.
 
     torchrun --nproc-per-node 2 examples/launch/train.py --checkpoint-dir runs/launch
 
 It resumes from the newest complete checkpoint in its folder, on any number of ranks. All ranks must
-see the folder. The other files here start it by torchrun on several machines, Slurm, Kubernetes and
-Ray Train; ``docs/many_machines.md`` explains them.
+see the folder. The other files in this folder start the program on several machines, with torchrun,
+Slurm, Kubernetes or Ray Train; ``docs/many_machines.md`` explains them.
 
-The model is a toy: copy ``main``. Batches depend on the step alone. So on the CPU, the same number
-of ranks gives bitwise the same losses after any interruption.
+The model is a toy; copy ``main`` and use your own. Batches depend on the step alone. So on the CPU,
+the same number of ranks gives bitwise the same losses after any interruption.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from composable_shard import fully_shard
 from composable_shard.train.checkpoint import complete_checkpoints, save_checkpoint
 
 WIDTH, NUM_LAYERS = 64, 4
-KEPT = 2  # checkpoints
+NUM_KEPT = 2  # checkpoints
 
 
 def build(device: torch.device) -> nn.Module:
@@ -89,7 +89,7 @@ def save(model: nn.Module, optimizer: Optimizer, folder: Path, step: int) -> Non
     target = folder / f"step-{step:06d}"
     save_checkpoint(state_of(model, optimizer, step), target)
     if dist.get_rank() == 0:
-        for old in complete_checkpoints(folder)[:-KEPT]:
+        for old in complete_checkpoints(folder)[:-NUM_KEPT]:
             shutil.rmtree(old)
 
 
@@ -100,7 +100,7 @@ class Losses:
         self._file = file if dist.get_rank() == 0 else None
         if self._file is not None:
             known = file.read_text().splitlines(keepends=True) if file.exists() else []
-            file.write_text("".join(known[:steps_done]))  # later steps are run again
+            file.write_text("".join(known[:steps_done]))  # later steps run again
 
     def add(self, step: int, loss: float) -> None:
         """Write the loss of a step."""

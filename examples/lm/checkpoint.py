@@ -5,7 +5,8 @@
     <folder>/step-000200/    model, optimizer and progress after 200 steps, a file from each rank
 
 A checkpoint gets its name only when it is complete. The checkpoint before the newest one is kept,
-in case a file of the newest is damaged. The step is the position in the text: see ``text.py``.
+in case a file of the newest is damaged. A checkpoint holds no position in the text, because the
+number of steps determines the batch: see ``text.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch.optim import Optimizer
 
 from composable_shard.train.checkpoint import complete_checkpoints, save_checkpoint
 
-KEPT = 2  # checkpoints
+NUM_KEPT = 2  # checkpoints
 
 Settings = dict[str, int | float | str]
 
@@ -50,7 +51,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The files of one run; every rank holds one, and all see the same folder."""
+    """The files of one run, in a folder that all ranks see."""
 
     path: Path
 
@@ -78,7 +79,7 @@ class RunFolder:
     def refuse_other_run(self, settings: Settings) -> None:
         """Raise ``ValueError`` unless the folder holds a checkpoint made with these settings."""
         if self.newest() is None:
-            raise ValueError(f"{self.path} holds no checkpoint: leave --resume away")
+            raise ValueError(f"{self.path} holds no checkpoint: omit --resume")
         saved = json.loads(self._run.read_text())
         different = [
             f"{name} was {saved.get(name)!r} and is {value!r}"
@@ -91,18 +92,18 @@ class RunFolder:
             )
 
     def save(self, model: nn.Module, optimizer: Optimizer, progress: Progress) -> None:
-        """Write a checkpoint and drop those before the last one (called on every rank)."""
+        """Write a checkpoint, and remove all but the newest two (called on every rank)."""
         target = self.path / f"step-{progress.step:06d}"
         state: dict[str, Any] = {
             "model": get_model_state_dict(model),
             "optimizer": get_optimizer_state_dict(model, optimizer),
             "progress": asdict(progress),
         }
-        if dist.get_rank() == 0 and target.exists():  # a damaged checkpoint, which nobody resumed
+        if dist.get_rank() == 0 and target.exists():  # damaged, so the run resumed an earlier one
             shutil.rmtree(target)
         save_checkpoint(state, target)
         if dist.get_rank() == 0:
-            kept = complete_checkpoints(self.path)[-KEPT:]
+            kept = complete_checkpoints(self.path)[-NUM_KEPT:]
             for old in self.path.glob("step-*"):
                 if old not in kept:
                     shutil.rmtree(old)

@@ -1,4 +1,4 @@
-"""A small byte-level GPT: rotary attention, squared-ReLU feed-forward, RMS norms before each.
+"""A small byte-level GPT: rotary attention and squared-ReLU feed-forward, each after an RMS norm.
 
 Nothing in this file knows about sharding: the model is written for one device.
 """
@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Transform each position on its own."""
+    """Transform each position independently."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class GPT(nn.Module):
         num_layers: number of blocks.
         width: features per position; a multiple of twice ``num_heads``.
         num_heads: attention heads per block.
-        context: the most positions that a forward takes.
+        context: the largest number of positions in a forward.
     """
 
     def __init__(self, num_layers: int, width: int, num_heads: int, context: int) -> None:
@@ -102,7 +102,7 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew; what adds to the residual stream starts smaller."""
+        """Draw the weights; layers that add to the residual stream start with smaller ones."""
         residual_std = 0.02 / (2 * len(self.blocks)) ** 0.5
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):

@@ -57,7 +57,7 @@ class Options:
 
 
 def read_options(arguments: Sequence[str] | None) -> Options:
-    """Read and check the command line; leave with a message and status 2 if it is wrong."""
+    """Read and check the command line; exit with a message and status 2 if it is wrong."""
     parser = _parser()
     values = vars(parser.parse_args(arguments))
     if values["device"] == "auto":
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         "--optimizer",
         choices=("adamw", "muon"),
         default="adamw",
-        help="muon steps the matrices of the blocks, and AdamW the rest",
+        help="with muon, Muon steps the matrices of the blocks, and AdamW the rest",
     )
     training("--lr", type=float, default=3e-3, help="highest learning rate of AdamW")
     training("--warmup", type=_positive, default=20, help="steps until the highest learning rate")

@@ -73,8 +73,8 @@ def run_on_ranks(job: Job, num_ranks: int, device_type: str) -> None:
         num_ranks: number of ranks.
         device_type: "cuda" (one device for each rank) or "cpu" (one thread for each rank).
     """
-    # Libraries read these when they load. With one thread, ranks do not compete for cores and sums
-    # have a fixed order. cuBLAS needs the workspace for a fixed order.
+    # Set these before the libraries load. With one thread, ranks do not compete for cores and sums
+    # have a fixed order. cuBLAS needs this workspace to sum in a fixed order.
     if device_type == "cpu":
         os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -91,8 +91,8 @@ def run_on_ranks(job: Job, num_ranks: int, device_type: str) -> None:
 
 
 def _start(rank: int, job: Job, num_ranks: int, device_type: str, meeting_point: Path) -> None:
-    # A rank gets SIGINT when its parent dies. If the rank ignored it, as its parent may, it would
-    # continue to write files of a run that somebody resumes.
+    # A rank gets SIGINT when its parent dies, and must end then. It may have inherited a handler
+    # that ignores SIGINT, and would continue to write files while the run is resumed elsewhere.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _work(job, rank, num_ranks, device_type, rank, meeting_point)
 
@@ -121,7 +121,7 @@ def _work(
 def _torchrun_store() -> dist.Store:
     """Return a store for the rendezvous of this attempt.
 
-    The store of torchrun outlives restarts, and still contains the addresses of the ranks before.
+    After a restart, torchrun's store still contains the addresses of the previous ranks.
     """
     store, _, _ = next(dist.rendezvous("env://"))
     return dist.PrefixStore(f"attempt-{_num_restarts()}", store)

@@ -1,7 +1,7 @@
-"""The text to learn from, and the pieces that each rank sees at each step.
+"""The text to learn from, and the batch of each rank and step.
 
-The batch of a rank is a pure function of the seed, the step and the rank. So a resumed run sees the
-same batches, and a checkpoint needs no position of an iterator.
+The batch of a rank depends only on the seed, the step and the rank. So a resumed run sees the same
+batches, and a checkpoint need not contain the position of an iterator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 PIECE_NBYTES = 4096
 HELD_OUT_EVERY = 10
-NO_TARGET = -1  # marks positions that no loss counts
+NO_TARGET = -1  # marks positions that the loss ignores
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Text:
 
 
 def load_text(path: Path | None, context: int) -> Text:
-    """Read a file, or by default the documentation inside of this Python."""
+    """Read a file, or by default the documentation that ships with Python."""
     return Text.from_bytes(path.read_bytes() if path else python_documentation(), context)
 
 
@@ -107,9 +107,10 @@ def training_batch(
 def held_out_batches(
     held_out: Tensor, context: int, num_rows: int, rank: int, num_ranks: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's share of the held-out text, as many batches on every rank.
+    """Yield this rank's share of the held-out text, in the same number of batches on every rank.
 
-    A forward is a collective, so ranks with a smaller share add rows that the loss ignores.
+    All ranks must run the same number of forwards, because each forward gathers. So ranks with a
+    smaller share add rows that the loss ignores.
 
     Args:
         held_out: uint8, ``[num_held_out]``.

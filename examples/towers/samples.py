@@ -1,7 +1,7 @@
-"""Samples to learn from, all of them made up: pictures with captions, and sums.
+"""Generated samples: pictures with captions, and sums.
 
-As in real data, a document has samples of one kind: it is an album of pictures or a sheet of sums.
-So a batch may contain no picture.
+A document has samples of one kind: it is an album of pictures or a sheet of sums. So, as with real
+data, a batch may contain no picture.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ SHAPES = {  # 6 by 6 pixels
     "disc": (" #### ", "######", "######", "######", "######", " #### "),
 }
 PLACES = {"top left": (1, 1), "top right": (1, 9), "bottom left": (9, 1), "bottom right": (9, 9)}
-LOSS_OF_PICTURES = 1 / 8  # share of captions without their picture
+SHARE_WITHOUT_PICTURE = 1 / 8  # of the captions in albums
 END = "\n"
-CONTEXT = 4 * len("green square bottom right, ")  # bytes of the longest caption, and of an end
-NO_TARGET = -1  # marks positions that no loss counts
+CONTEXT = 4 * len("green square bottom right, ")  # bytes of the longest caption and its newline
+NO_TARGET = -1  # marks positions that the loss ignores
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Sample:
     """A line of text and its picture.
 
     Attributes:
-        text: ASCII, without its end.
+        text: ASCII, without the newline at its end.
         picture: ``[3, SIDE, SIDE]``, or ``None``.
     """
 
@@ -41,7 +41,7 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        """Number of bytes to predict: the text and its end."""
+        """Number of bytes to predict: the text and a newline."""
         return len(self.text) + 1
 
 
@@ -59,7 +59,7 @@ def draw_documents(count: int, seed: int) -> list[Document]:
 def draw_album(source: random.Random) -> Document:
     """Draw up to a dozen captions; most of them have a picture."""
     samples = [draw_scene(source) for _ in range(source.randint(1, 12))]
-    return [Sample(s.text) if source.random() < LOSS_OF_PICTURES else s for s in samples]
+    return [Sample(s.text) if source.random() < SHARE_WITHOUT_PICTURE else s for s in samples]
 
 
 def draw_scene(source: random.Random) -> Sample:
@@ -79,7 +79,7 @@ def draw_scene(source: random.Random) -> Sample:
 
 
 def draw_sheet(source: random.Random) -> Document:
-    """Draw some dozens of sums."""
+    """Draw some tens of sums."""
     pairs = [(source.randint(0, 9), source.randint(0, 9)) for _ in range(source.randint(20, 60))]
     return [Sample(f"{left} + {right} = {left + right}") for left, right in pairs]
 
@@ -110,7 +110,7 @@ class Batch:
     """Samples as tensors, padded at their ends.
 
     Attributes:
-        inputs: Bytes, an end before each line; int64, ``[batch, time]``.
+        inputs: Bytes, with a newline before each line; int64, ``[batch, time]``.
         targets: The next bytes, or ``NO_TARGET``; int64, ``[batch, time]``.
         num_tokens: Number of targets.
         pictures: ``[num_pictures, 3, SIDE, SIDE]``.
