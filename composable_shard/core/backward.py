@@ -231,10 +231,12 @@ class Backward:
 
     def _finish_complete(self) -> None:
         """Finish the next groups of the plan, up to the first incomplete group or gather step."""
-        self._finish_queued()
+        if self._finish_queue:
+            self._finish_queued()
         while self.steps and not self._finish_queue and not self.steps[-1].is_gather:
             group = self.steps[-1].group
-            if self._has_pending_nodes(group) or self._may_be_recomputed(group):
+            may_be_recomputed = self._num_recomputes and self._may_be_recomputed(group)
+            if may_be_recomputed or self._has_pending_nodes(group):
                 return
             self.steps.pop()
             self._finish(group)

@@ -39,6 +39,7 @@ from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 
 _version, _local = attrgetter("_version"), attrgetter("local")
+_requires_grad = attrgetter("requires_grad")
 _group_of_flight = attrgetter("group")
 
 
@@ -523,8 +524,11 @@ class ParamGroup:
                 put(name, unsharded)
             elif registered is not unsharded:
                 self._refuse_replaced()
-            if unsharded.requires_grad != sharded.requires_grad:  # frozen since forward
-                unsharded.requires_grad_(sharded.requires_grad)
+        program = self.program
+        if tuple(map(_requires_grad, program.sharded)) != program.requires_grad:
+            for param in self.params:  # users have frozen some since forward
+                param.unsharded.requires_grad_(param.sharded.requires_grad)
+            program.generation = -1
         self.is_unsharded_registered = True
 
     def _refuse_replaced(self) -> None:

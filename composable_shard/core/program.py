@@ -62,6 +62,7 @@ class Program:
             the unsharded parameter, and the function that registers either.
         carried: The attributes of parameters that do not share one dict between both forms.
         sharded: The sharded parameters that were registered at compile time.
+        requires_grad: Whether each of them was trainable.
         freed: The unsharded parameters whose memory is freed.
         storages: The ids of the storages of ``freed``; see ``_torch.storage_number``.
         accumulators: The autograd nodes that accumulate into the trainable parameters.
@@ -84,7 +85,7 @@ class Program:
         self._local_shards = tuple(param.local for param in params)
         self.version_tensors = (*self.sharded, *self._local_shards)
         self._storage_numbers = _torch.storage_numbers(self.sharded)
-        self._requires_grad = tuple(map(_requires_grad, self.sharded))
+        self.requires_grad = tuple(map(_requires_grad, self.sharded))
         self._grad_dtypes = tuple(map(_grad_dtype, self.sharded))
         freed = [param for param in params if not param.shares_storage]
         self.freed = tuple(param.unsharded for param in freed)
@@ -105,7 +106,7 @@ class Program:
             self.has_slots(generation, is_unsharded_registered=is_unsharded_registered)
             and all(map(is_, _torch.local_tensors(sharded), self._local_shards))
             and _torch.storage_numbers(sharded) == self._storage_numbers
-            and tuple(map(_requires_grad, sharded)) == self._requires_grad
+            and tuple(map(_requires_grad, sharded)) == self.requires_grad
             and tuple(map(_grad_dtype, sharded)) == self._grad_dtypes
         )
 

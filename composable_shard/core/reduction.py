@@ -171,14 +171,25 @@ class Reduction:
         self._message_numels = message_numels(layouts, self._num_direct, self._step)
         self._packed_shape = (num_shards, self._message_numels[-1])
         self._numel = sum(self._message_numels)
-        flags = self.num_flags * num_shards
+        flags = num_shards, self.num_flags
         self._all_flags = torch.ones(flags, dtype=self._compute_dtype, device=device)
-        paddings = [-layout.shard_numel % self._step for layout in layouts[self._num_direct :]]
+        packed = layouts[self._num_direct :]
+        paddings = [-layout.shard_numel % self._step for layout in packed]
         self._paddings = [
             self._all_flags.new_zeros(num_shards * padding) if padding else None
-            for layout, padding in zip(layouts[self._num_direct :], paddings, strict=True)
+            for layout, padding in zip(packed, paddings, strict=True)
             if layout.numel
         ]
+        self._rows: list[torch.Tensor] = []
+        is_row_each = self._is_plain and all(layout.rows_per_shard == 1 for layout in packed)
+        if is_row_each and num_shards > 1 and not self._has_streams:
+            self._packed = _torch.empty(*self._packed_shape, dtype=self._dtype, device=device)
+            numels = [*(layout.inner for layout in packed), self.num_flags]
+            *columns, of_flags = self._packed.split_with_sizes(numels, 1)
+            rows = zip(columns, packed, strict=True)
+            self._rows = [column[: one.num_rows].view(one.shape) for column, one in rows]
+            self._rows.append(of_flags)
+            _torch.free(self._packed)
 
     def _plan_results(self) -> None:
         flat, start, rank = torch.empty(self._numel, device="meta"), 0, self._mesh.shard_rank
@@ -265,12 +276,11 @@ class Reduction:
         del self._grads
         self._all_have_grads = not any(map(is_, grads, repeat(None)))
         if not self._all_have_grads:
-            flags = flags.view(self._mesh.num_shards, -1).clone()
+            flags = flags.clone()
             for index, (param, grad) in enumerate(zip(self.members, grads, strict=True)):
                 if grad is None:
                     flags[:, index] = 0
                     grads[index] = param.layout.new_zeros(self._all_flags, self._dtype)
-            flags = flags.view(-1)
         if any(map(_is_sparse, grads)):
             refuse_sparse(self.members, grads)
         num_direct = self._num_direct
@@ -290,15 +300,30 @@ class Reduction:
         if self._step > 1:
             padded = chain.from_iterable(zip(to_pack, self._paddings, strict=True))
             to_pack = list(filter(_is_there, padded))
-        to_pack = [*to_pack, flags]
-        if not all(map(is_, map(_dtype, to_pack), repeat(flags.dtype))):
-            to_pack = [tensor.to(self._dtype) for tensor in to_pack]
-        packed = _torch.empty(*self._packed_shape, dtype=self._dtype, device=flags.device)
-        _torch.chunk_cat(to_pack, 0, self._mesh.num_shards, out=packed)
-        messages = [*direct, packed.view(-1)]
+        messages = [*direct, self._packed_of([*to_pack, flags]).view(-1)]
         if self.scale.before != 1:
             _torch.divide_all_(messages, self.scale.before)
         return messages
+
+    def _packed_of(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Cut each tensor along dim 0, pad and cast it; row i of the result gets the shards i.
+
+        On devices this is one kernel. On the CPU, that kernel pads and casts tensor by tensor. So
+        shards of one row are copied to their places, and other shards are cast in one call.
+        """
+        if self._rows:
+            _torch.allocate(self._packed)
+            self._packed.zero_()
+            _torch.copy_each_(self._rows, tensors)
+            return self._packed
+        dtype = self._dtype
+        if all(map(is_, map(_dtype, tensors), repeat(tensors[-1].dtype))):
+            dtype = dtype if self._has_streams else tensors[-1].dtype
+        else:
+            tensors = [tensor.to(dtype) for tensor in tensors]
+        packed = _torch.empty(*self._packed_shape, dtype=dtype, device=self._mesh.device)
+        _torch.chunk_cat(tensors, 0, self._mesh.num_shards, out=packed)
+        return packed.to(self._dtype)
 
     def _cast(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         """Cast gradients with their own message to the dtype of the reduction, in one call."""
@@ -359,6 +384,8 @@ class Reduction:
         """Wait for the sum over the ranks, or for the mean over the replicas."""
         self._pending.wait()
         del self._pending
+        if self._rows:
+            _torch.free(self._packed)
 
     def average(self) -> None:
         """Divide the sum over the ranks by the rest of the divisor; compiled if there is one."""
@@ -431,14 +458,17 @@ class Reduction:
 
     def write_grads(self) -> None:
         """Write the reduced shards to ``.grad`` of the sharded parameters, or add them to it."""
-        if not all(map(_no_hooks.__eq__, map(_hooks, self._sharded))):
-            self._write_with_hooks()
-            return
+        has_hooks = not all(map(_no_hooks.__eq__, map(_hooks, self._sharded)))
         for sharded, shard, spec, differs_in_dtype in self._results():
-            if sharded.grad is None and not differs_in_dtype:
-                sharded.grad = _torch.from_local(shard, spec)
+            grad = _torch.from_local(shard, spec)
+            if has_hooks:
+                with torch.no_grad():
+                    self._add(sharded, _torch.call_grad_hooks(sharded, grad))
+                    _torch.call_post_accumulate_grad_hooks(sharded)
+            elif sharded.grad is None and not differs_in_dtype:
+                sharded.grad = grad
             else:
-                self._add(sharded, _torch.from_local(shard, spec))
+                self._add(sharded, grad)
 
     def write_after_autograd(self) -> None:
         """Write, at the end of the backward if autograd will still write to the same ``.grad``.
@@ -464,13 +494,6 @@ class Reduction:
                     f"{found}; assign one with the rows of this rank"
                 )
         add_grad(sharded, grad)
-
-    def _write_with_hooks(self) -> None:
-        for sharded, shard, spec, _ in self._results():
-            with torch.no_grad():
-                grad = _torch.call_grad_hooks(sharded, _torch.from_local(shard, spec))
-                self._add(sharded, grad)
-                _torch.call_post_accumulate_grad_hooks(sharded)
 
     def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
         """Return the sharded parameters that any rank used, with their mean gradients."""
@@ -499,6 +522,8 @@ class Reduction:
         pending = self.__dict__.pop("_pending", None)
         if pending is not None:
             pending.drop()
+        if self._rows:
+            _torch.free(self._packed)
         for name in ("_grads", "reduced", "_flags", "_over_shards"):
             self.__dict__.pop(name, None)
 

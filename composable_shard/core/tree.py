@@ -169,7 +169,10 @@ class Tree:
                 return call
             if len(group.modules) > 1:
                 group.note_run(module)
-            call.versions = sum(map(_version, group.program.freed))
+            freed = group.program.freed
+            call.versions = group.unsharded_version * len(freed)
+            if group.is_held:  # users may have written to them
+                call.versions = sum(map(_version, freed))
             checkpoints = _torch.notes_of_checkpoints(with_graph_around=self._has_graph)
             if checkpoints or torch.is_grad_enabled():
                 interval = self._interval_of(checkpoints) if checkpoints else None
