@@ -24,7 +24,7 @@ from composable_shard import _torch
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.hooks import note_owners
 from composable_shard.core.shard import init_group
-from composable_shard.core.state_dict import Params, StateDictHook, hooks_of_state_dicts
+from composable_shard.core.state_dict import list_params
 from composable_shard.core.storage import ShardedParam, Slot
 from composable_shard.core.tree import Tree, join_tree
 from composable_shard.mesh import ShardMesh
@@ -64,6 +64,7 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
         _fill(group, memo)
     for group in reversed(groups):  # the inner ones first, as fully_shard is called
         note_owners(memo[id(group)])
+        list_params(memo[id(group)])
         join_tree(memo[id(group)]).is_last_backward = group.tree.is_last_backward
     return copied
 
@@ -154,7 +155,6 @@ class _SavedGroup(NamedTuple):
     name: str
     settings: dict[str, Any]
     channels: dict[ShardMesh, tuple[dict[str, Any], bool]]
-    hooks: list[tuple[StateDictHook, Params]]
     is_last_backward: bool
 
 
@@ -200,7 +200,6 @@ def _reduce_group(group: ParamGroup) -> tuple[Any, ...]:
         group.name,
         settings,
         {mesh: channel.saved() for mesh, channel in group.channels.items()},
-        hooks_of_state_dicts(group),
         group.tree.is_last_backward,
     )
     return object.__new__, (ParamGroup,), saved, None, None, _restore_group
@@ -212,8 +211,6 @@ def _restore_group(group: ParamGroup, saved: _SavedGroup) -> None:
     group.settings.__dict__.update(_lists(saved.settings, lambda name: None))
     for mesh, channel in saved.channels.items():
         group.channels[mesh].restore(*channel)
-    for hook, params in saved.hooks:
-        hook.group, hook.params = group, params
     group.__dict__[_SAVED] = saved
     Tree([group])
     _join(group)
@@ -236,6 +233,7 @@ def _join(group: ParamGroup) -> None:
     by_name = {found.__dict__[_SAVED].name: found for found in groups}
     for found in groups:
         note_owners(found)
+        list_params(found)
         found.settings.__dict__.update(_lists(found.__dict__[_SAVED].settings, by_name.get))
 
 

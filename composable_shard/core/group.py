@@ -62,24 +62,6 @@ ON_OTHER_RANKS = "on other ranks; move() the model to a mesh with this rank firs
 """The reason why a rank outside of the mesh of a group has no shards of it, and the remedy."""
 
 
-_groups_of_params: dict[int, weakref.ref[ParamGroup]] = {}
-"""By id, the groups of sharded parameters; by now an id may be that of another tensor."""
-
-_num_registered = 0  # the number of changes to it
-
-
-def num_registered() -> int:
-    """Return a number that changes when :func:`group_of_param` may have other answers."""
-    return _num_registered
-
-
-def group_of_param(param: torch.Tensor) -> ParamGroup | None:
-    """Return the group of a sharded parameter after ``ParamGroup.register_params``, else None."""
-    ref = _groups_of_params.get(id(param))
-    owner = None if ref is None else ref()
-    return owner if owner is not None and owner.owns(param) else None
-
-
 def process_groups_of(groups: Iterable[ParamGroup]) -> list[dist.ProcessGroup | None]:
     """Return the process groups in which ranks may wait for this one."""
     channels = (channel for group in groups for channel in group.channels.values())
@@ -180,6 +162,8 @@ class ParamGroup:
         self.mesh = mesh
         self.buckets = list(buckets)
         self.params: list[ShardedParam] = [param for bucket in buckets for param in bucket.params]
+        for param in self.params:
+            param.group = self
         self.policy = policy
         self.settings = Settings()
         self.plugins = Plugins()
@@ -293,19 +277,7 @@ class ParamGroup:
         self.compile()
         if before is None or not self.program.has_shards_of(before):
             self._gathered_version = -1
-        self.register_params()
         return True
-
-    def register_params(self) -> None:
-        """Let :func:`group_of_param`, and so optimizers, find the group by its parameters."""
-        global _num_registered
-        for param in self.params:
-            _groups_of_params[id(param.sharded)] = weakref.ref(self)
-        _num_registered += 1
-
-    def owns(self, sharded: torch.Tensor) -> bool:
-        """Return whether a tensor is one of its sharded parameters."""
-        return any(sharded is param.sharded for param in self.params)
 
     def compile(self) -> None:
         """Compile the program for the parameters, settings and features as they are."""

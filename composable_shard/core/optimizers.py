@@ -22,9 +22,13 @@ from torch.optim.optimizer import (
 )
 
 from composable_shard import _torch
-from composable_shard.core.group import ParamGroup, group_of_param, num_registered
+from composable_shard.core.group import ParamGroup
 from composable_shard.core.reduction import is_partial
-from composable_shard.core.storage import num_standing_for_sharded
+from composable_shard.core.storage import (
+    num_registered,
+    num_standing_for_sharded,
+    owner_of_sharded,
+)
 from composable_shard.core.ties import num_replaced
 from composable_shard.core.transport import host
 from composable_shard.errors import ShardError
@@ -45,8 +49,8 @@ class _Params:
         sharded = [param for param in params if isinstance(param, DTensor)]
         self.scalars = [param for param in sharded if not _torch.spec_of(param).shape]
         self.strided = [p for p in sharded if not _torch.local_tensor(p).is_contiguous()]
-        owners = dict.fromkeys(map(group_of_param, params))
-        self._groups = [weakref.ref(owner) for owner in owners if owner is not None]
+        owners = [owner for owner in map(owner_of_sharded, params) if owner is not None]
+        self._groups = list(map(weakref.ref, dict.fromkeys(owner.group for owner in owners)))
 
     @property
     def groups(self) -> list[ParamGroup]:

@@ -93,13 +93,10 @@ def take_over_registered(params: Sequence[ShardedParam], label: str) -> None:
         )
     for param, tensor in zip(params, found, strict=True):
         assert tensor is not None
-        local = _torch.local_tensor(tensor)
         if tensor is not param.sharded:
             carry_over(param.sharded.__dict__, user_grad_dtype(param.sharded), tensor)
-            param.sharded = tensor
             param.put(tensor)
-        param.local, param.dtype = local, local.dtype
-        param.outer_storage = _torch.storage_number(tensor)
+        param.register(tensor)
 
 
 def carry_over(

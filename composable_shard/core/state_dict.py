@@ -5,8 +5,6 @@ Nothing here communicates, except that loaded DTensors with other placements are
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -20,8 +18,32 @@ from composable_shard.core.storage import ShardedParam, user_grad_dtype
 from composable_shard.core.transport import host
 from composable_shard.errors import ShardError
 
-Params = dict[str, ShardedParam]
-"""The sharded parameters that one module owns, by attribute."""
+_PARAMS = "_composable_shard_params"
+"""The attribute of a module with its sharded parameters."""
+
+
+class _Params(dict[str, ShardedParam]):
+    """The sharded parameters of a module, by name; a copy or a pickle is empty.
+
+    If a module is copied without its group (``copy.deepcopy(model.head)``, if only ``model`` is
+    sharded), the copy has shards of its own and no group, so the hooks below do nothing.
+    """
+
+    def __deepcopy__(self, memo: object) -> _Params:
+        return _Params()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Params, ()
+
+
+def list_params(group: ParamGroup) -> list[nn.Module]:
+    """List the parameters of a group on their modules; return the modules without a list before."""
+    slots = [(slot, param) for param in group.params for slot in param.slots]
+    modules = dict.fromkeys(slot.module for slot, _ in slots)
+    new = [module for module in modules if _PARAMS not in module.__dict__]
+    for slot, param in slots:
+        slot.module.__dict__.setdefault(_PARAMS, _Params())[slot.name] = param
+    return new
 
 
 def install_state_dict_hooks(group: ParamGroup) -> None:
@@ -30,87 +52,41 @@ def install_state_dict_hooks(group: ParamGroup) -> None:
     User hooks that were registered earlier run after these in a save, and before them in a load. So
     they see the shards that are saved, and the values to load before they are cut.
     """
-    places: dict[nn.Module, Params] = {}
-    for param in group.params:
-        for slot in param.slots:
-            places.setdefault(slot.module, {})[slot.name] = param
-    for owner, params in places.items():
+    for module in list_params(group):
         for handle in (
-            owner.register_state_dict_pre_hook(StateDictHook(_before_save, group, params)),
-            owner.register_state_dict_post_hook(StateDictHook(_after_save, group, params)),
+            module.register_state_dict_pre_hook(_before_save),
+            module.register_state_dict_post_hook(_after_save),
         ):
             handle.hooks_dict_ref().move_to_end(handle.id, last=False)
-        owner.register_load_state_dict_pre_hook(StateDictHook(_before_load, group, params))
-        owner.register_load_state_dict_post_hook(StateDictHook(_after_load, group, params))
+        module.register_load_state_dict_pre_hook(_before_load)
+        module.register_load_state_dict_post_hook(_after_load)
 
 
-def hooks_of_state_dicts(group: ParamGroup) -> list[tuple[StateDictHook, Params]]:
-    """Return the hooks that :func:`install_state_dict_hooks` made, each with its parameters."""
-    owners = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
-    return [
-        (hook, hook.params)
-        for owner in owners
-        for _, hook in _torch.hooks_on(owner)
-        if isinstance(hook, StateDictHook) and hook.group is group
-    ]
-
-
-class StateDictHook:
-    """Calls one of the functions below for a module and the parameters that its group owns there.
-
-    If a module is copied or pickled without its group (``copy.deepcopy(model.head)`` or
-    ``torch.save(model.head, file)``, if only ``model`` is sharded), the copy has shards of its own
-    and no group, and its hooks do nothing. If the group is pickled too, loading restores it.
-
-    Attributes:
-        group: The group; ``None`` if the hook does nothing.
-        params: The parameters of the module that the group owns.
-    """
-
-    def __init__(self, act: Callable[..., None], group: ParamGroup | None, params: Params) -> None:
-        self._act = act
-        self.group = group
-        self.params = params
-
-    def __call__(self, module: nn.Module, *args: Any) -> None:
-        if self.group is not None:
-            self._act(self.group, self.params, module, *args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StateDictHook:
-        group = memo.get(id(self.group))
-        params = {} if group is None else copy.deepcopy(self.params, memo)
-        return StateDictHook(self._act, group, params)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StateDictHook, (self._act, None, {})
-
-
-def _owned(group: ParamGroup, params: Params) -> Params:
-    """Return ``params`` without those that another group has taken over; it has its own hooks."""
-    own = {id(param) for param in group.params}
-    return {attribute: param for attribute, param in params.items() if id(param) in own}
+def _params_of(module: nn.Module) -> list[tuple[str, ShardedParam]]:
+    return list(module.__dict__.get(_PARAMS, {}).items())
 
 
 # Saving -------------------------------------------------------------------------------------
 
 
-def _before_save(group: ParamGroup, params: Params, module: nn.Module, *_: object) -> None:
+def _before_save(module: nn.Module, *_: object) -> None:
     """Register the sharded parameters; for this call only during compute or after ``unshard()``."""
-    group.check_in_memory("for a state dict")
-    if not group.is_unsharded_registered:
-        return
-    if not group.is_held and not any(_is_computing(one) for one in group.tree.groups):
-        group.register_sharded()
-        return
-    for attribute, param in _owned(group, params).items():
-        module._parameters[attribute] = param.sharded
+    for name, param in _params_of(module):
+        group: ParamGroup = param.group
+        group.check_in_memory("for a state dict")
+        if not group.is_unsharded_registered:
+            continue
+        if group.is_held or any(map(_is_computing, group.tree.groups)):
+            module._parameters[name] = param.sharded
+        else:
+            group.register_sharded()
 
 
-def _after_save(group: ParamGroup, params: Params, module: nn.Module, *_: object) -> None:
+def _after_save(module: nn.Module, *_: object) -> None:
     """Register the unsharded parameters again if they were replaced for this call only."""
-    if group.is_unsharded_registered:
-        for attribute, param in _owned(group, params).items():
-            module._parameters[attribute] = param.unsharded
+    for name, param in _params_of(module):
+        if param.group.is_unsharded_registered:
+            module._parameters[name] = param.unsharded
 
 
 def _is_computing(group: ParamGroup) -> bool:
@@ -128,8 +104,6 @@ def _is_computing(group: ParamGroup) -> bool:
 
 
 def _before_load(
-    group: ParamGroup,
-    params: Params,
     module: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
@@ -140,16 +114,18 @@ def _before_load(
 
     A value of the wrong shape is left unchanged, and torch reports it.
     """
-    group.check_in_memory("to load a state dict")
-    if group.state is State.UNSHARDED and _is_computing(group):
-        raise ShardError(
-            f"Expected load_state_dict of {group.label} outside of its forward and backward, got a "
-            "call during one; call it before or after them"
-        )
-    group.reshard()
+    params = _params_of(module)
+    for group in dict.fromkeys(param.group for _, param in params):
+        group.check_in_memory("to load a state dict")
+        if group.state is State.UNSHARDED and _is_computing(group):
+            raise ShardError(
+                f"Expected load_state_dict of {group.label} outside of its forward and backward, "
+                "got a call during one; call it before or after them"
+            )
+        group.reshard()
     host.settle()  # copies of shards that a forward without a backward has launched
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
-    for attribute, param in _owned(group, params).items():
+    for attribute, param in params:
         param.state_before_load = param.sharded.__dict__, user_grad_dtype(param.sharded)
         key, current = prefix + attribute, module._parameters.get(attribute)
         value = state_dict.get(key)
@@ -193,9 +169,9 @@ def _shard_of(param: ShardedParam, full: torch.Tensor, current: DTensor, assign:
     return _torch.from_local(local, _torch.spec_with_dtype(param.sharded_spec, full.dtype))
 
 
-def _after_load(group: ParamGroup, params: Params, module: nn.Module, *_: object) -> None:
+def _after_load(module: nn.Module, *_: object) -> None:
     """Register an assigned parameter in all places of the one that it replaces; keep attributes."""
-    for attribute, param in _owned(group, params).items():
+    for attribute, param in _params_of(module):
         current = module._parameters.get(attribute)
         if isinstance(current, DTensor) and current.__dict__ is not param.state_before_load[0]:
             carry_over(*param.state_before_load, cast(nn.Parameter, current))

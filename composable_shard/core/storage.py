@@ -57,6 +57,23 @@ USER_GRAD_DTYPE = "_composable_shard_user_grad_dtype"
 _UNSAFE_VARIABLES = ("COMPOSABLE_SHARD_UNSAFE_SETATTR", "FSDP_USE_UNSAFE_SETATTR")
 
 
+_sharded: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
+"""By id, the parameters of sharded tensors; another tensor may have the id by now."""
+
+_num_registered = 0  # the number of changes of sharded tensors
+
+
+def num_registered() -> int:
+    """Return a number that changes when :func:`owner_of_sharded` may have other answers."""
+    return _num_registered
+
+
+def owner_of_sharded(tensor: torch.Tensor) -> ShardedParam | None:
+    """Return the parameter that a sharded tensor is registered as; ``None`` for any other."""
+    param = _sharded.get(id(tensor))
+    return param if param is not None and param.sharded is tensor else None
+
+
 _stand_ins: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[ShardedParam]]] = {}
 """By id, unsharded parameters and full copies that modules hold or have held."""
 
@@ -151,6 +168,7 @@ class ShardedParam:
         unsharded: The parameter used in compute.
         unsharded_local: Its plain tensor: itself, except under tensor parallelism.
         adds_to_synced: Whether unreduced gradients were added to one that had been reduced.
+        group: Its group.
         parts: Inner tensors of a subclass that are freed too, and that autograd may save.
         place: Where its shard lies in a bucket; ``None`` if it is gathered by itself.
         state_before_load: The attributes and the ``grad_dtype`` when a load began.
@@ -158,6 +176,7 @@ class ShardedParam:
             parameter, if these do not share one ``__dict__``.
     """
 
+    group: Any
     local: torch.Tensor
     state_before_load: tuple[dict[str, Any], tuple[bool, torch.dtype | None]]
     sharded: nn.Parameter
@@ -193,6 +212,7 @@ class ShardedParam:
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the sharded parameter alone."""
         left_out = {
+            "group",
             "local",
             "place",
             "unsharded",
@@ -219,8 +239,7 @@ class ShardedParam:
             if spec is not None:
                 _torch.rebind(spec.mesh)
         _torch.rebind(self.placement.mesh)
-        self.local = _torch.local_tensor(self.sharded)
-        self.outer_storage = _torch.storage_number(self.sharded)
+        self.register(self.sharded)
         self.sharded.__dict__.pop(USER_GRAD_DTYPE, None)
         if has_asked:
             self.sharded.grad_dtype = asked
@@ -280,8 +299,15 @@ class ShardedParam:
         """Make ``local`` this rank's shard."""
         # The same tensor object, so that `local` shares the version counter of its bucket.
         _torch.set_local_tensor(self.sharded, local)
-        self.local, self.dtype = local, local.dtype
-        self.outer_storage = _torch.storage_number(self.sharded)
+        self.register(self.sharded)
+
+    def register(self, sharded: nn.Parameter) -> None:
+        """Make a DTensor the sharded parameter."""
+        global _num_registered
+        self.sharded, self.local = sharded, _torch.local_tensor(sharded)
+        self.dtype, self.outer_storage = self.local.dtype, _torch.storage_number(sharded)
+        _sharded[id(sharded)] = self
+        _num_registered += 1
 
     def version(self) -> int:
         """Return a number that grows when the shard changes in place."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from composable_shard.core.group import ParamGroup
 from composable_shard.core.storage import ShardedParam, Slot
 from composable_shard.errors import ShardError
 
@@ -41,13 +40,13 @@ class _Original:
     Attributes:
         original: The parameter.
         registered: Its known places: modules and names.
-        owner: Its group, and the parameter there.
+        owner: The parameter in its group.
         version: The version of the new shard.
     """
 
     original: weakref.ref[nn.Parameter]
     registered: list[tuple[weakref.ref[nn.Module], str]]
-    owner: tuple[weakref.ref[ParamGroup], weakref.ref[ShardedParam]] | None = None
+    owner: weakref.ref[ShardedParam] | None = None
     version: int = 0
 
     @property
@@ -59,17 +58,15 @@ class _Original:
     @property
     def param(self) -> ShardedParam | None:
         """The parameter in its group, if it has an owner."""
-        return None if self.owner is None else self.owner[1]()
+        return None if self.owner is None else self.owner()
 
     @property
     def is_unchanged(self) -> bool:
         """Whether its group has neither been used nor changed."""
-        group = None if self.owner is None else self.owner[0]()
         param = self.param
         return (
-            group is not None
-            and param is not None
-            and not group.is_compiled
+            param is not None
+            and not param.group.is_compiled
             and all(slot.get() is param.sharded for slot in param.slots)
             and param.version() == self.version
         )
@@ -77,9 +74,6 @@ class _Original:
 
 _originals: dict[int, _Original] = {}
 """The originals by id; an entry is removed when its original is freed."""
-
-_sharded: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
-"""The sharded parameters by id; another tensor may have the id by now."""
 
 
 @dataclass
@@ -97,12 +91,10 @@ class Claims:
     def commit(self) -> None:
         """Register the taken-over originals again, and remove them from their inner groups."""
         for known in self.taken_over:
-            original, param, owner = known.original(), known.param, known.owner
-            assert original is not None and param is not None and owner is not None
+            original, param = known.original(), known.param
+            assert original is not None and param is not None
             param.put(original)
-            group = owner[0]()
-            if group is not None:
-                group.remove(param)
+            param.group.remove(param)
             known.owner = None
         for original, slots in self.unowned.items():
             remember(original, slots)
@@ -149,7 +141,6 @@ def claim_ties(managed: Managed, modules: Sequence[nn.Module]) -> tuple[Managed,
 def remember(
     original: nn.Parameter,
     slots: Sequence[Slot],
-    group: ParamGroup | None = None,
     param: ShardedParam | None = None,
 ) -> None:
     """Record the places and the owner of a parameter, while the original is alive."""
@@ -157,15 +148,8 @@ def remember(
         weakref.finalize(original, _originals.pop, id(original), None)
     registered = [(weakref.ref(slot.module), slot.name) for slot in slots]
     known = _originals[id(original)] = _Original(weakref.ref(original), registered)
-    if group is not None and param is not None:
-        _sharded[id(param.sharded)] = param
-        known.owner, known.version = (weakref.ref(group), weakref.ref(param)), param.version()
-
-
-def owner_of_sharded(tensor: nn.Parameter) -> ShardedParam | None:
-    """Return the owner of a sharded tensor: its ShardedParam; ``None`` for an original."""
-    param = _sharded.get(id(tensor))
-    return param if param is not None and param.sharded is tensor else None
+    if param is not None:
+        known.owner, known.version = weakref.ref(param), param.version()
 
 
 def num_replaced(ids: set[int]) -> int:

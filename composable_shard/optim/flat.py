@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from composable_shard import _torch
 from composable_shard.arguments import check_flags, check_type
 from composable_shard.core.reduction import is_partial
-from composable_shard.core.ties import owner_of_sharded
+from composable_shard.core.storage import owner_of_sharded
 from composable_shard.optim.stepping import (
     counts_of,
     load_states,
@@ -210,7 +210,7 @@ class _Member:
         if not is_plain or not isinstance(param, DTensor) or is_partial(param):
             return
         self.buffer = local.detach().view(-1)
-        owner = owner_of_sharded(param) if isinstance(param, nn.Parameter) else None
+        owner = owner_of_sharded(param)
         if owner is not None and owner.place is not None:
             buffer, start, following = owner.place
             if local.data_ptr() in (0, buffer.data_ptr() + start * buffer.itemsize):

@@ -16,7 +16,6 @@ from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -28,9 +27,7 @@ from composable_shard.arguments import (
     checked_list,
     checked_number,
 )
-from composable_shard.core.hooks import owner_of
-from composable_shard.core.storage import sharded_form
-from composable_shard.core.ties import owner_of_sharded
+from composable_shard.core.storage import owner_of_sharded, sharded_form
 from composable_shard.core.transport.failures import announce, watched
 from composable_shard.errors import ShardError
 from composable_shard.train.full import sharded_axes
@@ -155,11 +152,10 @@ def _groups_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.
 
 
 def _name_of(param: torch.Tensor) -> str:
-    owner = owner_of_sharded(param) if isinstance(param, nn.Parameter) else None
-    group = None if owner is None else owner_of(owner.slots[0].module)
-    if owner is None or group is None:
+    owner = owner_of_sharded(param)
+    if owner is None:
         return f"a parameter of shape {list(param.shape)}"
-    return f"'{owner.name}' of {group.label}"
+    return f"'{owner.name}' of {owner.group.label}"
 
 
 def _check_local_shape(param: torch.Tensor, grad: torch.Tensor) -> None:

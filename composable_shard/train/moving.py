@@ -730,7 +730,6 @@ def move(
     for group in groups:
         if not group.tree.is_computing:
             group.reshard()
-        group.register_params()
     host.settle()
     with torch.inference_mode(False), torch.no_grad():
         _Move(_Holder(model, groups, optimizers), ranks).go(mesh, bucket_nbytes)

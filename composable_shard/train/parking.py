@@ -339,7 +339,6 @@ def parked(
             )
         for group in groups:  # free gathered parameters, and their kept storage
             group.reshard()
-            group.register_params()
         host.settle()
         tensors = _tensors_of(model, groups, optimizers)
     until, storages = contextlib.ExitStack(), DeviceStorages({})

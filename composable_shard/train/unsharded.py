@@ -22,8 +22,7 @@ from composable_shard.core.codec import Attributes, share_attributes
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import groups_in, owner_of
 from composable_shard.core.reduction import assign_grad
-from composable_shard.core.storage import Slot, remember_stand_in
-from composable_shard.core.ties import owner_of_sharded
+from composable_shard.core.storage import Slot, owner_of_sharded, remember_stand_in
 from composable_shard.core.tree import check_at_rest
 from composable_shard.errors import MaterializationError
 from composable_shard.train.full import digest
@@ -295,7 +294,6 @@ def unsharded(
     groups = [group for group in groups_in(modules) if not group.is_in_unsharded]
     for group in groups:
         group.reshard()
-        group.register_params()
         group.tree.agree()
     slots = _slots_in(modules, groups)
     opened = [_Opened(param, places, writeback) for param, places in slots.items()]
