@@ -121,10 +121,11 @@ def to_text(formats: Formats) -> str:
     return f"[{', '.join(map(str, formats))}]"
 
 
-def check_same_formats(name: str, formats: Mapping[int, Formats]) -> None:
-    """Raise ``ExtensionError`` unless the tensors of all ranks can be gathered together.
+def check_same_formats(hook: str, name: str, formats: Mapping[int, Formats]) -> None:
+    """Raise ``ExtensionError`` unless the tensors of all ranks differ in their first dim alone.
 
     Args:
+        hook: The hook that has returned them.
         name: The name of the parameter, for error messages.
         formats: The formats that each rank sends, by rank.
     """
@@ -136,7 +137,7 @@ def check_same_formats(name: str, formats: Mapping[int, Formats]) -> None:
         )
         if not alike:
             raise ExtensionError(
-                f"Expected {PRE} of {name} to return tensors of the same number, dtypes and "
+                f"Expected {hook} of {name} to return tensors of the same number, dtypes and "
                 f"trailing dims on all ranks, got {to_text(first)} on rank {first_rank} and "
                 f"{to_text(theirs)} on rank {rank}"
             )

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from math import prod
@@ -59,7 +58,7 @@ from composable_shard.core.reduction import Reduction, Scale, refuse_sparse, sta
 from composable_shard.core.storage import Bucket, GatherOps, ShardedParam, Storage
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Pending, launching_stream
-from composable_shard.core.transport.process_groups import agree
+from composable_shard.core.transport.process_groups import collect
 from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh
 
@@ -368,27 +367,23 @@ def _agree_on_formats(buckets: Sequence[ExtensionBucket]) -> None:
 
     Collective: one all-gather of a small object for each mesh axis.
     """
-    mesh, rank = buckets[0].mesh, dist.get_rank()
+    mesh = buckets[0].mesh
     result: list[Formats] | str
     cause = None
     try:
         result = [bucket.encode(bucket.param.local) for bucket in buckets]
     except Exception as error:  # noqa: BLE001 - any failure of user code is raised on all ranks
         result, cause = f"{type(error).__name__}: {error}", error
-    results = agree({rank: result}, mesh, _united, "agreeing on the tensors of subclasses")
-    sent = sorted(results.items())
-    failures = [f"rank {number}: {text}" for number, text in sent if isinstance(text, str)]
+    sent = collect(result, mesh.process_groups, "agreeing on the tensors of subclasses")
+    failures = [f"rank {rank}: {text}" for rank, text in sent.items() if isinstance(text, str)]
     if failures:
         raise ExtensionError(f"{PRE} failed on " + "; ".join(failures)) from cause
     group = mesh.shard_group
-    ranks = [rank] if group is None else dist.get_process_group_ranks(group)
+    ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
     for index, bucket in enumerate(buckets):
-        check_same_formats(bucket.param.name, {number: formats[index] for number, formats in sent})
-        bucket.formats = [results[number][index] for number in ranks]
-
-
-def _united(results: dict[int, dict[int, Any]]) -> dict[int, Any]:
-    return dict(ChainMap(*results.values()))
+        by_rank = {rank: formats[index] for rank, formats in sent.items()}
+        check_same_formats(PRE, bucket.param.name, by_rank)
+        bucket.formats = [by_rank[rank] for rank in ranks]
 
 
 def gather_unknown(buckets: Sequence[Storage], channels: dict[ShardMesh, Channel]) -> None:
@@ -476,7 +471,9 @@ def _agree_on_codecs(params: Sequence[ShardedParam], grads: Sequence[Any], mesh:
         elif stage_of(params[index], waiting) == "unreplicated":
             known[index] = codec_of(_torch.local_tensor(waiting))
     if unknown:
-        known = agree(known, mesh, _united, "agreeing on the inner tensors of gradients")
+        op = "agreeing on the inner tensors of gradients"
+        for theirs in collect(known, mesh.process_groups, op).values():
+            known |= theirs
     for index, codec in known.items():
         _codecs[params[index]] = codec
 
@@ -568,7 +565,7 @@ class GradExtension:
         if any(shape[:1] != [len(parts)] for shape in shapes):
             expected = f"tensors with a row for each of {len(parts)} ranks"
             raise self._broken(expected, shapes)
-        formats = row_formats_of(tensors)
+        formats = formats_of(tensors)
         if self.formats is not None and self.formats != formats:
             expected = f"{to_text(self.formats)} as before"
             raise self._broken(expected, to_text(formats))
@@ -591,11 +588,6 @@ class GradExtension:
         return ExtensionError(
             f"Expected {GRAD_PRE} of {self.param.name} to return {expected}, got {got}"
         )
-
-
-def row_formats_of(tensors: Sequence[torch.Tensor]) -> Formats:
-    """Return the formats of one row of each tensor: the part for one rank."""
-    return formats_of([tensor[0] for tensor in tensors])
 
 
 _extensions: weakref.WeakKeyDictionary[ShardedParam, dict[torch.dtype, GradExtension]]
@@ -680,13 +672,17 @@ class EncodedReduction(Reduction):
                 cause = error
                 break
             if encoded[-1] is not None:
-                result[index] = row_formats_of(encoded[-1])
+                result[index] = formats_of(encoded[-1])
         op = "agreeing on the formats of encoded gradients"
-        merged = agree(result, self._mesh, partial(_merged, self.params), op)
-        if isinstance(merged, str):
-            raise ExtensionError(merged) from cause
-        for index, formats in merged.items():
-            self._extensions[index].formats = formats
+        results = collect(result, self._mesh.process_groups, op)
+        failures = [text for text in results.values() if isinstance(text, str)]
+        if failures:
+            raise ExtensionError("; ".join(dict.fromkeys(failures))) from cause
+        for index, param in enumerate(self.params):
+            sent = {rank: found[index] for rank, found in results.items() if index in found}
+            if sent:
+                check_same_formats(GRAD_PRE, param.name, sent)
+                self._extensions[index].formats = next(iter(sent.values()))
         return encoded
 
     def _plan_rows(self) -> None:
@@ -724,29 +720,11 @@ class EncodedReduction(Reduction):
         self.__dict__.pop("_received", None)
 
 
-def _merged(params: Sequence[ShardedParam], results: dict[int, Any]) -> dict[int, Formats] | str:
-    """Return all known formats; an error message if hooks failed or ranks differ."""
-    failures = [text for text in results.values() if isinstance(text, str)]
-    if failures:
-        return "; ".join(dict.fromkeys(failures))
-    first: dict[int, tuple[int, Formats]] = {}
-    for rank, result in results.items():
-        for index, formats in result.items():
-            first_rank, expected = first.setdefault(index, (rank, formats))
-            if formats != expected:
-                return (
-                    f"Expected {GRAD_PRE} of {params[index].name} to return the same on all "
-                    f"ranks, got {to_text(expected)} on rank {first_rank} and "
-                    f"{to_text(formats)} on rank {rank}"
-                )
-    return {index: formats for index, (_, formats) in first.items()}
-
-
 def _nbytes(format: Format) -> int:
-    return prod(format.shape) * format.dtype.itemsize
+    """Return the number of bytes of one row: the part for one rank."""
+    return prod(format.shape[1:]) * format.dtype.itemsize
 
 
 def _view(rows: torch.Tensor, start: int, format: Format) -> torch.Tensor:
     """View a tensor, [num_shards, ...], in rows of bytes."""
-    span = rows[:, start : start + _nbytes(format)]
-    return span.view(format.dtype).view(len(rows), *format.shape)
+    return rows[:, start : start + _nbytes(format)].view(format.dtype).view(format.shape)

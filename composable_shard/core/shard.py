@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -21,7 +20,7 @@ from composable_shard.core.extension import build_buckets
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.storage import ShardedParam, Slot, owner_of_sharded
 from composable_shard.core.ties import Managed, remember
-from composable_shard.core.transport.process_groups import gather_objects
+from composable_shard.core.transport.process_groups import collect
 from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh, ShardPlacementFn, own_mesh_of, placement_of, shard_dim
 from composable_shard.policy import MixedPrecisionPolicy, Offload, check_names, offload_of
@@ -312,19 +311,17 @@ def _agree_on_shards(failure: ExtensionError | None, meshes: Sequence[DeviceMesh
 
     Collective: an all-gather of a small object over each axis.
     """
-    texts = {dist.get_rank(): None if failure is None else str(failure)}
-    groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
-    for group in dict.fromkeys(groups):
-        if group.size() > 1 and not _torch.is_fake(group):
-            for found in gather_objects(texts, group, "agreeing on how tensor subclasses are cut"):
-                texts.update(found)
+    text = None if failure is None else str(failure)
+    axes = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
+    groups = [one for one in dict.fromkeys(axes) if one.size() > 1 and not _torch.is_fake(one)]
+    texts = collect(text, groups, "agreeing on how tensor subclasses are cut")
     failures = {rank: text for rank, text in texts.items() if text is not None}
     if not failures:
         return
     distinct = set(failures.values())
     if len(failures) == len(texts) and len(distinct) == 1:
         raise ExtensionError(distinct.pop()) from failure
-    lines = (f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+    lines = (f"rank {rank}: {text}" for rank, text in failures.items())
     raise ExtensionError("; ".join(lines)) from failure
 
 

@@ -39,6 +39,7 @@ from composable_shard.core.codec import (
     POST,
     PRE,
     check_same_formats,
+    formats_of,
     has_grad_extension,
     needs_extension,
     to_text,
@@ -47,7 +48,6 @@ from composable_shard.core.extension import (
     ExtensionBucket,
     GradExtension,
     gather_unknown,
-    row_formats_of,
 )
 from composable_shard.errors import ExtensionError
 from composable_shard.module import group_of
@@ -283,7 +283,7 @@ def sent(case: Case) -> None:
     """All ranks send tensors of the same number, dtypes and trailing dims, with equal metadata."""
     bucket = Gathers(case).bucket
     shard = bucket.param.local
-    check_same_formats("the tensor", dict(enumerate(case.show(bucket.encode(shard)))))
+    check_same_formats(PRE, "the tensor", dict(enumerate(case.show(bucket.encode(shard)))))
     _, metadata = bucket.call_pre(shard)
     what = "equal metadata on all ranks, since each rank gets its own back"
     expect_same(case.show(metadata), what, str, "send the parts that differ")
@@ -422,7 +422,7 @@ def gradient_sent(case: Case) -> None:
     for dtype in DTYPES:
         reductions = Reductions(case, dtype)
         for _ in range(2):
-            formats = case.show(row_formats_of(reductions.encode()))
+            formats = case.show(formats_of(reductions.encode()))
             what = f"{GRAD_PRE} to return the same dtypes and shapes on all ranks and each time"
             expect_same(formats, what, to_text)
 

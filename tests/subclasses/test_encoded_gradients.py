@@ -223,13 +223,13 @@ HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "another later": (
         another_later,
-        f"{RETURN}[torch.float32 [4]] as before, got [torch.float16 [4]]",
+        f"{RETURN}[torch.float32 [2, 4]] as before, got [torch.float16 [2, 4]]",
     ),
     "fails on one": (fails_on_one, f"{FAILS}ValueError: no"),
     "differs": (
         lambda self, grad, mesh: ((grad if dist.get_rank() == 0 else grad.half(),), None),
-        f"{RETURN}the same on all ranks, got [torch.float32 [4]] on rank 0 and [torch.float16 [4]] "
-        "on rank 1",
+        f"{RETURN}tensors of the same number, dtypes and trailing dims on all ranks, got "
+        "[torch.float32 [2, 4]] on rank 0 and [torch.float16 [2, 4]] on rank 1",
     ),
 }
 

@@ -326,7 +326,7 @@ OF_REDUCTIONS: dict[str, tuple[Any, Any, str, str]] = {
         total,
         SENT,
         f"Expected {REDUCE_PRE} to return the same dtypes and shapes on all ranks and each time, "
-        "got [torch.float32 [16]] on rank 0 and [torch.float16 [16]] on rank 1",
+        "got [torch.float32 [2, 16]] on rank 0 and [torch.float16 [2, 16]] on rank 1",
     ),
     "halves": (
         lambda self, grad, mesh: ((grad / 2,), None),

@@ -8,7 +8,7 @@ import hashlib
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -102,26 +102,22 @@ def gather_objects(own: object, group: dist.ProcessGroup, op: str) -> list[Any]:
     return gathered
 
 
-def agree(
-    own: Any,
-    mesh: ShardMesh,
-    merge: Callable[[dict[int, Any]], Any],
-    op: str,
-) -> Any:
-    """Merge the objects of all ranks of a mesh, over the shards, then over the replicas.
+def collect(own: object, groups: Iterable[dist.ProcessGroup], op: str) -> dict[int, Any]:
+    """Return the objects of all ranks of some process groups, by global rank.
 
     Args:
         own: The object of this rank, which is pickled.
-        mesh: The ranks.
-        merge: Merges a dict of objects by global rank.
+        groups: The axes of a mesh.
         op: See :func:`gather_objects`.
 
-    Collective: an all-gather of the objects over each axis of more than one rank.
+    Collective: an all-gather of the objects over each group.
     """
-    for group in mesh.process_groups:
-        gathered = gather_objects(own, group, op)
-        own = merge(dict(zip(dist.get_process_group_ranks(group), gathered, strict=True)))
-    return own
+    found = {dist.get_rank(): own}
+    for group in groups:
+        gathered = gather_objects(found, group, op)
+        for rank, theirs in zip(dist.get_process_group_ranks(group), gathered, strict=True):
+            found |= {rank: own, **theirs}  # simulated ranks have the object of this one
+    return dict(sorted(found.items()))
 
 
 class SmallAllReduce:
