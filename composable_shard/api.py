@@ -38,7 +38,12 @@ from composable_shard.mesh import (
     resolve_mesh,
 )
 from composable_shard.module import check_class, computes_later, groups_of, make_sharded
-from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy, check_offload
+from composable_shard.policy import (
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    check_offload,
+    check_own_class,
+)
 
 _Sharded = TypeVar("_Sharded", nn.Module, list[nn.Module])
 
@@ -106,13 +111,7 @@ def fully_shard(
         torch.Size([2, 8])
     """
     plan = _planned(
-        module,
-        mesh=mesh,
-        shard_placement_fn=shard_placement_fn,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        ignored_params=ignored_params,
-        dp_mesh_dims=dp_mesh_dims,
+        module, mesh, shard_placement_fn, mp_policy, offload_policy, ignored_params, dp_mesh_dims
     )
     group = build_group(plan.modules, plan.managed, plan.params, plan.mesh, plan.policy)
     group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
@@ -135,26 +134,21 @@ class _Plan(NamedTuple):
 
 def _planned(
     module: object,
-    *,
-    mesh: DeviceMesh | None = None,
-    shard_placement_fn: ShardPlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | Mapping[str, OffloadPolicy] | None = None,
-    ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
+    mesh: DeviceMesh | None,
+    shard_placement_fn: ShardPlacementFn | None,
+    mp_policy: MixedPrecisionPolicy | None,
+    offload_policy: OffloadPolicy | Mapping[str, OffloadPolicy] | None,
+    ignored_params: set[nn.Parameter] | None,
+    dp_mesh_dims: DataParallelMeshDims | None,
     before: Collection[nn.Module] = (),
 ) -> _Plan:
     """Plan a call of ``fully_shard``; ``before`` are the modules that earlier calls shard."""
     modules = top_modules(module)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     _check_arguments(modules, policy, offload_policy, ignored_params)
-    check_type(
-        "shard_placement_fn",
-        shard_placement_fn,
-        shard_placement_fn is None or callable(shard_placement_fn),
-        "a function of a parameter or None",
-        "pass lambda param: Shard(1), say",
-    )
+    fits = shard_placement_fn is None or callable(shard_placement_fn)
+    what, remedy = "a function of a parameter or None", "pass lambda param: Shard(1), say"
+    check_type("shard_placement_fn", shard_placement_fn, fits, what, remedy)
     shard_mesh = resolve_mesh(mesh, dp_mesh_dims)
     managed = find_managed(modules, ignored_params or (), before)
     managed, claims = claim_ties(managed, modules)
@@ -172,10 +166,10 @@ def check_calls(calls: Iterable[tuple[object, Mapping[str, Any]]]) -> None:
     """
     before = set[nn.Module]()
     for module, arguments in calls:
-        signature(fully_shard).bind(module, **arguments)
-        rest = dict(arguments)
-        reshards = rest.pop("reshard_after_forward", None)
-        plan = _planned(module, **rest, before=before)
+        bound = signature(fully_shard).bind(module, **arguments)
+        bound.apply_defaults()
+        reshards = bound.arguments.pop("reshard_after_forward")
+        plan = _planned(**bound.arguments, before=before)
         if reshards != 1:  # the call itself warns about 1
             check_reshard(reshards, [plan.mesh, *(param.mesh for param in plan.params)])
         check_subclasses(plan.params, plan.managed)
@@ -222,22 +216,13 @@ def _check_arguments(
     ignored_params: object,
 ) -> None:
     check_not_taken(modules)
-    if not isinstance(policy, MixedPrecisionPolicy):
-        raise TypeError(
-            "Expected mp_policy to be a composable_shard.MixedPrecisionPolicy, got "
-            f"{type(policy).__module__}.{type(policy).__name__}"
-        )
+    check_own_class("mp_policy", policy, MixedPrecisionPolicy)
     check_offload(offload_policy)
-    if ignored_params is None:
-        return
-    if not isinstance(ignored_params, (set, frozenset)):
-        raise TypeError(f"Expected ignored_params to be a set, got {type(ignored_params).__name__}")
-    for param in ignored_params:
-        if not isinstance(param, nn.Parameter):
-            raise TypeError(
-                f"Expected ignored_params to hold parameters, got {type(param).__name__}; pass "
-                "the parameters themselves, such as {module.weight}"
-            )
+    ignored: Any = set() if ignored_params is None else ignored_params
+    check_type("ignored_params", ignored, isinstance(ignored, (set, frozenset)), "a set")
+    for param in ignored:
+        name, remedy = "each of ignored_params", "pass {module.weight}, not its name"
+        check_type(name, param, isinstance(param, nn.Parameter), "a parameter", remedy)
 
 
 def _adopt(group: ParamGroup, plan: _Plan) -> None:

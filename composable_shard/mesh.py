@@ -138,8 +138,9 @@ class ShardMesh:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without process groups; loading finds them by the ranks of the mesh."""
-        roles = (self.shard_group is not None, self.replica_group is not None)
-        return _restored_mesh, (self.mesh, *roles, self.dims, self.full_mesh)
+        shard_axis = None if self.shard_group is None else self.mesh.ndim - 1
+        replicate_axis = None if self.replica_group is None else 0
+        return _restored_mesh, (self.mesh, shard_axis, replicate_axis, self.dims, self.full_mesh)
 
     @property
     def is_whole(self) -> bool:
@@ -168,7 +169,8 @@ def resolve_mesh(
             have, or does not include this rank.
     """
     if mesh is None:
-        mesh = _default_mesh()
+        start_process_group()
+        mesh = init_device_mesh(default_device_type(), (dist.get_world_size(),))
     check_type("mesh", mesh, isinstance(mesh, DeviceMesh), "a DeviceMesh")
     if mesh.get_coordinate() is None:
         raise ValueError(
@@ -243,18 +245,11 @@ def _shard_mesh(
     )
 
 
-def _restored_mesh(
-    mesh: DeviceMesh,
-    shards: bool,
-    replicates: bool,
-    dims: DataParallelMeshDims | None,
-    full_mesh: DeviceMesh | None,
-) -> ShardMesh:
-    for unpickled in (mesh, full_mesh):
-        if unpickled is not None:
+def _restored_mesh(mesh: DeviceMesh, *others: Any) -> ShardMesh:
+    for unpickled in (mesh, *others):
+        if isinstance(unpickled, DeviceMesh):
             _torch.rebind(unpickled)
-    shard_axis, replicate_axis = mesh.ndim - 1 if shards else None, 0 if replicates else None
-    return _shard_mesh(mesh, shard_axis, replicate_axis, dims, full_mesh)
+    return _shard_mesh(mesh, *others)
 
 
 def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -321,11 +316,6 @@ def axis_of(mesh: DeviceMesh, axis: int) -> ShardMesh:
         ValueError: If this process cannot use the devices of the mesh.
     """
     return _shard_mesh(mesh, axis)
-
-
-def _default_mesh() -> DeviceMesh:
-    start_process_group()
-    return init_device_mesh(default_device_type(), (dist.get_world_size(),))
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

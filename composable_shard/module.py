@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial, wraps
-from inspect import isasyncgenfunction, iscoroutinefunction, isfunction, isgeneratorfunction
-from itertools import takewhile
-from typing import Any, Literal, cast, overload
+from functools import cache, partial, wraps
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -45,6 +44,7 @@ from composable_shard.core.hooks import groups_in
 from composable_shard.core.reduction import assign_grad, clear, is_partial
 from composable_shard.core.registered import carry_over
 from composable_shard.core.storage import ShardedParam, user_grad_dtype
+from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import (
     AllGather,
     ReduceScatter,
@@ -54,7 +54,7 @@ from composable_shard.core.transport.collectives import (
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.core.tree import Tree
 from composable_shard.errors import ShardError
-from composable_shard.mesh import check_reshard
+from composable_shard.mesh import ShardMesh, check_reshard
 from composable_shard.train.clip import clip_grad_norm_
 
 __all__ = [
@@ -66,14 +66,13 @@ __all__ = [
     "make_sharded",
 ]
 
-_sharded_classes: dict[type, type] = {}
-
 
 def make_sharded(module: nn.Module, group: ParamGroup) -> None:
     """Give a module its group, and a class that also inherits from :class:`FSDPModule`."""
     set_group(module, group)
     answer_torch(module, group)
-    module.__class__ = _sharded_class(type(module))
+    original: Any = type(module)
+    module.__class__ = _sharded_class(original)
 
 
 def check_class(module: nn.Module) -> None:
@@ -83,33 +82,30 @@ def check_class(module: nn.Module) -> None:
         Exception: Any exception that the module's class raises for subclasses.
         TypeError: If the class of the module cannot be changed.
     """
-    original = type(module)
+    original: Any = type(module)
     module.__class__ = _sharded_class(original)
     module.__class__ = original
 
 
+@cache
 def _sharded_class(original: type) -> type:
-    sharded = _sharded_classes.get(original)
-    if sharded is None:
-        classes = takewhile(lambda c: c is not nn.Module, original.__mro__)
-        methods = {name: m for c in reversed(list(classes)) for name, m in vars(c).items()}
-        explained = {name: _explained(name, m) for name, m in methods.items() if _is_own(name, m)}
-        sharded = type(f"FSDP{original.__name__}", (FSDPModule, original), explained)
-        sharded.__module__, sharded.__qualname__ = original.__module__, sharded.__name__
-        _sharded_classes[original] = sharded
+    methods = ((name, inspect.getattr_static(original, name)) for name in dir(original))
+    explained = {name: _explained(name, m) for name, m in methods if _is_own(name, m)}
+    sharded = type(f"FSDP{original.__name__}", (FSDPModule, original), explained)
+    sharded.__module__, sharded.__qualname__ = original.__module__, sharded.__name__
     return sharded
 
 
 def computes_later(method: Callable[..., Any]) -> bool:
     """Return whether a method is a generator or a coroutine, which computes after it returns."""
-    later = isgeneratorfunction, isasyncgenfunction, iscoroutinefunction
-    return any(is_later(method) for is_later in later)
+    is_generator = inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method)
+    return is_generator or inspect.iscoroutinefunction(method)
 
 
 def _is_own(name: str, method: object) -> bool:
     """Return whether a method is public and not one of ``nn.Module`` or ``FSDPModule``."""
     is_other = name.startswith("_") or hasattr(FSDPModule, name) or hasattr(nn.Module, name)
-    return not is_other and isfunction(method) and not computes_later(method)
+    return not is_other and inspect.isfunction(method) and not computes_later(method)
 
 
 def _explained(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -350,15 +346,6 @@ class FSDPModule(TorchFSDPModule):
         """
         self._between_iterations("synchronize_gradients").synchronize_gradients()
 
-    @overload
-    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
-
-    @overload
-    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
-
-    @overload
-    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
-
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Finish the backwards of an iteration, after ``set_manual_backward_finalization(True)``.
 
@@ -568,8 +555,8 @@ class FSDPModule(TorchFSDPModule):
         what = "to be True, False or a number of ranks"
         check_value("reshard_after_forward", choice, choice is not None, what)
         groups = self._groups(recurse)
-        checked = [check_reshard(reshard_after_forward, group.channels) for group in groups]
-        for group, choice in zip(groups, checked, strict=True):
+        checked = {group: check_reshard(reshard_after_forward, group.channels) for group in groups}
+        for group, choice in checked.items():
             group.settings.reshard_after_forward = choice
             group.plugins.invalidate_programs()
 
@@ -595,9 +582,8 @@ class FSDPModule(TorchFSDPModule):
             >>> events
             []
         """
-        checked_bool("reshard_after_backward", reshard_after_backward)
-        for group in self._groups(recurse):
-            group.settings.reshard_after_backward = reshard_after_backward
+        flag = checked_bool("reshard_after_backward", reshard_after_backward)
+        self._set(recurse, reshard_after_backward=flag)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Set whether the memory of unsharded parameters stays allocated after a reshard.
@@ -645,8 +631,8 @@ class FSDPModule(TorchFSDPModule):
             >>> model[0].bias.grad.placements
             (Shard(dim=0),)
         """
-        checked_bool("unshard_in_backward", unshard_in_backward)
-        self._group().settings.unshard_in_backward = unshard_in_backward
+        flag = checked_bool("unshard_in_backward", unshard_in_backward)
+        self._set(False, unshard_in_backward=flag)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
         """Set the modules that this module's forward prefetches, instead of the recorded next one.
@@ -702,8 +688,7 @@ class FSDPModule(TorchFSDPModule):
             >>> model(x).sum().backward()
         """
         check_int("depth", depth, 0)
-        for group in self._groups(recurse):
-            group.settings.prefetch_depth = depth
+        self._set(recurse, prefetch_depth=depth)
 
     def set_post_optim_event(self, event: Waitable | None) -> None:
         """Make the next gather wait for ``event``, such as the end of an optimizer step.
@@ -809,9 +794,8 @@ class FSDPModule(TorchFSDPModule):
             >>> model[0].weight.grad.placements
             (Partial(avg),)
         """
-        checked_bool("requires_gradient_sync", requires_gradient_sync)
-        for group in self._groups(recurse):
-            group.settings.reduce_grads = requires_gradient_sync
+        flag = checked_bool("requires_gradient_sync", requires_gradient_sync)
+        self._set(recurse, reduce_grads=flag)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -850,9 +834,8 @@ class FSDPModule(TorchFSDPModule):
             >>> model.set_requires_all_reduce(False)
             >>> model(x).sum().backward()
         """
-        checked_bool("requires_all_reduce", requires_all_reduce)
-        for group in self._groups(recurse):
-            group.settings.all_reduce_grads = requires_all_reduce
+        flag = checked_bool("requires_all_reduce", requires_all_reduce)
+        self._set(recurse, all_reduce_grads=flag)
 
     # The kind of reductions -----------------------------------------------------------------
 
@@ -895,8 +878,7 @@ class FSDPModule(TorchFSDPModule):
             >>> model[0].set_force_sum_reduction_for_comms(True)
             >>> model(x).sum().backward()
         """
-        self._group().settings.sums_only = checked_bool("enable", enable)
-        self._group().plugins.invalidate_programs()
+        self._set(False, recompiles=True, sums_only=checked_bool("enable", enable))
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -918,10 +900,8 @@ class FSDPModule(TorchFSDPModule):
             >>> model.set_reduce_scatter_unused_params(True)
             >>> model(x).sum().backward()
         """
-        checked_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        for group in self._groups(recurse):
-            group.settings.zeros_for_unused = reduce_scatter_unused_params
-            group.plugins.invalidate_programs()
+        flag = checked_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        self._set(recurse, recompiles=True, zeros_for_unused=flag)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -944,8 +924,7 @@ class FSDPModule(TorchFSDPModule):
             >>> model(x).sum().backward()
         """
         check_int("max_input_buffers", max_input_buffers, 1)
-        for group in self._groups(recurse):
-            group.settings.max_reductions = max_input_buffers
+        self._set(recurse, max_reductions=max_input_buffers)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], object], *, stream: torch.Stream | None = None
@@ -983,9 +962,8 @@ class FSDPModule(TorchFSDPModule):
                 f"Expected no stream for {group.label}, which has replicas: their all-reduce "
                 "decides when the hook runs"
             )
-        group.settings.all_reduce_hook = hook
-        group.settings.hook_stream = stream if has_streams else None
-        group.plugins.invalidate_programs()
+        used_stream = stream if has_streams else None
+        self._set(False, recompiles=True, all_reduce_hook=hook, hook_stream=used_stream)
 
     # Communication --------------------------------------------------------------------------
 
@@ -1010,9 +988,7 @@ class FSDPModule(TorchFSDPModule):
             >>> output = model(x)
         """
         _check_comm("all-gather", comm)
-        for channel in self._group().channels.values():
-            channel.use_all_gather(comm)
-        self._group().plugins.invalidate_programs()
+        self._set_channels(lambda channel: channel.use_all_gather(comm))
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:  # type: ignore[override]
         """Reduce the gradients of this module's own group by a custom reduce-scatter.
@@ -1035,9 +1011,7 @@ class FSDPModule(TorchFSDPModule):
             >>> model(x).sum().backward()
         """
         _check_comm("reduce-scatter", comm)
-        for channel in self._group().channels.values():
-            channel.use_reduce_scatter(comm)
-        self._group().plugins.invalidate_programs()
+        self._set_channels(lambda channel: channel.use_reduce_scatter(comm))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Set whether collectives use memory that their backend allocates.
@@ -1053,11 +1027,7 @@ class FSDPModule(TorchFSDPModule):
             >>> model[0].set_allocate_memory_from_process_group_for_comm(False)
         """
         checked_bool("enable", enable)
-        group = self._group()
-        for channel in group.channels.values():
-            channel.check_built_in()
-            channel.use_memory(backend_memory(channel.mesh, group.label) if enable else None)
-        group.plugins.invalidate_programs()
+        self._use_memory(backend_memory if enable else lambda *_: None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Make collectives use symmetric memory.
@@ -1076,11 +1046,7 @@ class FSDPModule(TorchFSDPModule):
         """
         if backend != "NCCL":
             raise ValueError(f"Expected the symmetric memory of 'NCCL', got {backend!r}")
-        group = self._group()
-        for channel in group.channels.values():
-            channel.check_built_in()
-            channel.use_memory(symmetric_memory(channel.mesh, group.label))
-        group.plugins.invalidate_programs()
+        self._use_memory(symmetric_memory)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -1098,12 +1064,28 @@ class FSDPModule(TorchFSDPModule):
             >>> model(x).sum().backward()
         """
         checked_bool("enable", enable)
-        for group in self._groups(recurse):
-            for channel in group.channels.values():
-                channel.separate_reductions(enable)
-            group.plugins.invalidate_programs()
+        self._set_channels(lambda channel: channel.separate_reductions(enable), recurse)
 
     # Groups ---------------------------------------------------------------------------------
+
+    def _set(self, recurse: bool, *, recompiles: bool = False, **settings: Any) -> None:
+        for group in self._groups(recurse):
+            vars(group.settings).update(settings)
+            if recompiles:
+                group.plugins.invalidate_programs()
+
+    def _set_channels(self, change: Callable[[Channel], None], recurse: bool = False) -> None:
+        for group in self._groups(recurse):
+            for channel in group.channels.values():
+                change(channel)
+            group.plugins.invalidate_programs()
+
+    def _use_memory(self, memory_of: Callable[[ShardMesh, str], Any]) -> None:
+        group = self._group()
+        for channel in group.channels.values():
+            channel.check_built_in()
+            channel.use_memory(memory_of(channel.mesh, group.label))
+        group.plugins.invalidate_programs()
 
     def _group(self) -> ParamGroup:
         group = group_of(cast(nn.Module, self))

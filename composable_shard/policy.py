@@ -204,12 +204,17 @@ def check_offload(policy: object) -> None:
     """Raise ``TypeError`` unless ``policy`` is an offload policy or a mapping of them by name."""
     members = policy.items() if isinstance(policy, Mapping) else [("", policy)]
     for name, member in members:
-        if member is None or isinstance(member, OffloadPolicy):
-            continue
-        place = f" for '{name}'" if name else ""
+        if member is not None:
+            place = f" for '{name}'" if name else ""
+            check_own_class("offload_policy", member, OffloadPolicy, place)
+
+
+def check_own_class(name: str, value: object, kind: type, place: str = "") -> None:
+    """Raise ``TypeError`` unless a value is of a class that torch has under the same name."""
+    if not isinstance(value, kind):
         raise TypeError(
-            f"Expected offload_policy to be a composable_shard.OffloadPolicy{place}, got "
-            f"{type(member).__module__}.{type(member).__name__}"
+            f"Expected {name} to be a composable_shard.{kind.__name__}{place}, got "
+            f"{type(value).__module__}.{type(value).__name__}"
         )
 
 

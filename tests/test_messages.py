@@ -134,10 +134,10 @@ fully_shard(plain(), mp_policy=fsdp.MixedPrecisionPolicy())
 fully_shard(plain(), offload_policy=True)
     TypeError: Expected offload_policy to be a composable_shard.OffloadPolicy, got builtins.bool
 fully_shard(plain(), ignored_params=[])
-    TypeError: Expected ignored_params to be a set, got list
+    TypeError: Expected ignored_params to be a set, got list: []
 fully_shard(plain(), ignored_params={'weight'})
-    TypeError: Expected ignored_params to hold parameters, got str; pass the parameters themselves,
-    such as {module.weight}
+    TypeError: Expected each of ignored_params to be a parameter, got str: 'weight'; pass
+    {module.weight}, not its name
 fully_shard(plain(), shard_placement_fn=Shard(0))
     TypeError: Expected shard_placement_fn to be a function of a parameter or None, got Shard:
     Shard(dim=0); pass lambda param: Shard(1), say
