@@ -1,17 +1,6 @@
-"""``torchrun -m composable_shard.run script.py``: run a script with the drop-in installed.
+"""Run a script, unchanged, with torch's fully_shard replaced by ours.
 
-The drop-in replaces torch's ``fully_shard`` by ours, without a change to the script: see
-``docs/drop_in.md``. The command ``composable-shard run`` is the same.
-"""
-
-from __future__ import annotations
-
-import argparse
-import os
-from collections.abc import Sequence
-from functools import partial
-
-_EXAMPLES = """examples:
+Examples:
   composable-shard run train.py --lr 1e-3
   composable-shard run -m my_package.train --lr 1e-3
   composable-shard run -m torch.distributed.run --nproc-per-node 2 train.py
@@ -21,12 +10,18 @@ The script sees sys.argv and __main__ as if Python had started it. Processes tha
 fully_shard too. The exit code is that of the script.
 """
 
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from functools import partial
+
+from composable_shard.cli import describe
+
 
 def set_up(parser: argparse.ArgumentParser) -> None:
-    """Add the description and the arguments of the command."""
-    parser.description = "Run a script, unchanged, with torch's fully_shard replaced by ours."
-    parser.epilog = _EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    """Add the arguments of the command."""
     parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module")
     parser.add_argument("script", metavar="SCRIPT", help="path of a script, or a module after -m")
     rest = parser.add_argument(
@@ -63,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ImportError: No module named this_is_no_module
     """
     parser = argparse.ArgumentParser(prog="python -m composable_shard.run")
+    describe(parser, __doc__)
     set_up(parser)
     run(parser, parser.parse_args(arguments))
 

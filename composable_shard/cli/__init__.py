@@ -1,9 +1,17 @@
-"""The command line: ``composable-shard COMMAND``, or ``python -m composable_shard COMMAND``.
+"""Fully sharded data parallelism for PyTorch: see it, plan it, drop it in.
 
-Each command is a module with ``set_up(parser)``, which describes its arguments, and
-``run(arguments)``, which returns the exit code. Only the module of the requested command is
-imported, so that help and usage errors do not wait for torch.
+Examples:
+  composable-shard doctor                    check this machine, and measure how fast it is
+  composable-shard estimate config.json      memory and time of a step, without the ranks
+  composable-shard run train.py --steps 10   train.py with torch's fully_shard replaced by ours
+  composable-shard trace runs/trace          the timelines of all ranks, as one page
+
+Exit codes: 0 success, 1 a problem or a failure, 2 wrong arguments; `run` exits as the script does
 """
+
+# Each command is a module. Its docstring is the help text, ``set_up(parser)`` adds its arguments,
+# and ``run(arguments)`` returns the exit code. Only the requested module is imported, so that help
+# and usage errors do not wait for torch.
 
 from __future__ import annotations
 
@@ -22,15 +30,6 @@ COMMANDS = {
     "run": "run a script with torch's fully_shard replaced by ours",
     "trace": "merge the timelines of ranks and show where the time goes",
 }
-
-_EXAMPLES = """examples:
-  composable-shard doctor                    check this machine, and measure how fast it is
-  composable-shard estimate config.json      memory and time of a step, without the ranks
-  composable-shard run train.py --steps 10   train.py with torch's fully_shard replaced by ours
-  composable-shard trace runs/trace          the timelines of all ranks, as one page
-
-exit codes: 0 success, 1 a problem or a failure, 2 wrong arguments; `run` exits as the script does
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,23 +62,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Return the parsed words; their attribute ``run`` is the function to call."""
-    parser = argparse.ArgumentParser(
-        prog="composable-shard",
-        description="Fully sharded data parallelism for PyTorch: see it, plan it, drop it in.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="composable-shard")
+    describe(parser, __doc__)
     ours = installed_version("composable_shard") or "from a checkout, not installed"
     parser.add_argument("--version", action="version", version=f"composable-shard {ours}")
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True)
     for name, summary in COMMANDS.items():
-        command = subparsers.add_parser(
-            name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        command = subparsers.add_parser(name, help=summary)
         if name in words[:1]:
             module = "composable_shard.run" if name == "run" else f"{__name__}.{name}"
-            importlib.import_module(module).set_up(command)
+            chosen = importlib.import_module(module)
+            describe(command, chosen.__doc__)
+            chosen.set_up(command)
     return parser.parse_args(words)
+
+
+def describe(parser: argparse.ArgumentParser, docstring: str | None) -> None:
+    """Make the docstring of a module the help text of its command."""
+    parser.description, _, parser.epilog = (docstring or "").partition("\n\n")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
 def installed_version(package: str) -> str | None:

@@ -1,4 +1,12 @@
-"""``composable-shard doctor``: the facts about this machine, its speed, and its problems."""
+"""Show what training uses on this machine, measure its collectives, and give advice.
+
+Examples:
+  composable-shard doctor                      with a rank for each GPU, or two ranks on the CPU
+  composable-shard doctor --ranks 4 --mib 256  four ranks that gather 256 MiB
+  composable-shard doctor --no-measure         start no ranks
+
+Exit codes: 0 no problem (there may be warnings), 1 a problem, 2 wrong arguments
+"""
 
 from __future__ import annotations
 
@@ -371,23 +379,11 @@ def judge_speed(report: Facts) -> None:
 
 # The command --------------------------------------------------------------------------------------
 
-_EXAMPLES = """examples:
-  composable-shard doctor                      with a rank for each GPU, or two ranks on the CPU
-  composable-shard doctor --ranks 4 --mib 256  four ranks that gather 256 MiB
-  composable-shard doctor --no-measure         start no ranks
-
-exit codes: 0 no problem (there may be warnings), 1 a problem, 2 wrong arguments
-"""
 _MIB = 1 << 20
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its arguments."""
-    parser.description = (
-        "Show which torch, devices and collectives training uses on this machine, measure the "
-        "bandwidth of the collectives on ranks started here, and give advice."
-    )
-    parser.epilog = _EXAMPLES
     parser.add_argument("--ranks", type=positive, help="number of ranks to measure with")
     parser.add_argument("--mib", type=positive, default=64, help="MiB to gather (default: 64)")
     parser.add_argument("--device", choices=["cpu"], help="measure on the CPU despite GPUs")

@@ -1,4 +1,33 @@
-"""``composable-shard estimate``: the memory and the time of a step, from a config file."""
+r"""Compute the memory and the time of a training step, without the ranks.
+
+Examples:
+  composable-shard estimate train.toml
+  composable-shard estimate train.toml --ranks 512 --json
+  composable-shard estimate train.toml --ranks 16x8 --flops 4e14 --bandwidth 5e10
+  composable-shard estimate ./llama/config.json --ranks 64 --batch 4 --context 2048 \
+      --param-dtype bfloat16 --reduce-dtype float32
+
+train.toml needs only `model` and `batch`; JSON with the same keys works too:
+  model = "my_package.models:build"          # a function or class; see also `arguments`
+  arguments = { layers = 32 }                # its keyword arguments
+  ranks = [16, 8]                            # replicas and shards, or one number
+  device = "cuda"                            # or "cpu"
+  optimizer = "torch.optim:AdamW"
+  loss = "my_package.train:loss"             # takes the output and the batch
+  flops = 4e14                               # per second; with bandwidth, adds the time
+  bandwidth = 5e10                           # bytes per second
+  [batch]                                    # keyword arguments of forward
+  tokens = { shape = [4, 2048], dtype = "int64" }
+  [fully_shard]
+  policy = ["my_package.models:Block"]       # classes, or a number of elements
+  reshard_after_forward = true               # or a number of ranks
+  param_dtype = "bfloat16"
+  reduce_dtype = "float32"
+
+A config.json of Hugging Face needs transformers, which builds the model.
+
+Exit codes: 0 success, 1 the model cannot be built or run, 2 wrong arguments or config
+"""
 
 from __future__ import annotations
 
@@ -10,10 +39,10 @@ import os
 import sys
 import tomllib
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,22 +51,36 @@ from composable_shard.cli import positive
 from composable_shard.insight.estimate import estimate
 from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 
-# Values of the file: each function converts a value or raises -------------------------------------
+# The keys of the file -----------------------------------------------------------------------------
 
 
-class ConfigError(ValueError):
+class ConfigError(Exception):
     """The config cannot be read, or has unknown keys or wrong values."""
 
 
-def _require(is_right: bool) -> None:
-    if not is_right:
-        raise ValueError
+class _Key(NamedTuple):
+    """The values of a key.
+
+    Attributes:
+        expected: The accepted values, in words.
+        fits: Whether a converted value is accepted.
+        convert: Converts a value of the file, or raises.
+    """
+
+    expected: str
+    fits: Callable[[Any], bool] = lambda _: True
+    convert: Callable[[Any], Any] = lambda value: value
 
 
-def _imported(name: Any) -> Any:
+def _are_counts(values: Iterable[Any], least: int = 1) -> bool:
+    return all(type(value) is int and value >= least for value in values)
+
+
+def _import(name: Any) -> Any:
     """Import ``module:attribute``, also from the current folder."""
     module, _, attribute = name.partition(":")
-    _require(all(part.isidentifier() for part in (*module.split("."), attribute)))
+    if not attribute:
+        raise ValueError
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -53,55 +96,26 @@ def _imported(name: Any) -> Any:
     return getattr(found, attribute)
 
 
-def _function(name: Any) -> Any:
-    found = _imported(name)
-    _require(callable(found))
-    return found
+def _import_each(value: Any) -> Any:
+    return tuple(map(_import, value)) if isinstance(value, list) else value
 
 
-def _of_type(kind: type, value: Any) -> Any:
-    _require(isinstance(value, kind))
-    return value
+def _is_policy(policy: Any) -> bool:
+    if isinstance(policy, tuple):
+        return all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in policy)
+    return _are_counts([policy])
 
 
-def _count(value: Any, least: int = 1) -> int:
-    _require(type(value) is int and value >= least)
-    return int(value)
-
-
-def _ranks(value: Any) -> tuple[int, ...]:
-    shape = value if isinstance(value, (list, tuple)) else [value]
-    _require(len(shape) in (1, 2))
-    return tuple(map(_count, shape))
-
-
-def _dtype(name: Any) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError
-    return dtype
-
-
-def _policy(value: Any) -> int | tuple[type[nn.Module], ...]:
-    if not isinstance(value, list):
-        return _count(value)
-    classes = tuple(map(_imported, value))
-    _require(all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in classes))
-    return classes
-
-
-def _resharding(value: Any) -> bool | int:
-    return value if isinstance(value, bool) else _count(value)
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(_count(length, 0) for length in _of_type(list, value))
+def _mesh_shape(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str):
+        value = list(map(int, value.split("x")))
+    return tuple(value) if isinstance(value, list) else (value,)
 
 
 def _batch(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _tensor(described) for name, described in value.items()}
-    return tuple(map(_tensor, _of_type(list, value)))
+    return tuple(map(_tensor, value))
 
 
 def _tensor(described: Any) -> torch.Tensor:
@@ -119,33 +133,35 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}, raised at {place.filename}:{place.lineno}"
 
 
-_Kind = tuple[Callable[[Any], Any], str]
+_TABLE = _Key("a table", lambda value: isinstance(value, dict))
+_FUNCTION = _Key("'module:attribute' of a function or a class", callable, _import)
+_DTYPE = _Key(
+    "a dtype of torch", lambda dtype: isinstance(dtype, torch.dtype), partial(getattr, torch)
+)
+_RANKS = "a number of ranks, [replicas, shards] or 'REPLICASxSHARDS'"
+_POLICY = "a list of 'module:attribute' of module classes, or a number of elements"
+_RESHARDING = "true, false or a number of ranks"
 
-_TABLE: _Kind = (partial(_of_type, dict), "a table")
-_FUNCTION: _Kind = (_function, "'module:attribute' of a function or a class")
-_DTYPE: _Kind = (_dtype, "a dtype of torch")
-_PASSED_ON = ("device", "flops", "bandwidth", "replica_bandwidth", "latency")
-"""Keys that ``estimate`` checks itself."""
-
-_KEYS: dict[str, _Kind] = {
+_KEYS: dict[str, _Key] = {
     "model": _FUNCTION,
     "arguments": _TABLE,
-    "ranks": (_ranks, "a number of ranks, or [replicas, shards]"),
-    "optimizer": (_imported, "'module:attribute'"),
+    "ranks": _Key(_RANKS, lambda ranks: len(ranks) < 3 and _are_counts(ranks), _mesh_shape),
+    "optimizer": _Key("'module:attribute'", convert=_import),
     "loss": _FUNCTION,
-    "batch": (_batch, "tables with shape and dtype, by name or in a list"),
+    "batch": _Key("tables with shape and dtype, by name or in a list", convert=_batch),
     "fully_shard": _TABLE,
-    **{name: (lambda value: value, "") for name in _PASSED_ON},
+    # `estimate` checks these itself.
+    **dict.fromkeys(("device", "flops", "bandwidth", "replica_bandwidth", "latency"), _Key("")),
 }
-_SHARD_KEYS: dict[str, _Kind] = {
-    "policy": (_policy, "a list of 'module:attribute' of module classes, or a number of elements"),
-    "reshard_after_forward": (_resharding, "true, false or a number of ranks"),
+_SHARD_KEYS: dict[str, _Key] = {
+    "policy": _Key(_POLICY, _is_policy, _import_each),
+    "reshard_after_forward": _Key(_RESHARDING, lambda v: isinstance(v, bool) or _are_counts([v])),
     "param_dtype": _DTYPE,
     "reduce_dtype": _DTYPE,
-    "offload": (partial(_of_type, bool), "true or false"),
+    "offload": _Key("true or false", lambda value: isinstance(value, bool)),
 }
-_TENSOR_KEYS: dict[str, _Kind] = {
-    "shape": (_shape, "a list of lengths"),
+_TENSOR_KEYS: dict[str, _Key] = {
+    "shape": _Key("a list of lengths", lambda shape: _are_counts(shape, 0), tuple),
     "dtype": _DTYPE,
 }
 
@@ -183,27 +199,24 @@ def read_config(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "mp_policy": MixedPrecisionPolicy(**dtypes)} if dtypes else call
 
 
-def _read(table: Mapping[str, Any], kinds: Mapping[str, _Kind], where: str = "") -> dict[str, Any]:
-    """Return the values of a table, without nulls.
+def _read(table: Mapping[str, Any], keys: Mapping[str, _Key], where: str = "") -> dict[str, Any]:
+    """Return the converted values of a table, without nulls.
 
     Raises:
-        ConfigError: For unknown keys, and for values of the wrong kind.
+        ConfigError: For unknown keys, and for values that do not fit.
     """
-    unknown = sorted(set(table) - set(kinds))
+    unknown = sorted(set(table) - set(keys))
     if unknown:
-        raise ConfigError(f"Expected keys out of {sorted(kinds)}{where}, got {unknown}")
+        raise ConfigError(f"Expected keys out of {sorted(keys)}{where}, got {unknown}")
     values = {}
     for name, value in table.items():
-        convert, expected = kinds[name]
-        try:
-            if value is not None:
-                values[name] = convert(value)
-        except ConfigError:
-            raise
-        except (AttributeError, TypeError, ValueError) as error:
-            text = f"Expected '{name}'{where} to be {expected}, got {value!r}"
-            raise ConfigError(text) from error
-    return values
+        with contextlib.suppress(AttributeError, TypeError, ValueError):
+            converted = None if value is None else keys[name].convert(value)
+            if value is None or keys[name].fits(converted):
+                values[name] = converted
+                continue
+        raise ConfigError(f"Expected '{name}'{where} to be {keys[name].expected}, got {value!r}")
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -212,9 +225,7 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         config = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except OSError as error:
-        raise ConfigError(f"Expected a config to read, got {error}") from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"Expected TOML or JSON in {path}, got {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"Expected keys and values in {path}, got {type(config).__name__}")
@@ -250,47 +261,12 @@ def _hugging_face(path: Path, shape: tuple[int, int]) -> dict[str, Any]:
 
 OK, FAILED, WRONG_ARGUMENTS = 0, 1, 2
 
-_EXAMPLES = """
-examples:
-  composable-shard estimate train.toml
-  composable-shard estimate train.toml --ranks 512 --json
-  composable-shard estimate train.toml --ranks 16x8 --flops 4e14 --bandwidth 5e10
-  composable-shard estimate ./llama/config.json --ranks 64 --batch 4 --context 2048 \\
-      --param-dtype bfloat16 --reduce-dtype float32
-
-train.toml needs only `model` and `batch`; JSON with the same keys works too:
-  model = "my_package.models:build"          # a function or class; see also `arguments`
-  arguments = { layers = 32 }                # its keyword arguments
-  ranks = [16, 8]                            # replicas and shards, or one number
-  device = "cuda"                            # or "cpu"
-  optimizer = "torch.optim:AdamW"
-  loss = "my_package.train:loss"             # takes the output and the batch
-  flops = 4e14                               # per second; with bandwidth, adds the time
-  bandwidth = 5e10                           # bytes per second
-  [batch]                                    # keyword arguments of forward
-  tokens = { shape = [4, 2048], dtype = "int64" }
-  [fully_shard]
-  policy = ["my_package.models:Block"]       # classes, or a number of elements
-  reshard_after_forward = true               # or a number of ranks
-  param_dtype = "bfloat16"
-  reduce_dtype = "float32"
-
-A config.json of Hugging Face needs transformers, which builds the model.
-
-exit codes: 0 success, 1 the model cannot be built or run, 2 wrong arguments or config
-"""
-
 
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its arguments."""
-    parser.description = "Compute the memory and the time of a training step, without the ranks."
-    parser.epilog = _EXAMPLES
-    parser.add_argument(
-        "config",
-        type=Path,
-        help="a .toml or .json file, or a folder with a config.json of Hugging Face",
-    )
-    parser.add_argument("--ranks", type=_ranks_of, help="a number of ranks or REPLICASxSHARDS")
+    config = "a .toml or .json file, or a folder with a config.json of Hugging Face"
+    parser.add_argument("config", type=Path, help=config)
+    parser.add_argument("--ranks", help="a number of ranks or REPLICASxSHARDS")
     batch, context = "sequences of a rank (Hugging Face)", "tokens of each sequence (Hugging Face)"
     parser.add_argument("--batch", type=positive, default=1, help=batch)
     parser.add_argument("--context", type=positive, default=1024, help=context)
@@ -303,15 +279,6 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency", type=float, help="additional seconds per launch")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
-
-
-def _ranks_of(text: str) -> tuple[int, ...]:
-    try:
-        ranks = _ranks([int(number) for number in text.split("x")])
-    except ValueError as error:
-        expected = f"Expected a number of ranks or REPLICASxSHARDS, got {text!r}"
-        raise argparse.ArgumentTypeError(expected) from error
-    return ranks
 
 
 def run(args: argparse.Namespace) -> int:
@@ -332,7 +299,9 @@ def run(args: argparse.Namespace) -> int:
     except Exception as error:  # noqa: BLE001 - user functions may raise anything
         if isinstance(error, ImportError):
             code = FAILED
-        is_clear = isinstance(error, (ImportError, TypeError, ValueError, RuntimeError))
+        is_clear = isinstance(
+            error, (ConfigError, ImportError, TypeError, ValueError, RuntimeError)
+        )
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         text = f"{error if is_clear else _described(error)}{notes}"
         print(f"composable-shard estimate: {text}", file=sys.stderr)

@@ -1,4 +1,15 @@
-"""``composable-shard trace``: merge the recordings of ranks and show where the time goes."""
+"""Merge the recordings that composable_shard.trace() made on each rank; show where the time goes.
+
+Examples:
+  composable-shard trace runs/trace                      merge all ranks, print where the time goes
+  composable-shard trace runs/trace --open               and look at the timeline
+  composable-shard trace runs/trace --json               the same as JSON, for a script
+  composable-shard trace node0 node1 --output merged     ranks that wrote to local disks
+
+Writes trace.json and timeline.html into the (first) folder, or into --output. trace.json is for
+https://ui.perfetto.dev or chrome://tracing, timeline.html for a browser.
+Exit codes: 0 merged, 1 no trace to merge, 2 wrong arguments
+"""
 
 from __future__ import annotations
 
@@ -10,25 +21,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from composable_shard.insight.merging import CHROME, MERGED, PAGE, MergedTrace, read
+from composable_shard.insight.merging import MERGED, PAGE, MergedTrace, read
 from composable_shard.insight.report import Table, as_text
-
-_EXAMPLES = f"""examples:
-  composable-shard trace runs/trace                      merge all ranks, print where the time goes
-  composable-shard trace runs/trace --open               and look at the timeline
-  composable-shard trace runs/trace --json               the same as JSON, for a script
-  composable-shard trace node0 node1 --output merged     ranks that wrote to local disks
-
-Writes {" and ".join(MERGED)} into the (first) folder, or into --output. {CHROME} is for
-https://ui.perfetto.dev or chrome://tracing, {PAGE} for a browser.
-exit codes: 0 merged, 1 no trace to merge, 2 wrong arguments
-"""
 
 
 def set_up(parser: argparse.ArgumentParser) -> None:
     """Describe the command and its arguments."""
-    parser.description = "Merge the recordings that composable_shard.trace() made on each rank."
-    parser.epilog = _EXAMPLES
     of_ranks = "a folder that trace() wrote"
     parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help=of_ranks)
     parser.add_argument("--output", metavar="FOLDER", type=Path, help="folder for the merged files")

@@ -42,7 +42,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_help_of_a_command_has_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code([name, "--help"]) == 0
-    assert f"examples:\n  composable-shard {name}" in capsys.readouterr().out
+    assert f"Examples:\n  composable-shard {name}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

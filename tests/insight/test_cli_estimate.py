@@ -161,11 +161,13 @@ def test_a_model_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_arguments_that_are_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ((), (written(tmp_path, TOML), "--ranks", "2x")):
-        with pytest.raises(SystemExit) as caught:
-            call(*arguments)
-        assert caught.value.code == 2
-    assert "Expected a number of ranks or REPLICASxSHARDS, got '2x'" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        call()
+    assert caught.value.code == 2
+    assert call(written(tmp_path, TOML), "--ranks", "2x") == 2
+    assert (
+        f"Expected 'ranks' on the command line to be {RANKS}, got '2x'" in capsys.readouterr().err
+    )
     assert call(written(tmp_path, "model = 1 2")) == 2
     assert "Expected TOML or JSON in" in capsys.readouterr().err
 
@@ -175,6 +177,7 @@ KEYS = (
     "'model', 'optimizer', 'ranks', 'replica_bandwidth']"
 )
 MODEL = "model = 'tests.insight.models"
+RANKS = "a number of ranks, [replicas, shards] or 'REPLICASxSHARDS'"
 STACK = f"{MODEL}:Stack'\n"
 SHARDED = f"{STACK}batch = []\n[fully_shard]\n"
 FUNCTION = "'module:attribute' of a function or a class"
@@ -220,7 +223,7 @@ WRONG: list[tuple[str, str]] = [
     (f"{STACK}arguments = 3\n[batch]", "Expected 'arguments' to be a table, got 3"),
     (
         f"{STACK}ranks = [2, -1]\n[batch]",
-        "Expected 'ranks' to be a number of ranks, or [replicas, shards], got [2, -1]",
+        f"Expected 'ranks' to be {RANKS}, got [2, -1]",
     ),
     (f"{STACK}device = 3\n[batch]", "Expected device to be a device or its name, got int: 3"),
     (f"{STACK}flops = nan\n[batch]", f"{SPEEDS}flops=nan, latency=0.0"),
@@ -302,7 +305,10 @@ def test_what_a_model_raises_is_told_in_a_line(
 
 
 UNREADABLE: dict[str, tuple[bytes | None, str]] = {
-    "none.toml": (None, "Expected a config to read, got [Errno 2] No such file or directory: '{}'"),
+    "none.toml": (
+        None,
+        "Expected TOML or JSON in {0}, got [Errno 2] No such file or directory: '{0}'",
+    ),
     "a.json": (
         b"{",
         "Expected TOML or JSON in {}, got Expecting property name enclosed in double quotes: line "
