@@ -532,7 +532,7 @@ class _Move:
             locations = holder.grounds(), planned
             facts += [f"'{param.name}', {list(param.shape)}" for param in holder.params]
         self._agree(facts)
-        for rank, both in zip(ranks.numbers, ranks.gather(locations), strict=True):
+        for rank, both in ranks.gather(locations).items():
             for places, grounds in zip((self._before, self._after), both, strict=True):
                 if grounds:
                     places[rank] = tuple(grounds)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,54 +17,69 @@ from composable_shard.core.transport.failures import named
 from composable_shard.core.transport.process_groups import first_difference
 from composable_shard.errors import RankMismatchError, ShardError
 
-_log = logging.getLogger("composable_shard")
-
 
 class Ranks:
-    """The ranks of a process group, or this process alone if there is no process group.
+    """The ranks that take part in an operation; this process alone if there is no process group.
+
+    Args:
+        process_group: The ranks; all of them if absent.
+        doing: The operation, for messages.
+        meshes: The ranks of some meshes instead, or this process alone if there are none. They
+            exchange objects along each axis.
 
     Attributes:
-        group: The process group; ``None`` alone.
-        is_first: Whether this is the first of them.
         doing: The operation, for messages.
+        groups: The process groups.
+        group: The first of them; ``None`` alone.
+        is_first: Whether this is the first rank of ``group``.
         failure: The text of the last exception of this rank, if it has failed.
 
     Raises:
         TypeError: If ``process_group`` is no process group, as on a rank that is not a member.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, doing: str) -> None:
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        doing: str,
+        meshes: Sequence[DeviceMesh] | None = None,
+    ) -> None:
         check_process_group(process_group)
         self.doing = doing
-        self.group: dist.ProcessGroup | None = None
-        if dist.is_available() and dist.is_initialized():
-            self.group = process_group or dist.group.WORLD
+        self.groups: list[dist.ProcessGroup] = []
+        if meshes is not None:
+            axes = [(mesh, axis) for mesh in dict.fromkeys(meshes) for axis in range(mesh.ndim)]
+            self.groups = list(dict.fromkeys(mesh.get_group(axis) for mesh, axis in axes))
+        elif dist.is_available() and dist.is_initialized():
+            self.groups = [process_group or cast(dist.ProcessGroup, dist.group.WORLD)]
+        self.group = self.groups[0] if self.groups else None
         self.is_first = self.group is None or dist.get_rank(self.group) == 0
         self.failure: str | None = None
 
     @property
     def numbers(self) -> list[int]:
-        """The global ranks."""
+        """The global ranks of ``group``."""
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)
 
-    def gather(self, own: Any) -> list[Any]:
-        """Return the objects of all ranks. Collective: an all-gather of an object."""
-        if self.group is None:
-            return [own]
-        answers: list[Any] = [None] * self.group.size()
-        with naming_failures(self.doing):
-            dist.all_gather_object(answers, own, group=self.group)
-        return answers
+    def gather(self, own: Any) -> dict[int, Any]:
+        """Return the objects of all ranks by number. Collective: an all-gather of an object."""
+        found = {dist.get_rank() if self.groups else 0: own}
+        for group in self.groups:
+            answers: list[Any] = [None] * group.size()
+            with naming_failures(self.doing):
+                dist.all_gather_object(answers, found, group=group)
+            found = {rank: given for answer in answers for rank, given in answer.items()}
+        return dict(sorted(found.items()))
 
     def say(self, word: int) -> int:
         """Return the largest word of any rank. Collective: an all-reduce of 8 bytes."""
-        if self.group is None:
-            return word
-        device = _torch.device_for(self.group, torch.device("cpu"))
-        largest = torch.tensor([word], dtype=torch.int64, device=device)
-        with naming_failures(self.doing):
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
-        return int(largest)
+        for group in self.groups:
+            device = _torch.device_for(group, torch.device("cpu"))
+            largest = torch.tensor([word], dtype=torch.int64, device=device)
+            with naming_failures(self.doing):
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+            word = int(largest)
+        return word
 
     def from_one(self, own: Any, number: int | None = None) -> Any:
         """Return the object of one rank. Collective: a broadcast of an object.
@@ -133,14 +147,15 @@ class Ranks:
         """
         digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
         answers = self.gather((digest, self.failure, expected))
-        if refusal is not None and {failure for _, failure, _ in answers} == {self.failure}:
+        failures = {rank: failure for rank, (_, failure, _) in answers.items()}
+        if refusal is not None and {*failures.values()} == {self.failure}:
             raise refusal
-        for rank, (_, failure, expectation) in zip(self.numbers, answers, strict=True):
+        for rank, (_, failure, expectation) in answers.items():
             if failure is not None:
                 raise ShardError(f"Expected {expectation}, got on rank {rank}: {failure}{remedy}")
-        if len({digest for digest, *_ in answers}) > 1:
-            text = first_difference(self.gather(list(facts)), self.numbers, what)
-            raise RankMismatchError(text)
+        if len({digest for digest, *_ in answers.values()}) > 1:
+            facts_of = self.gather(list(facts))
+            raise RankMismatchError(first_difference([*facts_of.values()], [*facts_of], what))
 
     def on_first(self, act: Callable[[], object], expected: str) -> None:
         """Act on the first rank; a failure raises on all ranks, see :meth:`agree`."""
@@ -177,46 +192,3 @@ def naming_failures(doing: str) -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise named(error, doing) from error
-
-
-class Together:
-    """Lets either all ranks of some meshes continue, or none.
-
-    Hazard: one rank fails, and other ranks wait for it, or have already sent messages that it would
-    take for those of a later call. Guard: all ranks exchange a word before each collective. Tests:
-    ``test_a_first_rank_that_fails_gets_nothing_old_later``, ``test_one_rank_leaves_unsharded``.
-
-    Args:
-        meshes: The meshes of the ranks. Without meshes, each rank continues alone.
-    """
-
-    def __init__(self, meshes: Sequence[DeviceMesh]) -> None:
-        axes = [(mesh, axis) for mesh in dict.fromkeys(meshes) for axis in range(mesh.ndim)]
-        self._groups = list(dict.fromkeys(mesh.get_group(axis) for mesh, axis in axes))
-        self._failure: Exception | None = None
-
-    @contextlib.contextmanager
-    def noting_failure(self) -> Iterator[None]:
-        """Keep an exception in the context for :meth:`go_on`."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 (any error)
-            self._failure = error
-
-    def go_on(self, expected: str) -> None:
-        """Raise on all ranks if a rank has failed. Collective: 8 bytes along each axis."""
-        failed = -1
-        if self._failure is not None and self._groups:
-            failed = dist.get_rank()
-            # The others may come late, or never if they are in another collective.
-            _log.warning("Expected %s, got %r; telling the other ranks", expected, self._failure)
-        try:
-            for group in self._groups:
-                failed = Ranks(group, f"waiting for {expected}").say(failed)
-        finally:
-            if self._failure is not None:
-                raise self._failure
-        if failed >= 0:
-            raise ShardError(
-                f"Expected {expected}, got a failure on rank {failed}; see the error that it raises"
-            )

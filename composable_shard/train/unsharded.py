@@ -7,8 +7,9 @@ the placements.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,24 +27,12 @@ from composable_shard.core.storage import Slot, owner_of_sharded, remember_stand
 from composable_shard.core.tree import check_at_rest
 from composable_shard.errors import MaterializationError
 from composable_shard.train.full import digest
-from composable_shard.train.ranks import Together
+from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.gathering import full_copies
 
+_log = logging.getLogger("composable_shard")
+
 # One parameter ------------------------------------------------------------------------------------
-
-
-class _Edit(NamedTuple):
-    """The changes to write back to one parameter; all are found before any is written.
-
-    Attributes:
-        shape: The shape of its new value; ``None`` if the value has not changed.
-        has_grad: Whether it has a gradient.
-        keeps_grad: Whether the gradient has not changed, and is reduced.
-    """
-
-    shape: tuple[int, ...] | None
-    has_grad: bool
-    keeps_grad: bool
 
 
 class _Opened:
@@ -54,15 +43,17 @@ class _Opened:
         mesh: Its mesh.
         label: Its name, for messages.
         value: The parameter that was registered at the end, if it is known.
-        edit: Its changes; ``None`` if it was removed, or if another rank has them.
+        edit: The changed tensors, ``"value"`` and ``"grad"``, with their shapes; ``None`` for a
+            gradient that was removed. All edits are found before any is written.
     """
 
     def __init__(self, param: nn.Parameter, slots: Sequence[Slot], writeback: bool) -> None:
         self.param, self._slots, self._writeback = param, slots, writeback
-        self.mesh = cast(DTensor, param).device_mesh
+        sharded = cast(DTensor, param)
+        self.mesh, self._placements = sharded.device_mesh, sharded.placements
         self.label = f"'{slots[0].name}' of {type(slots[0].module).__name__}"
         self.value: nn.Parameter | None = None
-        self.edit: _Edit | None = None
+        self.edit: dict[str, tuple[int, ...] | None] = {}
         self._copy: nn.Parameter | None = None
         self._attributes: Attributes | None = None
         self._digests: tuple[list[int], list[int] | None] | None = None
@@ -88,14 +79,13 @@ class _Opened:
         value = self._slots[0].get()
         if self._digests is None or value is None:
             return
-        known, known_grad = self._digests
-        is_same = digest(value.detach().to(self.param.dtype)) == known
-        keeps_grad, grad, present = not with_grads, value.grad, self.param.grad
-        if grad is not None and isinstance(present, DTensor):
-            is_reduced = present.placements == cast(DTensor, self.param).placements
-            keeps_grad |= is_reduced and digest(grad) == known_grad
-        self.value = value
-        self.edit = _Edit(None if is_same else tuple(value.shape), grad is not None, keeps_grad)
+        self.value, (known, known_grad) = value, self._digests
+        if digest(value.detach().to(self.param.dtype)) != known:
+            self.edit["value"] = tuple(value.shape)
+        grad, present = value.grad, cast(DTensor | None, self.param.grad)
+        is_reduced = present is not None and present.placements == self._placements
+        if with_grads and not (grad is not None and is_reduced and digest(grad) == known_grad):
+            self.edit["grad"] = None if grad is None else tuple(grad.shape)
 
     def register_sharded(self) -> None:
         """Register the sharded parameter again. Collective: none."""
@@ -109,7 +99,7 @@ class _Opened:
 
     def check_shape(self) -> None:
         """Raise ``ValueError`` if the new value has another shape."""
-        shape = None if self.edit is None else self.edit.shape
+        shape = self.edit.get("value")
         if shape not in (None, tuple(self.param.shape)):
             raise ValueError(
                 f"Expected {self.label} to have shape {list(self.param.shape)} at the end of "
@@ -124,34 +114,24 @@ class _Opened:
 
         Collective: with ``of_first`` a broadcast of each edited tensor.
         """
-        if self.edit is not None and self.edit.shape is not None:
-            _torch.local_tensor(self.param).copy_(self._shard_of(self.value, of_first))
-        if self.edit is not None and not self.edit.keeps_grad:
-            grad = None if self.value is None else self.value.grad
-            self._write_grad(self._shard_of(grad, of_first) if self.edit.has_grad else None)
+        for name, shape in self.edit.items():
+            full = self.value if self.value is None or name == "value" else self.value.grad
+            shard = None if shape is None else self._shard_of(full, of_first)
+            if name == "value":
+                assert shard is not None
+                _torch.local_tensor(self.param).copy_(shard)
+            elif shard is None:
+                self.param.grad = None
+            else:
+                local = shard.clone().to(_torch.local_tensor(self.param).device)
+                assign_grad(self.param, _torch.local_like(self.param, local))
 
     def _shard_of(self, full: torch.Tensor | None, of_first: bool) -> torch.Tensor:
         """Cut this rank's part out of a full tensor; may be a view."""
         if of_first:  # it is pickled, and other ranks may lack a device of that index
             full = _said_by_first(None if full is None else full.detach().cpu(), self.mesh)
         assert full is not None
-        placements = cast(DTensor, self.param).placements
-        return _torch.cut(full.detach().to(self.mesh.device_type), self.mesh, placements)
-
-    def _write_grad(self, shard: torch.Tensor | None) -> None:
-        """Give the parameter a reduced gradient, or none."""
-        sharded, present = cast(DTensor, self.param), self.param.grad
-        if shard is None:
-            self.param.grad = None
-        elif (
-            isinstance(present, DTensor)
-            and present.placements == sharded.placements
-            and present.dtype == shard.dtype
-        ):
-            _torch.local_tensor(present).copy_(shard)
-        else:
-            local = shard.clone().to(_torch.local_tensor(self.param).device)
-            assign_grad(self.param, _torch.local_like(self.param, local))
+        return _torch.cut(full.detach().to(self.mesh.device_type), self.mesh, self._placements)
 
 
 # All parameters -----------------------------------------------------------------------------------
@@ -297,17 +277,24 @@ def unsharded(
         group.tree.agree()
     slots = _slots_in(modules, groups)
     opened = [_Opened(param, places, writeback) for param, places in slots.items()]
-    together = Together([item.mesh for item in opened if rank0_only and writeback])
+    meshes = [item.mesh for item in opened if rank0_only and writeback]
+    expected = "all ranks to write back the edits of unsharded()"
+    ranks = Ranks(None, f"waiting for {expected}", meshes)
     for group in groups:
         group.is_in_unsharded = True
     try:
         grads_of = [item for item in opened if with_grads and item.param.grad is not None]
         _register_full(opened, grads_of, rank0_only=rank0_only, to_cpu=offload_to_cpu)
-        with together.noting_failure():
+        try:
             yield
             for item in opened:
                 item.find_edit(with_grads=with_grads)
-        together.go_on("all ranks to write back the edits of unsharded()")
+        except Exception as error:
+            if ranks.groups:  # the others may come late, or never if they are in another collective
+                _log.warning("Expected %s, got %r; telling the other ranks", expected, error)
+                ranks.leave(expected, f"{type(error).__name__}: {error}")
+            raise
+        ranks.go_on(expected)
     finally:
         for item in opened:
             item.register_sharded()

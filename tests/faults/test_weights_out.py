@@ -177,8 +177,8 @@ def leave_unsharded(leaving: int, mesh_shape: tuple[int, ...]) -> tuple[str | No
 def test_one_rank_leaves_unsharded(leaving: int, mesh_shape: tuple[int, ...]) -> None:
     """As the first one does whose disk is full; the others wait for its edits then."""
     heard = [
-        "Expected all ranks to write back the edits of unsharded(), got a failure on rank "
-        f"{leaving}; see the error that it raises"
+        f"Expected all ranks to write back the edits of unsharded(), got on rank {leaving}: "
+        "OSError: [Errno 28] No space left on device"
     ] * math.prod(mesh_shape)
     heard[leaving] = "[Errno 28] No space left on device"
     found = run_ranks(leave_unsharded, len(heard), leaving, mesh_shape, timeout=60)

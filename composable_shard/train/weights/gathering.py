@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import product
 from math import prod
 from typing import TypeVar, cast
@@ -37,7 +38,7 @@ from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.mesh import axis_of
 from composable_shard.train.full import as_bytes, boxes_of, full_copy, shape_of, sharded_axes
-from composable_shard.train.ranks import Ranks, Together, naming_failures
+from composable_shard.train.ranks import Ranks, naming_failures
 from composable_shard.train.weights.entries import Entry
 
 _LABEL = "full weights"
@@ -83,13 +84,22 @@ class Planned:
             return True
         return _torch.is_subclass(self.entry.local) and self.make_plain is None
 
-    @property
+    @cached_property
     def axes(self) -> tuple[int, ...]:
         """The axes of its mesh to gather it over; none if this rank has the full tensor."""
         tensor = self.entry.tensor
         if self.is_whole_by_class or not isinstance(tensor, DTensor):
             return ()
         return sharded_axes(tensor.device_mesh, tensor.placements)
+
+    @property
+    def arrives_in_place(self) -> bool:
+        """Whether the concatenated shards of all ranks are the tensor."""
+        tensor = cast(DTensor, self.entry.tensor)
+        (axis, *others), mesh = self.axes, tensor.device_mesh
+        placement = tensor.placements[axis]
+        is_in_order = not others and type(placement) is Shard and placement.dim == 0
+        return is_in_order and tensor.shape[0] % mesh.size(axis) == 0
 
     def values(self) -> torch.Tensor:
         """Return this rank's part, as a plain tensor of any dtype."""
@@ -136,62 +146,60 @@ def runs_within(tensors: Sequence[Sized], limit: float) -> list[list[Sized]]:
     return runs
 
 
-# The ranks that share tensors ---------------------------------------------------------------------
+# Messages and buckets -----------------------------------------------------------------------------
 
 
-class Route:
-    """The axes of a mesh over which tensors are sharded.
+class Message:
+    """The tensors of a bucket that are sharded over the same axes of a mesh.
+
+    Args:
+        mesh: The mesh.
+        axes: The axes.
+        planned: The tensors.
+        to: The global rank that receives them; all ranks if ``None``.
 
     Attributes:
-        extents: The number of ranks along each of the axes, the last axis first.
-        device: The device of the messages.
+        sent: The bytes of each tensor that a rank sends first, padding included.
     """
 
-    def __init__(self, mesh: DeviceMesh, axes: tuple[int, ...]) -> None:
-        self._mesh, self._axes = mesh, axes[::-1]
-        self.extents = [mesh.size(axis) for axis in self._axes]
-        coordinate = mesh.get_coordinate()
-        assert coordinate is not None
-        self._own = tuple(coordinate)
+    def __init__(
+        self, mesh: DeviceMesh, axes: tuple[int, ...], planned: Sequence[Planned], to: int | None
+    ) -> None:
+        self._mesh, self._axes, self._planned, self._to = mesh, axes[::-1], planned, to
+        first = (0,) * mesh.ndim  # the first chunks are the longest
+        most = {item: prod(shape_of(item.entry.tensor, first)) for item in planned}
+        self.sent = {item: numel * item.dtype.itemsize for item, numel in most.items() if numel}
+        self._launches: deque[Callable[[], list[Waitable]]] = deque()
+        self._works: list[Waitable] = []
+        self._full: dict[Planned, torch.Tensor] = {}
+        self._rows: dict[Planned, torch.Tensor] = {}
 
     @cached_property
-    def channels(self) -> list[Channel]:
+    def _channels(self) -> list[Channel]:
         """The collectives along each of the axes, the last axis first."""
         channels = [Channel(axis_of(self._mesh, axis)) for axis in self._axes]
         for channel in channels:
             channel.set_label(_LABEL)
         return channels
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the messages."""
-        return self.channels[0].mesh.device
+    def gathers(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield the number of ranks and the bytes of each input of the gathers to all ranks."""
+        sent = [*self.sent.values()]
+        for axis in self._axes if sent else ():
+            num_ranks = self._mesh.size(axis)
+            yield num_ranks, sent
+            sent = [num_ranks * nbytes for nbytes in sent]
 
-    def most_of(self, tensor: torch.Tensor) -> int:
-        """Return the most elements of a tensor on a rank: the first chunks are the longest."""
-        return prod(shape_of(tensor, (0,) * self._mesh.ndim))
-
-    def holders(self) -> Iterator[tuple[int, ...]]:
-        """Yield the coordinates of the ranks that share tensors with this one, in their order."""
-        extents = [
-            range(self._mesh.size(axis)) if axis in self._axes else (place,)
-            for axis, place in enumerate(self._own)
-        ]
-        yield from product(*extents)
-
-    def receivers(self, to: int | None) -> list[tuple[int | None, bool]]:
-        """Return for each gather its receiver on the axis, and whether this rank receives.
-
-        Args:
-            to: The global rank that receives the tensors; all ranks if ``None``.
-        """
-        if to is None:
-            return [(None, True)] * len(self.extents)
-        (target,) = torch.nonzero(self._mesh.mesh == to).tolist() or [None]
-        if target is None:
+    def _receivers(self) -> list[tuple[int | None, bool]]:
+        """Return for each gather its receiver on the axis, and whether this rank receives."""
+        if self._to is None:
+            return [(None, True)] * len(self._axes)
+        own = self._mesh.get_coordinate()
+        (target,) = torch.nonzero(self._mesh.mesh == self._to).tolist() or [None]
+        if own is None or target is None:
             return []
-        differs = [axis for axis, place in enumerate(self._own) if place != target[axis]]
-        if any(axis not in self._axes for axis in differs):
+        differs = [axis for axis, place in enumerate(own) if place != target[axis]]
+        if not {*differs} <= {*self._axes}:
             return []
         receivers: list[tuple[int | None, bool]] = []
         for axis in self._axes:
@@ -200,60 +208,24 @@ class Route:
                 break
         return receivers
 
-
-Routes = Callable[[DeviceMesh, tuple[int, ...]], Route]
-"""Returns the route over some axes of a mesh, the same object for all buckets of a pass."""
-
-
-# Messages and buckets -----------------------------------------------------------------------------
-
-
-class Message:
-    """The tensors of a bucket that take one route.
-
-    Args:
-        route: The route.
-        planned: The tensors.
-        to: The global rank that receives them; all ranks if ``None``.
-
-    Attributes:
-        route: The route.
-        sent: The bytes of each tensor that a rank sends first, padding included.
-    """
-
-    def __init__(self, route: Route, planned: Sequence[Planned], to: int | None) -> None:
-        self.route, self._to, self._planned = route, to, planned
-        most = {item: route.most_of(item.entry.tensor) * item.dtype.itemsize for item in planned}
-        self.sent = {item: nbytes for item, nbytes in most.items() if nbytes}
-        self._launches: deque[Callable[[], list[Waitable]]] = deque()
-        self._works: list[Waitable] = []
-        self._full: dict[Planned, torch.Tensor] = {}
-        self._rows: dict[Planned, torch.Tensor] = {}
-
-    def gathers(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield the number of ranks and the bytes of each input of the gathers to all ranks."""
-        sent = [*self.sent.values()]
-        for num_ranks in self.route.extents if sent else ():
-            yield num_ranks, sent
-            sent = [num_ranks * nbytes for nbytes in sent]
-
     def prepare(self, *, arrives: bool) -> None:
         """Copy the input and allocate the output of each gather; nothing is launched yet.
 
         Args:
             arrives: Whether this rank receives the tensors.
         """
-        route = self.route
+        device = self._channels[0].mesh.device
         inputs = [self._padded(item, nbytes) for item, nbytes in self.sent.items()]
-        in_place = [item for item in self.sent if arrives and _arrives_in_place(item, route)]
-        self._full = {item: item.new_full(route.device) for item in in_place}
-        for number, (to, is_given) in enumerate(route.receivers(self._to) if inputs else ()):
-            channel, extent = route.channels[number], route.extents[number]
+        in_place = [item for item in self.sent if arrives and item.arrives_in_place]
+        self._full = {item: item.new_full(device) for item in in_place}
+        receivers = zip(self._channels, self._receivers() if inputs else (), strict=False)
+        for channel, (to, receives) in receivers:
+            num_ranks = channel.mesh.num_shards
             outputs = [
                 as_bytes(self._full[item])
                 if item in self._full
-                else _torch.empty(extent * len(message), dtype=torch.uint8, device=route.device)
-                for item, message in zip(self.sent if is_given else (), inputs, strict=False)
+                else _torch.empty(num_ranks * len(message), dtype=torch.uint8, device=device)
+                for item, message in zip(self.sent if receives else (), inputs, strict=False)
             ]
             gather = channel.gather if to is None else partial(channel.gather_to, to)
             self._launches.append(partial(gather, outputs, inputs))
@@ -263,7 +235,7 @@ class Message:
 
     def _padded(self, item: Planned, nbytes: int) -> torch.Tensor:
         """Return the padded bytes of this rank's part of a tensor: a view, or one copy."""
-        part, device = item.values(), self.route.device
+        part, device = item.values(), self._channels[0].mesh.device
         is_ready = part.is_contiguous() and part.device == device and part.dtype == item.dtype
         if is_ready and part.nbytes == nbytes:
             return as_bytes(part)
@@ -291,7 +263,7 @@ class Message:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for item in self._planned:
             if item not in found:
-                found[item] = item.new_full(self.route.device)
+                found[item] = item.new_full(self._channels[0].mesh.device)
                 pairs += self._pieces(item, found[item], rows[item]) if item in rows else ()
         _torch.copy_all_([full for full, _ in pairs], [held for _, held in pairs])
         return found
@@ -307,18 +279,17 @@ class Message:
             layout = ParamLayout(tuple(tensor.shape), placement.dim, len(shards))
             yield from matching_pieces(layout, full.view(-1), shards)
             return
-        for coordinate, shard in zip(self.route.holders(), shards, strict=True):
+        own = self._mesh.get_coordinate()
+        assert own is not None
+        extents = [
+            range(self._mesh.size(axis)) if axis in self._axes else (place,)
+            for axis, place in enumerate(own)
+        ]
+        for coordinate, shard in zip(product(*extents), shards, strict=True):
             shape = shape_of(tensor, coordinate)
             held = shard[: prod(shape)].view(shape)
             for box, local in boxes_of(tensor, coordinate):
                 yield full[box], held[local]
-
-
-def _arrives_in_place(item: Planned, route: Route) -> bool:
-    """Return whether the concatenated shards of a tensor are the tensor."""
-    tensor, placement = item.entry.tensor, cast(DTensor, item.entry.tensor).placements[item.axes[0]]
-    is_in_order = len(item.axes) == 1 and type(placement) is Shard and placement.dim == 0
-    return is_in_order and tensor.shape[0] % route.extents[0] == 0
 
 
 class Bucket:
@@ -326,25 +297,24 @@ class Bucket:
 
     Args:
         planned: The tensors, in their order.
-        routes: The routes of the pass.
         to: The global rank that receives them; all ranks if ``None``.
 
     Attributes:
         nbytes: The bytes of the full tensors.
-        messages: The messages, one for each route.
+        messages: The messages, one for each set of axes.
         by_class: The tensors that only their class can gather.
     """
 
-    def __init__(self, planned: Sequence[Planned], routes: Routes, to: int | None) -> None:
+    def __init__(self, planned: Sequence[Planned], to: int | None) -> None:
         self._planned = planned
         self._arrives = to is None or not dist.is_initialized() or to == dist.get_rank()
         self.nbytes = sum(item.nbytes for item in planned)
-        by_route: dict[Route, list[Planned]] = {}
+        by_axes: dict[tuple[DeviceMesh, tuple[int, ...]], list[Planned]] = {}
         for item in planned:
             if item.axes:
-                route = routes(cast(DTensor, item.entry.tensor).device_mesh, item.axes)
-                by_route.setdefault(route, []).append(item)
-        self.messages = [Message(*taken, to) for taken in by_route.items()]
+                mesh = cast(DTensor, item.entry.tensor).device_mesh
+                by_axes.setdefault((mesh, item.axes), []).append(item)
+        self.messages = [Message(*where, taken, to) for where, taken in by_axes.items()]
         self.by_class = [item for item in planned if item.is_whole_by_class]
         self._full: dict[Planned, torch.Tensor] = {}
 
@@ -354,14 +324,14 @@ class Bucket:
             message.prepare(arrives=self._arrives)
 
     def launch(self) -> None:
-        """Launch the first gather of each route. Collective: a gather for each route."""
+        """Launch the first gather of each message. Collective: a gather for each message."""
         for message in self.messages:
             message.launch()
 
     def wait(self) -> None:
         """Wait until all full tensors have arrived.
 
-        Collective: a gather for each further axis of a route; those of DTensor for the tensors that
+        Collective: a gather for each further axis of a message; those of DTensor for tensors that
             only their class can gather.
         """
         for message in self.messages:
@@ -392,7 +362,7 @@ class Bucket:
 
 def stream(
     rounds: Sequence[Sequence[Bucket]],
-    ranks: Ranks | Together,
+    ranks: Ranks | None,
     expected: str,
     device: torch.device | None = None,
     advance: Callable[[int], object] = lambda _: None,
@@ -402,6 +372,7 @@ def stream(
     Args:
         rounds: The buckets of each round, the same on all ranks.
         ranks: The ranks that take part. A failure that is noted there ends the stream on all ranks.
+            With ``None``, they exchange no words, and a failure is an error on its rank alone.
         expected: The start of messages.
         device: The device of the tensors; that of the messages if absent.
         advance: Called with the number of bytes that have arrived.
@@ -416,17 +387,19 @@ def stream(
     """
     under_way: Sequence[Bucket] = ()
     last = "nothing"
+    noting_failure = nullcontext if ranks is None else ranks.noting_failure
     for buckets in (*rounds, ()):
         arrived: deque[tuple[Planned, torch.Tensor]] = deque()
         with torch.no_grad():
             for bucket in under_way:
                 bucket.wait()
-            with ranks.noting_failure():
+            with noting_failure():
                 for bucket in under_way:
                     arrived += bucket.take(device)
                 for bucket in buckets:
                     bucket.prepare()
-        ranks.go_on(expected)
+        if ranks is not None:
+            ranks.go_on(expected)
         for bucket in buckets:
             bucket.launch()
         advance(sum(bucket.nbytes for bucket in under_way))
@@ -438,7 +411,7 @@ def stream(
         except BaseException:
             for bucket in under_way:
                 bucket.wait()
-            if under_way and isinstance(ranks, Ranks):  # otherwise no rank waits for a word
+            if under_way and ranks is not None:  # otherwise no rank waits for a word
                 ranks.leave(expected, f"it was left after {last}")
             raise
 
@@ -473,14 +446,15 @@ def full_copies(
         Planned((name,), Entry((name,), tensor), tensor.dtype)
         for name, tensor in zip(names, tensors, strict=True)
     ]
-    routes, rounds = cache(Route), list[list[Bucket]]()
+    rounds = list[list[Bucket]]()
     for run in runs_within(planned, BUCKET_NBYTES):
         by_target: dict[int | None, list[Planned]] = {}
         for item in run:
             ranks = cast(DTensor, item.entry.tensor).device_mesh.mesh
             to = int(ranks.flatten()[0]) if first_only else None
             by_target.setdefault(to, []).append(item)
-        rounds.append([Bucket(several, routes, to) for to, several in by_target.items()])
-    together = Together([tensor.device_mesh for tensor in tensors] if first_only else [])
+        rounds.append([Bucket(several, to) for to, several in by_target.items()])
+    meshes = [tensor.device_mesh for tensor in tensors]
+    together = Ranks(None, f"gathering {_LABEL}", meshes) if first_only else None
     found = dict(stream(rounds, together, "all ranks to gather full tensors", device))
     return [found.get(item) for item in planned]

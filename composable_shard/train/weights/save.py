@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from uuid import uuid4
@@ -33,7 +33,7 @@ from composable_shard.train.weights.files import (
     library,
     progress_bar,
 )
-from composable_shard.train.weights.gathering import Bucket, Planned, Route, runs_within, stream
+from composable_shard.train.weights.gathering import Bucket, Planned, runs_within, stream
 from composable_shard.train.weights.stream import agree_on_plan, plan
 
 # Files of full tensors: planned, filled tensor by tensor, and renamed when complete ---------------
@@ -169,12 +169,12 @@ def _save(output: Output, files: Files, ranks: Ranks, advance: Callable[[int], o
 
 def _rounds(files: Sequence[Sequence[Planned]], writers: Sequence[int]) -> list[list[Bucket]]:
     """Give each writer a bucket at a time, of its current file."""
-    routes, rounds, count = cache(Route), list[list[Bucket]](), len(writers)
+    rounds, count = list[list[Bucket]](), len(writers)
     for start in range(0, len(files), count):
         wave = [runs_within(file, BUCKET_NBYTES) for file in files[start : start + count]]
         for runs in zip_longest(*wave, fillvalue=()):
             pairs = zip(writers, runs, strict=False)
-            rounds.append([Bucket(run, routes, to) for to, run in pairs if run])
+            rounds.append([Bucket(run, to) for to, run in pairs if run])
     return rounds
 
 
@@ -193,11 +193,11 @@ def _writers(ranks: Ranks, output: Output, num_files: int) -> list[int]:
     writes = ranks.is_first
     with contextlib.suppress(ImportError):
         writes = writes or (library("safetensors") is not None and token.exists())
-    answers = ranks.gather(writes)
+    writers = [rank for rank, does in ranks.gather(writes).items() if does]
     if ranks.is_first:
         with contextlib.suppress(OSError):
             token.unlink(missing_ok=True)
-    return [rank for rank, does in zip(ranks.numbers, answers, strict=True) if does]
+    return writers
 
 
 # Writing the full tensors of a sharded model to safetensors files ---------------------------------

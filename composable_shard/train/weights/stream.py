@@ -33,7 +33,6 @@ from composable_shard.train.weights.gathering import (
     Bucket,
     MakePlain,
     Planned,
-    Route,
     runs_within,
     stream,
 )
@@ -127,8 +126,8 @@ def iter_full(
     facts = [f"bucket_bytes {bucket_bytes}, rank0_only {rank0_only}, {asked}"]
     naming = partial(plan, dtype=dtype, rename=rename, tied=tied, subclasses=subclasses)
     planned = agree_on_plan(naming, entries, facts, ranks, "iter_full()", "names for iter_full()")
-    routes, to = cache(Route), ranks.numbers[0] if rank0_only else None
-    rounds = [[Bucket(run, routes, to)] for run in runs_within(planned, bucket_bytes)]
+    to = ranks.numbers[0] if rank0_only else None
+    rounds = [[Bucket(run, to)] for run in runs_within(planned, bucket_bytes)]
     expected = "all ranks to go through iter_full() to its end"
     with contextlib.closing(stream(rounds, ranks, expected, place)) as arriving:
         for item, full in arriving:
@@ -252,8 +251,7 @@ def costs_of(model: nn.Module, bucket_nbytes: int) -> PassCosts:
 
     Collective: none.
     """
-    routes, planned = cache(Route), plan(listed_in(model))
-    buckets = [Bucket(run, routes, None) for run in runs_within(planned, bucket_nbytes)]
+    buckets = [Bucket(run, None) for run in runs_within(plan(listed_in(model)), bucket_nbytes)]
     gathers = [[gather for m in bucket.messages for gather in m.gathers()] for bucket in buckets]
     traffic = sum((num_ranks - 1) * sum(sent) for num_ranks, sent in chain(*gathers))
     parts = [sum(sum(sent) for _, sent in several) for several in gathers]
