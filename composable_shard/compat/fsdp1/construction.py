@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 import weakref
@@ -110,22 +109,24 @@ def scope_of(
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError("Expected ignored_modules or ignored_states, got both")
     name, kinds = "ignored_states", "parameters or modules"
-    classes: tuple[type, ...] = (nn.Parameter, nn.Module)
     if ignored_modules is not None:
-        name, kinds, classes = "ignored_modules", "modules", (nn.Module,)
-    states = list(ignored_modules or ignored_states or ())
-    for state in states:
-        check_type(name, state, isinstance(state, classes), kinds)
-    modules = [state for state in states if isinstance(state, nn.Module)]
-    params = [state for state in states if isinstance(state, nn.Parameter)]
+        name, kinds = "ignored_modules", "modules"
+    modules, params = list[nn.Module](), list[nn.Parameter]()
+    for state in ignored_modules or ignored_states or ():
+        if isinstance(state, nn.Module):
+            modules += state.modules()
+        else:
+            fits = isinstance(state, nn.Parameter) and ignored_modules is None
+            check_type(name, state, fits, kinds)
+            params.append(state)
     if modules and params:
         raise ValueError(f"Expected {name} to be {kinds}, got both kinds mixed")
-    ignored = frozenset(inner for outer in modules for inner in outer.modules())
-    for inner in ignored:
+    for inner in modules:
         is_plain, kind = not isinstance(inner, FSDPModule), type(inner).__name__
         check_value("ignored modules", kind, is_plain, "that are not sharded")
-    kept = frozenset([*params, *(param for inner in ignored for param in inner.parameters(False))])
-    return Scope(tuple(_walk(module, ignored)), ignored, kept)
+    params += [param for inner in modules for param in inner.parameters(False)]
+    ignored = frozenset(modules)
+    return Scope(tuple(_walk(module, ignored)), ignored, frozenset(params))
 
 
 def _walk(top: nn.Module, ignored: frozenset[nn.Module]) -> Iterator[nn.Module]:
@@ -240,7 +241,16 @@ def materialize(
     held, on_meta = scope.held(), scope.on_meta()
     if not on_meta:
         return
-    with _put_aside(scope):
+    aside = [
+        (module._parameters, name, param)
+        for module in scope.modules
+        for name, param in module._parameters.items()
+        if param in scope.ignored_params
+    ]
+    for registered, name, param in aside:  # so that it keeps its values
+        other = torch.empty(param.shape, dtype=param.dtype, device="meta")
+        registered[name] = nn.Parameter(other, param.requires_grad)
+    try:
         for module in scope.breadth_first():
             if init_fn is not None:
                 init_fn(module)
@@ -248,6 +258,9 @@ def materialize(
                 with torch.no_grad():
                     module.to_empty(device=device, recurse=False)
                     module.reset_parameters()  # type: ignore[operator]
+    finally:
+        for registered, name, param in aside:
+            registered[name] = param
     for old, places in held.items():
         new = _tied(old, places[0], scope.modules[0])
         for place in places:
@@ -276,25 +289,6 @@ def _tied(old: torch.Tensor, first: Place, root: nn.Module) -> torch.Tensor:
         _real[old] = _Real(before.tensor, weakref.ref(first.module))
     tensor: torch.Tensor = before.tensor
     return tensor
-
-
-@contextlib.contextmanager
-def _put_aside(scope: Scope) -> Iterator[None]:
-    """Substitute ignored parameters during initialization, so that they keep their values."""
-    ignored = [
-        (module, name, param)
-        for module in scope.modules
-        for name, param in module._parameters.items()
-        if param in scope.ignored_params
-    ]
-    for module, name, param in ignored:
-        other = torch.empty(param.shape, dtype=param.dtype, device="meta")
-        module._parameters[name] = nn.Parameter(other, param.requires_grad)
-    try:
-        yield
-    finally:
-        for module, name, param in ignored:
-            module._parameters[name] = param
 
 
 def stays_on_cpu(scope: Scope, choices: Choices, device: torch.device) -> bool:
@@ -338,8 +332,7 @@ def synchronize(scope: Scope, mesh: DeviceMesh) -> None:
 _NAMES = ("replicate", "shard")
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The ranks that shard and replicate parameters.
 
     Attributes:

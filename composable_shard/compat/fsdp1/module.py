@@ -16,28 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard import FSDPModule, ShardError, _torch, clip_grad_norm_, unsharded
 from composable_shard.arguments import check_module, check_value
-from composable_shard.compat.fsdp1 import state_dicts
-from composable_shard.compat.fsdp1.construction import (
-    Below,
-    arguments_below,
-    check_all,
-    chosen_below,
-    resolve_device,
-    resolve_layout,
-    scope_of,
-    shard,
-    wrap_below,
-)
-from composable_shard.compat.fsdp1.options import (
-    AutoWrapPolicy,
-    BackwardPrefetch,
-    Choices,
-    CPUOffload,
-    MixedPrecision,
-    ProcessGroups,
-    ShardingStrategy,
-    inside_out,
-)
+from composable_shard.compat.fsdp1 import construction, options, state_dicts
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.nested import InputContainer, find_changes, map_tensors
 
@@ -175,12 +154,12 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
     def __init__(
         self,
         module: nn.Module,
-        process_group: ProcessGroups = None,
-        sharding_strategy: ShardingStrategy | None = None,
-        cpu_offload: CPUOffload | None = None,
-        auto_wrap_policy: AutoWrapPolicy | None = None,
-        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
-        mixed_precision: MixedPrecision | None = None,
+        process_group: options.ProcessGroups = None,
+        sharding_strategy: options.ShardingStrategy | None = None,
+        cpu_offload: options.CPUOffload | None = None,
+        auto_wrap_policy: options.AutoWrapPolicy | None = None,
+        backward_prefetch: options.BackwardPrefetch | None = options.BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: options.MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], object] | None = None,
         device_id: int | str | torch.device | None = None,
@@ -198,23 +177,25 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
                 f"Expected a module that is not sharded, got {type(module).__name__}, which "
                 "fully_shard was applied to before; wrap the module around it, or use it as it is"
             )
-        choices = Choices.of(locals())
+        choices = options.Choices.of(locals())
         self.fsdp_use_orig_params, self.fsdp_limit_all_gathers = use_orig_params, limit_all_gathers
-        self.mixed_precision = mixed_precision or MixedPrecision()
+        self.mixed_precision = mixed_precision or options.MixedPrecision()
         self.fsdp_full_precision_in_eval = any(
             os.environ.get(name) == "1" for name in _EVAL_VARIABLES
         )
-        scope = scope_of(module, ignored_modules, ignored_states)
-        self.compute_device = resolve_device(scope, choices)
-        layout = resolve_layout(choices, self.compute_device.type, auto_wrap_policy is not None)
+        scope = construction.scope_of(module, ignored_modules, ignored_states)
+        self.compute_device = construction.resolve_device(scope, choices)
+        layout = construction.resolve_layout(
+            choices, self.compute_device.type, auto_wrap_policy is not None
+        )
         self.sharding_strategy = layout.strategy
-        below: Below = []
+        below: construction.Below = []
         if auto_wrap_policy is not None:
-            arguments = arguments_below(choices, scope, layout, self.compute_device)
-            below = chosen_below(module, scope, auto_wrap_policy, arguments)
-        check_all(module, scope, below, layout, choices, type(self))
-        scope = wrap_below(module, scope, below, type(self))
-        self._tops = shard(module, scope, layout, choices, self.compute_device)
+            arguments = construction.arguments_below(choices, scope, layout, self.compute_device)
+            below = construction.chosen_below(module, scope, auto_wrap_policy, arguments)
+        construction.check_all(module, scope, below, layout, choices, type(self))
+        scope = construction.wrap_below(module, scope, below, type(self))
+        self._tops = construction.shard(module, scope, layout, choices, self.compute_device)
         self._fsdp_wrapped_module = module
         self.training = module.training
 
@@ -262,7 +243,7 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         Collective: see :meth:`summon_full_params`.
         """
         with self.summon_full_params(self):
-            for module in inside_out(self, set()):
+            for module in options.inside_out(self, set()):
                 fn(module)
         return self
 

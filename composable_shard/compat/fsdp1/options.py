@@ -19,6 +19,29 @@ from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, Sy
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from composable_shard.arguments import check_type, check_value
 
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CustomPolicy",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "ModuleWrapPolicy",
+    "OptimStateDictConfig",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "always_wrap_policy",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+]
+
 # Strategy, precision and offload ------------------------------------------------------------------
 
 ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
@@ -252,6 +275,38 @@ class StateDictSettings:
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
     state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
     optim_state_dict_config: OptimStateDictConfig = field(default_factory=FullOptimStateDictConfig)
+
+
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
+def settings_of(
+    kind: StateDictType,
+    config: StateDictConfig | None = None,
+    optim_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings:
+    """Return the settings for a type of state dicts; absent configs get their defaults.
+
+    Raises:
+        TypeError: If a config does not belong to the type.
+    """
+    check_type("state_dict_type", kind, isinstance(kind, StateDictType), "a StateDictType")
+    configs: list[Any] = []
+    for wanted, given in zip(_CONFIGS[kind], (config, optim_config), strict=True):
+        configs.append(wanted() if given is None else given)
+        if type(configs[-1]) is not wanted:
+            got = type(given).__name__
+            raise TypeError(f"Expected a {wanted.__name__} for {kind}, got {got}")
+    return StateDictSettings(kind, *configs)
+
+
+def is_rank0_only(config: StateDictConfig | OptimStateDictConfig) -> bool:
+    """Return whether only the first rank gets a state dict."""
+    return getattr(config, "rank0_only", False)
 
 
 # Which modules below get a wrapper of their own ---------------------------------------------------

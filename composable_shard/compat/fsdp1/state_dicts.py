@@ -14,55 +14,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from composable_shard import _torch
-from composable_shard.arguments import check_type
 from composable_shard.compat.fsdp1.options import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
     OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    is_rank0_only,
+    settings_of,
 )
 from composable_shard.train.weights.gathering import full_copies
 
 # State dicts of a wrapped model: full, sharded or local, under the names of the plain model -------
-
-
-_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-}
-
-
-def settings_of(
-    kind: StateDictType,
-    config: StateDictConfig | None = None,
-    optim_config: OptimStateDictConfig | None = None,
-) -> StateDictSettings:
-    """Return the settings for a type of state dicts; absent configs get their defaults.
-
-    Raises:
-        TypeError: If a config does not belong to the type.
-    """
-    check_type("state_dict_type", kind, isinstance(kind, StateDictType), "a StateDictType")
-    configs: list[Any] = [config, optim_config]
-    for place, wanted in enumerate(_CONFIGS[kind]):
-        if configs[place] is None:
-            configs[place] = wanted()
-        if type(configs[place]) is not wanted:
-            got = type(configs[place]).__name__
-            raise TypeError(f"Expected a {wanted.__name__} for {kind}, got {got}")
-    return StateDictSettings(kind, *configs)
-
-
-def is_rank0_only(config: StateDictConfig | OptimStateDictConfig) -> bool:
-    """Return whether only the first rank gets a state dict."""
-    return getattr(config, "rank0_only", False)
 
 
 def is_first_rank(module: nn.Module) -> bool:
@@ -354,7 +316,7 @@ def optim_state_dict(
     settings = get_state_dict_type(model)
     kind, config = settings.state_dict_type, settings.optim_state_dict_config
     states = optim.state_dict() if optim_state_dict is None else optim_state_dict
-    names = _names(model, optim)
+    names = list(_named_params(model, optim))
     named: dict[str, Any] = {"state": {}, "param_groups": []}
     places: list[tuple[dict[str, Any], str]] = []
     for index, name in enumerate(names):
@@ -404,45 +366,41 @@ def optim_state_dict_to_load(
             "Expected the optimizer's states on every rank, got rank0_only=True; read them on "
             "every rank and set it to False"
         )
-    names = _names(model, optim)
-    unknown = sorted(set(optim_state_dict["state"]) - set(names))
+    params = _named_params(model, optim)
+    unknown = sorted(set(optim_state_dict["state"]) - set(params))
     if unknown:
         raise ValueError(
             f"Expected states of parameters that the optimizer has, got some of {unknown}"
         )
-    params = [param for param_group in optim.param_groups for param in param_group["params"]]
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     result: dict[str, Any] = {"state": {}, "param_groups": []}
-    for index, (name, param) in enumerate(zip(names, params, strict=True)):
-        if name in optim_state_dict["state"]:
-            result["state"][name if is_named_optimizer else index] = {
-                key: _as_state_of(param, (name, key), value, is_local)
-                for key, value in optim_state_dict["state"][name].items()
-            }
-    left = iter(enumerate(names))
+    keys = {name: name if is_named_optimizer else index for index, name in enumerate(params)}
+    for name, states in optim_state_dict["state"].items():
+        result["state"][keys[name]] = {
+            kind: _as_state_of(params[name], (name, kind), value, is_local)
+            for kind, value in states.items()
+        }
+    left = iter(params)
     for param_group in optim.param_groups:
-        members = list(islice(left, len(param_group["params"])))
-        saved = _saved_group(optim_state_dict, members[0][1] if members else None)
-        keys = [name if is_named_optimizer else index for index, name in members]
-        result["param_groups"].append({**saved, "params": keys})
+        names = list(islice(left, len(param_group["params"])))
+        saved = _saved_group(optim_state_dict, names[0] if names else None)
+        result["param_groups"].append({**saved, "params": [keys[name] for name in names]})
     if load_directly:
         optim.load_state_dict(result)
     return result
 
 
-def _names(model: nn.Module, optim: torch.optim.Optimizer) -> list[str]:
-    """Return the names of an optimizer's parameters, in its order."""
+def _named_params(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return an optimizer's parameters by name, in its order."""
     by_identity = {id(param): name for name, param in model.named_parameters()}
-    names = []
-    for param_group in optim.param_groups:
-        for param in param_group["params"]:
-            if id(param) not in by_identity:
-                raise ValueError(
-                    f"Expected an optimizer of the parameters of {type(model).__name__}, got one "
-                    f"of another parameter of shape {list(param.shape)}"
-                )
-            names.append(by_identity[id(param)])
-    return names
+    params = [param for param_group in optim.param_groups for param in param_group["params"]]
+    for param in params:
+        if id(param) not in by_identity:
+            raise ValueError(
+                f"Expected an optimizer of the parameters of {type(model).__name__}, got one "
+                f"of another parameter of shape {list(param.shape)}"
+            )
+    return {by_identity[id(param)]: param for param in params}
 
 
 def _saved_group(states: dict[str, Any], name: str | None) -> dict[str, Any]:
@@ -477,18 +435,14 @@ def _as_state_of(param: torch.Tensor, names: tuple[str, str], value: Any, is_loc
         value = shard_of(param, value)
     if value.shape == param.shape:
         return sharded_like(param, value)
-    if is_local and _is_cut_otherwise(param, value):
+    dims = {placement.dim for placement in param.placements if isinstance(placement, Shard)}
+    is_alike = value.ndim == param.ndim and all(
+        length == param.shape[dim] for dim, length in enumerate(value.shape) if dim not in dims
+    )
+    if is_local and is_alike:  # a shard from another number of ranks
         raise ValueError(
             f"Expected the shard of '{names[1]}' of '{names[0]}' to have shape "
             f"{list(_torch.local_tensor(param).shape)}, got {list(value.shape)}; load local shards "
             "on as many ranks as saved them, or full or sharded states"
         )
     return value
-
-
-def _is_cut_otherwise(param: DTensor, value: torch.Tensor) -> bool:
-    """Return whether a tensor looks like a shard from another number of ranks."""
-    dims = {placement.dim for placement in param.placements if isinstance(placement, Shard)}
-    return value.ndim == param.ndim and all(
-        length == param.shape[dim] for dim, length in enumerate(value.shape) if dim not in dims
-    )
