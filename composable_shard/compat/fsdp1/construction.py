@@ -79,16 +79,6 @@ class Scope:
         held = self.held().items()
         return {place.module for old, places in held if old.is_meta for place in places}
 
-    def breadth_first(self) -> list[nn.Module]:
-        """Return the modules in the order in which FSDP1 initializes them."""
-        found, left = list(self.modules[:1]), set(self.modules[1:])
-        for module in found:  # grows during the loop
-            for child in module.children():
-                if child in left:
-                    left.remove(child)
-                    found.append(child)
-        return found
-
     def params(self) -> list[nn.Parameter]:
         """Return the parameters, each once."""
         return [tensor for tensor in self.held() if isinstance(tensor, nn.Parameter)]
@@ -213,15 +203,9 @@ def _rank() -> str:
 # Initial values -----------------------------------------------------------------------------------
 
 
-class _Real(NamedTuple):
-    """The tensor that replaced a meta tensor, and the module that initialized it."""
-
-    tensor: torch.Tensor
-    module: weakref.ref[nn.Module]
-
-
 _real = WeakTensorKeyDictionary()
-"""The replacements of meta tensors that other wrappers may still hold."""
+"""By a meta tensor that other wrappers may still hold: its replacement, and a weak reference to the
+module that initialized that."""
 
 
 def materialize(
@@ -250,8 +234,13 @@ def materialize(
     for registered, name, param in aside:  # so that it keeps its values
         other = torch.empty(param.shape, dtype=param.dtype, device="meta")
         registered[name] = nn.Parameter(other, param.requires_grad)
+    breadth_first, left = [*scope.modules[:1]], {*scope.modules[1:]}  # the order of FSDP1
+    for module in breadth_first:  # grows during the loop
+        children = [child for child in dict.fromkeys(module.children()) if child in left]
+        breadth_first += children
+        left.difference_update(children)
     try:
-        for module in scope.breadth_first():
+        for module in breadth_first:
             if init_fn is not None:
                 init_fn(module)
             elif module in on_meta:
@@ -278,17 +267,16 @@ def _tied(old: torch.Tensor, first: Place, root: nn.Module) -> torch.Tensor:
     new: torch.Tensor = first.registered[first.name]
     if new is old or not old.is_meta:
         return new
-    before = _real.get(old)
-    if before is None:
-        _real[old] = _Real(new, weakref.ref(first.module))
+    if old not in _real:
+        _real[old] = new, weakref.ref(first.module)
         return new
+    tensor, module = _real[old]
     order = list(root.modules())
-    other = before.module()
-    if other in order and order.index(first.module) < order.index(other):
-        before.tensor.data.copy_(new)  # .data: its version must not change
-        _real[old] = _Real(before.tensor, weakref.ref(first.module))
-    tensor: torch.Tensor = before.tensor
-    return tensor
+    if module() in order and order.index(first.module) < order.index(module()):
+        tensor.data.copy_(new)  # .data: its version must not change
+        _real[old] = tensor, weakref.ref(first.module)
+    replacement: torch.Tensor = tensor
+    return replacement
 
 
 def stays_on_cpu(scope: Scope, choices: Choices, device: torch.device) -> bool:
@@ -417,13 +405,8 @@ def _mesh_of_groups(
 def _mesh_of_nodes(device_type: str) -> DeviceMesh:
     """Return a mesh (nodes, ranks of a node)."""
     num_ranks = dist.get_world_size()
-    local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
-    if local_world_size is not None:
-        per_node = int(local_world_size)
-    elif device_type == "cpu":
-        per_node = num_ranks
-    else:
-        per_node = torch.accelerator.device_count()
+    alone = num_ranks if device_type == "cpu" else torch.accelerator.device_count()
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", alone))
     fits = per_node > 0 and num_ranks % per_node == 0
     what = f"to divide all {num_ranks} ranks without a device_mesh"
     check_value("the number of ranks of a node", per_node, fits, what)

@@ -186,6 +186,8 @@ Shaped = tuple[torch.dtype, Sequence[int]]
 class FileWriter:
     """Writes tensors to their places in a file, bitwise equal to a file of ``save_file``.
 
+    The file is closed with its last tensor.
+
     Args:
         place: The file to create.
         tensors: All tensors of the file, by name.
@@ -206,17 +208,15 @@ class FileWriter:
         if tensor.nbytes:
             self._file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
         self._left.discard(name)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all tensors have been written."""
-        return not self._left
+        if not self._left:
+            self.close()
 
     def close(self) -> None:
-        """Flush the tensors to the disk, and close the file."""
-        with self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        """Flush the tensors to the disk, and close the file, unless it is closed."""
+        if not self._file.closed:
+            with self._file:
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
 
 def _header(tensors: Mapping[str, Shaped]) -> tuple[bytes, dict[str, int]]:

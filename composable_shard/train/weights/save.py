@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -114,12 +115,11 @@ class Output:
                 self.part(name).unlink(missing_ok=True)
 
     def _old(self) -> list[Path]:
-        if self.is_file or not self.folder.is_dir():
-            return [self.place] if self.is_file and self.place.exists() else []
+        if self.is_file:
+            return [self.place] if self.place.exists() else []
+        found = sorted(self.folder.glob("model*.safetensors*"))
         return [
-            path
-            for path in sorted(self.folder.iterdir())
-            if path.name in (SINGLE, INDEX) or SHARD.fullmatch(path.name)
+            path for path in found if path.name in (SINGLE, INDEX) or SHARD.fullmatch(path.name)
         ]
 
 
@@ -134,33 +134,27 @@ def _save(output: Output, files: Files, ranks: Ranks, advance: Callable[[int], o
     expected = f"to save '{output.place}'"
     rounds = _rounds([*files.values()], _writers(ranks, output, len(files)))
     homes = {item: name for name, inside in files.items() for item in inside}
-    under_way: dict[str, FileWriter] = {}
+    writers: dict[str, FileWriter] = {}
 
-    def begin(name: str) -> FileWriter:
-        shapes = {item.name: (item.dtype, item.entry.tensor.shape) for item in files[name]}
-        return FileWriter(output.part(name), shapes)
-
-    def write(item: Planned, full: torch.Tensor) -> None:
-        name = homes[item]
-        if name not in under_way:
-            under_way[name] = begin(name)
-        under_way[name].write(item.name, full)
-        if under_way[name].is_complete:
-            under_way.pop(name).close()
+    def writer_of(name: str) -> FileWriter:
+        if name not in writers:
+            shapes = {item.name: (item.dtype, item.entry.tensor.shape) for item in files[name]}
+            writers[name] = FileWriter(output.part(name), shapes)
+        return writers[name]
 
     try:
         with contextlib.closing(stream(rounds, ranks, expected, CPU, advance)) as arriving:
             for item, full in arriving:
                 if ranks.failure is None:
                     with ranks.noting_failure():
-                        write(item, full)
+                        writer_of(homes[item]).write(item.name, full)
                 del item, full  # otherwise they stay alive while the next bucket is finished
         if not homes:  # a model without tensors
-            ranks.on_first(lambda: begin(*files).close(), expected)
+            ranks.on_first(lambda: writer_of(*files).close(), expected)
         ranks.agree([], "", expected)
         ranks.on_first(lambda: output.publish(files), expected)
     except BaseException:
-        for writer in under_way.values():
+        for writer in writers.values():
             with contextlib.suppress(OSError):
                 writer.close()
         output.discard(files)
@@ -203,9 +197,6 @@ def _writers(ranks: Ranks, output: Output, num_files: int) -> list[int]:
 # Writing the full tensors of a sharded model to safetensors files ---------------------------------
 
 DEFAULT_SHARD_SIZE = "5GB"
-
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def save_full(
@@ -304,11 +295,9 @@ def num_bytes(asked: int | str) -> int:
         (2147483648, 500000000, 7)
     """
     number = 0.0
-    if isinstance(asked, str):
-        unit = next((unit for unit in UNITS if asked.endswith(unit)), None)
-        text = asked.removesuffix(unit or "").strip()
-        if unit is not None and text.replace(".", "", 1).isdecimal():
-            number = float(text) * UNITS[unit]
+    text = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT])(i?)B", str(asked))
+    if text is not None:
+        number = float(text[1]) * (1024 if text[3] else 1000) ** (1 + "KMGT".index(text[2]))
     elif isinstance(asked, (int, float)) and not isinstance(asked, bool):
         number = asked
     fits = "to be a positive number of bytes or a text such as '5GB'"
