@@ -25,12 +25,12 @@ from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.storage import sharded_form
 from composable_shard.core.transport import host
-from composable_shard.core.tree import check_at_rest
 from composable_shard.errors import ShardError
 from composable_shard.module import FSDPModule
 from composable_shard.optim.flat import flat_states
 from composable_shard.optim.layouts import LayoutOptimizer
 from composable_shard.train.ranks import Ranks
+from composable_shard.train.weights.entries import reshard
 
 # The memory of a model and of its optimizers ------------------------------------------------------
 
@@ -102,13 +102,14 @@ class _Storage:
 
     Attributes:
         kind: The kind.
+        first: The first tensor.
         tensors: The tensors, by their ids.
         is_owner: Whether it owns its memory, so that it can be emptied.
         parts: The storages that lie in its memory.
     """
 
     def __init__(self, kind: str, first: torch.Tensor) -> None:
-        self.kind, self.device, self._first = kind, first.device, first
+        self.kind, self.device, self.first = kind, first.device, first
         self.tensors: dict[int, torch.Tensor] = {}
         storage = first.untyped_storage()  # not kept, as it would count as a user's reference
         self.start, self.nbytes = storage.data_ptr(), storage.nbytes()
@@ -120,21 +121,16 @@ class _Storage:
         is_within = owner.start <= self.start <= owner.start + owner.nbytes - self.nbytes
         return is_within and self.device == owner.device
 
-    @property
-    def is_all_known(self) -> bool:
-        """Whether all tensors in it are known, so that no user holds a view."""
-        alone = torch.zeros(1, device=self.device)
-        return _torch.num_uses(self._first) - _torch.num_uses(alone) == len(self.tensors) - 1
-
-    @property
     def can_be_freed(self) -> bool:
-        """Whether it is on a device, and no user holds a view of one of its parts."""
-        return _is_on_device(self._first) and all(part.is_all_known for part in self.parts)
+        """Return whether it is on a device, and no user holds a view of one of its parts."""
+        alone = _torch.num_uses(torch.zeros(1))
+        uses = [(_torch.num_uses(part.first) - alone, len(part.tensors)) for part in self.parts]
+        return _is_on_device(self.first) and all(num == known - 1 for num, known in uses)
 
     def copy(self) -> None:
         """Copy the values to host memory, and record the layout of the tensors of the parts."""
         empty, is_pinned = torch.empty(0, dtype=torch.uint8), _torch.has_streams(self.device)
-        self._bytes = empty.to(self.device).set_(self._first.untyped_storage())
+        self._bytes = empty.to(self.device).set_(self.first.untyped_storage())
         self._host = _torch.empty_like(self._bytes, device="cpu", pin_memory=is_pinned)
         self._host.copy_(self._bytes, non_blocking=is_pinned)
         self._views = [
@@ -190,7 +186,7 @@ class DeviceStorages:
         for owner in owners:
             owner.parts = [part for part in parts if part.lies_in(owner)]
         owned = {part for owner in owners for part in owner.parts}
-        self._owners = [owner for owner in owners if owner.can_be_freed]
+        self._owners = [owner for owner in owners if owner.can_be_freed()]
         self.counted = dict.fromkeys((*tensors, "left"), 0)
         for owner in owners:
             self.counted[owner.kind if owner in self._owners else "left"] += owner.nbytes
@@ -328,17 +324,13 @@ def parked(
     with ranks.checking():
         check_module("model", model)
         optimizers, groups = listed_optimizers(optimizer), groups_in(model.modules())
-        for group in groups:
-            check_at_rest(group, "parked")
-            group.check_in_memory("to be parked")
+        reshard(model, "parked")  # frees gathered parameters
         if not any(map(_is_on_device, chain(*_tensors_of(model, groups, optimizers).values()))):
             raise ShardError(
                 f"Expected {type(model).__name__} on a device to be parked, got all of it in "
                 "memory of the host, which parked() does not free; save a checkpoint, delete the "
                 "model and its optimizers, and load them from it afterwards"
             )
-        for group in groups:  # free gathered parameters, and their kept storage
-            group.reshard()
         host.settle()
         tensors = _tensors_of(model, groups, optimizers)
     until, storages = contextlib.ExitStack(), DeviceStorages({})

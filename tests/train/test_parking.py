@@ -295,7 +295,7 @@ def uses(
         ("for a state dict", lambda: model.state_dict()),
         ("to load a state dict", lambda: model.load_state_dict(state)),
         ("for unsharded()", lambda: unsharded(model).__enter__()),
-        ("to be parked", lambda: parked(model, **within).__enter__()),
+        ("for parked()", lambda: parked(model, **within).__enter__()),
         ("for a step of AdamW", optimizer.step),
         ("for a step of SGD", other.step),
         ("to be copied", lambda: copy.deepcopy(model)),

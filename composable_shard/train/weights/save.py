@@ -7,7 +7,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from uuid import uuid4
@@ -35,7 +34,7 @@ from composable_shard.train.weights.files import (
     progress_bar,
 )
 from composable_shard.train.weights.gathering import Bucket, Planned, runs_within, stream
-from composable_shard.train.weights.stream import agree_on_plan, plan
+from composable_shard.train.weights.stream import agree_on_plan
 
 # Files of full tensors: planned, filled tensor by tensor, and renamed when complete ---------------
 
@@ -274,9 +273,9 @@ def save_full(
             output.make()
     place = "a file" if output.is_file else f"a folder, max_shard_size {limit}"
     facts = [f"{place}, {'no ' if rename is None else ''}rename, dtype {dtype}"]
-    naming = partial(plan, dtype=dtype, rename=rename, subclasses=torch.Tensor.dequantize)
+    chosen = {"dtype": dtype, "rename": rename, "subclasses": torch.Tensor.dequantize}
     expected = f"to save '{output.place}'"
-    planned = agree_on_plan(naming, entries, facts, ranks, "save_full()", expected)
+    planned = agree_on_plan(entries, facts, ranks, "save_full()", expected, **chosen)
     runs = runs_within(planned, math.inf if output.is_file else limit)
     files = dict(zip(output.file_names(len(runs)), runs, strict=True))
     num_bytes_in_all = sum(item.nbytes for item in planned)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import chain, count
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -124,8 +124,9 @@ def iter_full(
     form = "by a function" if callable(subclasses) else subclasses
     asked = f"dtype {dtype}, tied {tied}, subclasses {form}"
     facts = [f"bucket_bytes {bucket_bytes}, rank0_only {rank0_only}, {asked}"]
-    naming = partial(plan, dtype=dtype, rename=rename, tied=tied, subclasses=subclasses)
-    planned = agree_on_plan(naming, entries, facts, ranks, "iter_full()", "names for iter_full()")
+    call, expected = "iter_full()", "names for iter_full()"
+    chosen = {"dtype": dtype, "rename": rename, "tied": tied, "subclasses": subclasses}
+    planned = agree_on_plan(entries, facts, ranks, call, expected, **chosen)
     to = ranks.numbers[0] if rank0_only else None
     rounds = [[Bucket(run, to)] for run in runs_within(planned, bucket_bytes)]
     expected = "all ranks to go through iter_full() to its end"
@@ -160,22 +161,22 @@ def plan(
 
 
 def agree_on_plan(
-    naming: Callable[[Sequence[Entry]], list[Planned]],
     entries: Sequence[Entry],
     facts: Sequence[str],
     ranks: Ranks,
     call: str,
     expected: str,
+    **chosen: Any,
 ) -> list[Planned]:
     """Return the plan of the tensors of a model, the same on all ranks.
 
     Args:
-        naming: Returns the plan; may fail.
         entries: The tensors.
         facts: The arguments of the call.
         ranks: The ranks.
         call: The call, for messages.
         expected: The start of the message if a rank has failed.
+        chosen: The choices for :func:`plan`, which fails if ``rename`` does.
 
     Raises:
         RankMismatchError: On all ranks, if models, arguments or names differ.
@@ -185,12 +186,10 @@ def agree_on_plan(
     """
     planned = list[Planned]()
     with ranks.noting_failure():
-        planned = naming(entries)
+        planned = plan(entries, **chosen)
     named = {id(item.entry): " and ".join(map(repr, item.names)) for item in planned}
-    called = [named.get(id(entry), "nothing") for entry in entries]
-    pairs = [(entry.fact(), name) for entry, name in zip(entries, called, strict=True)]
-    facts = [*facts, *(f"{fact}, called {name}" for fact, name in pairs)]
-    ranks.agree(facts, f"model and arguments of {call}", expected)
+    called = [f"{entry.fact()}, called {named.get(id(entry), 'nothing')}" for entry in entries]
+    ranks.agree([*facts, *called], f"model and arguments of {call}", expected)
     taken: dict[str, str] = {}
     wrong: list[str] = []
     for item in planned:
