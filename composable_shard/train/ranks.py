@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_shard import _torch
 from composable_shard.arguments import check_process_group
 from composable_shard.core.transport.failures import named
-from composable_shard.core.transport.process_groups import first_difference
+from composable_shard.core.transport.process_groups import collect, first_difference
 from composable_shard.errors import RankMismatchError, ShardError
 
 
@@ -63,13 +63,7 @@ class Ranks:
 
     def gather(self, own: Any) -> dict[int, Any]:
         """Return the objects of all ranks by number. Collective: an all-gather of an object."""
-        found = {dist.get_rank() if self.groups else 0: own}
-        for group in self.groups:
-            answers: list[Any] = [None] * group.size()
-            with naming_failures(self.doing):
-                dist.all_gather_object(answers, found, group=group)
-            found = {rank: given for answer in answers for rank, given in answer.items()}
-        return dict(sorted(found.items()))
+        return collect(own, self.groups, self.doing) if self.groups else {0: own}
 
     def say(self, word: int) -> int:
         """Return the largest word of any rank. Collective: an all-reduce of 8 bytes."""
