@@ -134,7 +134,7 @@ class Estimate(Report):
         )
         peak, between = vars(self.peak), vars(self.between_steps)
         amounts = [(name, peak[name], between[name]) for name in peak]
-        amounts.append(("in all", self.peak.total, self.between_steps.total))
+        amounts.append(("total", self.peak.total, self.between_steps.total))
         if self.on_cpu:
             amounts.append(("on the CPU", self.on_cpu, self.on_cpu))
         rows = [(name, *map(nbytes_text, both)) for name, *both in amounts]
@@ -142,7 +142,7 @@ class Estimate(Report):
         return Table(title, headings, rows)
 
     def _communication(self) -> Table:
-        parts = {**self.traffic.parts, "in all": self.traffic.total}
+        parts = {**self.traffic.parts, "total": self.traffic.total}
         rows = [(n, p.launches, p.messages, nbytes_text(p.nbytes)) for n, p in parts.items()]
         headings = ("a step", "launches", "messages", "bytes that a rank sends")
         return Table("Communication", headings, rows)

@@ -26,6 +26,7 @@ from composable_shard.insight.report import (
     Sentences,
     Table,
     count_text,
+    counted,
     names_text,
     nbytes_text,
 )
@@ -89,7 +90,7 @@ class OptimizerExplanation(Report):
             sent = traffic.launches, traffic.messages, nbytes_text(traffic.nbytes)
             rows.append((i, group.layout, group.num_parameters, numel, group.num_tensors, *sent))
         counts = ("parameters", "elements", "tensors", "launches", "messages", "sent")
-        title = f"A step of {self.name}: tensors that this rank steps, messages and bytes it sends"
+        title = f"A step of {self.name}: tensors to step, messages and bytes to send, on this rank"
         sentences = []
         if any(group.layout == "flat" for group in self.groups):
             sentences = ["shards that lie side by side are stepped as one tensor; nothing is sent"]
@@ -164,8 +165,8 @@ class Explanation(Report):
             copied = nbytes_text(group.copied_nbytes)
             rows.append((title, *map(_traffic_text, parts.values()), sent, copied))
         copied = nbytes_text(sum(group.copied_nbytes for group in self.groups))
-        rows.append(("all of them", *("" for _ in parts), nbytes_text(self.traffic.nbytes), copied))
-        title = "One step: launches x messages in each, bytes that this rank sends and copies"
+        rows.append(("all groups", *("" for _ in parts), nbytes_text(self.traffic.nbytes), copied))
+        title = "One step: launches x messages, and the bytes that this rank sends and copies"
         return Table(title, ("group", *parts, "sent", "copied"), rows)
 
     def _parking(self) -> Table:
@@ -193,13 +194,13 @@ def _overview(alike: list[tuple[str, GroupExplanation]]) -> Table:
         nbytes = map(nbytes_text, (group.sharded_nbytes, group.gathered_nbytes))
         rows.append((*words, len(group.parameters), count_text(group.numel), *nbytes))
     headings = ("group", "modules", "placements", "parameters", "elements", "sharded", "gathered")
-    return Table("Groups: bytes of one of each, on this rank", headings, rows, num_words=3)
+    return Table("Groups: the bytes of one group on this rank", headings, rows, num_words=3)
 
 
 def _traffic_text(traffic: Traffic) -> str:
     if not traffic.launches:
         return "-"
-    count = f"{traffic.launches}, {traffic.messages} in all"
+    count = f"{traffic.launches} with {traffic.messages} messages"
     if traffic.launches == 1:
         count = f"1 x {traffic.messages}"
     return f"{count}, {nbytes_text(traffic.nbytes)}"
@@ -214,13 +215,14 @@ def _copy_text(copy: Copy) -> str:
 
 def _pass_texts(costs: PassCosts) -> Iterator[str]:
     yield (
-        f"iter_full() in buckets of {nbytes_text(costs.bucket_nbytes)}: {costs.num_buckets} of "
-        f"them, {costs.launches} gathers of {costs.messages} messages in all"
+        f"iter_full() in buckets of {nbytes_text(costs.bucket_nbytes)}: "
+        f"{counted(costs.num_buckets, 'bucket')}, {counted(costs.launches, 'gather')}, "
+        f"{counted(costs.messages, 'message')}"
     )
     sent, received = nbytes_text(costs.sent_nbytes), nbytes_text(costs.received_nbytes)
     yield f"this rank sends {sent} and receives {received}"
     yield (
-        f"beside the model at most {nbytes_text(costs.held_nbytes)} live at a time, if the caller "
+        f"besides the model, a rank holds at most {nbytes_text(costs.held_nbytes)}, if the caller "
         "drops each tensor"
     )
     if costs.by_class:

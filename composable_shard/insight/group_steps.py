@@ -139,7 +139,7 @@ def residence_of(group: ParamGroup) -> tuple[str, str]:
     if reshard is False:
         return "kept", "reshard_after_forward=False keeps the parameters until backward"
     if group.stays_after_forward:
-        return "kept", "it is the root, whose parameters backward needs first, so they are kept"
+        return "kept", "it is the root, and backward needs its parameters first, so they are kept"
     if _ends_forward_and_begins_backward(group):
         why = "it is last in forward and first in backward, so from the second step on it is kept"
         return "kept", why
@@ -513,11 +513,11 @@ def _copies_of_gather(group: ParamGroup, bucket: Bucket) -> Iterator[_Copy]:
     for index, param in enumerate(bucket.params):
         ways[_travels(bucket, index)].append(param)
     numel = sum(param.layout.param.numel for param in ways["permuted"])
-    why = "sharded on an inner dim, so shards laid end to end are not the parameter"
+    why = "sharded on an inner dim, so concatenated shards are not the parameter yet"
     yield "permuted", ways["permuted"], numel * itemsize, why
     packed = [param.layout.param for param in ways["packed"]]
     numel = sum(param.num_nonempty * param.shard_numel for param in packed)
-    why = "too small to be worth a message of their own: they share one and are copied out of it"
+    why = "too small for messages of their own: they share one and are copied out of it"
     yield "packed", ways["packed"], numel * itemsize, why
     if residence_of(group)[0] == "regathered":
         count = num_neighbours(group)
@@ -539,12 +539,12 @@ def _copies_of_reduction(of: ReductionPlan) -> Iterator[_Copy]:
     packed = of.members[len(of.direct) :]
     padded = [param for param in packed if param in of.large]
     numel = num_shards * sum(param.layout.param.shard_numel for param in padded)
-    why = "rows do not divide evenly by the ranks, so the gradient is padded to send it"
+    why = "rows do not divide evenly over the ranks, so the gradient is padded before it is sent"
     yield "padded", padded, numel * itemsize, why
     small = [param for param in packed if param not in of.large]
-    why = "one flag for each gradient tells the ranks whether any rank has it"
+    why = "one flag for each gradient shows whether any rank has it"
     if small:
-        why = f"gradients too small to be worth a message share one, and {why}"
+        why = f"gradients too small for messages of their own share one, and {why}"
     yield "packed", small, (num_shards * of.packed_numel - numel) * itemsize, why
     if num_shards == 1:
         why = "no rank shares these parameters: gradients are copied into the all-reduce buffer"

@@ -17,28 +17,28 @@ from composable_shard.testing import fake_ranks
 from tests.insight.models import BF16, Stack, shard
 
 TEXT = """\
-Groups: bytes of one of each, on this rank
+Groups: the bytes of one group on this rank
   group                           modules  placements     parameters  elements  sharded  gathered
   (root)                          Stack    Shard(0) of 2           3    67.6 k  132 KiB   264 KiB
   layers.0 to layers.1 (2 alike)  Layer    Shard(0) of 2           4     197 k  385 KiB   385 KiB
 
-One step: launches x messages in each, bytes that this rank sends and copies
+One step: launches x messages, and the bytes that this rank sends and copies
   group                           forward gathers  backward gathers      reductions  all-reduces      sent    copied
   (root)                           1 x 2, 132 KiB                 -  1 x 2, 132 KiB            -   264 KiB  16.1 KiB
   layers.0 to layers.1 (2 alike)   1 x 3, 193 KiB    1 x 3, 193 KiB  1 x 3, 385 KiB            -   771 KiB  1.13 MiB
-  all of them                                                                                     1.76 MiB  2.28 MiB
+  all groups                                                                                      1.76 MiB  2.28 MiB
 
 (root)
-  - it is the root, whose parameters backward needs first, so they are kept
-  - packed (after.weight, after.bias), 8.03 KiB: too small to be worth a message of their own: they share one and are copied out of it
-  - packed (after.weight, after.bias), 8.05 KiB: gradients too small to be worth a message share one, and one flag for each gradient tells the ranks whether any rank has it
+  - it is the root, and backward needs its parameters first, so they are kept
+  - packed (after.weight, after.bias), 8.03 KiB: too small for messages of their own: they share one and are copied out of it
+  - packed (after.weight, after.bias), 8.05 KiB: gradients too small for messages of their own share one, and one flag for each gradient shows whether any rank has it
 
 layers.0 to layers.1 (2 alike)
   - the parameters are freed after forward and gathered again for backward
   - cast (layers.0.up.weight, layers.0.up.bias, layers.0.down.weight and 1 more), 193 KiB 2 times a step: shards stored as float32 are cast to bfloat16 in one kernel before each gather, so that fewer bytes travel
-  - packed (layers.0.up.bias, layers.0.down.bias), 1.25 KiB 2 times a step: too small to be worth a message of their own: they share one and are copied out of it
+  - packed (layers.0.up.bias, layers.0.down.bias), 1.25 KiB 2 times a step: too small for messages of their own: they share one and are copied out of it
   - cast (layers.0.up.weight, layers.0.down.weight), 768 KiB: gradients are cast to float32, in which they are summed
-  - packed (layers.0.up.bias, layers.0.down.bias), 2.53 KiB: gradients too small to be worth a message share one, and one flag for each gradient tells the ranks whether any rank has it"""  # noqa: E501
+  - packed (layers.0.up.bias, layers.0.down.bias), 2.53 KiB: gradients too small for messages of their own share one, and one flag for each gradient shows whether any rank has it"""  # noqa: E501
 
 
 def model_of_text() -> nn.Module:

@@ -249,7 +249,7 @@ def test_what_is_told() -> None:
         model = fully_shard(nn.Linear(64, 64, bias=False))
         assert str(explain(model, bucket_bytes=1 << 20)).splitlines()[-4:] == [
             "Weights out",
-            "  - iter_full() in buckets of 1 MiB: 1 of them, 1 gathers of 1 messages in all",
+            "  - iter_full() in buckets of 1 MiB: 1 bucket, 1 gather, 1 message",
             "  - this rank sends 8 KiB and receives 8 KiB",
-            "  - beside the model at most 40 KiB live at a time, if the caller drops each tensor",
+            "  - besides the model, a rank holds at most 40 KiB, if the caller drops each tensor",
         ]

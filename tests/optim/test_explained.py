@@ -165,7 +165,7 @@ def test_tensors_are_those_that_are_stepped(
 
 
 TEXT = """\
-A step of with_layout: tensors that this rank steps, messages and bytes it sends
+A step of with_layout: tensors to step, messages and bytes to send, on this rank
   parameter group  as       parameters  elements  tensors  launches  messages    sent
   0                Owned             4    6.14 k        2         2         2  18 KiB
   1                Sharded           7    1.45 k        5         0         0     0 B
