@@ -79,20 +79,18 @@ class Advice:
 Explained = Sequence[tuple[ParamGroup, GroupExplanation]]
 """The groups of a model, each with its explanation."""
 
-Facts = tuple[Sequence[str], str, str]
-"""The fields of an :class:`Advice` without its kind."""
+
+def advice_on(model: nn.Module, explained: Explained) -> Iterator[Advice]:
+    """Yield the advice on a model, the most important first."""
+    yield from _on_giant_root(explained)
+    yield from _on_small_groups(explained)
+    yield from _on_uneven_rows(explained)
+    yield from _on_empty_ranks(explained)
+    yield from _on_narrow_sums(explained)
+    yield from _on_unsharded(model, explained)
 
 
-def advice_on_groups(model: nn.Module, explained: Explained) -> tuple[Advice, ...]:
-    """Return the advice on the groups of a model, the most important first."""
-    return tuple(
-        Advice(kind, tuple(about), problem, remedy)
-        for kind, rule in RULES.items()
-        for about, problem, remedy in rule(model, explained)
-    )
-
-
-def _giant_root(model: nn.Module, explained: Explained) -> Iterator[Facts]:
+def _on_giant_root(explained: Explained) -> Iterator[Advice]:
     whole = sum(explanation.gathered_nbytes or 0 for _, explanation in explained)
     for group, explanation in explained:
         nbytes = explanation.gathered_nbytes or 0
@@ -107,24 +105,23 @@ def _giant_root(model: nn.Module, explained: Explained) -> Iterator[Facts]:
                 f"apply fully_shard to each {kind} ({count} of them) before the root, or "
                 f"apply_fully_shard(model, {kind})"
             )
-            yield [explanation.name], problem, remedy
+            yield Advice("giant root", (explanation.name,), problem, remedy)
 
 
-def _small_groups(model: nn.Module, explained: Explained) -> Iterator[Facts]:
-    small = [
-        explanation
+def _on_small_groups(explained: Explained) -> Iterator[Advice]:
+    small = {
+        explanation.name: explanation.gathered_nbytes or 0
         for group, explanation in explained
         if group is not group.tree.root
         and {param.travels for param in explanation.parameters} == {"packed"}
-    ]
+    }
     if small:
-        largest = max(explanation.gathered_nbytes or 0 for explanation in small)
         problem = (
-            f"{counted(len(small), 'group')} of at most {nbytes_text(largest)} each: a gather of "
-            "so few bytes is all latency"
+            f"{counted(len(small), 'group')} of at most {nbytes_text(max(small.values()))} each: a "
+            "gather of so few bytes is all latency"
         )
         remedy = "shard the module around instead, or several in one list: fully_shard([a, b])"
-        yield [explanation.name for explanation in small], problem, remedy
+        yield Advice("small group", tuple(small), problem, remedy)
 
 
 def _padded(
@@ -139,7 +136,7 @@ def _padded(
             yield told, layout, (told.gathered_nbytes or 0) - unpadded
 
 
-def _uneven_parameters(model: nn.Module, explained: Explained) -> Iterator[Facts]:
+def _on_uneven_rows(explained: Explained) -> Iterator[Advice]:
     for param, layout, padding in chain.from_iterable(starmap(_padded, explained)):
         if param.travels != "packed" and layout.num_rows >= layout.num_shards:
             problem = (
@@ -148,10 +145,10 @@ def _uneven_parameters(model: nn.Module, explained: Explained) -> Iterator[Facts
             )
             rows = layout.rows_per_shard * layout.num_shards
             remedy = f"make it {rows} rows, or shard another dim by shard_placement_fn"
-            yield [param.name], problem, remedy
+            yield Advice("uneven rows", (param.name,), problem, remedy)
 
 
-def _empty_ranks(model: nn.Module, explained: Explained) -> Iterator[Facts]:
+def _on_empty_ranks(explained: Explained) -> Iterator[Advice]:
     for group, explanation in explained:
         found = [
             (param.name, layout, padding)
@@ -170,10 +167,10 @@ def _empty_ranks(model: nn.Module, explained: Explained) -> Iterator[Facts]:
             remedy = "nothing, if they are small: they share one message"
             if longer:
                 remedy = f"shard a longer dim of {names_text(longer)} by shard_placement_fn"
-            yield names, problem, remedy
+            yield Advice("empty ranks", names, problem, remedy)
 
 
-def _narrow_sums(model: nn.Module, explained: Explained) -> Iterator[Facts]:
+def _on_narrow_sums(explained: Explained) -> Iterator[Advice]:
     narrow = {
         (explanation.name, short(reduction.dtype), reduction.mesh.num_ranks)
         for group, explanation in explained
@@ -184,45 +181,28 @@ def _narrow_sums(model: nn.Module, explained: Explained) -> Iterator[Facts]:
         names, dtypes, counts = zip(*sorted(narrow), strict=True)
         listed = ", ".join(sorted(set(dtypes)))
         problem = f"gradients of {max(counts)} ranks are summed in {listed}, rounded as they go"
-        remedy = (
-            "MixedPrecisionPolicy(reduce_dtype=torch.float32), for twice the bytes of reductions"
-        )
-        yield names, problem, remedy
+        wide = "MixedPrecisionPolicy(reduce_dtype=torch.float32), for twice the bytes of reductions"
+        yield Advice("narrow sums", names, problem, wide)
 
 
-def _unsharded_parameters(model: nn.Module, explained: Explained) -> Iterator[Facts]:
-    params = [param for group, _ in explained for param in group.params]
-    ours = {id(form) for p in params for form in (p.sharded, getattr(p, "unsharded", None))}
+def _on_unsharded(model: nn.Module, explained: Explained) -> Iterator[Advice]:
+    sharded = [param for group, _ in explained for param in group.params]
+    ours = {id(form) for p in sharded for form in (p.sharded, getattr(p, "unsharded", None))}
     others = {n: p for n, p in model.named_parameters() if id(p) not in ours}
     for trained in (True, False):
         some = {n: p for n, p in others.items() if p.requires_grad is trained}
         if some:
-            nbytes = sum(param.numel() * param.itemsize for param in some.values())
+            nbytes = sum(param.nbytes for param in some.values())
             problem = f"{counted(len(some), 'parameter')} of {nbytes_text(nbytes)} not sharded"
             remedy = "apply fully_shard to a module around them"
             if trained:
                 problem += "; gradients are not averaged across ranks"
                 remedy += ", or reduce their gradients yourself"
-            yield list(some), problem, remedy
-
-
-def _large_buffers(model: nn.Module, explained: Explained) -> Iterator[Facts]:
+            yield Advice("unsharded parameters", tuple(some), problem, remedy)
     buffers = dict(model.named_buffers())
-    nbytes = sum(buffer.numel() * buffer.itemsize for buffer in buffers.values())
+    nbytes = sum(buffer.nbytes for buffer in buffers.values())
     shards = sum(explanation.sharded_nbytes for _, explanation in explained)
     if nbytes > max(BUFFERS_NBYTES, BUFFERS_SHARE * shards):
         problem = f"{counted(len(buffers), 'buffer')} of {nbytes_text(nbytes)} whole on every rank"
         remedy = "compute them when they are needed, share one among modules, or narrow their dtype"
-        yield list(buffers), problem, remedy
-
-
-RULES: dict[str, Callable[[nn.Module, Explained], Iterator[Facts]]] = {
-    "giant root": _giant_root,
-    "small group": _small_groups,
-    "uneven rows": _uneven_parameters,
-    "empty ranks": _empty_ranks,
-    "narrow sums": _narrow_sums,
-    "unsharded parameters": _unsharded_parameters,
-    "unsharded buffers": _large_buffers,
-}
-"""The rules by the kind of their advice."""
+        yield Advice("unsharded buffers", tuple(buffers), problem, remedy)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from composable_shard.arguments import check_int, check_module, check_type
 from composable_shard.core.group import ON_OTHER_RANKS
-from composable_shard.insight.advice import Advice, advice_on_groups
+from composable_shard.insight.advice import Advice, advice_on
 from composable_shard.insight.events import groups_in
 from composable_shard.insight.group_steps import (
     Copy,
@@ -293,7 +293,7 @@ def explain(
     parking = parkable(model, [] if optimizer is None else [optimizer])
     return Explanation(
         explained,
-        advice_on_groups(model, list(zip(groups, explained, strict=True))),
+        tuple(advice_on(model, list(zip(groups, explained, strict=True)))),
         None if optimizer is None else explain_optimizer(optimizer),
         tuple(ParkingExplanation(**vars(memory), device=device) for device, memory in parking),
         None if bucket_bytes is None else costs_of(model, bucket_bytes),
