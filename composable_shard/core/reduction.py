@@ -182,7 +182,7 @@ class Reduction:
         ]
         self._rows: list[torch.Tensor] = []
         is_row_each = self._is_plain and all(layout.rows_per_shard == 1 for layout in packed)
-        if is_row_each and num_shards > 1 and not self._has_streams:
+        if is_row_each and num_shards > 1 and not _torch.aligns(device):
             self._packed = _torch.empty(*self._packed_shape, dtype=self._dtype, device=device)
             numels = [*(layout.inner for layout in packed), self.num_flags]
             *columns, of_flags = self._packed.split_with_sizes(numels, 1)
