@@ -55,6 +55,11 @@ def groups_in(model: nn.Module) -> list[ParamGroup]:
     return groups
 
 
+def join(prefix: str, name: str) -> str:
+    """Return the name within the model of a group that is called ``name`` within its tree."""
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
 @contextlib.contextmanager
 def listening(tree: Tree, hear: Listener) -> Iterator[None]:
     """Call ``hear`` with every event of a tree within the context, before earlier listeners."""

@@ -33,7 +33,7 @@ from composable_shard.core.transport.collectives import (
     CustomReduceScatter,
     sum_dtype,
 )
-from composable_shard.insight.recording import join
+from composable_shard.insight.events import join
 from composable_shard.mesh import ShardMesh
 
 

@@ -1,5 +1,9 @@
 """The timelines of all ranks: aligned in time, summarized, drawn, and merged in a folder.
 
+At every moment a rank does one thing, so its spans neither overlap nor nest. A flight is a
+collective, from the begin of its launch until its result has been waited for. Flights overlap with
+spans.
+
 A rank cannot finish waiting for a collective before every other rank has begun to launch it. So
 each collective between two hosts bounds the difference of their clocks, from both sides since each
 host waits for the other; ranks that have to wait make the bounds tight. The middle of the bounds is
@@ -10,24 +14,191 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from composable_shard.insight.recording import (
-    COMPUTE,
-    KINDS,
-    Collective,
-    RankTrace,
-    Span,
-    file_of,
-    write,
-)
+# The recording of one rank, and its file ----------------------------------------------------------
+
+COMPUTE = ("forward", "backward", "optimizer")
+KINDS = (*COMPUTE, "launch", "copy", "wait")
+"""Kinds of spans: compute, the launch of a collective, the copy of its result to its place, and
+waits, in which nothing is computed: exposed communication."""
+
+
+class Span(NamedTuple):
+    """The work of a rank, or a collective in flight, from ``start`` to ``end``.
+
+    Attributes:
+        kind: One of ``KINDS``; of a flight its op.
+        name: The group, or the class of the optimizer.
+        start: Nanoseconds.
+        end: Nanoseconds.
+        op: The collective that is launched, waited for or copied, one of the values of ``OPS``;
+            ``copies`` where a rank waits for all copies between host and device.
+        number: The number of earlier flights of this op and group; -1 for work without a flight.
+        late: Nanoseconds of a wait before the last rank launched the collective.
+        late_rank: That rank; -1 if none was late.
+    """
+
+    kind: str
+    name: str
+    start: int = 0
+    end: int = 0
+    op: str = ""
+    number: int = -1
+    late: int = 0
+    late_rank: int = -1
+
+
+class Sample(NamedTuple):
+    """The memory at one moment.
+
+    Attributes:
+        time: Nanoseconds.
+        nbytes: Live bytes.
+        reserved: Bytes that the caching allocator has taken from the device; ``None`` on the CPU.
+    """
+
+    time: int
+    nbytes: int
+    reserved: int | None = None
+
+
+FORMAT = "composable_shard.trace 2"
+Collective = tuple[int, str, str, int]
+"""The first of the ranks that take part, the op, the group and the number of its flight: the same
+on all ranks that take part."""
+
+
+class GroupFacts(NamedTuple):
+    """Facts about a group.
+
+    Attributes:
+        nbytes: Bytes of its parameters when they are gathered.
+        first_of_shards: The first of the ranks that share them.
+        first_of_replicas: The first of the ranks that hold the same shards as this one.
+    """
+
+    nbytes: int
+    first_of_shards: int
+    first_of_replicas: int
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The recording of one rank; all times are nanoseconds of its host's monotonic clock.
+
+    Attributes:
+        rank: The rank.
+        num_ranks: The number of ranks of the job.
+        clock: Identifies the clock: ranks with the same value share one.
+        device: The device of compute.
+        memory_of: The memory that is counted: ``device``, ``heap`` or ``nothing``.
+        groups: The groups of the model.
+        wall: Nanoseconds since 1970 when that clock showed ``begin``.
+        begin: The begin of the recording.
+        end: Its end.
+        first_step: The number of the first recorded step.
+        steps: The end of each step.
+        spans: The work of the rank, in order.
+        flights: Its collectives.
+        memory: Live and reserved memory.
+    """
+
+    rank: int
+    num_ranks: int
+    clock: str
+    device: str
+    memory_of: str
+    groups: dict[str, GroupFacts]
+    wall: int = 0
+    begin: int = 0
+    end: int = 0
+    first_step: int = 0
+    steps: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    flights: list[Span] = field(default_factory=list)
+    memory: list[Sample] = field(default_factory=list)
+
+    @property
+    def intervals(self) -> list[tuple[int, int]]:
+        """Begin and end of each step; the whole recording is one if no step was marked."""
+        ends = self.steps or [self.end]
+        return list(zip([self.begin, *ends[:-1]], ends, strict=True))
+
+    def shifted(self, by: int) -> RankTrace:
+        """Return the same, ``by`` nanoseconds later."""
+
+        def later(spans: list[Span]) -> list[Span]:
+            return [span._replace(start=span.start + by, end=span.end + by) for span in spans]
+
+        return replace(
+            self,
+            begin=self.begin + by,
+            end=self.end + by,
+            steps=[step + by for step in self.steps],
+            spans=later(self.spans),
+            flights=later(self.flights),
+            memory=[sample._replace(time=sample.time + by) for sample in self.memory],
+        )
+
+    def facts_of(self, name: str) -> GroupFacts:
+        """Return the facts about a group.
+
+        Nothing is known of a group that had another name when the recording began, because its tree
+        has been sharded further since.
+        """
+        return self.groups.get(name, GroupFacts(0, self.rank, self.rank))
+
+    def collective_of(self, of: Span) -> Collective:
+        """Return the collective that a flight, or the wait for it, belongs to."""
+        _, shards, replicas = self.facts_of(of.name)
+        return replicas if of.op == "all-reduce" else shards, of.op, of.name, of.number
+
+    def to_json(self) -> str:
+        """Return the text of its file."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "the text") -> RankTrace:
+        """Return the recording that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: If the text is not the file of a rank.
+        """
+        try:
+            values = json.loads(text)
+            if values.pop("format") != FORMAT:
+                expected = f"Expected the format '{FORMAT}'"
+                raise ValueError(expected)
+            groups = values["groups"].items()
+            values["groups"] = {name: GroupFacts(*facts) for name, facts in groups}
+            for field, kind in (("spans", Span), ("flights", Span), ("memory", Sample)):
+                values[field] = [kind(*fields) for fields in values[field]]
+            return cls(**values)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"Expected the trace of a rank in {source}, got {error!r}") from error
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    """Return the file that a rank writes."""
+    return folder / f"rank-{rank:05d}.json"
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file so that it exists whole or not at all, even if others write it too."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
 
 # The clocks of several hosts on one scale, without a message --------------------------------------
 
@@ -139,33 +310,23 @@ def _late(trace: RankTrace, last: Mapping[Collective, Part], span: Span) -> Span
 GATHERS = ("gather", "regather")
 
 
-class Lane(NamedTuple):
-    """Spans that are drawn side by side, since none of them overlap.
-
-    Attributes:
-        title: Its title.
-        kind: ``steps``, ``compute``, ``waits``, ``gathers`` or ``reductions``.
-        spans: The work of the rank, or its flights.
-    """
-
-    title: str
-    kind: str
-    spans: Sequence[Span]
+Lane = tuple[str, str, Sequence[Span]]
+"""A title, a kind (``steps``, ``compute``, ``waits``, ``gathers`` or ``reductions``), and spans,
+which are drawn side by side, since none of them overlap."""
 
 
 def lanes_of(trace: RankTrace) -> list[Lane]:
-    """Return the lanes of a rank from the top down."""
+    """Return the lanes of a rank from the top down: its work, then its flights."""
     steps = enumerate(trace.intervals, trace.first_step) if trace.steps else ()
-    lanes = [
-        Lane("steps", "steps", [Span("step", str(number), *ends) for number, ends in steps]),
-        Lane("compute", "compute", [span for span in trace.spans if span.kind != "wait"]),
-        Lane("exposed waits", "waits", [span for span in trace.spans if span.kind == "wait"]),
+    lanes: list[Lane] = [
+        ("steps", "steps", [Span("step", str(number), *ends) for number, ends in steps]),
+        ("compute", "compute", [span for span in trace.spans if span.kind != "wait"]),
+        ("exposed waits", "waits", [span for span in trace.spans if span.kind == "wait"]),
     ]
-    gathers = [flight for flight in trace.flights if flight.op in GATHERS]
-    others = [flight for flight in trace.flights if flight.op not in GATHERS]
-    for kind, flights in (("gathers", gathers), ("reductions", others)):
+    for kind, is_gather in (("gathers", True), ("reductions", False)):
+        flights = [flight for flight in trace.flights if (flight.op in GATHERS) is is_gather]
         for number, row in enumerate(side_by_side(flights) or [[]], 1):
-            lanes.append(Lane(kind if number == 1 else f"{kind} {number}", kind, row))
+            lanes.append((kind if number == 1 else f"{kind} {number}", kind, row))
     return lanes
 
 
@@ -296,9 +457,9 @@ def to_chrome(traces: Sequence[RankTrace], summary: dict[str, Any]) -> dict[str,
 def _events_of(trace: RankTrace) -> Iterator[Event]:
     names = [("process", 0, f"rank {trace.rank} ({trace.device})")]
     waits = {(s.op, s.name, s.number) for s in trace.spans if s.kind == "wait" and s.number >= 0}
-    for thread, lane in enumerate(lanes_of(trace)):
-        names.append(("thread", thread, lane.title))
-        for span in lane.spans:
+    for thread, (title, _, spans) in enumerate(lanes_of(trace)):
+        names.append(("thread", thread, title))
+        for span in spans:
             name, category = _words(span)
             place = {"pid": trace.rank, "tid": thread, "ts": span.start / 1e3}
             drawn = {"name": name, "cat": category, "dur": (span.end - span.start) / 1e3}
@@ -309,10 +470,10 @@ def _events_of(trace: RankTrace) -> Iterator[Event]:
                 number = " ".join(map(str, (trace.rank, *key)))
                 arrow = {"cat": "communication", "name": "launch to wait", "id": number}
                 yield {**arrow, **place, **ends}
-    for time, *both in trace.memory:
+    for moment, *both in trace.memory:
         for kind, nbytes in zip(("live", "reserved"), both, strict=True):
             if nbytes is not None:
-                place = {"ts": time / 1e3, "pid": trace.rank, "tid": 0}
+                place = {"ts": moment / 1e3, "pid": trace.rank, "tid": 0}
                 name = f"{kind} memory ({trace.memory_of})"
                 yield {"ph": "C", **place, "name": name, "args": {"bytes": nbytes}}
     for kind, thread, name in names:
@@ -366,7 +527,11 @@ def _drawn(trace: RankTrace) -> dict[str, Any]:
         "rank": trace.rank,
         "device": trace.device,
         "intervals": trace.intervals,
-        "lanes": [lane._asdict() for lane in lanes_of(trace) if lane.kind != "steps"],
+        "lanes": [
+            {"title": title, "kind": kind, "spans": spans}
+            for title, kind, spans in lanes_of(trace)
+            if kind != "steps"
+        ],
         "memory": trace.memory,
         "groups": trace.groups,
     }

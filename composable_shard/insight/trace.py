@@ -1,38 +1,277 @@
-"""``trace``: a timeline of the time and the memory of training on every rank."""
+"""``trace``: a timeline of the time and the memory of training on every rank.
+
+A wait in the forward of a module splits the forward into two spans.
+
+A device works asynchronously to the host. Its clock records events among the kernels, and reads
+their times at the end, so that recording waits for nothing.
+
+On an accelerator the caching allocator reports the live memory and the memory that it has reserved.
+The difference is cached, or lost to fragmentation. On the CPU nothing counts tensors, but the C
+library reports how much of its heap is in use, which falls when a tensor is freed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import platform
+import re
+import time
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from composable_shard import _torch
 from composable_shard.arguments import check_int, check_module, check_path
-from composable_shard.insight.events import groups_in, listening
-from composable_shard.insight.merging import MergedTrace, clear, merge
-from composable_shard.insight.recording import (
-    Bytes,
-    Clock,
-    LiveMemory,
-    Mark,
+from composable_shard.core.group import ParamGroup
+from composable_shard.insight.events import groups_in, join, listening
+from composable_shard.insight.merging import (
+    GroupFacts,
+    MergedTrace,
     RankTrace,
-    clock_of,
+    Sample,
+    Span,
+    clear,
     file_of,
-    join,
-    live_memory,
+    merge,
     write,
 )
 
 __all__ = ["MergedTrace", "Timeline", "merge", "trace"]
+
+# From the marks of one rank to spans --------------------------------------------------------------
+
+OPS = {
+    "all_gather": "gather",
+    "regather": "regather",  # from parts that neighbours kept
+    "reduce_scatter": "reduce",
+    "all_reduce": "all-reduce",
+}
+"""Collectives by the events that name them."""
+
+_PART = re.compile(rf"(begin_wait_for_|waited_for_|wait_for_|begin_|)({'|'.join(OPS)}|copies)")
+_PART_BEGINS = {"begin_": "launch", "begin_wait_for_": "wait", "waited_for_": "copy"}
+
+Bytes = tuple[int, int | None]
+"""Live bytes, and bytes that the caching allocator of a device has reserved."""
+
+
+class Mark(NamedTuple):
+    """An event.
+
+    Attributes:
+        time: Nanoseconds.
+        event: One of ``insight.events``, or ``begin``, ``begin_optimizer``, ``optimizer``,
+            ``step``, ``end``.
+        name: The group, or the class of the optimizer.
+        memory: The memory at this moment, if it was read.
+    """
+
+    time: int
+    event: str
+    name: str = ""
+    memory: Bytes | None = None
+
+
+class Unfolded:
+    """The spans and flights of a rank, read off its marks.
+
+    Args:
+        marks: In the order in which they were made.
+
+    Attributes:
+        spans: The work of the rank, in order.
+        flights: Collectives, by their ends.
+        steps: The end of each step.
+        memory: Live and reserved memory.
+
+    Example:
+        >>> marks = [Mark(0, "pre_forward", "0"), Mark(5, "begin_wait_for_all_gather", "0")]
+        >>> marks += [Mark(7, "waited_for_all_gather", "0"), Mark(7, "wait_for_all_gather", "0")]
+        >>> marks += [Mark(9, "post_forward", "0")]
+        >>> [(span.kind, span.start, span.end) for span in Unfolded(marks).spans]
+        [('forward', 0, 5), ('wait', 5, 7), ('forward', 7, 9)]
+    """
+
+    def __init__(self, marks: Iterable[Mark]) -> None:
+        self.spans, self.flights = list[Span](), list[Span]()
+        self.steps, self.memory = list[int](), list[Sample]()
+        self._wholes: list[Span] = []  # forwards, backwards and optimizer steps in progress
+        self._part: Span | None = None  # a launch, wait or copy within them
+        self._since = self._now = 0
+        self._gathers: dict[str, str] = {}  # how each group was gathered last
+        self._launched: dict[tuple[str, str], int] = {}  # when the launch in flight began
+        self._waited: dict[tuple[str, str], int] = {}
+        self._num_flown: Counter[tuple[str, str]] = Counter()
+        for mark in marks:
+            self._read(mark)
+
+    def _read(self, mark: Mark) -> None:
+        """Read the next mark; a time before that of the last mark counts as that moment."""
+        self._now = max(self._now, mark.time)
+        before = self._doing
+        if mark.memory is not None:
+            self.memory.append(Sample(self._now, *mark.memory))
+        part = _PART.fullmatch(mark.event)
+        if part is None:
+            self._read_whole(mark.event, mark.name)
+        else:
+            moment, stage = part.groups()
+            self._read_part(moment, stage, mark.name)
+        if self._doing != before:
+            if before is not None and self._now > self._since:
+                self.spans.append(before._replace(start=self._since, end=self._now))
+            self._since = self._now
+
+    @property
+    def _doing(self) -> Span | None:
+        return self._part or (self._wholes[-1] if self._wholes else None)
+
+    def _read_part(self, moment: str, stage: str, name: str) -> None:
+        """Read a mark of a launch, a wait or a copy."""
+        if moment == "begin_" and stage.endswith("gather"):
+            self._gathers[name] = stage
+        if stage == "all_gather":
+            stage = self._gathers.get(name, stage)
+        key = op, _ = OPS.get(stage, stage), name
+        number = self._num_flown[key] if stage in OPS else -1
+        kind = _PART_BEGINS.get(moment)
+        self._part = None if kind is None else Span(kind, name, op=op, number=number)
+        if moment == "begin_":
+            self._launched[key] = self._now
+        elif moment == "waited_for_":
+            self._waited[key] = self._now
+            self._land(key)
+        elif not moment:  # an all-reduce begins when the reduction over the shards has ended
+            self._launched.setdefault(key, self._waited.get(("reduce", name), self._now))
+
+    def _land(self, key: tuple[str, str]) -> None:
+        start = self._launched.pop(key, None)
+        if start is not None:
+            op, name = key
+            self.flights.append(Span(op, name, start, self._now, op, self._num_flown[key]))
+            self._num_flown[key] += 1
+
+    def _read_whole(self, event: str, name: str) -> None:
+        """Read a mark of a forward, a backward, an optimizer, a step or a free."""
+        if event == "reshard":  # the gather ends here if nothing waited for it
+            self._land((OPS[self._gathers.get(name, "all_gather")], name))
+        if event in ("reshard", "accumulate", "begin"):
+            return
+        self._part = None  # a part that failed has no end
+        kind, wholes = event.rpartition("_")[2], self._wholes
+        doing = Span(kind, name)
+        if event in ("step", "end"):
+            wholes.clear()
+            if event == "step":
+                self.steps.append(self._now)
+        elif event.startswith("post_") or event == "optimizer":
+            if doing in wholes:  # a forward ends everything that was left open in it
+                place = len(wholes) - 1 - wholes[::-1].index(doing)
+                del wholes[place : None if kind == "forward" else place + 1]
+        elif kind != "backward" or doing not in wholes:
+            if kind == "forward" and all(whole.kind != "forward" for whole in wholes):
+                wholes.clear()  # left by a backward or an optimizer that failed
+            wholes.append(doing)
+
+
+# When something happens on a rank: on the host, or in the order of the device's work --------------
+
+
+class Clock:
+    """The monotonic clock of the host, which all its processes share.
+
+    A stamp is taken quickly during training. Times are computed from stamps afterwards.
+    """
+
+    def stamp(self) -> Any:
+        """Return a stamp of this moment."""
+        return time.perf_counter_ns()
+
+    def times(self, stamps: Sequence[Any]) -> list[int]:
+        """Return the times of stamps, in nanoseconds of the host's clock."""
+        return list(stamps)
+
+
+class DeviceClock(Clock):
+    """Events between the kernels of an accelerator.
+
+    Its creation waits for the device once, to set it by the host's clock.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._base = self.stamp()
+        self._base.synchronize()
+        self._base_time = time.perf_counter_ns()
+
+    def stamp(self) -> Any:
+        """Record an event after the work that the current stream has so far."""
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def times(self, stamps: Sequence[Any]) -> list[int]:
+        """Wait for the device and return when it passed each event."""
+        torch.accelerator.synchronize(self._device)
+        passed = (self._base.elapsed_time(stamp) for stamp in stamps)
+        return [self._base_time + round(milliseconds * 1_000_000) for milliseconds in passed]
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock by which work on ``device`` is timed."""
+    return Clock() if device.type == "cpu" else DeviceClock(device)
+
+
+# How many bytes are live on a rank ----------------------------------------------------------------
+
+
+class LiveMemory(NamedTuple):
+    """The source of live memory.
+
+    Attributes:
+        read: Returns the bytes; ``None`` where nothing reports them.
+        of: The memory that is counted: ``device``, ``heap`` or ``nothing``.
+    """
+
+    read: Callable[[], Bytes] | None
+    of: str
+
+
+def live_memory(device: torch.device) -> LiveMemory:
+    """Return the source of live memory of a rank that computes on ``device``."""
+    if device.type != "cpu":
+        return LiveMemory(partial(_torch.memory_in_use, device), "device")
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError, TypeError):  # the C library is not glibc
+        return LiveMemory(None, "nothing")
+    mallinfo.restype = _MallInfo
+
+    def read() -> Bytes:
+        counts = mallinfo().counts
+        return counts[4] + counts[7], None  # hblkhd and uordblks: mapped, and in use of the heap
+
+    return LiveMemory(read, "heap")
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_ = [("counts", ctypes.c_size_t * 10)]
+
+
+# The recording --------------------------------------------------------------------------------
 
 MAX_MERGED = 64
 """The last rank merges up to this many ranks. Merging more would block it for long."""
@@ -43,6 +282,22 @@ READS_MEMORY = {
     *("reduce_scatter", "wait_for_reduce_scatter", "wait_for_all_reduce"),
     *("begin_optimizer", "optimizer", "step", "end"),
 }
+
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def _rank_here() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _facts_of(group: ParamGroup) -> GroupFacts:
+    def first(ranks: dist.ProcessGroup | None) -> int:
+        return _rank_here() if ranks is None else dist.get_process_group_ranks(ranks)[0]
+
+    nbytes = sum(p.sharded.numel() * p.compute_dtype.itemsize for p in group.params)
+    mesh = group.params[0].mesh if group.params else group.mesh  # of several, the first one
+    return GroupFacts(nbytes, first(mesh.shard_group), first(mesh.replica_group))
 
 
 class Timeline:
@@ -76,7 +331,18 @@ class Timeline:
         device = next(iter(roots)).mesh.device
         memory = memory or live_memory(device)
         self._clock, self._read_memory = clock or clock_of(device), memory.read
-        self._empty = RankTrace.empty(self._roots, memory.of)
+        self._empty = RankTrace(
+            rank=_rank_here(),
+            num_ranks=dist.get_world_size() if dist.is_initialized() else 1,
+            clock=_BOOT.read_text().strip() if _BOOT.exists() else platform.node(),
+            device=str(device),
+            memory_of=memory.of,
+            groups={
+                join(prefix, group.name): _facts_of(group)
+                for prefix, root in self._roots.items()
+                for group in root.tree.groups
+            },
+        )
         self.recorded: RankTrace | None = None
         self._skip, self._num_steps = skip, 0
         self._last = None if steps is None else skip + steps
@@ -124,8 +390,19 @@ class Timeline:
         self._mark("end")
         stamps, *others = zip(*self._marks, strict=True)
         self._marks.clear()
-        marks = map(Mark, self._clock.times(stamps), *others)
-        self.recorded = self._empty.recorded(list(marks), self._skip)
+        marks = list(map(Mark, self._clock.times(stamps), *others))
+        unfolded, begin = Unfolded(marks), marks[0].time
+        self.recorded = replace(
+            self._empty,
+            wall=time.time_ns() - (time.perf_counter_ns() - begin),
+            begin=begin,
+            end=max(mark.time for mark in marks),
+            first_step=self._skip,
+            steps=unfolded.steps,
+            spans=unfolded.spans,
+            flights=unfolded.flights,
+            memory=unfolded.memory,
+        )
         if self._folder is not None:
             try:
                 self._write(self._folder, self.recorded)

@@ -11,15 +11,8 @@ import torch
 from torch import nn
 
 from composable_shard import fully_shard
-from composable_shard.insight.recording import (
-    Clock,
-    GroupFacts,
-    LiveMemory,
-    RankTrace,
-    Sample,
-    Span,
-)
-from composable_shard.insight.trace import Timeline
+from composable_shard.insight.merging import GroupFacts, RankTrace, Sample, Span
+from composable_shard.insight.trace import Clock, LiveMemory, Timeline
 from composable_shard.testing import fake_ranks
 
 MS = 1_000_000

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from composable_shard.insight import recording
-from composable_shard.insight.recording import Clock, DeviceClock, clock_of, live_memory
+from composable_shard.insight import trace
+from composable_shard.insight.trace import Clock, DeviceClock, clock_of, live_memory
 
 
 class PlayedDevice:
@@ -47,12 +47,10 @@ class PlayedEvent:
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> PlayedDevice:
     device = PlayedDevice()
-    monkeypatch.setattr(recording.torch, "Event", device.event)
-    monkeypatch.setattr(recording.torch.accelerator, "synchronize", device.synchronize)
-    monkeypatch.setattr(
-        recording.torch.accelerator, "current_stream", lambda _: "the current stream"
-    )
-    monkeypatch.setattr(recording.time, "perf_counter_ns", lambda: 5_000_000)
+    monkeypatch.setattr(trace.torch, "Event", device.event)
+    monkeypatch.setattr(trace.torch.accelerator, "synchronize", device.synchronize)
+    monkeypatch.setattr(trace.torch.accelerator, "current_stream", lambda _: "the current stream")
+    monkeypatch.setattr(trace.time, "perf_counter_ns", lambda: 5_000_000)
     return device
 
 

@@ -11,8 +11,17 @@ import pytest
 import torch
 
 from composable_shard import trace
-from composable_shard.insight.merging import MERGED, MergedTrace, Shift, merge, read, shifts
-from composable_shard.insight.recording import RankTrace, Span, file_of
+from composable_shard.insight.merging import (
+    MERGED,
+    MergedTrace,
+    RankTrace,
+    Shift,
+    Span,
+    file_of,
+    merge,
+    read,
+    shifts,
+)
 from composable_shard.insight.trace import Timeline
 from composable_shard.testing import fake_ranks, run_ranks
 from timeline.recordings import MS, made_up, recorded_steps, train, two_layers

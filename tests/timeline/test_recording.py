@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from composable_shard import trace
-from composable_shard.insight.recording import GroupFacts, RankTrace, Span
+from composable_shard.insight.merging import GroupFacts, RankTrace, Span
 from composable_shard.insight.trace import Timeline
 from composable_shard.testing import fake_ranks
 from timeline.recordings import MS, Ticks, growing_memory, recorded_steps, train, two_layers

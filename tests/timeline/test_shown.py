@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from composable_shard.cli import main
-from composable_shard.insight.merging import MERGED, MergedTrace, to_chrome, to_html
-from composable_shard.insight.recording import Span
+from composable_shard.insight.merging import MERGED, MergedTrace, Span, to_chrome, to_html
 from timeline.recordings import made_up, recorded_steps
 
 
