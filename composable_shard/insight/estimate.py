@@ -15,8 +15,11 @@ from composable_shard import _torch
 from composable_shard.arguments import check_function, check_type, checked_device, checked_number
 from composable_shard.core.group import ParamGroup
 from composable_shard.errors import ShardError
-from composable_shard.insight.advice import is_repeated_block
-from composable_shard.insight.explain import OptimizerExplanation, explain_layouts
+from composable_shard.insight.explain import (
+    OptimizerExplanation,
+    explain_layouts,
+    is_repeated_block,
+)
 from composable_shard.insight.group_steps import StepTraffic, sharded_nbytes, traffic_of
 from composable_shard.insight.rehearsal import (
     Moment,

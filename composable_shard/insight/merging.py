@@ -208,12 +208,12 @@ class Shift(NamedTuple):
 
     Attributes:
         by: Nanoseconds to add to its times.
-        error: The uncertainty in nanoseconds; ``None`` if only the wall clocks of the hosts align
+        error: The uncertainty in nanoseconds; infinite if only the wall clocks of the hosts align
             them.
     """
 
     by: int
-    error: int | None
+    error: float
 
 
 class Part(NamedTuple):
@@ -259,12 +259,10 @@ def shifts(traces: Sequence[RankTrace]) -> dict[str, Shift]:
             for other in others
         )
         if math.isinf(width):
-            joined[clock] = Shift(walls[clock] - walls[first.clock], None)
+            joined[clock] = Shift(walls[clock] - walls[first.clock], math.inf)
             continue
-        middle = round((bounds[clock, beside] - bounds[beside, clock]) / 2)
-        known = joined[beside]
-        error = None if known.error is None else known.error + abs(round(width / 2))
-        joined[clock] = Shift(known.by + middle, error)
+        middle, known = (bounds[clock, beside] - bounds[beside, clock]) / 2, joined[beside]
+        joined[clock] = Shift(known.by + round(middle), known.error + abs(width / 2))
     return joined
 
 
@@ -376,8 +374,7 @@ def summarize(traces: Sequence[RankTrace], shifts: Mapping[str, Shift]) -> dict[
         if name.endswith(("_ms", "_share"))
     }
     present = {trace.rank for trace in traces}
-    errors = [shift.error for shift in shifts.values()]
-    exact = [error for error in errors if error is not None]
+    error = max(shift.error for shift in shifts.values())
     return {
         "num_ranks": first.num_ranks,
         "missing_ranks": [rank for rank in range(first.num_ranks) if rank not in present],
@@ -387,8 +384,8 @@ def summarize(traces: Sequence[RankTrace], shifts: Mapping[str, Shift]) -> dict[
         **{peak: max(rank[peak] for rank in ranks) for peak in PEAKS},
         "memory_of": first.memory_of,
         "ranks": ranks,
-        "num_clocks": len(errors),
-        "clock_error_ms": max(exact) / MS if len(exact) == len(errors) else None,
+        "num_clocks": len(shifts),
+        "clock_error_ms": None if math.isinf(error) else error / MS,
     }
 
 

@@ -103,8 +103,7 @@ class LiveBytes(_torch.DispatchMode):
             if key not in self._known:
                 self._known[key] = weakref.ref(memory, partial(self._forget, key))
             self._set(key, kind, memory.nbytes())
-            if kind == "gathered":
-                self._gathered.add(key)
+            (self._gathered.add if kind == "gathered" else self._gathered.discard)(key)
         if kind == "gathered":
             self.look()
         self.peak = max(self.peak, self.now, key=sum)
@@ -322,8 +321,9 @@ def rehearsed(
                 raise TypeError(
                     f"Expected build_model to return an nn.Module, got {type(model).__name__}"
                 )
-            _take_off_meta(model)
             shard(model, mesh)
+            if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+                model.to_empty(device="cpu")
         groups = groups_in(model)
         if not all(isinstance(bucket, Bucket) for group in groups for bucket in group.buckets):
             raise ValueError(
@@ -339,21 +339,6 @@ def rehearsed(
             rehearsal = Rehearsal(model, groups, given, is_accelerator=device_type != "cpu")
             rehearsal.record(lambda: loss(_call(model, given), given).backward())
             yield rehearsal
-
-
-def _take_off_meta(model: nn.Module) -> None:
-    """Replace tensors on the meta device by fake tensors of the CPU; ties are kept."""
-    made: dict[torch.Tensor, torch.Tensor] = {}
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is None or tensor.device.type != "meta":
-                    continue
-                if tensor not in made:
-                    like = torch.empty_like(tensor, device="cpu")
-                    is_param = isinstance(tensor, nn.Parameter)
-                    made[tensor] = nn.Parameter(like, tensor.requires_grad) if is_param else like
-                held[name] = made[tensor]  # type: ignore[assignment]
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -408,12 +393,12 @@ class Rehearsal:
     def record(self, run: Callable[[], None]) -> None:
         """Run a step twice and record the second, which has an execution order."""
         live = self._live
-        buckets = [b for group in self.groups for b in group.buckets if isinstance(b, Bucket)]
-        shards = [*(param.local for param in self._params), *(b.sharded for b in buckets)]
-        live.count([*self.lasting, *shards], "")
         with live, contextlib.ExitStack() as stack:
             run()
             self.model.zero_grad()
+            buckets = [b for group in self.groups for b in group.buckets if isinstance(b, Bucket)]
+            shards = [*(param.local for param in self._params), *(b.sharded for b in buckets)]
+            live.count([*self.lasting, *shards], "")
             live.leave_out()
             for tree in dict.fromkeys(group.tree for group in self.groups):
                 named = {group.name: group for group in tree.groups}

@@ -26,8 +26,8 @@ from composable_shard import (
     explain,
     fully_shard,
 )
-from composable_shard.insight.advice import is_repeated_block
 from composable_shard.insight.estimate import Estimate, default_loss
+from composable_shard.insight.explain import is_repeated_block
 from composable_shard.insight.group_steps import total
 from composable_shard.testing import fake_ranks
 from tests.insight.models import BF16, Stack

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from composable_shard import MixedPrecisionPolicy, _torch, apply_fully_shard, estimate
 from composable_shard._torch import poisoned_memory
-from composable_shard.insight.advice import is_repeated_block
+from composable_shard.insight.explain import is_repeated_block
 from composable_shard.testing import run_ranks
 
 NUM_RANKS = 2
