@@ -199,6 +199,24 @@ def test_meshes_of_single_parameters() -> None:
     assert result.between_steps.shards == group.sharded_nbytes
 
 
+class Tied(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].down.weight = self.layers[0].down.weight
+        self.register_buffer("ones", torch.ones(8))
+
+
+def tied_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Tied()
+
+
+def test_a_model_on_the_meta_device_is_estimated_as_any_other() -> None:
+    for policy in (None, CPUOffloadPolicy(pin_memory=False)):
+        kwargs: dict[str, Any] = {"batch": BATCH, "offload_policy": policy}
+        assert estimate(tied_on_meta, 4, **kwargs) == estimate(Tied, 4, **kwargs)
+
+
 def test_losses() -> None:
     class Output:
         loss = torch.ones(())

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from training.cases import reproducible
 
 from composable_shard import CPUOffloadPolicy, estimate, explain
+from composable_shard.insight.estimate import LiveBytes
 from composable_shard.insight.explain import OptimizerExplanation
 from composable_shard.insight.group_steps import Traffic, total
-from composable_shard.insight.rehearsal import LiveBytes
 from composable_shard.optim import Owned, Sharded, flat, with_layout
 from composable_shard.testing import fake_ranks, run_ranks
 from optim.whole import (
