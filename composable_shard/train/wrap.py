@@ -102,14 +102,14 @@ def _choose(
 ) -> dict[nn.Module, dict[str, Any]]:
     """Return the picked modules, inner modules first, with their arguments."""
     chosen: dict[nn.Module, dict[str, Any]] = {}
-    for inner in _inside_out(module, set()):
+    for inner in inside_out(module, set(filter(is_taken, module.modules()))):
         answer = policy(inner)
         if not isinstance(answer, (bool, dict)):
             raise TypeError(
                 "Expected policy to return a bool or a dict of arguments for fully_shard, got "
                 f"{type(answer).__name__} for {type(inner).__name__}"
             )
-        if answer is not False and _has_forward(inner):
+        if answer is not False and has_forward(inner):
             chosen[inner] = answer if isinstance(answer, dict) else {}
     if not chosen and not any(map(is_taken, module.modules())):
         classes = ", ".join(dict.fromkeys(type(inner).__name__ for inner in module.modules()))
@@ -120,17 +120,18 @@ def _choose(
     return chosen
 
 
-def _inside_out(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield all modules, children before parents, without sharded and replicated ones."""
-    if module in seen or is_taken(module):
+def inside_out(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield all modules, children before parents, each once, without ``seen`` and modules below."""
+    if module in seen:
         return
     seen.add(module)
     for child in module.children():
-        yield from _inside_out(child, seen)
+        yield from inside_out(child, seen)
     yield module
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called; containers cannot."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -145,30 +146,30 @@ def _plan_groups(module: nn.Module, budget: int, ignored: set[int]) -> list[list
     groups: list[list[nn.Module]] = []
     counted, seen = {*ignored}, set[nn.Module]()
 
-    def visit(inner: nn.Module) -> tuple[_Pieces, int]:
+    def visit(inner: nn.Module) -> tuple[list[tuple[nn.Module, int]], int]:
         """Return modules that may join a group, and the elements left for the module around."""
         if inner in seen or is_taken(inner):
             return [], 0
         seen.add(inner)
-        pieces: _Pieces = []
-        loose = 0
-        for child in inner.children():
-            below, more = visit(child)
-            pieces, loose = pieces + below, loose + more
-        for param in inner.parameters(recurse=False):
-            if id(param) not in counted:  # each parameter once
-                counted.add(id(param))
-                loose += param.numel()
+        visited = [visit(child) for child in inner.children()]
+        pieces = [piece for below, _ in visited for piece in below]
+        own = {id(p): p.numel() for p in inner.parameters(recurse=False) if id(p) not in counted}
+        counted.update(own)  # each parameter counts once
+        loose = sum(own.values()) + sum(more for _, more in visited)
         is_shared = num_places[inner] > 1
-        if inner is not module and not _has_forward(inner):
+        if inner is not module and not has_forward(inner):
             if is_shared:
                 groups.extend([piece] for piece, _ in pieces)
             return [] if is_shared else pieces, loose
         numel = loose + sum(count for _, count in pieces)
-        if numel >= 2 * budget:
-            found, left = _neighbours(pieces, budget)
-            groups.extend(found)
-            numel = loose + left
+        if numel >= 2 * budget:  # groups of siblings that reach the budget
+            group, numel = list[nn.Module](), 0
+            for piece, count in pieces:
+                group, numel = [*group, piece], numel + count
+                if numel >= budget:
+                    groups.append(group)
+                    group, numel = [], 0
+            numel += loose
         if inner is not module and (numel >= budget or (numel and is_shared)):
             groups.append([inner])
             numel = 0
@@ -176,21 +177,3 @@ def _plan_groups(module: nn.Module, budget: int, ignored: set[int]) -> list[list
 
     visit(module)
     return groups
-
-
-_Pieces = list[tuple[nn.Module, int]]
-"""Modules that may become part of a group, each with its elements, in their order."""
-
-
-def _neighbours(pieces: _Pieces, budget: int) -> tuple[list[list[nn.Module]], int]:
-    """Return groups of siblings that reach the budget, and the number of remaining elements."""
-    groups: list[list[nn.Module]] = []
-    group: list[nn.Module] = []
-    numel = 0
-    for module, count in pieces:
-        group.append(module)
-        numel += count
-        if numel >= budget:
-            groups.append(group)
-            group, numel = [], 0
-    return groups, numel

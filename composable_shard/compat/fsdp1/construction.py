@@ -34,10 +34,10 @@ from composable_shard.compat.fsdp1.options import (
     ProcessGroups,
     ShardingStrategy,
     choose,
-    inside_out,
 )
 from composable_shard.compat.fsdp1.state_dicts import Wrapper
 from composable_shard.mesh import start_process_group
+from composable_shard.train.wrap import has_forward, inside_out
 
 # The modules of one wrapper, without ignored modules and those of inner wrappers ------------------
 
@@ -438,7 +438,7 @@ def chosen_below(
     return [
         (module, chosen[module])
         for module in inside_out(root, set())
-        if module in chosen and type(module).forward is not nn.Module.forward
+        if module in chosen and has_forward(module)
     ]
 
 
@@ -514,7 +514,7 @@ def shard(
     module: nn.Module, scope: Scope, layout: Layout, choices: Choices, device: torch.device
 ) -> tuple[nn.Module, ...]:
     """Shard a module, or the modules in a container; return the sharded modules."""
-    if type(module).forward is nn.Module.forward:
+    if not has_forward(module):
         warnings.warn(
             f"{type(module).__name__} has no forward, so it cannot gather the parameters in it: "
             "calls of its modules gather them; wrap these modules one by one",
@@ -555,7 +555,7 @@ def _plain(module: nn.Module) -> list[nn.Module]:
 
 def _tops(module: nn.Module) -> list[nn.Module]:
     """Return the module if it has a forward, else the outermost modules in it that have one."""
-    if type(module).forward is not nn.Module.forward:
+    if has_forward(module):
         return [module]
     for name in module._parameters:
         raise ValueError(

@@ -19,6 +19,7 @@ from composable_shard.arguments import check_module, check_value
 from composable_shard.compat.fsdp1 import construction, options, state_dicts
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.nested import InputContainer, find_changes, map_tensors
+from composable_shard.train.wrap import inside_out
 
 # Before and after a forward -----------------------------------------------------------------------
 
@@ -243,7 +244,7 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         Collective: see :meth:`summon_full_params`.
         """
         with self.summon_full_params(self):
-            for module in options.inside_out(self, set()):
+            for module in inside_out(self, set()):
                 fn(module)
         return self
 

@@ -5,7 +5,7 @@ Source: the names, fields and defaults of ``torch.distributed.fsdp`` and its ``w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum, auto
 from typing import Any
@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, Sy
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from composable_shard.arguments import check_type, check_value
+from composable_shard.train.wrap import inside_out
 
 __all__ = [
     "BackwardPrefetch",
@@ -449,13 +450,3 @@ def choose(
 
     visit(root)
     return chosen
-
-
-def inside_out(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield all modules, children before parents, each once."""
-    if module in seen:
-        return
-    seen.add(module)
-    for child in module.children():
-        yield from inside_out(child, seen)
-    yield module
