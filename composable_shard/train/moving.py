@@ -38,7 +38,13 @@ from composable_shard.train.weights.entries import register_instead
 
 DEFAULT_BUCKET_NBYTES = 64 * 2**20
 
-_BY_CHECKPOINT = "such a model is moved by a checkpoint"
+
+def _unmovable(what: str, got: str) -> ShardError:
+    return ShardError(
+        f"Expected {what} to be cut by fully_shard alone, into plain tensors along one axis of a "
+        f"mesh, got {got}; save a checkpoint instead"
+    )
+
 
 # Descriptions of tensors --------------------------------------------------------------------------
 
@@ -48,8 +54,8 @@ Key = tuple[str | int, ...]
 Tensors = dict[Key, torch.Tensor]
 """The tensors of this rank: local shards, or full tensors."""
 
-Meshes = DeviceMesh | Mapping[Fits, DeviceMesh]
-"""The mesh of all parameters; or a mesh for each pattern of names: the first that fits decides."""
+Meshes = Mapping[Fits, DeviceMesh]
+"""A mesh for each pattern of names: the first that fits a parameter decides."""
 
 
 class Item(NamedTuple):
@@ -142,10 +148,8 @@ class _Holder:
                 )
             for param in group.params:
                 if param.placement.model is not None:
-                    raise ShardError(
-                        f"Expected parameter '{param.name}' to be sharded by fully_shard alone for "
-                        f"a model to move, got one under tensor parallelism; {_BY_CHECKPOINT}"
-                    )
+                    placements = f"tensor parallelism: {param.placement.sharded}"
+                    raise _unmovable(f"parameter '{param.name}'", placements)
                 if param.name in group.unsynced_names or is_partial(param.sharded.grad):
                     raise ShardError(
                         f"Expected a reduced gradient of '{param.name}', got one that was "
@@ -180,10 +184,7 @@ class _Holder:
         for param, mesh in zip(self.params, self._meshes, strict=True):
             dims = param.mesh.dims
             if dims is not None and max(len(dims.shard_names), len(dims.replicate_names)) > 1:
-                raise ShardError(
-                    "Expected dp_mesh_dims of one axis for each purpose of parameter "
-                    f"'{param.name}', got {dims}; {_BY_CHECKPOINT}"
-                )
+                raise _unmovable(f"parameter '{param.name}'", str(dims))
             over = self.over[param] = resolve_mesh(mesh, dims)
             planned = plan_placement(param.name, _whole_on_meta(param), param.layout.dim, over)
             self.placements.append(planned)
@@ -196,8 +197,6 @@ class _Holder:
         return [Ground.of(planned.mesh, planned.roles) for planned in self.placements]
 
     def _mesh_of_each(self, meshes: Meshes) -> list[DeviceMesh]:
-        if isinstance(meshes, DeviceMesh):
-            return [meshes] * len(self.params)
         names: dict[torch.Tensor, list[str]] = {}
         for name, registered in self._model.named_parameters(remove_duplicate=False):
             names.setdefault(sharded_form(registered), []).append(name)
@@ -241,10 +240,7 @@ class _Holder:
             if not isinstance(tensor, DTensor):
                 add(("plain", name), f"'{name}'", tensor)
             elif has_joining:
-                raise ShardError(
-                    f"Expected '{name}', a DTensor, to be sharded by fully_shard for the model to "
-                    f"move to more ranks, got one that is not; {_BY_CHECKPOINT}"
-                )
+                raise _unmovable(f"'{name}'", f"a DTensor of {tensor.placements}")
         for place, optimizer in enumerate(self._optimizers):
             numbers = {id(param): index for index, param in self._stepped[place].items()}
             known: Mapping[torch.Tensor, dict[str, Any]] = optimizer.state
@@ -264,10 +260,7 @@ class _Holder:
     def _described(self, what: str, tensor: torch.Tensor, param: int | None) -> Item:
         local = _torch.local_part(tensor)
         if _torch.is_subclass(local) or has_extension(local) or has_grad_extension(local):
-            raise ShardError(
-                f"Expected {what} to be a plain tensor without all-gather hooks, got "
-                f"{type(local).__name__}; {_BY_CHECKPOINT}"
-            )
+            raise _unmovable(what, f"a subclass or all-gather hooks: {type(local).__name__}")
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         item = Item(shape, stride, tensor.dtype, local.device.type)
         if param is None or not isinstance(tensor, DTensor):
@@ -278,11 +271,8 @@ class _Holder:
         laid = placement.mesh, _placements_of(placement.roles, item.dim)
         sizes = _sizes(item, placement)
         if (tensor.device_mesh, tensor.placements) != laid or sizes != local.shape:
-            raise ShardError(
-                f"Expected {what} to be cut by Shard over axes of the mesh of the parameter, of "
-                f"shape {list(sizes)} on this rank, got shape {list(local.shape)}, "
-                f"{tensor.placements} on {tensor.device_mesh}; {_BY_CHECKPOINT}"
-            )
+            got = f"{list(local.shape)} of {list(sizes)}, {tensor.placements} on "
+            raise _unmovable(what, f"{got}{tensor.device_mesh}")
         return item
 
     # Memory for the new values ----------------------------------------------------------------
@@ -546,10 +536,8 @@ class _Move:
         for places, expected in ((self._before, of_model), (self._after, of_mesh)):
             wanted = {rank for grounds in places.values() for one in grounds for rank in one.ranks}
             if not places or wanted != places.keys():
-                raise ShardError(
-                    f"Expected {expected}, got ranks {[*places]} and meshes of ranks "
-                    f"{sorted(wanted)}"
-                )
+                got = f"ranks {[*places]} and meshes of ranks {sorted(wanted)}"
+                raise ShardError(f"Expected {expected}, got {got}")
             for index, param in enumerate(self._holder.params):
                 for ground in dict.fromkeys(grounds[index] for grounds in places.values()):
                     others = [rank for rank in ground.ranks if places[rank][index] != ground]
@@ -723,7 +711,8 @@ def move(
     ranks = Ranks(process_group, f"moving {type(model).__name__}")
     with ranks.checking():
         check_module("model", model)
-        for target in mesh.values() if isinstance(mesh, Mapping) else (mesh,):
+        meshes: Meshes = mesh if isinstance(mesh, Mapping) else {"*": mesh}
+        for target in meshes.values():
             check_type("mesh", target, isinstance(target, DeviceMesh), "a DeviceMesh")
         check_int("bucket_nbytes", bucket_nbytes, 1)
         optimizers, groups = listed_optimizers(optimizer), groups_in(model.modules())
@@ -732,4 +721,4 @@ def move(
             group.reshard()
     host.settle()
     with torch.inference_mode(False), torch.no_grad():
-        _Move(_Holder(model, groups, optimizers), ranks).go(mesh, bucket_nbytes)
+        _Move(_Holder(model, groups, optimizers), ranks).go(meshes, bucket_nbytes)

@@ -146,8 +146,8 @@ class Ground(NamedTuple):
         ranks = mesh.mesh
         if not all(bool((ranks.diff(dim=axis) > 0).all()) for axis in range(ranks.ndim)):
             raise ShardError(
-                "Expected a mesh with ranks that ascend along each axis for a model to move, got "
-                f"{ranks.tolist()}; such a model is moved by a checkpoint"
+                f"Expected a mesh of ascending ranks for a model to move, got {ranks.tolist()}; "
+                "save a checkpoint instead"
             )
         return cls(tuple(ranks.flatten().tolist()), tuple(mesh.shape), roles)
 

@@ -314,11 +314,9 @@ REFUSED: dict[str, Callable[[Odd, DeviceMesh], None]] = {
     "shards": of_neighbours,
     "Expected the model on all ranks of its meshes, and without values on the others, got "
     "ranks [] and meshes of ranks []": lambda _, mesh: move(sharded(mesh, "meta"), (), mesh),
-    "ShardError: Expected state 'exp_avg' of 'weight' to be cut by Shard over axes of the mesh of "
-    "the parameter, of shape [2, 2] on this rank, got shape [2, 2], (Partial(sum),) on "
-    "DeviceMesh((shard=2), 'cpu', stride=(1,)); such a model is moved by a checkpoint": (
-        of_other_shape
-    ),
+    "ShardError: Expected state 'exp_avg' of 'weight' to be cut by fully_shard alone, into plain "
+    "tensors along one axis of a mesh, got [2, 2] of [2, 2], (Partial(sum),) on "
+    "DeviceMesh((shard=2), 'cpu', stride=(1,)); save a checkpoint instead": of_other_shape,
 }
 
 

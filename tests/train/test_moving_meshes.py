@@ -272,9 +272,11 @@ def name_other_meshes() -> None:
 
 
 BEGIN = "Expected all ranks to move the model, got on rank "
+ALONE = "to be cut by fully_shard alone, into plain tensors along one axis of a mesh, got "
+INSTEAD = "; save a checkpoint instead"
 REFUSED: dict[str, Callable[[], None]] = {
-    f"{BEGIN}0: ShardError: Expected parameter 'weight' to be a plain tensor without all-gather "
-    "hooks, got TwoTensor; such a model is moved by a checkpoint": partial(of_class, TwoTensor),
+    f"{BEGIN}0: ShardError: Expected parameter 'weight' {ALONE}a subclass or all-gather hooks: "
+    f"TwoTensor{INSTEAD}": partial(of_class, TwoTensor),
     "Expected parameter 'up' of ranks [0, 1] to come from one mesh, got "
     "meshes of ranks [[0], [1]], which may have other values": (
         lambda: move(with_experts(columns((0, 1)), "cpu"), (), on_mesh(0, 1))
@@ -285,25 +287,17 @@ REFUSED: dict[str, Callable[[], None]] = {
     "in those of some": (
         lambda: move(plain(on_mesh(0, 1)), (), {"0.*": on_mesh(0), "*": on_mesh(0, 1)})
     ),
-    f"{BEGIN}0: ShardError: Expected parameter '0.weight' to be sharded by fully_shard alone for a "
-    "model to move, got one under tensor parallelism; such a model is moved by a checkpoint": (
-        lambda: split_to(on_mesh(0, 1))
+    f"{BEGIN}0: ShardError: Expected parameter '0.weight' {ALONE}tensor parallelism: "
+    f"(_StridedShard(dim=0, sf=2), Shard(dim=0)){INSTEAD}": lambda: split_to(on_mesh(0, 1)),
+    f"{BEGIN}0: ShardError: Expected parameter 'weight' {ALONE}DataParallelMeshDims(shard=('a', "
+    f"'b'), replicate=None){INSTEAD}": flattened_axes,
+    f"{BEGIN}0: ShardError: Expected a mesh of ascending ranks for a model to move, got [1, 0]"
+    f"{INSTEAD}": lambda: move(plain(on_mesh(0, 1)), (), on_mesh(1, 0)),
+    f"{BEGIN}0: ShardError: Expected state 'exp_avg' of 'weight' {ALONE}[2, 6] of [4, 6], "
+    f"(Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)){INSTEAD}": shorter_state,
+    f"{BEGIN}0: ShardError: Expected 'apart' {ALONE}a DTensor of (Replicate(),){INSTEAD}": (
+        joins_a_plain_dtensor
     ),
-    f"{BEGIN}0: ShardError: Expected dp_mesh_dims of one axis for each purpose of parameter "
-    "'weight', got DataParallelMeshDims(shard=('a', 'b'), replicate=None); "
-    "such a model is moved by a checkpoint": flattened_axes,
-    f"{BEGIN}0: ShardError: Expected a mesh with ranks that ascend along each axis for a model "
-    "to move, got [1, 0]; such a model is moved by a checkpoint": (
-        lambda: move(plain(on_mesh(0, 1)), (), on_mesh(1, 0))
-    ),
-    f"{BEGIN}0: ShardError: Expected state 'exp_avg' of 'weight' to be cut by Shard over axes of "
-    "the mesh of the parameter, of shape [4, 6] on this rank, got shape [2, 6], (Shard(dim=0),) on "
-    "DeviceMesh((shard=2), 'cpu', stride=(1,)); such a model is moved by a checkpoint": (
-        shorter_state
-    ),
-    f"{BEGIN}0: ShardError: Expected 'apart', a DTensor, to be sharded by fully_shard for the "
-    f"model to move to more ranks, got one that is not; "
-    "such a model is moved by a checkpoint": joins_a_plain_dtensor,
     "Expected parameter '2.weight' on the same mesh on all of its ranks, got "
     "Ground(ranks=(0, 1), extents=(2, 1), roles=('replicate', 'shard')) on rank 1, of "
     "Ground(ranks=(0, 1), extents=(2,), roles=('shard',))": name_other_meshes,
