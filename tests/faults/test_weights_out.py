@@ -96,11 +96,11 @@ def runs_out_of_memory() -> Left:
     """Fail on rank 1 when it is to have memory for the third bucket."""
     prepare, calls = Message.prepare, [0]
 
-    def failing(self: Message, *, arrives: bool) -> None:
+    def failing(self: Message) -> None:
         calls[0] += 1
         if calls[0] == 3 and dist.get_rank() == 1:
             raise torch.OutOfMemoryError("no memory")
-        prepare(self, arrives=arrives)
+        prepare(self)
 
     with mock.patch.object(Message, "prepare", failing):
         return stream(lambda _: True)

@@ -18,7 +18,7 @@ and the loss of a rank is an error on the others at their next bucket, not a han
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -155,17 +155,17 @@ class Message:
     Args:
         mesh: The mesh.
         axes: The axes.
-        planned: The tensors.
         to: The global rank that receives them; all ranks if ``None``.
+        planned: The tensors.
 
     Attributes:
         sent: The bytes of each tensor that a rank sends first, padding included.
     """
 
     def __init__(
-        self, mesh: DeviceMesh, axes: tuple[int, ...], planned: Sequence[Planned], to: int | None
+        self, mesh: DeviceMesh, axes: tuple[int, ...], to: int | None, planned: Sequence[Planned]
     ) -> None:
-        self._mesh, self._axes, self._planned, self._to = mesh, axes[::-1], planned, to
+        self._mesh, self._axes, self._to, self._planned = mesh, axes[::-1], to, planned
         first = (0,) * mesh.ndim  # the first chunks are the longest
         most = {item: prod(shape_of(item.entry.tensor, first)) for item in planned}
         self.sent = {item: numel * item.dtype.itemsize for item, numel in most.items() if numel}
@@ -208,14 +208,11 @@ class Message:
                 break
         return receivers
 
-    def prepare(self, *, arrives: bool) -> None:
-        """Copy the input and allocate the output of each gather; nothing is launched yet.
-
-        Args:
-            arrives: Whether this rank receives the tensors.
-        """
+    def prepare(self) -> None:
+        """Copy the input and allocate the output of each gather; nothing is launched yet."""
         device = self._channels[0].mesh.device
         inputs = [self._padded(item, nbytes) for item, nbytes in self.sent.items()]
+        arrives = _arrives(self._to)
         in_place = [item for item in self.sent if arrives and item.arrives_in_place]
         self._full = {item: item.new_full(device) for item in in_place}
         receivers = zip(self._channels, self._receivers() if inputs else (), strict=False)
@@ -258,6 +255,8 @@ class Message:
 
     def copy_out(self) -> dict[Planned, torch.Tensor]:
         """Return the full tensors, on a rank that receives them."""
+        if not _arrives(self._to):
+            return {}
         found, self._full = self._full, {}
         rows, self._rows = self._rows, {}
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -292,36 +291,40 @@ class Message:
                 yield full[box], held[local]
 
 
+def _arrives(to: int | None) -> bool:
+    """Return whether this rank receives what goes to a global rank, or to all."""
+    return to is None or not dist.is_initialized() or to == dist.get_rank()
+
+
 class Bucket:
     """Tensors that are gathered together.
 
     Args:
-        planned: The tensors, in their order.
-        to: The global rank that receives them; all ranks if ``None``.
+        wanted: The tensors, in their order, each with the global rank that receives it; ``None``
+            for all ranks.
 
     Attributes:
         nbytes: The bytes of the full tensors.
-        messages: The messages, one for each set of axes.
-        by_class: The tensors that only their class can gather.
+        messages: The messages, one for each set of axes and receiver.
+        by_class: The tensors that only their class can gather, each with its receiver.
     """
 
-    def __init__(self, planned: Sequence[Planned], to: int | None) -> None:
-        self._planned = planned
-        self._arrives = to is None or not dist.is_initialized() or to == dist.get_rank()
-        self.nbytes = sum(item.nbytes for item in planned)
-        by_axes: dict[tuple[DeviceMesh, tuple[int, ...]], list[Planned]] = {}
-        for item in planned:
+    def __init__(self, wanted: Iterable[tuple[Planned, int | None]]) -> None:
+        self._wanted = list(wanted)
+        self.nbytes = sum(item.nbytes for item, _ in self._wanted)
+        by_axes: dict[tuple[DeviceMesh, tuple[int, ...], int | None], list[Planned]] = {}
+        for item, to in self._wanted:
             if item.axes:
                 mesh = cast(DTensor, item.entry.tensor).device_mesh
-                by_axes.setdefault((mesh, item.axes), []).append(item)
-        self.messages = [Message(*where, taken, to) for where, taken in by_axes.items()]
-        self.by_class = [item for item in planned if item.is_whole_by_class]
+                by_axes.setdefault((mesh, item.axes, to), []).append(item)
+        self.messages = [Message(*where, planned) for where, planned in by_axes.items()]
+        self.by_class = [(item, to) for item, to in self._wanted if item.is_whole_by_class]
         self._full: dict[Planned, torch.Tensor] = {}
 
     def prepare(self) -> None:
         """Copy and allocate everything that the launch needs."""
         for message in self.messages:
-            message.prepare(arrives=self._arrives)
+            message.prepare()
 
     def launch(self) -> None:
         """Launch the first gather of each message. Collective: a gather for each message."""
@@ -336,23 +339,23 @@ class Bucket:
         """
         for message in self.messages:
             message.wait()
-        for item in self.by_class:
+        for item, to in self.by_class:
             with naming_failures(f"gathering {_LABEL}"):
                 full = full_copy(item.entry.tensor, item.name)
-            if self._arrives:
+            if _arrives(to):
                 self._full[item] = full
 
     def take(self, device: torch.device | None) -> deque[tuple[Planned, torch.Tensor]]:
-        """Return the full tensors in new memory, on a rank that receives them.
+        """Return the full tensors that this rank receives, in new memory.
 
         Args:
             device: Their device; that of the messages if absent.
         """
         found, self._full = self._full, {}
         tensors: deque[tuple[Planned, torch.Tensor]] = deque()
-        for message in self.messages if self._arrives else ():
+        for message in self.messages:
             found |= message.copy_out()
-        for item in self._planned if self._arrives else ():
+        for item in [item for item, to in self._wanted if _arrives(to)]:
             full = found.pop(item, None)
             if full is None:  # this rank has the full tensor
                 full = item.new_full(device or item.device).copy_(item.values())
@@ -361,16 +364,16 @@ class Bucket:
 
 
 def stream(
-    rounds: Sequence[Sequence[Bucket]],
+    buckets: Sequence[Bucket],
     ranks: Ranks | None,
     expected: str,
     device: torch.device | None = None,
     advance: Callable[[int], object] = lambda _: None,
 ) -> Generator[tuple[Planned, torch.Tensor]]:
-    """Gather buckets; while the tensors of one round are used, the next round is in flight.
+    """Gather buckets; while the tensors of one bucket are used, the next one is in flight.
 
     Args:
-        rounds: The buckets of each round, the same on all ranks.
+        buckets: The buckets, the same on all ranks.
         ranks: The ranks that take part. A failure that is noted there ends the stream on all ranks.
             With ``None``, they exchange no words, and a failure is an error on its rank alone.
         expected: The start of messages.
@@ -383,35 +386,30 @@ def stream(
         ShardError: On all ranks, if a rank has left or failed.
         CommunicationError: If a rank has ended or does not answer within the time-out.
 
-    Collective: those of the buckets; 8 bytes before each round, and after the last one.
+    Collective: those of the buckets; 8 bytes before each bucket, and after the last one.
     """
-    under_way: Sequence[Bucket] = ()
-    last = "nothing"
+    under_way, last = Bucket(()), "nothing"
     noting_failure = nullcontext if ranks is None else ranks.noting_failure
-    for buckets in (*rounds, ()):
+    for bucket in (*buckets, None):
         arrived: deque[tuple[Planned, torch.Tensor]] = deque()
         with torch.no_grad():
-            for bucket in under_way:
-                bucket.wait()
+            under_way.wait()
             with noting_failure():
-                for bucket in under_way:
-                    arrived += bucket.take(device)
-                for bucket in buckets:
+                arrived = under_way.take(device)
+                if bucket is not None:
                     bucket.prepare()
         if ranks is not None:
             ranks.go_on(expected)
-        for bucket in buckets:
-            bucket.launch()
-        advance(sum(bucket.nbytes for bucket in under_way))
-        under_way = buckets
+        advance(under_way.nbytes)
+        under_way = bucket or Bucket(())
+        under_way.launch()
         try:
             while arrived:
                 last = f"'{arrived[0][0].name}'"
                 yield arrived.popleft()
         except BaseException:
-            for bucket in under_way:
-                bucket.wait()
-            if under_way and ranks is not None:  # otherwise no rank waits for a word
+            under_way.wait()
+            if bucket is not None and ranks is not None:  # otherwise no rank waits for a word
                 ranks.leave(expected, f"it was left after {last}")
             raise
 
@@ -446,15 +444,11 @@ def full_copies(
         Planned((name,), Entry((name,), tensor), tensor.dtype)
         for name, tensor in zip(names, tensors, strict=True)
     ]
-    rounds = list[list[Bucket]]()
-    for run in runs_within(planned, BUCKET_NBYTES):
-        by_target: dict[int | None, list[Planned]] = {}
-        for item in run:
-            ranks = cast(DTensor, item.entry.tensor).device_mesh.mesh
-            to = int(ranks.flatten()[0]) if first_only else None
-            by_target.setdefault(to, []).append(item)
-        rounds.append([Bucket(several, to) for to, several in by_target.items()])
     meshes = [tensor.device_mesh for tensor in tensors]
+    first = [int(mesh.mesh.flatten()[0]) if first_only else None for mesh in meshes]
+    to = dict(zip(planned, first, strict=True))
+    runs = runs_within(planned, BUCKET_NBYTES)
+    buckets = [Bucket((item, to[item]) for item in run) for run in runs]
     together = Ranks(None, f"gathering {_LABEL}", meshes) if first_only else None
-    found = dict(stream(rounds, together, "all ranks to gather full tensors", device))
+    found = dict(stream(buckets, together, "all ranks to gather full tensors", device))
     return [found.get(item) for item in planned]

@@ -131,7 +131,7 @@ def _save(output: Output, files: Files, ranks: Ranks, advance: Callable[[int], o
     Collective: those of :func:`_writers` and of ``stream``; two small objects at the end.
     """
     expected = f"to save '{output.place}'"
-    rounds = _rounds([*files.values()], _writers(ranks, output, len(files)))
+    buckets = _buckets([*files.values()], _writers(ranks, output, len(files)))
     homes = {item: name for name, inside in files.items() for item in inside}
     writers: dict[str, FileWriter] = {}
 
@@ -142,7 +142,7 @@ def _save(output: Output, files: Files, ranks: Ranks, advance: Callable[[int], o
         return writers[name]
 
     try:
-        with contextlib.closing(stream(rounds, ranks, expected, CPU, advance)) as arriving:
+        with contextlib.closing(stream(buckets, ranks, expected, CPU, advance)) as arriving:
             for item, full in arriving:
                 if ranks.failure is None:
                     with ranks.noting_failure():
@@ -160,15 +160,15 @@ def _save(output: Output, files: Files, ranks: Ranks, advance: Callable[[int], o
         raise
 
 
-def _rounds(files: Sequence[Sequence[Planned]], writers: Sequence[int]) -> list[list[Bucket]]:
-    """Give each writer a bucket at a time, of its current file."""
-    rounds, count = list[list[Bucket]](), len(writers)
+def _buckets(files: Sequence[Sequence[Planned]], writers: Sequence[int]) -> list[Bucket]:
+    """Cut files into buckets; each has a part of the current file of each writer."""
+    buckets, count = list[Bucket](), len(writers)
     for start in range(0, len(files), count):
         wave = [runs_within(file, BUCKET_NBYTES) for file in files[start : start + count]]
         for runs in zip_longest(*wave, fillvalue=()):
             pairs = zip(writers, runs, strict=False)
-            rounds.append([Bucket(run, to) for to, run in pairs if run])
-    return rounds
+            buckets.append(Bucket((item, to) for to, run in pairs for item in run))
+    return buckets
 
 
 def _writers(ranks: Ranks, output: Output, num_files: int) -> list[int]:

@@ -128,9 +128,10 @@ def iter_full(
     chosen = {"dtype": dtype, "rename": rename, "tied": tied, "subclasses": subclasses}
     planned = agree_on_plan(entries, facts, ranks, call, expected, **chosen)
     to = ranks.numbers[0] if rank0_only else None
-    rounds = [[Bucket(run, to)] for run in runs_within(planned, bucket_bytes)]
+    runs = runs_within(planned, bucket_bytes)
+    buckets = [Bucket((item, to) for item in run) for run in runs]
     expected = "all ranks to go through iter_full() to its end"
-    with contextlib.closing(stream(rounds, ranks, expected, place)) as arriving:
+    with contextlib.closing(stream(buckets, ranks, expected, place)) as arriving:
         for item, full in arriving:
             for name in item.names:
                 yield name, full
@@ -250,7 +251,8 @@ def costs_of(model: nn.Module, bucket_nbytes: int) -> PassCosts:
 
     Collective: none.
     """
-    buckets = [Bucket(run, None) for run in runs_within(plan(listed_in(model)), bucket_nbytes)]
+    runs = runs_within(plan(listed_in(model)), bucket_nbytes)
+    buckets = [Bucket((item, None) for item in run) for run in runs]
     gathers = [[gather for m in bucket.messages for gather in m.gathers()] for bucket in buckets]
     traffic = sum((num_ranks - 1) * sum(sent) for num_ranks, sent in chain(*gathers))
     parts = [sum(sum(sent) for _, sent in several) for several in gathers]
@@ -262,7 +264,7 @@ def costs_of(model: nn.Module, bucket_nbytes: int) -> PassCosts:
         sent_nbytes=traffic,
         received_nbytes=traffic,
         held_nbytes=2 * max(bucket.nbytes for bucket in buckets) + max(parts),
-        by_class=tuple(item.name for bucket in buckets for item in bucket.by_class),
+        by_class=tuple(item.name for bucket in buckets for item, _ in bucket.by_class),
     )
 
 
