@@ -157,14 +157,15 @@ def test_module_device_mismatches_device_id_on_cpu() -> None:
     model = pretend_on("cuda:1", nn.Linear(2, 2))
     with fake_ranks(2, rank=1), pretend_cuda(1):
         assert refused(model, device_id=0) == (
-            "Expected device_id to be the device of rank 1, got cuda:1 vs cuda:0; make it the "
-            "current device, and have the module there or on the CPU"
+            "Expected the module of rank 1, and device_id, on its current device cuda:1, or the "
+            "module on the CPU, got cuda:1 vs cuda:0; call torch.accelerator.set_device_index first"
         )
     with fake_ranks(2, rank=1), pretend_cuda(0):
         for device_id in (None, 1):
             assert refused(model, device_id=device_id) == (
-                "Expected the module of rank 1 on the CPU or on its current device cuda:0, got it "
-                "on cuda:1; call torch.accelerator.set_device_index first"
+                "Expected the module of rank 1, and device_id, on its current device cuda:0, or "
+                f"the module on the CPU, got cuda:1 vs {device_id and 'cuda:1'}; call "
+                "torch.accelerator.set_device_index first"
             )
 
 
@@ -626,7 +627,7 @@ def test_no_params() -> None:
         assert x.grad is not None and x.grad.tolist() == [0, 1]
     with fake_ranks(2, rank=1), pretend_cuda(1), pytest.raises(ValueError) as caught:
         FSDP(nn.ReLU(), device_id=0)
-    assert str(caught.value).startswith("Expected device_id to be the device of rank 1, got cuda:1")
+    assert "device_id, on its current device cuda:1" in str(caught.value)
 
 
 @gpu()

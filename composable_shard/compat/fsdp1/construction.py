@@ -161,15 +161,11 @@ def resolve_device(scope: Scope, choices: Choices) -> torch.device:
             "pass in device_id"
         )
     compute = next(iter(elsewhere), current)
-    if asked is not None and asked != compute:
+    if compute != current or asked not in (None, compute):
         raise ValueError(
-            f"Expected device_id to be the device of {_rank()}, got {compute} vs {asked}; make it "
-            "the current device, and have the module there or on the CPU"
-        )
-    if compute != current:
-        raise ValueError(
-            f"Expected the module of {_rank()} on the CPU or on its current device {current}, got "
-            f"it on {compute}; call torch.accelerator.set_device_index first"
+            f"Expected the module of {_rank()}, and device_id, on its current device {current}, or "
+            f"the module on the CPU, got {compute} vs {asked}; call "
+            "torch.accelerator.set_device_index first"
         )
     return compute
 

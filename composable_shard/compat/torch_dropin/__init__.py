@@ -21,7 +21,7 @@ import importlib
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -275,35 +275,20 @@ def run_script(target: str, arguments: Sequence[str] = (), *, is_module: bool = 
         ...     run_script(script, ["--steps", "3"])
         __main__ ['--steps', '3']
     """
-    with install(), _children_install(), _command_line(target, arguments, is_module):
-        if is_module:
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(target, run_name="__main__")
-
-
-@contextlib.contextmanager
-def _command_line(target: str, arguments: Sequence[str], is_module: bool) -> Iterator[None]:
-    """Set ``sys.argv`` and ``sys.path[0]`` as Python does when it starts a program."""
-    before = sys.argv, sys.path[0]
+    before = sys.argv, sys.path[0], os.environ.get("PYTHONPATH")
     folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
     sys.argv, sys.path[0] = ["-m" if is_module else target, *arguments], folder
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[0] = before
-
-
-@contextlib.contextmanager
-def _children_install() -> Iterator[None]:
-    """Let every Python that starts with this environment install the drop-in by itself."""
-    before = os.environ.get("PYTHONPATH")
-    folders = [_AT_START, *filter(None, (before or "").split(os.pathsep))]
+    # Every Python that starts with this environment installs the drop-in by itself.
+    folders = [_AT_START, *filter(None, (before[2] or "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(folders))
     try:
-        yield
+        with install():
+            if is_module:
+                runpy.run_module(target, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(target, run_name="__main__")
     finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+        sys.argv, sys.path[0], path = before
+        os.environ.pop("PYTHONPATH", None)
+        if path is not None:
+            os.environ["PYTHONPATH"] = path
