@@ -89,7 +89,13 @@ def init_sharded(
     with ranks.checking():
         check_function("fn", fn)
         check_int("seed", seed, 0)
-        entries = _entries_of(model)
+        entries = contents_of(model, "init_sharded", has_volatile=True)
+        for entry in entries:
+            if entry.plain is None:
+                raise ShardError(
+                    f"Expected parameters of one plain tensor each, got '{entry.names[0]}', a "
+                    f"{type(entry.local).__name__}; give it its values before fully_shard"
+                )
     ranks.agree([f"seed {seed}", *(entry.fact() for entry in entries)], "model and seed", "a model")
     with ranks.checking():
         fresh = [entry for entry in entries if entry.is_meta]
@@ -114,20 +120,6 @@ def _reset(module: nn.Module) -> None:
     reset = getattr(module, "reset_parameters", None)
     if callable(reset):
         reset()
-
-
-def _entries_of(model: nn.Module) -> list[Entry]:
-    """Return the tensors of a model, including non-persistent buffers."""
-    entries = contents_of(model, "init_sharded")
-    known = {id(entry.tensor) for entry in entries}
-    entries += [Entry((name,), b) for name, b in model.named_buffers() if id(b) not in known]
-    for entry in entries:
-        if entry.plain is None:
-            raise ShardError(
-                f"Expected parameters of one plain tensor each, got '{entry.names[0]}', a "
-                f"{type(entry.local).__name__}; give it its values before fully_shard"
-            )
-    return entries
 
 
 def _forked_generators() -> contextlib.AbstractContextManager[None]:
@@ -260,7 +252,22 @@ def sync_module_states(
         reshard(module, "sync_module_states")
         named = [*module.named_parameters(), *module.named_buffers()]
         entries = [Entry((name,), tensor) for name, tensor in named]
-        _check_states(module, entries, keep_shards)
+        for entry in entries:
+            name, tensor = entry.names[0], entry.tensor
+            is_sharded = isinstance(tensor, DTensor) and sharded_axes(
+                tensor.device_mesh, tensor.placements
+            )
+            if is_sharded and not keep_shards:
+                raise ShardError(
+                    f"Expected {type(module).__name__} before it is sharded, got '{name}' sharded; "
+                    "call sync_module_states before fully_shard, or set keep_shards=True to "
+                    "synchronize only unsharded tensors"
+                )
+            if entry.is_meta:
+                raise MaterializationError(
+                    "Expected materialized parameters and buffers on all ranks, got "
+                    f"'{name}' on the meta device; call module.to_empty(device=...) first"
+                )
     facts = [f"src_rank {src_rank}, keep_shards {keep_shards}, bucket_nbytes {bucket_nbytes}"]
     facts += [entry.fact() for entry in entries]
     ranks.agree(facts, "arguments, parameters and buffers", "")
@@ -273,26 +280,6 @@ def sync_module_states(
                 if placement.is_replicate() and tensor.device_mesh.size(axis) > 1:
                     group = tensor.device_mesh.get_group(axis)
                     _broadcast([_torch.local_tensor(tensor)], group, 0, bucket_nbytes)
-
-
-def _check_states(module: nn.Module, entries: Sequence[Entry], keep_shards: bool) -> None:
-    """Raise if the states of this rank cannot be synchronized."""
-    for entry in entries:
-        tensor, name = entry.tensor, entry.names[0]
-        is_sharded = isinstance(tensor, DTensor) and sharded_axes(
-            tensor.device_mesh, tensor.placements
-        )
-        if is_sharded and not keep_shards:
-            raise ShardError(
-                f"Expected {type(module).__name__} before it is sharded, got '{name}' sharded; "
-                "call sync_module_states before fully_shard, or set keep_shards=True to "
-                "synchronize only unsharded tensors"
-            )
-        if entry.is_meta:
-            raise MaterializationError(
-                f"Expected materialized parameters and buffers on all ranks, got '{name}' on the "
-                "meta device; call module.to_empty(device=...) first"
-            )
 
 
 def _broadcast(

@@ -63,12 +63,13 @@ class Entry:
         return f"{names} of shape {list(tensor.shape)}, {tensor.dtype}{kind}{place}"
 
 
-def contents_of(module: nn.Module, doing: str) -> list[Entry]:
+def contents_of(module: nn.Module, doing: str, *, has_volatile: bool = False) -> list[Entry]:
     """List the parameters and persistent buffers of a model; sharded parameters as shards.
 
     Args:
         module: The model.
         doing: The function that was called, for messages.
+        has_volatile: Whether to list non-persistent buffers too.
 
     Raises:
         TypeError: If ``module`` is not a module.
@@ -79,7 +80,7 @@ def contents_of(module: nn.Module, doing: str) -> list[Entry]:
     """
     check_module("model", module)
     reshard(module, doing)
-    return listed_in(module)
+    return listed_in(module, has_volatile=has_volatile)
 
 
 def reshard(module: nn.Module, doing: str) -> None:
@@ -92,11 +93,11 @@ def reshard(module: nn.Module, doing: str) -> None:
         group.reshard()
 
 
-def listed_in(module: nn.Module) -> list[Entry]:
+def listed_in(module: nn.Module, *, has_volatile: bool = False) -> list[Entry]:
     """List the tensors of a model; shards also of gathered parameters. Collective: none."""
     found: dict[object, Entry] = {}
     for name, tensor, is_persistent in registered(module):
-        if is_persistent:
+        if is_persistent or has_volatile:
             entry = found.setdefault(_identity(tensor), Entry((), tensor))
             entry.names += (name,)
     return [*found.values()]

@@ -7,7 +7,6 @@ import ctypes
 import importlib
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -40,9 +39,6 @@ def library(module: str) -> Any:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-"""Files that are nothing without an index."""
-
 MAPPED_NBYTES = 8 * 2**20
 """Bytes to read of a file before it is mapped again; until then they count as used memory."""
 
@@ -73,30 +69,18 @@ def list_stored(source: str | os.PathLike[str]) -> list[Stored]:
 
     Raises:
         FileNotFoundError: If there is no checkpoint.
-        ValueError: If files and index do not match, or a folder has several checkpoints.
+        ValueError: If files and index do not match.
     """
     place = Path(source)
     if place.is_dir():
-        place = _in_folder(place)
-    if place.suffix == ".json":
-        return _by_index(place)
-    return _in_file(place)
-
-
-def _in_folder(folder: Path) -> Path:
-    for name in (SINGLE, INDEX):
-        if (folder / name).exists():
-            return folder / name
-    for pattern in ("*.safetensors.index.json", "*.safetensors"):
-        found = sorted(p for p in folder.glob(pattern) if not SHARD.fullmatch(p.name))
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise ValueError(
-                f"Expected one checkpoint in '{folder}', got {', '.join(p.name for p in found)}; "
-                "pass the path of one of them"
+        found = [path for path in (place / SINGLE, place / INDEX) if path.exists()]
+        if not found:
+            raise FileNotFoundError(
+                f"Expected {SINGLE} or {INDEX} in '{place}', got neither; pass the path of a file "
+                "or of an index"
             )
-    raise FileNotFoundError(f"Expected {SINGLE} or {INDEX} in '{folder}', got neither")
+        place = found[0]
+    return _by_index(place) if place.suffix == ".json" else _in_file(place)
 
 
 def _by_index(index: Path) -> list[Stored]:

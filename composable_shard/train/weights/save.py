@@ -27,7 +27,6 @@ from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.entries import Rename, contents_of
 from composable_shard.train.weights.files import (
     INDEX,
-    SHARD,
     SINGLE,
     FileWriter,
     library,
@@ -42,6 +41,9 @@ BUCKET_NBYTES = 32 * 2**20
 """Bytes of full tensors that are gathered at once for each rank that writes."""
 
 CPU = torch.device("cpu")
+
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+"""The name of one of several files."""
 
 Files = dict[str, list[Planned]]
 """The tensors in each file, by its name; the same on all ranks."""
