@@ -155,16 +155,12 @@ def refused(module: nn.Module, kind: type[Exception] = ValueError, **kwargs: Any
 
 def test_module_device_mismatches_device_id_on_cpu() -> None:
     model = pretend_on("cuda:1", nn.Linear(2, 2))
-    with fake_ranks(2, rank=1), pretend_cuda(1):
-        assert refused(model, device_id=0) == (
-            "Expected the module of rank 1, and device_id, on its current device cuda:1, or the "
-            "module on the CPU, got cuda:1 vs cuda:0; call torch.accelerator.set_device_index first"
-        )
-    with fake_ranks(2, rank=1), pretend_cuda(0):
-        for device_id in (None, 1):
+    for current, device_id in ((1, 0), (0, None), (0, 1)):
+        with fake_ranks(2, rank=1), pretend_cuda(current):
+            asked = None if device_id is None else f"cuda:{device_id}"
             assert refused(model, device_id=device_id) == (
-                "Expected the module of rank 1, and device_id, on its current device cuda:0, or "
-                f"the module on the CPU, got cuda:1 vs {device_id and 'cuda:1'}; call "
+                "Expected the module of rank 1, and device_id, on its current device "
+                f"cuda:{current}, or the module on the CPU, got cuda:1 vs {asked}; call "
                 "torch.accelerator.set_device_index first"
             )
 
