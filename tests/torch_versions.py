@@ -11,7 +11,7 @@ VERSION = TorchVersion(__version__)
 
 def needs_newer_torch(reason: str, least: tuple[int, int] = (2, 13)) -> pytest.MarkDecorator:
     """Skip a test on a torch before ``least``, for a ``reason`` that lies in that torch."""
-    return pytest.mark.skipif(VERSION < least, reason=f"torch {VERSION}: {reason}")
+    return pytest.mark.skipif(least > VERSION, reason=f"torch {VERSION}: {reason}")
 
 
 needs_finalize_backward = needs_newer_torch(
