@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -180,8 +181,8 @@ def with_layout(
         [0.02, 0.0003]
     """
     check_module("model", model)
-    is_mapping = isinstance(layouts, Mapping)
-    check_type("layouts", layouts, is_mapping, "a mapping from names to layouts")
+    what = "a mapping from names to layouts"
+    check_type("layouts", layouts, isinstance(layouts, Mapping), what)
     check_int("bucket_nbytes", bucket_nbytes, 1)
     return LayoutOptimizer(sort_by_layout(model, layouts), bucket_nbytes)
 
@@ -196,29 +197,24 @@ def sort_by_layout(
     names: dict[torch.Tensor, list[str]] = {}
     for name, registered in model.named_parameters(remove_duplicate=False):
         names.setdefault(sharded_form(registered), []).append(name)
+    keys = {p: [fits for fits in layouts if does_fit(fits, names[p], p)] for p in names}
     for fits in layouts:
-        if isinstance(fits, str) and not any(
-            does_fit(fits, several, param) for param, several in names.items()
-        ):
+        if isinstance(fits, str) and fits not in chain.from_iterable(keys.values()):
             raise ValueError(f"Expected '{fits}' to fit the name of a parameter, got no match")
-    chosen: list[list[Param]] = [[] for _ in layouts]
-    for param, several in names.items():
-        places = [i for i, fits in enumerate(layouts) if does_fit(fits, several, param)]
-        if not places:
+    chosen: dict[Fits, list[Param]] = {fits: [] for fits in layouts}
+    for param, (name, *_) in names.items():
+        if not keys[param]:
             raise ValueError(
-                f"Expected a layout for parameter '{several[0]}', got none that fits; add one "
-                "for '*'"
+                f"Expected a layout for parameter '{name}', got none that fits; add one for '*'"
             )
-        chosen[places[0]].append(Param(several[0], param))
-    pairs = zip(layouts.values(), chosen, strict=True)
-    return [(layout, params) for layout, params in pairs if params]
+        chosen[keys[param][0]].append(Param(name, param))
+    return [(layouts[fits], params) for fits, params in chosen.items() if params]
 
 
 def does_fit(fits: Fits, names: Sequence[str], param: torch.Tensor) -> bool:
     """Return whether a pattern, or a function, fits a parameter of these names."""
-    if isinstance(fits, str):
-        return any(fnmatchcase(name, fits) for name in names)
-    return any(fits(name, param) for name in names)
+    matches = fits if callable(fits) else lambda name, _: fnmatchcase(name, fits)
+    return any(matches(name, param) for name in names)
 
 
 # Checks, the same on all ranks ---------------------------------------------------------
@@ -324,11 +320,9 @@ class LayoutOptimizer(Optimizer):
         self._bucket_nbytes = bucket_nbytes
         self._is_made = False
         values = [check(layout, params) for layout, params in rules]
-        groups = [
-            {"params": [param.tensor for param in params], **given}
-            for (_, params), given in zip(rules, values, strict=True)
-        ]
-        super().__init__(groups, {})
+        tensors = [[param.tensor for param in params] for _, params in rules]
+        pairs = zip(tensors, values, strict=True)
+        super().__init__([{"params": params, **given} for params, given in pairs], {})
         self._is_made = True
         self.choose_owners()
 
@@ -339,16 +333,12 @@ class LayoutOptimizer(Optimizer):
         """
         self.forget_owners()
         self._loads: dict[Ranks, list[int]] = {}
-        known: dict[DeviceMesh | torch.device, Ranks] = {}
+        ranks_on = cache(ranks_of)  # makes a process group, once
         for place, (layout, params) in enumerate(self._rules):
             if isinstance(layout, Sharded):
                 self._shards[place] = FlatShards(params, layout.optimizer)
                 continue
-            meshes = []
-            for param in params:
-                key = param.tensor.device if param.mesh is None else param.mesh
-                known[key] = known.get(key) or ranks_of(param)  # makes a process group, once
-                meshes.append(known[key])
+            meshes = [ranks_on(param.mesh or param.tensor.device) for param in params]
             for ranks, blocks in cut_rule(layout, params, meshes, self._loads, self._bucket_nbytes):
                 bucket = OwnedBucket(params, blocks, ranks, layout.optimizer)
                 self._buckets.append((place, bucket))
@@ -407,7 +397,7 @@ class LayoutOptimizer(Optimizer):
             if place in self._shards:
                 optimizer = self._shards[place].optimizer
                 assert isinstance(optimizer, FlatSteps)
-                groups.append(plan_group(layout, params, num_tensors=sum(optimizer.num_tensors())))
+                groups.append(plan_group(layout, params, (), sum(optimizer.num_tensors())))
             else:
                 buckets = [bucket.plan() for owner, bucket in self._buckets if owner == place]
                 groups.append(plan_group(layout, params, buckets))
@@ -500,10 +490,10 @@ class LayoutOptimizer(Optimizer):
         """Return the descriptions of all states, by rule. Collective: see state_dict."""
         told: list[Told] = [{} for _ in self._rules]
         for ranks in dict.fromkeys(bucket.ranks for _, bucket in self._buckets):
-            described = [(place, b.tell()) for place, b in self._buckets if b.ranks == ranks]
-            gathered = [described]
+            own = [(place, b.tell()) for place, b in self._buckets if b.ranks == ranks]
+            gathered = [own]
             if ranks.group is not None:
-                gathered = gather_objects(described, ranks.group, "describing optimizer states")
+                gathered = gather_objects(own, ranks.group, "describing optimizer states")
             for place, states in chain.from_iterable(gathered):
                 told[place].update(states)
         return told
@@ -526,8 +516,8 @@ def plan_group(
     trained = [param.tensor for param in params if param.tensor.requires_grad]
     if num_tensors is None:
         num_tensors = sum(len(bucket.owned) for bucket in buckets)
-    numel, name = sum(map(torch.numel, trained)), type(layout).__name__
-    return GroupSteps(name, len(trained), numel, num_tensors, tuple(buckets))
+    numel = sum(map(torch.numel, trained))
+    return GroupSteps(type(layout).__name__, len(trained), numel, num_tensors, buckets)
 
 
 Mesh = TypeVar("Mesh", bound=Hashable)
@@ -556,27 +546,22 @@ def cut_rule(
             Block(place, number, box, spread, tensor.itemsize)
             for number, box in enumerate(layout.blocks(tensor.shape))
         )
-    return [
-        (mesh, bucket)
-        for mesh, of_mesh in blocks.items()
-        for bucket in owned_buckets(
-            of_mesh, loads.setdefault(mesh, [0] * len(of_mesh[0].spread.boxes)), nbytes
-        )
-    ]
+    found = []
+    for mesh, of_mesh in blocks.items():
+        load = loads.setdefault(mesh, [0] * len(of_mesh[0].spread.boxes))
+        found += [(mesh, bucket) for bucket in owned_buckets(of_mesh, load, nbytes)]
+    return found
 
 
-def ranks_of(param: Param) -> Ranks:
-    """Return the ranks that hold a parameter.
+def ranks_of(mesh: DeviceMesh | torch.device) -> Ranks:
+    """Return the ranks that hold a parameter: those of its mesh, or one with a device.
 
     Collective: makes their process group, for a mesh of several axes.
     """
-    mesh = param.mesh
-    if mesh is None:
-        return Ranks(None, 0, (0,), param.tensor.device)
-    device = torch.device(mesh.device_type)
-    axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    if not axes:
+    device = mesh if isinstance(mesh, torch.device) else torch.device(mesh.device_type)
+    if isinstance(mesh, torch.device) or mesh.size() == 1:
         return Ranks(None, 0, (0,), device)
+    axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     if len(axes) == 1:
         group = mesh.get_group(axes[0])
     else:

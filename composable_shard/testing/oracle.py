@@ -8,7 +8,7 @@ the sharded model can be wrong in the same way.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class Unsharded:
         models: For each rank, the model that computes, in the dtypes of the policy.
         waiting: For each rank, the accumulated, unreduced gradients by name.
         reduced: By name, the mean gradients.
-        largest: By name, the largest element of anything that went into a gradient or parameter.
+        largest: By name, the largest element of anything that went into a gradient.
         has_folded: Whether unreduced gradients came after reduced ones: the last bit of the sum
             then depends on the order of summation.
     """
@@ -58,10 +58,10 @@ class Unsharded:
                 "Expected build() to return a new model each time, got the same one twice"
             )
         self.optimizer = make_optimizer(self.master.parameters())
-        self.waiting: list[Grads] = [{} for _ in self.models]
-        self.reduced: Grads = {}
-        self.largest: dict[str, float] = {}
-        self.has_folded = False
+        self.waiting: list[Grads]
+        self.reduced: Grads
+        self.largest: dict[str, float]
+        self.clear()
         self.refresh()
 
     def cast_at(self, groups: Iterable[str]) -> None:
@@ -79,8 +79,6 @@ class Unsharded:
             for name, param in model.named_parameters():
                 value = wanted[name].detach()
                 param.data = value.to(self.policy.compute_dtype(value.dtype), copy=True)
-        for name, param in wanted.items():
-            self._note_size(name, param)
 
     # Compute --------------------------------------------------------------------------------
 
@@ -119,65 +117,58 @@ class Unsharded:
     def take(self, reduces: bool) -> None:
         """Take the gradients of a backward of every model; reduce them, or let them wait."""
         params = dict(self.master.named_parameters())
-        alone = len(self.models) == 1
+        at_once = {name for name, p in params.items() if reduces or self._is_summed_at_once(p)}
         for waiting, model in zip(self.waiting, self.models, strict=True):
             for name, param in model.named_parameters():
                 grad, param.grad = param.grad, None
                 if grad is None:
                     continue
-                if name in waiting:
-                    waiting[name] += grad.to(waiting[name].dtype)
-                    continue
-                # One rank reduces nothing, hence rounds nothing to that dtype.
-                is_summed = alone and (reduces or self._is_summed_at_once(params[name]))
-                dtype = self.policy.reduction_dtype(params[name].dtype)
-                waiting[name] = grad.to(grad.dtype if is_summed else dtype, copy=True)
-                self.has_folded |= not reduces and not is_summed and name in self.reduced
-        if reduces:
-            self.reduce()
-        elif at_once := {n: p for n, p in params.items() if alone and self._is_summed_at_once(p)}:
-            self.reduce(at_once)
+                self.has_folded |= name in self.reduced and name not in at_once | waiting.keys()
+                # One rank reduces nothing, hence rounds nothing to the dtype of reduction.
+                is_kept = len(self.models) == 1 and name in at_once
+                dtype = grad.dtype if is_kept else self.policy.reduction_dtype(params[name].dtype)
+                before = waiting.get(name)
+                new = grad.to(dtype if before is None else before.dtype, copy=True)
+                waiting[name] = new if before is None else before + new
+        self.reduce(at_once)
 
     def _is_summed_at_once(self, param: torch.Tensor) -> bool:
         """Return whether one rank adds an unsynced gradient to the reduced one without loss."""
         final = self.policy.grad_dtype or param.dtype
-        return torch.promote_types(self.policy.reduction_dtype(param.dtype), final) == final
+        sums = self.policy.reduction_dtype(param.dtype)
+        return len(self.models) == 1 and torch.promote_types(sums, final) == final
 
     @property
     def waits_somewhere(self) -> bool:
         """Whether any rank has gradients that are not reduced."""
         return any(self.waiting)
 
-    def reduce(self, params: Mapping[str, torch.Tensor] | None = None) -> None:
+    def reduce(self, names: Collection[str] | None = None) -> None:
         """Average the waiting gradients in rank order; a rank without one counts as zeros.
 
         Args:
-            params: The parameters to reduce; all if absent.
+            names: The parameters to reduce; all if absent.
         """
-        for name, param in (params or dict(self.master.named_parameters())).items():
+        for name, param in self.master.named_parameters():
+            if names is not None and name not in names:
+                continue
             parts = [waiting.pop(name) for waiting in self.waiting if name in waiting]
             if not parts:
                 continue
-            for part in parts:
-                self._note_size(name, part)
             mean = sum(parts[1:], parts[0]) / len(self.models)
             mean = mean.to(self.policy.grad_dtype or param.dtype)
             before = self.reduced.get(name)
             self.reduced[name] = mean if before is None else before + mean
-            self._note_size(name, self.reduced[name])
-
-    def drop(self) -> None:
-        """Drop the gradients of a failed backward."""
-        for model in self.models:
-            model.zero_grad()
+            sizes = map(_largest, (*parts, self.reduced[name]))
+            self.largest[name] = max(*sizes, self.largest.get(name, 0.0))
 
     def clear(self) -> None:
-        """Drop all gradients."""
+        """Drop all gradients, also those of a failed backward."""
+        for model in self.models:
+            model.zero_grad()
         self.waiting = [{} for _ in self.models]
         self.reduced, self.largest = {}, {}
         self.has_folded = False
-        for name, param in self.master.named_parameters():
-            self._note_size(name, param)
 
     def step(self) -> None:
         """Take an optimizer step with the mean gradients, which stay."""
@@ -189,9 +180,6 @@ class Unsharded:
         for param in self.master.parameters():
             param.grad = None
         self.refresh()
-
-    def _note_size(self, name: str, value: torch.Tensor) -> None:
-        self.largest[name] = max(_largest(value), self.largest.get(name, 0.0))
 
 
 def new_model(build: Build, seed: int = 0) -> nn.Module:
@@ -231,10 +219,8 @@ class Comparison:
     def __init__(
         self, oracle: Unsharded, rank: int, tolerance: float | None, is_exact: bool
     ) -> None:
-        self.oracle = oracle
-        self.rank = rank
-        self.tolerance = tolerance
-        self.is_exact = is_exact
+        self.oracle, self.rank = oracle, rank
+        self.tolerance, self.is_exact = tolerance, is_exact
 
     def loss(self, got: torch.Tensor, wanted: torch.Tensor) -> list[str]:
         """Compare the losses of a forward."""
@@ -245,22 +231,17 @@ class Comparison:
         wanted = dict(self.oracle.master.named_parameters())
         if wanted.keys() != sharded.keys():
             return [f"expected parameters {sorted(wanted)}, got {sorted(sharded)}"]
-        return [
-            text
-            for name, param in sharded.items()
-            for text in self._differs(
-                name, _torch.local_part(param), _part_of(param, wanted[name]), name
-            )
-        ]
+        found = list[str]()
+        for name, param in sharded.items():
+            expected = _part_of(param, wanted[name])
+            found += self._differs(name, _torch.local_part(param), expected, name)
+        return found
 
     def buffers(self, sharded: nn.Module) -> list[str]:
         """Compare all buffers with those of this rank's model."""
         wanted = dict(self.oracle.models[self.rank].named_buffers())
-        return [
-            text
-            for name, buffer in sharded.named_buffers()
-            for text in self._differs(name, buffer, wanted[name])
-        ]
+        named = sharded.named_buffers()
+        return [text for name, own in named for text in self._differs(name, own, wanted[name])]
 
     def grads(self, sharded: dict[str, nn.Parameter]) -> list[str]:
         """Compare all gradients, except sums of reduced and waiting ones."""

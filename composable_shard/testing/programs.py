@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache, partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
@@ -47,10 +47,7 @@ def expression(value: Any) -> str:
         '(MixedPrecisionPolicy(param_dtype=torch.bfloat16), sum)'
     """
     if is_dataclass(value) and not isinstance(value, type):
-        values = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-        defaults = {field.name: field.default for field in fields(value)}
-        shown = {name: field for name, field in values.items() if field != defaults[name]}
-        return f"{type(value).__name__}({', '.join(_arguments((), shown))})"
+        return f"{type(value).__name__}({', '.join(_arguments((), changed_fields(value)))})"
     if isinstance(value, partial):
         return f"partial({', '.join(_arguments((value.func, *value.args), value.keywords))})"
     if type(value) is tuple:
@@ -59,6 +56,12 @@ def expression(value: Any) -> str:
     if type(value) is list:
         return f"[{', '.join(map(expression, value))}]"
     return getattr(value, "__qualname__", None) or repr(value)
+
+
+def changed_fields(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that differ from their defaults."""
+    values = ((field, getattr(value, field.name)) for field in fields(value) if field.init)
+    return {field.name: own for field, own in values if own != field.default}
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
@@ -157,6 +160,11 @@ class Tree(nn.Module):
             self.register_parameter(f"p{index}", known[key])
         self.inner = nn.ModuleList(Tree(child, known) for child in spec.children)
 
+    @property
+    def trees(self) -> list[Tree]:
+        """The children."""
+        return cast(list[Tree], list(self.inner))
+
     def forward(self, x: torch.Tensor, used: Sequence[bool] | None = None) -> torch.Tensor:
         """Run the tree.
 
@@ -170,8 +178,7 @@ class Tree(nn.Module):
             if param is not None and (used is None or used[index]):
                 x = mix(x, param)
         start = len(params)
-        for place, child in enumerate(self.inner):
-            assert isinstance(child, Tree)
+        for place, child in enumerate(self.trees):
             end = start + child.spec.num_params
             used_by_child = None if used is None else used[start:end]
             is_used = used_by_child is None or any(used_by_child)
@@ -235,16 +242,12 @@ def shard_tree(model: Tree, **options: Any) -> Tree:
         return None if dim == 0 else Shard(dim)
 
     def visit(tree: Tree) -> None:
-        members: list[nn.Module] = []
-        for child in tree.inner:
-            assert isinstance(child, Tree)
+        for child in tree.trees:
             visit(child)
-            members += [child] if child.spec.grouped else []
-        if tree.spec.together and members:
-            fully_shard(members, shard_placement_fn=placement, **options)
-            return
-        for child in members:
-            fully_shard(child, shard_placement_fn=placement, **options)
+        members: list[nn.Module] = [child for child in tree.trees if child.spec.grouped]
+        groups: list[Any] = [members] if tree.spec.together and members else members
+        for group in groups:
+            fully_shard(group, shard_placement_fn=placement, **options)
 
     visit(model)
     fully_shard(model, shard_placement_fn=placement, **options)
@@ -254,8 +257,7 @@ def shard_tree(model: Tree, **options: Any) -> Tree:
 def _params_with_specs(model: Tree) -> Iterator[tuple[nn.Parameter, ParamSpec]]:
     for index, spec in enumerate(model.spec.params):
         yield getattr(model, f"p{index}"), spec
-    for child in model.inner:
-        assert isinstance(child, Tree)
+    for child in model.trees:
         yield from _params_with_specs(child)
 
 

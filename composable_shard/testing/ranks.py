@@ -17,6 +17,7 @@ import contextlib
 import datetime
 import faulthandler
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -108,7 +109,7 @@ class RankError(RuntimeError):
         self.num_ranks = num_ranks
         self.failures = tuple(sorted(failures, key=lambda failure: failure.rank))
         self.unfinished = tuple(sorted(unfinished))
-        self.stacks = dict(stacks or {})
+        self.stacks = {rank: stack.rstrip() for rank, stack in (stacks or {}).items()}
         self.reason = "" if failures else reason
         super().__init__(self._text())
 
@@ -127,11 +128,12 @@ class RankError(RuntimeError):
         lines = [self.reason] if self.reason else []
         if self.failures:
             lines.append(f"{len(self.failures)} of {self.num_ranks} ranks failed:")
-            lines.extend(str(failure) for failure in self.failures)
+        lines += map(str, self.failures)
         if self.unfinished:
             lines.append(f"Ranks that had not finished: {list(self.unfinished)}")
-        for rank, stack in sorted(self.stacks.items()):
-            lines.append(f"[rank {rank}] stood at:\n{stack.rstrip()}")
+        lines += [
+            f"[rank {rank}] stood at:\n{stack}" for rank, stack in sorted(self.stacks.items())
+        ]
         return "\n".join(lines)
 
 
@@ -165,28 +167,24 @@ def serve(
 ) -> None:
     """Be a rank: join the process group, then answer calls until the pipe closes."""
     _outlive_no_parent(stack_file.parent)
-    try:
-        with open(stack_file, "w") as stacks:
-            faulthandler.enable(stacks, all_threads=True)
-            if hasattr(signal, "SIGUSR1"):
-                faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-            with _torch.gloo_of_one_worker():  # also in groups that calls make
-                _answer(rank, pipe, partial(_join_group, rank, num_ranks, port, group_timeout))
-                gc.freeze()  # a collection then looks at objects of calls, not at all of torch
-                for num_calls in range(1, sys.maxsize):
-                    _answer(rank, pipe, pipe.recv())
-                    if num_calls % CALLS_PER_COLLECTION == 0:
-                        gc.collect()
-    except (EOFError, OSError):
-        pass
+    with contextlib.suppress(EOFError, OSError), open(stack_file, "w") as stacks:
+        faulthandler.enable(stacks, all_threads=True)
+        if hasattr(signal, "SIGUSR1"):
+            faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+        with _torch.gloo_of_one_worker():  # also in groups that calls make
+            _answer(rank, pipe, partial(_join_group, rank, num_ranks, port, group_timeout))
+            gc.freeze()  # a collection then looks at objects of calls, not at all of torch
+            for num_calls in itertools.count(1):
+                _answer(rank, pipe, pipe.recv())
+                if num_calls % CALLS_PER_COLLECTION == 0:
+                    gc.collect()
     # No shutdown of the process group: the other ranks exit for the same reason at the same time.
     os._exit(0)
 
 
 def _answer(rank: int, pipe: Connection, fn: Callable[[], Any]) -> None:
-    reply: Done | RankFailure
     try:
-        reply = Done(pickle.dumps(fn()), _is_spent())
+        reply: Done | RankFailure = Done(pickle.dumps(fn()), _is_spent())
     except BaseException as error:  # noqa: BLE001 (the caller gets any error)
         reply = RankFailure.of(error, rank)
     sys.stdout.flush()
@@ -231,24 +229,19 @@ def _join_group(rank: int, num_ranks: int, port: int, timeout: float) -> None:
     # The host's name may not resolve on a test machine; all ranks are on this one anyway.
     if sys.platform in LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK[sys.platform])
-    dist.init_process_group(
-        "gloo",
-        store=TCPStore("127.0.0.1", port, is_master=False),
-        rank=rank,
-        world_size=num_ranks,
-        timeout=datetime.timedelta(seconds=timeout),
-    )
+    store, limit = TCPStore("127.0.0.1", port, is_master=False), datetime.timedelta(seconds=timeout)
+    dist.init_process_group("gloo", None, limit, num_ranks, rank, store)
 
 
 def _outlive_no_parent(folder: Path) -> None:
     """Exit and clean up when the caller is gone, even from a collective that hangs."""
     parent = multiprocessing.parent_process()
+    assert parent is not None
 
     def leave_after_parent() -> None:
-        if parent is not None:
-            parent.join()
-            shutil.rmtree(folder, ignore_errors=True)
-            os._exit(1)
+        parent.join()
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
 
     threading.Thread(target=leave_after_parent, daemon=True, name="parent-watch").start()
 
@@ -288,9 +281,20 @@ class RankPool:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
+        context = multiprocessing.get_context("forkserver")
+        preload = [name for name in PRELOAD if name in sys.modules or name.startswith("torch")]
+        context.set_forkserver_preload(preload)
         try:
             for rank in range(num_ranks):
-                self._start_rank(rank)
+                pipe, other_end = context.Pipe()
+                self._pipes.append(pipe)
+                group_timeout, file = timeout + START_TIMEOUT, self._stack_file(rank)
+                arguments = (rank, num_ranks, self._store.port, group_timeout, file, other_end)
+                # Not daemonic, as a rank may want children (a data loader's workers).
+                process = context.Process(target=serve, args=arguments, name=f"rank{rank}")
+                process.start()
+                self._processes.append(process)
+                other_end.close()
             self._gather(START_TIMEOUT, "The ranks did not start")
         except BaseException:
             self.stop(0)
@@ -335,23 +339,6 @@ class RankPool:
             process.join()
         self._folder.cleanup()
 
-    def _start_rank(self, rank: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        preload = [name for name in PRELOAD if name in sys.modules or name.startswith("torch")]
-        context.set_forkserver_preload(preload)
-        ours, child_end = context.Pipe()
-        self._pipes.append(ours)
-        group_timeout, file = self.timeout + START_TIMEOUT, self._stack_file(rank)
-        # Not daemonic, as a rank may want children of its own (a data loader's workers).
-        process = context.Process(
-            target=serve,
-            args=(rank, self.num_ranks, self._store.port, group_timeout, file, child_end),
-            name=f"rank{rank}",
-        )
-        process.start()
-        self._processes.append(process)
-        child_end.close()
-
     def _send(self, message: Callable[[], Any]) -> None:
         for pipe in self._pipes:
             # A rank that died since its last answer shows as end-of-file when we read from it.
@@ -360,16 +347,11 @@ class RankPool:
 
     def _gather(self, timeout: float, reason: str) -> list[Done]:
         """Wait for one answer of every rank; raise if one failed or is missing."""
-        done: dict[int, Done] = {}
-        failures: list[RankFailure] = []
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        done, failures = dict[int, Done](), list[RankFailure]()
+        waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         deadline = time.monotonic() + timeout
-        while waiting:
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for pipe in cast(list[Connection], ready):
-                rank = waiting.pop(pipe)
+        while waiting and (ready := wait([*waiting], max(0.0, deadline - time.monotonic()))):
+            for rank in map(waiting.pop, ready):
                 reply = self._receive(rank)
                 if isinstance(reply, Done):
                     done[rank] = reply
@@ -389,8 +371,8 @@ class RankPool:
             process = self._processes[rank]
             process.join(GRACE)
             message = f"The process ended during the call, exit code {process.exitcode}"
-            crash = _text_of(self._stack_file(rank))  # empty if it was killed
-            return RankFailure(rank, (("builtins", "RuntimeError"),), message, crash)
+            # It has written no stack if it was killed.
+            return RankFailure(rank, (("builtins", "RuntimeError"),), message, self._stack(rank))
 
     def _is_in_step(self) -> bool:
         try:
@@ -405,23 +387,20 @@ class RankPool:
         if not ranks or not hasattr(signal, "SIGUSR1"):
             return {}
         for rank in ranks:
-            pid = self._processes[rank].pid
-            if pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGUSR1)
-        files = {rank: self._stack_file(rank) for rank in ranks}
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(cast(int, self._processes[rank].pid), signal.SIGUSR1)
         deadline = time.monotonic() + STACK_TIMEOUT
-        while time.monotonic() < deadline and not all(map(_text_of, files.values())):
+        while time.monotonic() < deadline and not all(map(self._stack, ranks)):
             time.sleep(0.02)
         time.sleep(0.1)  # a rank that has begun to write soon finishes
-        return {rank: text for rank, file in files.items() if (text := _text_of(file))}
+        return {rank: stack for rank in ranks if (stack := self._stack(rank))}
 
     def _stack_file(self, rank: int) -> Path:
         return Path(self._folder.name) / f"stack{rank}.txt"
 
-
-def _text_of(file: Path) -> str:
-    return file.read_text() if file.exists() else ""
+    def _stack(self, rank: int) -> str:
+        file = self._stack_file(rank)
+        return file.read_text() if file.exists() else ""
 
 
 # The public functions -----------------------------------------------------------------------------

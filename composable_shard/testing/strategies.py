@@ -16,22 +16,6 @@ from composable_shard.core.layout import MESSAGE_COSTS
 from composable_shard.policy import MixedPrecisionPolicy
 from composable_shard.testing.programs import STEPS, ParamSpec, Step, TreeSpec
 
-__all__ = [
-    "big_shapes",
-    "floating_dtypes",
-    "meshes",
-    "module_trees",
-    "num_ranks",
-    "param_sets",
-    "param_specs",
-    "policies",
-    "reshard_choices",
-    "shapes",
-    "shard_dims",
-    "training_programs",
-    "uses",
-]
-
 # Strategies for shapes, dims, dtypes and numbers of ranks --------------------------------
 
 MAX_SMALL_EXTENT = 5
@@ -213,30 +197,15 @@ def module_trees(
         >>> find(module_trees(2), lambda spec: spec.together).together
         True
     """
-    trees = _trees(num_shards, dtypes, frozen, max_depth, special)
-    return trees.filter(_has_params)
-
-
-@st.composite
-def _trees(
-    draw: st.DrawFn,
-    num_shards: int,
-    dtypes: Sequence[torch.dtype],
-    frozen: bool,
-    max_depth: int,
-    special: bool,
-) -> TreeSpec:
     params = param_sets(num_shards, dtypes, frozen, special=special)
-    children: list[TreeSpec] = []
-    if max_depth:
-        inner = _trees(num_shards, dtypes, frozen, max_depth - 1, special)
-        children = draw(st.lists(inner, max_size=2))
-    return TreeSpec(
-        params=draw(params),
-        children=tuple(children),
-        grouped=draw(st.sampled_from([True, True, False])),
-        together=draw(st.sampled_from([False, False, True])),
-    )
+
+    def trees(depth: int) -> st.SearchStrategy[TreeSpec]:
+        children = st.lists(trees(depth - 1), max_size=2).map(tuple) if depth else st.just(())
+        grouped, together = [True, True, False], [False, False, True]
+        flags = st.sampled_from(grouped), st.sampled_from(together)
+        return st.builds(TreeSpec, params, children, *flags)
+
+    return trees(max_depth).filter(_has_params)
 
 
 def _has_params(spec: TreeSpec) -> bool:

@@ -25,6 +25,7 @@ from composable_shard.testing.programs import (
     TreeLoss,
     TreeSpec,
     call_expression,
+    changed_fields,
     check_program,
     shard_tree,
 )
@@ -43,11 +44,11 @@ class Plan:
     """The arguments of a training; see `assert_trains_like_unsharded`."""
 
     build: Build
-    shard: Callable[..., object]
-    loss: Loss
+    shard: Callable[..., object] | None = None
+    loss: Loss | None = None
     optimizer: MakeOptimizer = SGD
     mesh: tuple[int, ...] | None = None
-    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    policy: MixedPrecisionPolicy | None = None
     tolerance: float | None = None
     within: Within = contextlib.nullcontext
     options: dict[str, Any] = field(default_factory=dict)
@@ -72,7 +73,8 @@ class Rehearsal:
         self.plan = plan
         self.rank = dist.get_rank()
         self.num_steps = 0
-        self.oracle = Unsharded(plan.build, dist.get_world_size(), plan.policy, plan.optimizer)
+        policy = plan.policy or MixedPrecisionPolicy()
+        self.oracle = Unsharded(plan.build, dist.get_world_size(), policy, plan.optimizer)
         self.model, self.optimizer = self._new_sharded(seed=0)
         # Kept, since the module has its unsharded parameters until it is resharded.
         self._sharded_params = dict[str, nn.Parameter](self.model.named_parameters())
@@ -132,7 +134,7 @@ class Rehearsal:
         torch.manual_seed(1000 * self.num_steps + rank)
         is_oracle = model is not self.model
         with self.oracle.lend_buffers(model) if is_oracle else contextlib.nullcontext():
-            return self.plan.loss(model, self.num_steps, rank)
+            return (self.plan.loss or TreeLoss())(model, self.num_steps, rank)
 
     def _evaluate(self) -> None:
         for model, _ in self._everyone():
@@ -204,7 +206,6 @@ class Rehearsal:
                         loss.register_hook(_raise_planned)
                     loss.backward()
         self.optimizer.zero_grad()
-        self.oracle.drop()
         self.oracle.clear()
 
     def _everyone(self) -> list[tuple[nn.Module, int]]:
@@ -218,7 +219,8 @@ class Rehearsal:
         if self.plan.mesh is not None:
             options["mesh"] = _mesh(self.plan.mesh)
         model = new_model(self.plan.build, seed)
-        self.plan.shard(model, **options)
+        shard: Any = shard_tree if isinstance(self.plan.build, TreeSpec) else shard_children
+        (self.plan.shard or shard)(model, **options)
         if not isinstance(model, FSDPModule):
             raise ValueError(
                 f"Expected shard() to apply fully_shard to the model, got a plain "
@@ -231,7 +233,7 @@ class Rehearsal:
         dtypes = {param.dtype for param in self.oracle.master.parameters()}
         # Sums in float16 are divided in two parts, which rounds otherwise than one division. How
         # torch's kernels round a low-precision step depends on where in a tensor an element is.
-        reduction = {self.plan.policy.reduction_dtype(dtype) for dtype in dtypes}
+        reduction = {self.oracle.policy.reduction_dtype(dtype) for dtype in dtypes}
         return (
             dist.get_world_size() <= 2
             and torch.float16 not in reduction
@@ -347,22 +349,13 @@ def assert_trains_like_unsharded(
     is_tree = isinstance(build, TreeSpec)
     if loss is None and not is_tree:
         raise ValueError("Expected a loss, loss(model, step, rank), for a model that is no tree")
-    given = {
-        "mesh": mesh,
-        "policy": policy,
-        "shard": shard,
-        "loss": loss,
-        "optimizer": optimizer,
-        "tolerance": tolerance,
-        "within": within,
-    }
-    chosen = {k: v for k, v in given.items() if v not in (None, SGD, contextlib.nullcontext)}
-    defaults = {"shard": shard_tree if is_tree else shard_children, "loss": TreeLoss()}
-    plan = Plan(build, options=options, **{**defaults, **chosen})
+    plan = Plan(build, shard, loss, optimizer, mesh, policy, tolerance, within, options)
     failure = _rehearse(plan, steps, num_ranks, timeout)
     if failure is not None:
-        shown = {**({} if mesh else {"world_size": num_ranks}), **chosen, **options}
-        call = call_expression("assert_trains_like_unsharded", (build, list(steps)), shown)
+        shown = {} if mesh else {"world_size": num_ranks}
+        chosen = {k: v for k, v in changed_fields(plan).items() if k not in ("build", "options")}
+        arguments = (build, list(steps)), {**shown, **chosen, **options}
+        call = call_expression("assert_trains_like_unsharded", *arguments)
         raise AssertionError(f"{failure}\n\n{call}")
 
 
