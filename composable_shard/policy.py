@@ -238,7 +238,7 @@ def pins(policy: CPUOffloadPolicy) -> bool:
     return False
 
 
-def copies_beside_compute(policy: CPUOffloadPolicy | None, device: torch.device) -> bool:
+def copies_overlap_compute(policy: CPUOffloadPolicy | None, device: torch.device) -> bool:
     """Return whether copies of offloaded tensors overlap with compute on ``device``.
 
     They do so only from and to pinned memory; other copies block.

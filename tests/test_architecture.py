@@ -144,7 +144,7 @@ CORE = [
     *("transport.channel", "transport.gloo.point_to_point", "transport.gloo.exchange"),
     *("transport.gloo.mailbox", "transport.gloo.shared_memory"),
     *("transport.collectives", "transport.host", "transport.pending", "transport.process_groups"),
-    *("transport.failures", "transport.beside"),
+    *("transport.failures", "transport.background"),
 ]
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from composable_shard.core.transport.failures import lost
+from composable_shard.core.transport.failures import missing_rank
 from composable_shard.testing import (
     RankError,
     RankTimeout,
@@ -84,7 +84,7 @@ def lambda_result() -> object:
 def lose_the_group() -> int:
     group = dist.group.WORLD
     assert group is not None
-    lost(group, 1 - dist.get_rank(), "a test")
+    missing_rank(group, 1 - dist.get_rank(), "a test")
     return os.getpid()
 
 

@@ -33,7 +33,7 @@ from composable_shard.core.registered import (
 from composable_shard.core.storage import GatherOps, ShardedParam, Storage
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import announce
-from composable_shard.core.transport.pending import UsedStreams, compute_stream
+from composable_shard.core.transport.pending import UsedStreams, compute_stream_id
 from composable_shard.errors import ShardError, StaleParameterError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
@@ -284,13 +284,13 @@ class ParamGroup:
         with torch.inference_mode(False):  # the program outlives this forward
             self.program = Program(self)
         if self._stream is None:
-            self._stream = compute_stream(self.mesh.device)
+            self._stream = compute_stream_id(self.mesh.device)
         self.is_compiled, self.needs_reduce = True, self.program.needs_reduce
         self.is_trained = bool(self.program.accumulators)
 
     def follow_stream(self) -> None:
         """Recompile if the current stream has changed: accumulation nodes belong to a stream."""
-        stream = compute_stream(self.mesh.device)
+        stream = compute_stream_id(self.mesh.device)
         if stream != self._stream:
             self._stream = stream
             if self.state is State.PARTLY_SHARDED:

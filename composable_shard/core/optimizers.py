@@ -103,7 +103,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             "backward(inputs=...) with sharded parameters gives none: call loss.backward()",
             stacklevel=2,
         )
-    host.settle()  # wait for copies of shards that a forward without a backward has launched
+    host.synchronize()  # wait for copies of shards that a forward without a backward has launched
     if any(stepped.get("fused") for stepped in optimizer.param_groups):
         _refuse_unreduced(kind, params.strided)
     for param in params.scalars:

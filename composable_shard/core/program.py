@@ -23,7 +23,7 @@ from composable_shard.core.codec import share_attributes
 from composable_shard.core.plugins import Op, Phase
 from composable_shard.core.reduction import LocalReduction, Reduction, reduce_dtype, wide_dtype
 from composable_shard.core.storage import GatherOps, Regather, ShardedParam, Slot, Storage
-from composable_shard.core.transport.pending import UsedStreams, on_stream_beside, stream_beside
+from composable_shard.core.transport.pending import UsedStreams, on_side_stream, side_stream
 
 Stage = tuple[Op, ...]
 
@@ -258,7 +258,7 @@ class Program:
         without = self._with_write((*averaged, *leave_out), ops("delivered"))
         launches: Stage = tuple(one.launch_over_replicas for one in replicated)
         first = (*averaged, *launches, *ops("scattered"), *ops("all_reduced"))
-        stream = stream_beside(group.mesh.device)
+        stream = side_stream(group.mesh.device)
         if stream is not None and all(type(one) is Reduction for one in reductions):
             split = tuple(partial(one.split_wait, stream) for one in reductions)
             beside = _within(lambda: _torch.on_stream(stream), (*average, *launches))
@@ -303,37 +303,37 @@ class Program:
         streams: UsedStreams = group.streams
         launching: list[torch.Stream] = []
 
-        def where_home() -> AbstractContextManager[object]:
-            return on_stream_beside(streams.home)
+        def on_gathering_stream() -> AbstractContextManager[object]:
+            return on_side_stream(streams.filling_stream)
 
         def on_launching_stream() -> AbstractContextManager[object]:
-            return on_stream_beside(launching[0])
+            return on_side_stream(launching[0])
 
         def note_launch() -> None:
             launching[:] = [_torch.current_stream(group.mesh.device)]
 
-        self.pre_forward = (group.follow_stream, *self.pre_forward, streams.use)
-        self.pre_backward = (*self.pre_backward, streams.use)
+        self.pre_forward = (group.follow_stream, *self.pre_forward, streams.record_use)
+        self.pre_backward = (*self.pre_backward, streams.record_use)
         launch, wait, drop, free = self.gather
-        freed = () if group.settings.keeps_storage else (streams.freed,)
+        freed = () if group.settings.keeps_storage else (streams.record_free,)
         self.gather = GatherOps(
-            (streams.fill, *launch),
-            (*_within(where_home, wait), streams.use),
-            _within(where_home, drop),
-            (*_within(streams.at_owner, free), *freed),
+            (streams.record_fill, *launch),
+            (*_within(on_gathering_stream, wait), streams.record_use),
+            _within(on_gathering_stream, drop),
+            (*_within(streams.on_allocating_stream, free), *freed),
         )
         if self.keep:
             launch, wait, drop, free = self.regather
-            self.keep = _within(streams.at_owner, self.keep)
+            self.keep = _within(streams.on_allocating_stream, self.keep)
             self.regather = GatherOps(
-                _within(streams.where_filled, (streams.fill, *launch)),
-                (*_within(where_home, wait), streams.use),
-                _within(where_home, drop),
+                _within(streams.on_filling_stream, (streams.record_fill, *launch)),
+                (*_within(on_gathering_stream, wait), streams.record_use),
+                _within(on_gathering_stream, drop),
                 free,
             )
         for mode, ops in self.reduce.items():
-            self.reduce[mode] = _within(streams.where_used, (*ops, note_launch))
-        self.over_replicas = _within(streams.where_used, self.over_replicas)
+            self.reduce[mode] = _within(streams.on_last_user, (*ops, note_launch))
+        self.over_replicas = _within(streams.on_last_user, self.over_replicas)
         for over_replicas, stages in self.deliver.items():
             on_stream = tuple(_within(on_launching_stream, stage) for stage in stages)
             self.deliver[over_replicas] = on_stream

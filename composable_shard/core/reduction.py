@@ -29,9 +29,9 @@ from composable_shard.core.storage import USER_GRAD_DTYPE, ShardedParam, Storage
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.host import download
-from composable_shard.core.transport.pending import Pending, launching_stream, run_beside
+from composable_shard.core.transport.pending import Pending, launching_stream, on_side_stream
 from composable_shard.errors import ShardError
-from composable_shard.policy import copies_beside_compute
+from composable_shard.policy import copies_overlap_compute
 
 _grad = attrgetter("grad")
 _dtype = attrgetter("dtype")
@@ -122,7 +122,7 @@ class Reduction:
         self._channel, self._dtype, self._group = channel, dtype, group
         self._mesh, self._compute_dtype = buckets[0].mesh, buckets[0].compute_dtype
         self._has_streams = _torch.has_streams(self._mesh.device)
-        self.is_offloaded = params[0].device != self._mesh.device or copies_beside_compute(
+        self.is_offloaded = params[0].device != self._mesh.device or copies_overlap_compute(
             params[0].offload, self._mesh.device
         )
         self.is_late = self.is_offloaded or self._has_streams
@@ -393,7 +393,7 @@ class Reduction:
 
     def split_wait(self, stream: torch.Stream) -> None:
         """Let ``stream`` wait for the sum over the shards too; see :meth:`wait_for_shards`."""
-        self._pending.pass_through(stream)
+        self._pending.order_before(stream)
         self._over_shards = self._pending
 
     def wait_for_shards(self) -> None:
@@ -443,17 +443,17 @@ class Reduction:
     def write_downloaded(self) -> None:
         """Write ``.grad`` if :meth:`download` has not, once the copies are there."""
         if "reduced" in self.__dict__:
-            host.settle()
+            host.synchronize()
             self.write_grads()
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        is_beside = copies_beside_compute(self.params[0].offload, self._mesh.device)
+        is_beside = copies_overlap_compute(self.params[0].offload, self._mesh.device)
         return download(tensor) if is_beside else tensor.cpu()
 
     def call_hook(self) -> None:
         """Call the user's hook with the reduced shards."""
         settings = self._group.settings
-        with run_beside(settings.hook_stream):
+        with on_side_stream(settings.hook_stream):
             settings.all_reduce_hook(self.reduced[: -self.num_flags])
 
     def write_grads(self) -> None:
@@ -582,7 +582,7 @@ class LocalReduction(Reduction):
     def write_downloaded(self) -> None:
         """Write ``.grad`` if :meth:`download` has not, once the copies are there."""
         if "_results_here" in self.__dict__:
-            host.settle()
+            host.synchronize()
             self.write_grads()
 
     def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:

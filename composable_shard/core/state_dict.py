@@ -123,7 +123,7 @@ def _before_load(
                 "got a call during one; call it before or after them"
             )
         group.reshard()
-    host.settle()  # copies of shards that a forward without a backward has launched
+    host.synchronize()  # copies of shards that a forward without a backward has launched
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     for attribute, param in params:
         param.state_before_load = param.sharded.__dict__, user_grad_dtype(param.sharded)

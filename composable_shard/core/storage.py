@@ -38,14 +38,14 @@ from composable_shard.core.placement import (
 from composable_shard.core.plugins import Op
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import may_read_padding
-from composable_shard.core.transport.host import Lane, upload, upload_lane
+from composable_shard.core.transport.host import CopyStream, upload, upload_stream
 from composable_shard.core.transport.pending import Pending, Waitable, launching_stream
 from composable_shard.errors import StaleParameterError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
-    copies_beside_compute,
+    copies_overlap_compute,
     pins,
 )
 
@@ -568,7 +568,7 @@ class Bucket:
         self.params = [params[index] for index in self.layout.order]
         self._pins = first.offload is not None and pins(first.offload)
         is_on_host = self.device.type == "cpu"
-        self.is_uploaded = is_on_host and copies_beside_compute(first.offload, self.mesh.device)
+        self.is_uploaded = is_on_host and copies_overlap_compute(first.offload, self.mesh.device)
         self.has_arrays = False
         is_offloaded = first.offload is not None and _torch.aligns(self.mesh.device)
         self.is_away = is_offloaded or self.is_uploaded or self.device != self.mesh.device
@@ -689,7 +689,7 @@ class _AllGather:
             numel, dtype = layout.shard_numel, bucket.compute_dtype
             self._source = _torch.empty(numel, dtype=dtype, device=mesh.device)
         self._inputs = [self._source[start : start + n] for start, n in layout.message_spans]
-        self._lane: Lane | None = None
+        self._uploads: CopyStream | None = None
         if self._casts:
             _torch.free(self._source)
 
@@ -726,22 +726,22 @@ class _AllGather:
             flat = torch.zeros_like(flat)
             _torch.copy_all_(self._bucket.shard_views(flat), list(self._shards))
         if self._bucket.is_uploaded:
-            self._lane = upload_lane(source.device)  # first: a copy that fails is waited for, too
+            self._uploads = upload_stream(source.device)  # first: a failed copy is awaited, too
             upload(flat, source)
         else:
             source.copy_(flat)
 
     def _wait_for_copy(self) -> None:
-        assert self._lane is not None
-        self._lane.arrival().wait()
+        assert self._uploads is not None
+        self._uploads.copies_event().wait()
 
     def launch(self) -> None:
         """Launch the all-gather, after the copy to the device if there is one."""
-        bucket, lane = self._bucket, self._lane
-        with nullcontext() if lane is None else lane.behind():
+        bucket, uploads = self._bucket, self._uploads
+        with nullcontext() if uploads is None else uploads.after_compute():
             works: list[Waitable] = self._channel.gather(bucket.gather_outputs, self._inputs)
-        if lane is not None:
-            works = [lane.arrival(), *works, lane.departure()]
+        if uploads is not None:
+            works = [uploads.copies_event(), *works, uploads.reuse_guard()]
         stream = launching_stream(bucket.mesh.device) if self._has_streams else None
         self._pending = Pending(works, self._channel.gathering, stream)
 

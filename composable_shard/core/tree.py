@@ -440,7 +440,7 @@ class Tree:
             return
         listener = self.listener or (lambda event, name: None)
         listener("begin_wait_for_copies", self.root.name)
-        host.settle()
+        host.synchronize()
         listener("wait_for_copies", self.root.name)
 
     def synchronize_gradients(self) -> None:

@@ -42,7 +42,7 @@ from torch.distributed import HashStore, TCPStore
 
 from composable_shard import _torch
 from composable_shard.arguments import check_int
-from composable_shard.core.transport.failures import go_on, is_lost
+from composable_shard.core.transport.failures import is_lost, withdraw_failures
 
 Result = TypeVar("Result")
 
@@ -215,7 +215,7 @@ def same_random_state() -> None:
 
 def _settle() -> None:
     """Pass a barrier, which shows that no collective is incomplete."""
-    go_on()  # the next call is another program, which has not failed
+    withdraw_failures()  # the next call is another program, which has not failed
     dist.barrier()
 
 

@@ -719,6 +719,6 @@ def move(
     for group in groups:
         if not group.tree.is_computing:
             group.reshard()
-    host.settle()
+    host.synchronize()
     with torch.inference_mode(False), torch.no_grad():
         _Move(_Holder(model, groups, optimizers), ranks).go(meshes, bucket_nbytes)

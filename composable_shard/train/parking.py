@@ -331,7 +331,7 @@ def parked(
                 "memory of the host, which parked() does not free; save a checkpoint, delete the "
                 "model and its optimizers, and load them from it afterwards"
             )
-        host.settle()
+        host.synchronize()
         tensors = _tensors_of(model, groups, optimizers)
     until, storages = contextlib.ExitStack(), DeviceStorages({})
     try:

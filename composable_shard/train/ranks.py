@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard import _torch
 from composable_shard.arguments import check_process_group
-from composable_shard.core.transport.failures import named
+from composable_shard.core.transport.failures import with_op
 from composable_shard.core.transport.process_groups import collect, first_difference
 from composable_shard.errors import RankMismatchError, ShardError
 
@@ -185,4 +185,4 @@ def naming_failures(doing: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, ShardError):
         raise
     except RuntimeError as error:
-        raise named(error, doing) from error
+        raise with_op(error, doing) from error

@@ -92,9 +92,9 @@ def test_offloaded_shards_are_copied_beside_compute(nccl_rank: None) -> None:
     torch.cuda.synchronize()
     handle = model.unshard(async_op=True)
     torch.cuda._sleep(LONG)
-    (lane,) = host.uploads.values()
-    assert lane.is_busy
-    lane.settle()
+    (copies,) = host.uploads.values()
+    assert copies.is_busy
+    copies.synchronize()
     assert not torch.cuda.current_stream().query()
     handle.wait()
 

@@ -1,7 +1,7 @@
 """Copies between host and device that run beside compute, as late as they may.
 
-A lane of the tests copies only when something waits for it that has to. So whoever reads too early,
-writes too early or frees too early gets other numbers than without a lane, or an error.
+The copy streams of these tests copy only when something waits for them. So code that reads, writes
+or frees memory too early gets other numbers, or an error.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
-from composable_shard.policy import copies_beside_compute
+from composable_shard.policy import copies_overlap_compute
 from composable_shard.testing import run_ranks
 
 UNPINNED = CPUOffloadPolicy(pin_memory=False)
 LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
-class LateLane:
-    """Stands for a lane of a device; what it launches is done when compute waits for it.
+class LateCopies:
+    """Stands for a copy stream; it runs launched copies when compute waits for them.
 
-    The host sees what came, and may write what went, when it has waited itself.
+    Downloaded values appear, and uploaded memory may be written, once the host has waited, too.
 
     Attributes:
-        launching: The lane behind which something is being launched, if any.
-        num_copies: How many copies all lanes have made.
+        launching: The copy stream on which something is being launched, if any.
+        num_copies: How many copies all copy streams have made.
         faults: What was done too early.
     """
 
-    launching: LateLane | None = None
+    launching: LateCopies | None = None
     num_copies = 0
     faults: ClassVar[list[str]] = []
 
@@ -53,12 +53,12 @@ class LateLane:
         def make() -> None:
             for tensor in (into, source):
                 if tensor.untyped_storage().size() < tensor.nbytes:
-                    LateLane.faults.append("memory was freed")
+                    LateCopies.faults.append("memory was freed")
                     return
             self.seen.append((into, source, source.clone()))
             if not self.is_download:
                 into.copy_(source)
-            LateLane.num_copies += 1
+            LateCopies.num_copies += 1
 
         self.launched.append(make)
 
@@ -72,41 +72,41 @@ class LateLane:
             self.launched[self.num_done - 1]()
 
     @contextlib.contextmanager
-    def behind(self) -> Iterator[None]:
-        LateLane.launching = self
+    def after_compute(self) -> Iterator[None]:
+        LateCopies.launching = self
         yield
-        LateLane.launching = None
+        LateCopies.launching = None
 
-    def arrival(self) -> Any:
+    def copies_event(self) -> Any:
         return mock.Mock(wait=partial(self.do, len(self.launched)))
 
-    def departure(self) -> Any:
+    def reuse_guard(self) -> Any:
         return mock.Mock(wait=lambda: None)  # it has no memory of its own
 
     @property
     def is_busy(self) -> bool:
         return bool(self.seen)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.do(len(self.launched))
         for into, source, copied in self.seen:
             if self.is_download:
                 into.copy_(copied)
             elif source.untyped_storage().size() and not torch.equal(source, copied):
-                LateLane.faults.append("memory was written that a device reads")
+                LateCopies.faults.append("memory was written that a device reads")
         self.seen.clear()
 
 
 def launch_late(channel: Channel, *args: Any) -> Any:
-    """Gather when the lane behind which it is launched gets there."""
-    lane, works = LateLane.launching, []
-    if lane is None:
+    """Gather when the copy stream that it is launched on gets there."""
+    copies, works = LateCopies.launching, []
+    if copies is None:
         return gather_from(channel, *args)
-    lane.launched.append(lambda: works.extend(gather_from(channel, *args)))
-    number = len(lane.launched)
+    copies.launched.append(lambda: works.extend(gather_from(channel, *args)))
+    number = len(copies.launched)
 
     def wait() -> None:
-        lane.do(number)
+        copies.do(number)
         while works:
             works.pop(0).wait()
 
@@ -117,16 +117,16 @@ gather_from = Channel.gather
 
 
 @contextlib.contextmanager
-def late_lanes() -> Iterator[None]:
+def late_copies() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(host, "Lane", LateLane))
+        stack.enter_context(mock.patch.object(host, "CopyStream", LateCopies))
         stack.enter_context(mock.patch.object(Channel, "gather", launch_late))
         stack.enter_context(mock.patch.dict(host.uploads, clear=True))
         stack.enter_context(mock.patch.dict(host.downloads, clear=True))
-        asked: Any = copies_beside_compute  # by whoever has imported it
+        asked: Any = copies_overlap_compute  # by whoever has imported it
         stack.callback(setattr, asked, "__code__", asked.__code__)
         asked.__code__ = (lambda policy, device: bool(policy)).__code__
-        LateLane.num_copies, LateLane.faults = 0, []
+        LateCopies.num_copies, LateCopies.faults = 0, []
         yield
 
 
@@ -217,14 +217,14 @@ def fail_in_backward(model: Any, x: torch.Tensor) -> None:
 
 def memory_runs_out(model: Any, x: torch.Tensor) -> None:
     """What was taken is given back, once nothing is on its way into it."""
-    copy = LateLane.copy
+    copy = LateCopies.copy
 
     def run_out(*args: Any) -> None:
         copy(*args)
         raise MemoryError("on purpose")
 
-    if host.Lane is LateLane:
-        out_of_memory = mock.patch.object(LateLane, "copy", run_out)
+    if host.CopyStream is LateCopies:
+        out_of_memory = mock.patch.object(LateCopies, "copy", run_out)
         with out_of_memory, pytest.raises(MemoryError, match="on purpose"):
             model(x)
     step(model, x)
@@ -289,15 +289,15 @@ def differences(acts: list[Act]) -> list[str]:
     for act in acts:
         for policy, reshard in CASES:
             expected = outcome(act, policy, reshard)
-            with late_lanes():
+            with late_copies():
                 got = outcome(act, policy, reshard)
             case = f"{act.__name__}, {'bf16' if policy else 'fp32'}, {reshard=}"
-            found += [f"{case}: {fault}" for fault in LateLane.faults]
+            found += [f"{case}: {fault}" for fault in LateCopies.faults]
             if not all(map(torch.equal, got, expected)):
                 found.append(case)
             ways = 1 if act is hooks else 2  # gradients that hooks see are waited for
-            if LateLane.num_copies < ways * 2 * 3:  # in two turns, of three groups
-                found.append(f"{case}: {LateLane.num_copies} copies")
+            if LateCopies.num_copies < ways * 2 * 3:  # in two turns, of three groups
+                found.append(f"{case}: {LateCopies.num_copies} copies")
     return found
 
 
@@ -313,7 +313,7 @@ def test_copies_may_be_late(ranks: int) -> None:
     assert run_ranks(differences, ranks, acts[ranks], timeout=60) == [[]] * ranks
 
 
-# The lane itself, on streams that take notes ----------------------------------------------------
+# The copy stream itself, on streams that record calls -------------------------------------------
 
 
 class Stream:
@@ -327,7 +327,7 @@ class Stream:
     current: Stream
 
     def __init__(self, name: object) -> None:
-        self.name = "lane" if isinstance(name, torch.device) else name
+        self.name = "copies" if isinstance(name, torch.device) else name
         self._outer: list[Stream] = []
 
     def __enter__(self) -> None:
@@ -354,48 +354,48 @@ class Stream:
 
 
 @pytest.fixture
-def lane(monkeypatch: pytest.MonkeyPatch) -> host.Lane:
+def copies(monkeypatch: pytest.MonkeyPatch) -> host.CopyStream:
     Stream.events, Stream.current = [], Stream("compute")
     monkeypatch.setattr(_torch, "make_stream", Stream)
     monkeypatch.setattr(_torch, "current_stream", lambda _: Stream.current)
     monkeypatch.setattr(_torch, "on_stream", lambda stream: stream)
-    return host.Lane(torch.device("cpu"))
+    return host.CopyStream(torch.device("cpu"))
 
 
-COPY = ["lane waits for compute", "lane records"]
+COPY = ["copies waits for compute", "copies records"]
 
 
-def test_a_copy_begins_after_compute_and_compute_continues_after_it(lane: host.Lane) -> None:
+def test_a_copy_begins_after_compute_and_compute_continues_after_it(copies: Any) -> None:
     into, source = torch.zeros(2), torch.ones(2)
-    lane.copy(into, source)
+    copies.copy(into, source)
     assert torch.equal(into, source) and Stream.current.name == "compute"
-    with pytest.raises(ValueError, match="on purpose"), lane.behind():
-        assert Stream.current.name == "lane"
+    with pytest.raises(ValueError, match="on purpose"), copies.after_compute():
+        assert Stream.current.name == "copies"
         fail()
     assert Stream.current.name == "compute"
-    lane.arrival().wait()
-    lane.settle()
-    lane.settle()
+    copies.copies_event().wait()
+    copies.synchronize()
+    copies.synchronize()
     assert Stream.events == [
         *COPY,
-        "lane waits for compute",
-        "lane records",
-        "compute waits for event of lane",
-        "host waits for lane",
+        "copies waits for compute",
+        "copies records",
+        "compute waits for event of copies",
+        "host waits for copies",
     ]
 
 
-def test_tensors_are_kept_until_compute_continues_after_their_copy(lane: host.Lane) -> None:
+def test_tensors_are_kept_until_compute_continues_after_their_copy(copies: Any) -> None:
     kept = []
     for number in range(4):
         pair = torch.zeros(2), torch.ones(2)
         kept.append([weakref.ref(tensor) for tensor in pair])
-        lane.copy(*pair)
+        copies.copy(*pair)
         del pair
-        let_go = ["compute waits for event of lane"] if number > 1 else []
+        let_go = ["compute waits for event of copies"] if number > 1 else []
         assert Stream.events == COPY + let_go
         Stream.events.clear()
     alive = [all(tensor() is not None for tensor in pair) for pair in kept]
     assert alive == [False, False, True, True]
-    lane.settle()
+    copies.synchronize()
     assert not any(tensor() for pair in kept for tensor in pair)

@@ -64,17 +64,17 @@ def waiting_only_for(kind: str) -> Callable[[Pending], None]:
     return wait
 
 
-def behind_nothing(self: host.Lane) -> Any:
+def copy_before_compute(self: host.CopyStream) -> Any:
     return self._stream
 
 
-def arrive_at_once(self: host.Lane) -> Any:
+def arrive_at_once(self: host.CopyStream) -> Any:
     return mock.Mock(wait=lambda: None)
 
 
-def copy_and_forget(self: host.Lane, into: Any, source: Any) -> None:
+def copy_and_forget(self: host.CopyStream, into: Any, source: Any) -> None:
     self.is_busy = True
-    with self.behind():
+    with self.after_compute():
         into.copy_(source, non_blocking=True)
 
 
@@ -86,7 +86,7 @@ def gather_on_another_stream(self: Channel, *args: Any) -> Any:
 real_gather = Channel.gather
 
 
-def pass_through_at_once(self: Pending, stream: Stream) -> None:
+def continue_at_once(self: Pending, stream: Stream) -> None:
     """Go on on a stream that does not wait for the reduce-scatter."""
 
 
@@ -108,16 +108,16 @@ real_wait_stream = Stream.wait_stream
 
 
 def fill_without_waiting(self: UsedStreams) -> None:
-    with instead(self, "_let_wait", lambda _: None):
+    with instead(self, "_wait_for_users", lambda _: None):
         real_fill(self)
 
 
 def wait_for_the_owner_alone(self: UsedStreams, stream: Any) -> None:
-    self._used.clear()
-    real_let_wait(self, stream)
+    self._users.clear()
+    real_wait_for_users(self, stream)
 
 
-real_fill, real_let_wait = UsedStreams.fill, UsedStreams._let_wait
+real_fill, real_wait_for_users = UsedStreams.record_fill, UsedStreams._wait_for_users
 
 
 class Plant(NamedTuple):
@@ -166,62 +166,62 @@ PLANTS: dict[str, Plant] = {
         ("all_gather", "does not wait for", "on the compute stream"),
     ),
     "an all-reduce does not wait for its reduce-scatter": Plant(
-        lambda: instead(Pending, "pass_through", pass_through_at_once),
+        lambda: instead(Pending, "order_before", continue_at_once),
         "replicas",
         ("allreduce", "does not wait for reduce_scatter"),
     ),
     "memory is freed on the stream that used it last": Plant(
-        lambda: instead(UsedStreams, "at_owner", lambda _: HERE),
+        lambda: instead(UsedStreams, "on_allocating_stream", lambda _: HERE),
         "gathered beside",
         ("has gone back to stream", "on the compute stream"),
     ),
     "memory is freed while another stream than its owner uses it": Plant(
-        lambda: instead(UsedStreams, "_let_wait", wait_for_the_owner_alone),
+        lambda: instead(UsedStreams, "_wait_for_users", wait_for_the_owner_alone),
         "used beside, freed here",
         ("has gone back to the compute stream", "on stream", "reads it"),
     ),
     "kept memory is filled while another stream uses it": Plant(
-        lambda: instead(UsedStreams, "fill", fill_without_waiting),
+        lambda: instead(UsedStreams, "record_fill", fill_without_waiting),
         "kept, gathered without waiting",
         ("all_gather", "does not wait for", "on the compute stream"),
     ),
     "a module does not wait for the stream that gathered": Plant(
-        lambda: instead(UsedStreams, "use", lambda _: None),
+        lambda: instead(UsedStreams, "record_use", lambda _: None),
         "gathered beside",
         ("on the compute stream", "does not wait for split_with_sizes_copy on stream"),
     ),
     "a gather is finished where it is waited for": Plant(
-        lambda: instead(pending, "run_beside", lambda _: HERE),
+        lambda: instead(pending, "_on_side_stream", lambda _: HERE),
         "gathered beside, bf16",
         ("has gone back to stream", "does not wait for"),
     ),
     "gradients are reduced on another stream than theirs": Plant(
-        lambda: instead(UsedStreams, "where_used", lambda _: HERE),
+        lambda: instead(UsedStreams, "on_last_user", lambda _: HERE),
         "branches, one of them at first",
         ("has gone back to stream", "does not wait for", "reads it"),
     ),
     "copies do not wait for compute": Plant(
-        lambda: instead(host.Lane, "behind", behind_nothing),
+        lambda: instead(host.CopyStream, "after_compute", copy_before_compute),
         "offload",
         ("copy_", "does not wait for"),
     ),
     "nobody waits for what is copied to the device": Plant(
-        lambda: instead(host.Lane, "arrival", arrive_at_once),
+        lambda: instead(host.CopyStream, "copies_event", arrive_at_once),
         "offload, one shard",
         ("does not wait for copy_", "writes"),
     ),
     "memory of copies is let go of while another stream gathers from it": Plant(
-        lambda: instead(host.Lane, "departure", arrive_at_once),
+        lambda: instead(host.CopyStream, "reuse_guard", arrive_at_once),
         "custom, offload, branches",
         ("has gone back to stream", "does not wait for all_gather", "reads it"),
     ),
     "what is copied to the host is let go of": Plant(
-        lambda: instead(host.Lane, "copy", copy_and_forget),
+        lambda: instead(host.CopyStream, "copy", copy_and_forget),
         "offload",
         ("has gone back to the compute stream", "does not wait for copy_"),
     ),
     "the host reads before copies have arrived": Plant(
-        lambda: instead(host, "settle", lambda: None),
+        lambda: instead(host, "synchronize", lambda: None),
         "offload",
         ("on the host", "does not wait for copy_"),
     ),
@@ -231,7 +231,7 @@ PLANTS: dict[str, Plant] = {
         ("on the compute stream reads", "does not wait for allreduce"),
     ),
     "flags are read before they have arrived": Plant(
-        lambda: instead(host, "settle", lambda: None),
+        lambda: instead(host, "synchronize", lambda: None),
         "missing gradients",
         ("on the host reads", "does not wait for copy_"),
     ),

@@ -430,7 +430,7 @@ def _patches(device: SimulatedDevice) -> Iterator[contextlib.AbstractContextMana
     }
     for name, value in instead.items():
         yield mock.patch.object(_torch, name, value)
-    for streams in (host.uploads, host.downloads, pending.beside_compute):
+    for streams in (host.uploads, host.downloads, pending.side_streams):
         yield mock.patch.dict(streams, clear=True)
     for name, value in {
         "Stream": Stream,

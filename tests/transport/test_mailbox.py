@@ -19,7 +19,7 @@ from on_ranks import on_ranks
 from torch import nn
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
-from composable_shard.core.transport import beside
+from composable_shard.core.transport import background
 from composable_shard.core.transport.gloo import mailbox, point_to_point
 from composable_shard.core.transport.gloo.exchange import Exchange
 from composable_shard.core.transport.gloo.mailbox import Mailbox, mailbox_of
@@ -321,7 +321,7 @@ def one_is_late(num: int, sign: Path) -> tuple[list[bool], bool]:
         return make_room(self, ranks)
 
     box()
-    with mock.patch.object(beside, "_periodic", []):  # where it would take note
+    with mock.patch.object(background, "_periodic", []):  # where it would take note
         time.sleep(0.1)  # in which what has begun there ends
         dist.barrier()
         if dist.get_rank() == 1:

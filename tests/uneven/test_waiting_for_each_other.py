@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import fully_shard
 from composable_shard.core.transport import failures
-from composable_shard.core.transport.failures import Wait, count_launch, never_comes
+from composable_shard.core.transport.failures import Wait, count_launch, find_deadlock
 from composable_shard.errors import CommunicationError
 from composable_shard.testing import RankError, fake_ranks, run_ranks
 
@@ -31,13 +31,13 @@ def wait(key: str, number: int, **launched: int) -> Wait:
 def test_ranks_that_wait_in_a_circle_wait_for_ever() -> None:
     """One that waits for an earlier collective, or computes, may come."""
     waits = {0: wait("a", 2, a=2, b=1), 1: wait("b", 2, a=1, b=2)}
-    assert [never_comes(rank, waits) for rank in range(2)] == [1, 0]
-    assert never_comes(0, {0: wait("a", 2, a=2, b=1), 1: wait("b", 1, a=1, b=1)}) is None
-    assert never_comes(0, {0: wait("a", 2, a=2)}) is None
+    assert [find_deadlock(rank, waits) for rank in range(2)] == [1, 0]
+    assert find_deadlock(0, {0: wait("a", 2, a=2, b=1), 1: wait("b", 1, a=1, b=1)}) is None
+    assert find_deadlock(0, {0: wait("a", 2, a=2)}) is None
     waits = {0: wait("a", 1, a=1, b=1), 1: wait("b", 1, b=1, c=1), 2: wait("c", 1, c=1, a=1)}
-    assert [never_comes(rank, waits) for rank in range(3)] == [1, 2, 0]
+    assert [find_deadlock(rank, waits) for rank in range(3)] == [1, 2, 0]
     waits[2] = wait("c", 1, a=1, b=1, c=1)  # so rank 1 goes on
-    assert [never_comes(rank, waits) for rank in range(3)] == [None, None, None]
+    assert [find_deadlock(rank, waits) for rank in range(3)] == [None, None, None]
 
 
 def test_of_ranks_with_several_threads_nothing_is_known() -> None:
@@ -51,7 +51,7 @@ def test_of_ranks_with_several_threads_nothing_is_known() -> None:
             assert other.submit(count_launch, group, "a").result() == 0
         assert count_launch(group, "a") == 0
     waits = {0: wait("a", 0, a=2), 1: wait("b", 1, b=1)}
-    assert [never_comes(rank, waits) for rank in range(2)] == [None, None]
+    assert [find_deadlock(rank, waits) for rank in range(2)] == [None, None]
 
 
 @given(
@@ -73,7 +73,7 @@ def test_what_is_said_never_to_come_does_not(orders: list[list[str]], come: list
                 counts[key] = counts.get(key, 0) + 1
             waits[rank] = Wait("", order[at], counts[order[at]], counts)
     for rank in waits:
-        if never_comes(rank, waits) is not None:
+        if find_deadlock(rank, waits) is not None:
             assert done[rank] < len(orders[rank])
 
 
@@ -108,7 +108,7 @@ PARTED = (
 )
 
 
-IMPATIENT = mock.patch.multiple(failures, _PATIENCE=0.2, _ANSWER=0.4)
+IMPATIENT = mock.patch.multiple(failures, _POLL_AFTER=0.2, _STORE_TIMEOUT=0.4)
 
 
 class Towers(nn.Module):

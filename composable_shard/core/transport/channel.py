@@ -31,10 +31,10 @@ from composable_shard.core.transport.collectives import (
 from composable_shard.core.transport.failures import (
     announce,
     announced,
-    board_of,
     count_launch,
-    go_on,
+    status_of,
     watched,
+    withdraw_failures,
 )
 from composable_shard.core.transport.gloo.point_to_point import (
     DirectAllGather,
@@ -246,8 +246,8 @@ class Channel:
     ) -> list[Waitable]:
         """Launch collectives; if that fails, name the operation and publish the failure."""
         if announced:
-            go_on()
-        is_watched = board_of(group) is not None
+            withdraw_failures()
+        is_watched = status_of(group) is not None
         # Replicas may have agreed on other tags.
         has_key = is_watched and group is not self.mesh.replica_group
         key = f"{self.tags[0]} {op}" if has_key else ""

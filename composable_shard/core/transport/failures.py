@@ -1,14 +1,14 @@
-"""The errors of a failed collective: which rank is missing, in which operation, on which rank.
+"""The errors of failed collectives: they name the missing rank and the operation on each rank.
 
-A process group is lost after a failed collective: its ranks are out of step, and one could mistake
-a message of the failed collective for one of the next. So gloo closes its connections, and ranks
-that share memory refuse every later collective.
+After a failed collective, its process group is lost: the ranks are out of step, and a rank could
+mistake a message of the failed collective for a message of the next one. So gloo closes its
+connections, and ranks that share memory refuse every later collective.
 
 A rank that fails on its own, in a hook of the user for example, publishes the failure in the store
 of its process group (:func:`announce`). A rank that waits for long publishes its wait. The thread
-of ``beside.py`` watches every wait (:class:`watched`): it polls the store while the wait lasts, and
-ends the wait when another rank has failed. It only watches process groups of gloo, since waits of
-other backends do not block the host.
+of ``background.py`` watches every wait (:class:`watched`): it polls the store while the wait lasts,
+and ends the wait when another rank has failed. It only watches process groups of gloo, since waits
+of other backends do not block the host.
 
 Ranks that run different collectives wait for each other, each for a collective that the next one
 does not launch. Ranks that wait for long publish the collective that they wait for, and the
@@ -34,15 +34,15 @@ import torch
 import torch.distributed as dist
 
 from composable_shard import _torch
-from composable_shard.core.transport.beside import PAUSE, ensure_thread, repeat, run_once
+from composable_shard.core.transport import background
 from composable_shard.errors import CommunicationError, RankMismatchError, ShardError
 
 _losses: weakref.WeakKeyDictionary[dist.ProcessGroup, str]
 _losses = weakref.WeakKeyDictionary()
 
 
-def lost(group: dist.ProcessGroup, peer: int, got: object) -> ShardError:
-    """Mark ``group`` as lost; return the error to raise.
+def missing_rank(group: dist.ProcessGroup, peer: int, got: object) -> ShardError:
+    """Mark ``group`` as lost because a rank is missing; return the error to raise.
 
     Args:
         group: The process group.
@@ -50,13 +50,20 @@ def lost(group: dist.ProcessGroup, peer: int, got: object) -> ShardError:
         got: What this rank got instead.
     """
     rank = dist.get_process_group_ranks(group)[peer]
-    error = ShardError(_bare(f"Expected rank {rank} to take part in a collective, got {got}"))
+    error = ShardError(_shortened(f"Expected rank {rank} to take part in a collective, got {got}"))
     _losses.setdefault(group, str(error))
     return error
 
 
 def mismatch(group: dist.ProcessGroup, peer: int, expected: str, got: str) -> RankMismatchError:
-    """Mark ``group`` as lost because a rank sends other tensors than this one; return the error."""
+    """Mark ``group`` as lost because a rank sends other tensors than this one; return the error.
+
+    Args:
+        group: The process group.
+        peer: The other rank, within the group.
+        expected: The tensors of this rank.
+        got: The tensors of the other rank.
+    """
     rank = dist.get_process_group_ranks(group)[peer]
     error = RankMismatchError(
         f"Expected {expected} from rank {rank} as on this one, got {got}; has a parameter been "
@@ -80,7 +87,7 @@ def refuse_lost(group: dist.ProcessGroup) -> None:
         )
 
 
-def named(error: RuntimeError, op: str) -> RuntimeError:
+def with_op(error: RuntimeError, op: str) -> RuntimeError:
     """Return an error that names the rank and the operation of a failed collective.
 
     Args:
@@ -97,7 +104,7 @@ def named(error: RuntimeError, op: str) -> RuntimeError:
 _DEADLOCK = "Expected all ranks to run the same, got "
 
 
-def _bare(text: str) -> str:
+def _shortened(text: str) -> str:
     """Return only the sentence about a deadlock, if a text ends with one."""
     return text[max(text.rfind(_DEADLOCK), 0) :]
 
@@ -121,33 +128,33 @@ class Wait(NamedTuple):
     launched: Mapping[str, int]
 
 
-def never_comes(own: int, waits: Mapping[int, Wait]) -> int | None:
-    """Return a rank that ``own`` waits for and that waits for ``own``, directly or through others.
+def find_deadlock(rank: int, waits: Mapping[int, Wait]) -> int | None:
+    """Return the next rank of a cycle of waits through ``rank``; ``None`` if there is no cycle.
 
     A published wait stays true until all other ranks have launched the awaited collective. So if
-    the waits form a cycle, all ranks of the cycle wait for ever, however old the records are.
+    the waits form a cycle, all ranks of the cycle wait forever, however old the records are.
 
     Args:
-        own: This rank; its own record is up to date.
+        rank: This rank; its record is up to date.
         waits: The published waits, by rank.
     """
 
-    def missing_for(rank: int) -> list[int]:
-        wait = waits[rank]
+    def awaited_by(waiting: int) -> list[int]:
+        wait = waits[waiting]
         return [
             other
             for other, other_wait in waits.items()
-            if other != rank and other_wait.launched.get(wait.key, 0) < wait.number
+            if other != waiting and other_wait.launched.get(wait.key, 0) < wait.number
         ]
 
-    for first in missing_for(own):
-        seen, ahead = {first}, [first]
-        while ahead:
-            missing = missing_for(ahead.pop())
-            if own in missing:
+    for first in awaited_by(rank):
+        visited, to_visit = {first}, [first]
+        while to_visit:
+            awaited = awaited_by(to_visit.pop())
+            if rank in awaited:
                 return first
-            ahead += [other for other in missing if other not in seen]
-            seen.update(missing)
+            to_visit += [other for other in awaited if other not in visited]
+            visited.update(awaited)
     return None
 
 
@@ -155,27 +162,27 @@ def never_comes(own: int, waits: Mapping[int, Wait]) -> int | None:
 
 _UNEVEN = "if ranks have different numbers of batches, iterate with composable_shard.uneven()"
 ENDED = f"the end of its process; {_UNEVEN}"
-_PATIENCE = 1.0  # seconds that a wait may last before the store is polled
-_ANSWER = 2.0  # seconds to wait for the store before an error is raised without it
+_POLL_AFTER = 1.0  # seconds that a wait may last before the store is polled
+_STORE_TIMEOUT = 2.0  # seconds to wait for the store before an error is raised without it
 _FAILED, _WAITS = "failed", "waits"  # keys of the store; each rank adds its number to them
 _SIGNS_OF_A_TIME_OUT = ("time-out of", "Timed out", "timed out")
-_LOAD = 4000  # the most records of waits that all ranks together read each second
+_READ_RATE = 4000  # records of waits that all ranks together read each second, at most
 _NUM_LOCATED = 8  # the most ranks that a message locates
 _NO_TAG = (1 << 31) - 1  # the tag of a message that no rank sends
 _ANNOUNCED = "_composable_shard_is_announced"
 
-_boards: weakref.WeakKeyDictionary[dist.ProcessGroup, _Board | None]
-_boards = weakref.WeakKeyDictionary()
-announced: set[_Board] = set()  # the boards on which this rank has published its failure
+_statuses: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupStatus | None]
+_statuses = weakref.WeakKeyDictionary()
+announced: set[_GroupStatus] = set()  # where this rank has published its failure
 _waits: list[watched] = []
 _launches: weakref.WeakKeyDictionary[dist.ProcessGroup, _Launches]
 _launches = weakref.WeakKeyDictionary()
 
 
-class _Board:
-    """The store of one process group of gloo, in which its ranks publish failures and waits.
+class _GroupStatus:
+    """The failures and waits that the ranks of a gloo process group publish in its store.
 
-    Only the watcher's thread calls the methods that use the store, since the store may not answer.
+    Only the background thread calls the methods that use the store, since the store may not answer.
 
     Attributes:
         num_failures: The number of failures of this rank.
@@ -185,85 +192,85 @@ class _Board:
         self.num_failures = 0
         self.ranks = dist.get_process_group_ranks(group)
         self._group = weakref.ref(group)
-        self._place = group.rank()
+        self._group_rank = group.rank()
         self._store = _torch.store_of(group)
 
     def publish(self, key: str, text: str) -> None:
-        self._store.set(f"{key} {self._place}", text)
+        self._store.set(f"{key} {self._group_rank}", text)
         self._store.set(key, "")
 
     def withdraw(self, key: str) -> None:
-        self._store.delete_key(f"{key} {self._place}")
+        self._store.delete_key(f"{key} {self._group_rank}")
 
     def _published(self, key: str) -> dict[int, str]:
         """Return the texts that the other ranks have published, by global rank."""
         if not self._store.check([key]):
             return {}
         texts = {
-            rank: self._store.get(f"{key} {place}").decode()
-            for place, rank in enumerate(self.ranks)
-            if place != self._place and self._store.check([f"{key} {place}"])
+            rank: self._store.get(f"{key} {index}").decode()
+            for index, rank in enumerate(self.ranks)
+            if index != self._group_rank and self._store.check([f"{key} {index}"])
         }
         return {rank: text for rank, text in texts.items() if text}  # empty if withdrawn just now
 
     def failure(self) -> str | None:
         """Return the failure of a rank that has failed more often than this one, if there is one.
 
-        If all ranks fail alike, none waits for another.
+        If all ranks have failed equally often, no rank waits for another.
         """
-        found = []
+        failures = []
         for rank, text in self._published(_FAILED).items():
             count, _, description = text.partition(" ")
             if int(count) > self.num_failures:
-                found.append(f"rank {rank} failed while {description}")
-        # The first cause goes before the failures that it led to on other ranks.
-        follows = f": {CommunicationError.__name__}: "
-        return min(found, key=lambda text: follows in text, default=None)
+                failures.append(f"rank {rank} failed while {description}")
+        # Prefer the first cause to the failures that it led to on other ranks.
+        is_effect = f": {CommunicationError.__name__}: "
+        return min(failures, key=lambda text: is_effect in text, default=None)
 
     def waits(self) -> dict[int, Wait]:
         """Return the published (long) waits of other ranks, by rank."""
         return {rank: Wait(*json.loads(text)) for rank, text in self._published(_WAITS).items()}
 
     def whereabouts(self) -> str:
-        """Describe where the other ranks are, as far as they have published waits."""
+        """Describe the waits that other ranks have published, and list the other ranks."""
         waits, most = self.waits(), _NUM_LOCATED
-        found = [f"rank {rank} waits while {waits[rank].op}" for rank in list(waits)[:most]]
-        away = [rank for place, rank in enumerate(self.ranks) if place != self._place]
-        away = [rank for rank in away if rank not in waits]
-        if away:
-            names = [str(rank) for rank in away[:most]]
-            names += [f"{len(away) - most} more"] if len(away) > most else []
-            found.append(
+        places = [f"rank {rank} waits while {waits[rank].op}" for rank in list(waits)[:most]]
+        others = [rank for index, rank in enumerate(self.ranks) if index != self._group_rank]
+        others = [rank for rank in others if rank not in waits]
+        if others:
+            names = [str(rank) for rank in others[:most]]
+            names += [f"{len(others) - most} more"] if len(others) > most else []
+            places.append(
                 f"rank {', '.join(names)} waits in no collective of the library: it may be in "
                 "another (dist.barrier(), full_tensor(), a full state dict), be busy, or have "
                 f"stopped; {_UNEVEN}"
             )
-        return "; ".join(found)
+        return "; ".join(places)
 
     def break_connections(self) -> None:
         """Make all waits of this rank in the group fail.
 
-        Gloo closes all connections if a message does not arrive within its time-out, but not if one
-        connection is closed already, as after this call on another rank. So this awaits a message
-        from each rank.
+        If a message does not arrive within its time-out, gloo closes all connections, except if a
+        connection is closed already, as after this call on another rank. So this method awaits a
+        message from each rank.
         """
         group = self._group()
         if group is None:
             return
         nothing = torch.zeros(1, dtype=torch.uint8)
         for peer in range(len(self.ranks)):
-            if peer != self._place:
+            if peer != self._group_rank:
                 with contextlib.suppress(RuntimeError):
                     group.recv([nothing], peer, _NO_TAG).wait(timedelta(milliseconds=1))
 
 
-def board_of(group: dist.ProcessGroup) -> _Board | None:
-    """Return the board of ``group``; ``None`` unless it is a gloo group of several ranks."""
+def status_of(group: dist.ProcessGroup) -> _GroupStatus | None:
+    """Return the status of ``group``; ``None`` unless it is a gloo group of several ranks."""
     try:
-        return _boards[group]
+        return _statuses[group]
     except KeyError:
         is_gloo = group.size() > 1 and _torch.backend_name(group, torch.device("cpu")) == "gloo"
-        return _boards.setdefault(group, _Board(group) if is_gloo else None)
+        return _statuses.setdefault(group, _GroupStatus(group) if is_gloo else None)
 
 
 def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Exception) -> None:
@@ -272,7 +279,7 @@ def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Excepti
     Args:
         groups: The process groups with ranks that may wait for this one.
         op: The operation that failed.
-        error: The error. It is announced once, and gets a note if this rank caused it.
+        error: The error. It is published once, and gets a note if this rank caused it.
 
     Collective: none.
     """
@@ -287,20 +294,20 @@ def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Excepti
     reason = str(error).partition("\n")[0][:2000]
     reason = reason.removeprefix(f"Rank {dist.get_rank()} failed while {op}: ")
     for group in dict.fromkeys(groups):
-        board = None if group is None else board_of(group)
-        if board is not None:
-            board.num_failures += 1
-            announced.add(board)
-            text = f"{board.num_failures} {op}: {type(error).__name__}: {reason}"
-            run_once(functools.partial(board.publish, _FAILED, text))
+        status = None if group is None else status_of(group)
+        if status is not None:
+            status.num_failures += 1
+            announced.add(status)
+            text = f"{status.num_failures} {op}: {type(error).__name__}: {reason}"
+            background.call_once(functools.partial(status.publish, _FAILED, text))
     if announced:
-        run_once(bool, _ANSWER)  # wait for the publication, which may be slow
+        background.call_once(bool, _STORE_TIMEOUT)  # wait for the publication, which may be slow
 
 
-def go_on() -> None:
-    """Withdraw the failure of this rank, since it calls a collective again."""
+def withdraw_failures() -> None:
+    """Withdraw the published failures of this rank, since it calls a collective again."""
     while announced:
-        run_once(functools.partial(announced.pop().withdraw, _FAILED))
+        background.call_once(functools.partial(announced.pop().withdraw, _FAILED))
 
 
 def count_launch(group: dist.ProcessGroup, key: str) -> int:
@@ -334,20 +341,20 @@ class _Launches:
 
 
 class watched:
-    """Watch the wait for collectives inside, and explain its failure.
+    """Watch the waits of a ``with`` block, and explain a failure.
 
-    Hazard: another rank has failed, or runs another collective, and this one waits until its
+    Hazard: another rank has failed, or runs another collective, and this rank waits until its
     time-out. Guard: a thread polls the failures and waits that other ranks publish. Test:
     ``test_a_hook_that_fails_on_one_rank_is_an_error_on_all``.
 
     Args:
         group: The process group.
         op: The operation, such as "gathering group 'blocks.3'".
-        key: The key of the collective, the same on all ranks, if a rank may skip the collective.
-        number: The number of the launch; see :func:`count_launch`.
+        key: The key of the collective, the same on all ranks.
+        number: The number that :func:`count_launch` returned; 0 to look for no deadlock.
 
     Raises:
-        CommunicationError: For any ``RuntimeError`` inside, with that as its cause.
+        CommunicationError: For any ``RuntimeError`` in the block, which is its cause.
     """
 
     __slots__ = (
@@ -355,14 +362,14 @@ class watched:
         "_group",
         "_is_published",
         "_key",
-        "_looked",
-        "_looked_at_waits",
         "_number",
         "_op",
-        "_seen",
+        "_polled",
+        "_polled_waits",
+        "_previous_failure",
         "_start",
-        "board",
         "failure",
+        "status",
     )
 
     def __init__(self, group: dist.ProcessGroup, op: str, key: str = "", number: int = 0) -> None:
@@ -370,17 +377,17 @@ class watched:
         self._op = op
         self._key, self._number = key, number
         self._group = group
-        self.board = board_of(group)
+        self.status = status_of(group)
         self._is_published = False
-        self._seen: str | None = None
-        self._start = self._looked = self._looked_at_waits = 0.0  # before the wait
+        self._previous_failure: str | None = None
+        self._start = self._polled = self._polled_waits = 0.0  # before the wait
         self._answer = ""
 
     def __enter__(self) -> watched:
-        if self.board is not None:
-            self._start = self._looked = time.monotonic()
+        if self.status is not None:
+            self._start = self._polled = time.monotonic()
             _waits.append(self)
-            ensure_thread()
+            background.ensure_thread()
         return self
 
     def __exit__(
@@ -389,11 +396,11 @@ class watched:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.board is not None:
+        if self.status is not None:
             with contextlib.suppress(ValueError):
                 _waits.remove(self)
             if self._is_published:
-                run_once(functools.partial(self._withdraw, self.board))
+                background.call_once(functools.partial(self._withdraw, self.status))
         if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
             explained = self.explain(error)
             _losses.setdefault(self._group, str(explained))
@@ -403,69 +410,69 @@ class watched:
         """Return an error that names the operation of this rank, and the failures of others.
 
         Args:
-            error: See :func:`named`.
+            error: See :func:`with_op`.
         """
-        error, board = named(error, self._op), self.board
-        if board is None or type(error) is not CommunicationError:
+        error, status = with_op(error, self._op), self.status
+        if status is None or type(error) is not CommunicationError:
             return error
         has_waited = self._start > 0  # false if the launch failed
         is_late = has_waited and any(sign in str(error) for sign in _SIGNS_OF_A_TIME_OUT)
-        run_once(functools.partial(self._find_cause, board, is_late), _ANSWER)
+        background.call_once(functools.partial(self._find_cause, status, is_late), _STORE_TIMEOUT)
         reason = str(error).removeprefix(f"Rank {dist.get_rank()} failed while {self._op}: ")
         if not self._answer or self._answer in reason or reason in self._answer:
             return error  # nothing new: this error is the cause, or another rank reports the same
-        bare = _bare(text := f"{error}; {self._answer}")
-        return CommunicationError(text) if bare == text else named(ShardError(bare), self._op)
+        short = _shortened(text := f"{error}; {self._answer}")
+        return CommunicationError(text) if short == text else with_op(ShardError(short), self._op)
 
-    def _find_cause(self, board: _Board, is_late: bool) -> None:
-        failure = self.failure or board.failure() or self._deadlock(board)
+    def _find_cause(self, status: _GroupStatus, is_late: bool) -> None:
+        failure = self.failure or status.failure() or self._deadlock(status)
         if failure is not None:
             self._answer = failure
         elif is_late:
             self._answer = (
-                f"{board.whereabouts()}. All ranks must run evaluation, generation, saving and the "
-                "same branches; docs/hangs.md says how to find the rank that does not"
+                f"{status.whereabouts()}. All ranks must run evaluation, generation, saving and "
+                "the same branches; docs/hangs.md says how to find the rank that does not"
             )
 
-    def look(self) -> None:
-        """Poll the store if it is due. Called by the watcher."""
-        board, now = self.board, time.monotonic()
-        assert board is not None
-        pause = PAUSE + len(board.ranks) / 2000  # all ranks share the store
-        if self.failure is not None or now < self._start + _PATIENCE or now < self._looked + pause:
+    def poll(self) -> None:
+        """Poll the store if it is time. Called on the background thread."""
+        status, now = self.status, time.monotonic()
+        assert status is not None
+        pause = background.PERIOD + len(status.ranks) / 2000  # all ranks share the store
+        if self.failure is not None or now < max(self._start + _POLL_AFTER, self._polled + pause):
             return
-        self._looked = now
+        self._polled = now
         if not self._is_published:
             self._is_published = True
-            board.publish(_WAITS, json.dumps(self._current_wait()))
-        failure = board.failure()
-        is_sure = failure is None or failure == self._seen
-        if failure is None and now >= self._looked_at_waits + len(board.ranks) ** 2 / _LOAD:
-            self._looked_at_waits = now
-            failure = self._deadlock(board)
+            status.publish(_WAITS, json.dumps(self._current_wait()))
+        failure = status.failure()
+        is_sure = failure is None or failure == self._previous_failure
+        if failure is None and now >= self._polled_waits + len(status.ranks) ** 2 / _READ_RATE:
+            self._polled_waits = now
+            failure = self._deadlock(status)
         if failure is not None and is_sure and self in _waits:
             self.failure = failure
-            board.break_connections()
-        self._seen = failure
+            status.break_connections()
+        self._previous_failure = failure
         if self not in _waits:
-            self._withdraw(board)
+            self._withdraw(status)
 
-    def _withdraw(self, board: _Board) -> None:
-        """Withdraw the wait; after a deadlock it stays, so that the other ranks find it too."""
+    def _withdraw(self, status: _GroupStatus) -> None:
+        """Withdraw the wait, but not after a deadlock, so that the other ranks find it, too."""
         if _DEADLOCK not in (self.failure or ""):
-            board.withdraw(_WAITS)
+            status.withdraw(_WAITS)
 
     def _current_wait(self) -> Wait:
         launches = _launches.get(self._group)
         launched = {} if launches is None else dict(launches.counts)
         return Wait(self._op, self._key, self._number, launched)
 
-    def _deadlock(self, board: _Board) -> str | None:
+    def _deadlock(self, status: _GroupStatus) -> str | None:
         """Return the sentence about a deadlock with another rank, if there is one."""
         if not self._number:
             return None
-        waits, this = board.waits(), dist.get_rank()
-        rank = never_comes(this, {**waits, this: self._current_wait()})
+        waits, this = status.waits(), dist.get_rank()
+        rank = find_deadlock(this, {**waits, this: self._current_wait()})
         if rank is None:
             return None
         first, second = sorted([(rank, waits[rank].op), (this, self._op)])
@@ -478,13 +485,14 @@ class watched:
 
 def failure_in(group: dist.ProcessGroup) -> str | None:
     """Return the failure that ends the waits in ``group``, if there is one."""
-    return next((wait.failure for wait in list(_waits) if wait.board is _boards.get(group)), None)
+    status = _statuses.get(group)
+    return next((wait.failure for wait in list(_waits) if wait.status is status), None)
 
 
-def _look_at_waits() -> None:
+def _poll_waits() -> None:
     for wait in list(_waits):
         with contextlib.suppress(RuntimeError):
-            wait.look()
+            wait.poll()
 
 
-repeat(_look_at_waits)
+background.call_periodically(_poll_waits)

@@ -1,6 +1,6 @@
 """Copies between pinned memory of the host and a device, concurrent with compute.
 
-Each direction of a device has a lane: a copy stream. A copy begins after the work that compute has
+A device has one copy stream for each direction. A copy begins after the work that compute has
 launched before it. Compute waits for a copy only where it needs the copied values.
 """
 
@@ -16,18 +16,18 @@ import torch
 from composable_shard import _torch
 from composable_shard.core.transport.pending import Waitable
 
-_NUM_KEPT = 2  # copies whose tensors a lane keeps
+_NUM_KEPT = 2  # a copy stream keeps the tensors of this many copies
 
-uploads: dict[torch.device, Lane] = {}
-downloads: dict[torch.device, Lane] = {}
+uploads: dict[torch.device, CopyStream] = {}
+downloads: dict[torch.device, CopyStream] = {}
 
 
-class Lane:
+class CopyStream:
     """The stream of all copies in one direction between the host and a device.
 
     Hazard: memory goes back to the compute stream while a copy still uses it, for example after an
-    error, when nothing waits for the copy. Guard: the lane keeps the tensors of the last copies,
-    and the stream that launched a copy waits for it before its tensors are released. Test:
+    error, when nothing waits for the copy. Guard: this object keeps the tensors of the last
+    copies, and the stream that launched a copy waits for it before its tensors are released. Test:
     ``test_tensors_are_kept_until_compute_continues_after_their_copy``.
 
     Args:
@@ -41,9 +41,9 @@ class Lane:
         self._kept: deque[tuple[torch.Stream, torch.Event, torch.Tensor, torch.Tensor]] = deque()
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """Launch a copy; host memory must not be reused before :meth:`settle`."""
+        """Launch a copy; host memory must not be reused before :meth:`synchronize`."""
         self.is_busy = True
-        with self.behind():
+        with self.after_compute():
             into.copy_(source, non_blocking=True)
         compute = _torch.current_stream(self._device)
         self._kept.append((compute, self._stream.record_event(), into, source))
@@ -52,29 +52,29 @@ class Lane:
             owner.wait_event(event)
 
     @contextlib.contextmanager
-    def behind(self) -> Iterator[None]:
+    def after_compute(self) -> Iterator[None]:
         """Run the block on the copy stream, after its earlier copies and after compute.
 
-        Memory allocated inside belongs to the copy stream; see :meth:`departure`.
+        Memory that the block allocates belongs to the copy stream; see :meth:`reuse_guard`.
         """
         self._stream.wait_stream(_torch.current_stream(self._device))
         with _torch.on_stream(self._stream):
             yield
 
-    def arrival(self) -> Waitable:
-        """Return an event: if a compute stream waits for it, it runs after all earlier copies."""
+    def copies_event(self) -> Waitable:
+        """Return an event that is complete after all copies launched so far."""
         return self._stream.record_event()
 
-    def departure(self) -> Waitable:
+    def reuse_guard(self) -> Waitable:
         """Return an object whose ``wait`` makes the copy stream wait for the current stream.
 
         Hazard: the current stream releases memory of the copy stream, which reuses the memory after
         waiting for another compute stream only. Guard: the copy stream waits for this one too.
         Test: ``test_nothing_is_seen_where_nothing_was_planted``, by "custom, offload, branches".
         """
-        return _Departure(self._stream, self._device)
+        return _ReuseGuard(self._stream, self._device)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Block the host until all copies are complete."""
         if self.is_busy:
             self._stream.synchronize()
@@ -83,8 +83,8 @@ class Lane:
 
 
 @dataclass
-class _Departure:
-    """Makes the copy stream wait for the stream that has used memory of a lane."""
+class _ReuseGuard:
+    """Makes the copy stream wait for the stream that has used its memory."""
 
     stream: torch.Stream
     device: torch.device
@@ -93,51 +93,49 @@ class _Departure:
         self.stream.wait_stream(_torch.current_stream(self.device))
 
 
-def upload_lane(device: torch.device) -> Lane:
-    """Return the lane of the copies to a device."""
-    return _lane(uploads, device)
+def upload_stream(device: torch.device) -> CopyStream:
+    """Return the stream of the copies to a device."""
+    return _copy_stream(uploads, device)
 
 
 def upload(source: torch.Tensor, into: torch.Tensor) -> None:
     """Copy pinned memory to a device on its copy stream, and cast it there.
 
     Args:
-        source: On the host. It must not be written before :func:`settle`.
+        source: On the host. It must not be written before :func:`synchronize`.
         into: On the device, of any dtype.
     """
-    lane = upload_lane(into.device)
+    copies = upload_stream(into.device)
     if source.dtype == into.dtype:
-        lane.copy(into, source)
+        copies.copy(into, source)
     else:
         staged = _torch.empty_like(source, device=into.device)
-        lane.copy(staged, source)
-        lane.copy(into, staged)
+        copies.copy(staged, source)
+        copies.copy(into, staged)
 
 
 def download(source: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor of a device to pinned memory; the copy is complete after :func:`settle`."""
+    """Copy a device tensor to pinned memory; it is complete after :func:`synchronize`."""
     is_pinned = _torch.has_streams(source.device)
     into = _torch.empty_like(source, device="cpu", pin_memory=is_pinned)
-    _lane(downloads, source.device).copy(into, source)
+    _copy_stream(downloads, source.device).copy(into, source)
     return into
 
 
 def is_busy() -> bool:
     """Return whether a copy may be in flight that the host has not waited for."""
-    lanes = [*uploads.values(), *downloads.values()]
-    return any(lane.is_busy for lane in lanes)
+    return any(stream.is_busy for stream in [*uploads.values(), *downloads.values()])
 
 
-def settle() -> None:
+def synchronize() -> None:
     """Block the host until all copies in both directions are complete.
 
     Hazard: user code writes shards that a device has still to read. Guard: every backward, and
     every forward without a backward, ends with this. Test: ``test_copies_may_be_late``.
     """
-    for lanes in (uploads, downloads):
-        for lane in list(lanes.values()):
-            lane.settle()
+    for stream in [*uploads.values(), *downloads.values()]:
+        stream.synchronize()
 
 
-def _lane(lanes: dict[torch.device, Lane], device: torch.device) -> Lane:
-    return lanes.get(device) or lanes.setdefault(device, Lane(device))
+def _copy_stream(streams: dict[torch.device, CopyStream], device: torch.device) -> CopyStream:
+    return streams.get(device) or streams.setdefault(device, CopyStream(device))

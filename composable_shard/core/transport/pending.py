@@ -3,7 +3,7 @@
 The allocator returns freed memory to its allocating stream, which reuses it at once. So tensors of
 a collective are allocated and released on the launching stream. The collective starts after the
 earlier work of that stream, and the stream continues after the collective; :class:`Pending` ensures
-both, whatever stream waits. :class:`UsedStreams` tracks memory that lives longer and is read on
+both, whichever stream waits. :class:`UsedStreams` tracks memory that lives longer and is read on
 other streams. The CPU has no streams, and runs the same code. Copies of offloaded shards use
 streams of their own: see ``host.py``.
 """
@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from composable_shard import _torch
-from composable_shard.core.transport.failures import named
+from composable_shard.core.transport.failures import with_op
 from composable_shard.errors import ShardError
 
 
@@ -29,7 +29,7 @@ class Waitable(Protocol):
 
 
 class Pending:
-    """Launched collectives.
+    """Launched collectives, and the tensors that they use.
 
     Hazard: a tensor is released while the backend's stream still uses it. Guard: this object keeps
     the tensors, allocated on ``stream``, until :meth:`wait` has ordered the two streams.
@@ -56,15 +56,15 @@ class Pending:
         self._op = op
         self._is_broken = False
 
-    def pass_through(self, stream: torch.Stream) -> None:
-        """Let ``stream`` wait for the collectives; :meth:`wait` must still be called."""
+    def order_before(self, stream: torch.Stream) -> None:
+        """Let ``stream`` wait for the collectives; the caller must still call :meth:`wait`."""
         with _torch.on_stream(stream):
             while self._works:
                 self._works.pop().wait()
         self._works = [stream.record_event()]
 
     def wait(self) -> None:
-        """Order the consumer after the collectives and release the tensors; idempotent.
+        """Let the current stream wait for the collectives; release the tensors. Idempotent.
 
         Raises:
             CommunicationError: If a collective fails.
@@ -80,7 +80,7 @@ class Pending:
             while works:
                 works.pop().wait()
         except RuntimeError as error:
-            raise named(error, self._op) from error
+            raise with_op(error, self._op) from error
         self._owned.clear()
         self._is_broken = False
 
@@ -102,66 +102,69 @@ class UsedStreams:
         device: The device of the memory.
 
     Attributes:
-        home: The stream that has filled the memory; ``None`` on the CPU.
+        filling_stream: The stream that has filled the memory; ``None`` on the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._has_streams = _torch.has_streams(device)
-        self._owner: torch.Stream | None = None  # the allocating stream, until the memory is freed
-        self.home: torch.Stream | None = None
-        self._used: list[torch.Stream] = []
-        self._last: torch.Stream | None = None  # the last user: the stream of the gradients
+        self._allocating_stream: torch.Stream | None = None  # until the memory is freed
+        self.filling_stream: torch.Stream | None = None
+        self._users: list[torch.Stream] = []
+        self._last_user: torch.Stream | None = None  # gradients are computed on it
 
-    def fill(self) -> None:
+    def record_fill(self) -> None:
         """Record that the current stream fills the memory, and allocates it unless it was kept."""
         if not self._has_streams:
             return
         stream = _torch.current_stream(self._device)
-        if self._owner is None:
-            self._owner = stream
+        if self._allocating_stream is None:
+            self._allocating_stream = stream
         else:
-            self._let_wait(stream)
-        self.home = stream
-        self._used.clear()
+            self._wait_for_users(stream)
+        self.filling_stream = stream
+        self._users.clear()
 
-    def use(self) -> None:
+    def record_use(self) -> None:
         """Record that the current stream uses the memory; it waits for the filling stream."""
-        if self.home is None:
+        if self.filling_stream is None:
             return
         stream = _torch.current_stream(self._device)
-        if stream not in self._used:
-            if stream != self.home:
-                stream.wait_stream(self.home)
-            self._used.append(stream)
-        self._last = stream
+        if stream not in self._users:
+            if stream != self.filling_stream:
+                stream.wait_stream(self.filling_stream)
+            self._users.append(stream)
+        self._last_user = stream
 
-    def at_owner(self) -> contextlib.AbstractContextManager[object]:
-        """Make the allocating stream current, after all streams that use the memory."""
-        return self._gathered(self._owner) if self._has_streams else _HERE
-
-    def freed(self) -> None:
+    def record_free(self) -> None:
         """Record that the memory has been freed."""
-        self._owner = None
+        self._allocating_stream = None
 
-    def where_filled(self) -> contextlib.AbstractContextManager[object]:
-        """Make the stream that filled the memory current, after all streams that use it."""
-        return self._gathered(self.home)
+    def on_allocating_stream(self) -> contextlib.AbstractContextManager[object]:
+        """Make the allocating stream current, after all other streams that use the memory."""
+        return self._after_users(self._allocating_stream) if self._has_streams else _HERE
 
-    def where_used(self) -> contextlib.AbstractContextManager[object]:
+    def on_filling_stream(self) -> contextlib.AbstractContextManager[object]:
+        """Make the stream that filled the memory current, after all others that use it."""
+        return self._after_users(self.filling_stream)
+
+    def on_last_user(self) -> contextlib.AbstractContextManager[object]:
         """Make the stream that used the memory last current, after all others that use it."""
-        return self._gathered(self._last) if self._has_streams else _HERE
+        return self._after_users(self._last_user) if self._has_streams else _HERE
 
-    def _gathered(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
+    def _after_users(
+        self, stream: torch.Stream | None
+    ) -> contextlib.AbstractContextManager[object]:
         if stream is None:
             return _HERE
-        self._let_wait(stream)
+        self._wait_for_users(stream)
         is_current = stream == _torch.current_stream(self._device)
         return _HERE if is_current else _torch.on_stream(stream)
 
-    def _let_wait(self, stream: torch.Stream) -> None:
-        """Let a stream wait for all streams that use the memory."""
-        users = {*self._used, self._owner, self.home, _torch.current_stream(self._device)}
+    def _wait_for_users(self, stream: torch.Stream) -> None:
+        """Let a stream wait for all other streams that use the memory."""
+        current = _torch.current_stream(self._device)
+        users = {*self._users, self._allocating_stream, self.filling_stream, current}
         for other in users - {stream, None}:
             if other is not None:
                 stream.wait_stream(other)
@@ -172,39 +175,36 @@ def launching_stream(device: torch.device) -> torch.Stream | None:
     return _torch.current_stream(device) if _torch.has_streams(device) else None
 
 
-def stream_beside(device: torch.device) -> torch.Stream | None:
-    """Return the stream for work between collectives, beside compute; ``None`` on the CPU."""
-    if not _torch.has_streams(device):
-        return None
-    return beside_compute.get(device) or beside_compute.setdefault(
-        device, _torch.make_stream(device)
-    )
-
-
-beside_compute: dict[torch.device, torch.Stream] = {}
-
-
-def compute_stream(device: torch.device) -> int:
+def compute_stream_id(device: torch.device) -> int:
     """Return the id of the current stream on ``device``; 0 on the CPU."""
     return _torch.current_stream(device).stream_id if _torch.has_streams(device) else 0
+
+
+side_streams: dict[torch.device, torch.Stream] = {}
+
+
+def side_stream(device: torch.device) -> torch.Stream | None:
+    """Return the stream for divisions and reductions over replicas; ``None`` on the CPU."""
+    if not _torch.has_streams(device):
+        return None
+    return side_streams.get(device) or side_streams.setdefault(device, _torch.make_stream(device))
 
 
 _HERE = contextlib.nullcontext()
 
 
-def on_stream_beside(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Make ``stream`` current, as :func:`run_beside` does, unless it is current already."""
-    is_here = stream is None or stream == _torch.current_stream(stream.device)
-    return _HERE if is_here else run_beside(stream)
+def on_side_stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """Make ``stream`` current, after the compute stream, which then waits for it.
 
-
-def run_beside(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Make ``stream`` current, after the compute stream, which then waits for it."""
-    return _HERE if stream is None else _beside(stream)
+    Nothing changes if there is no stream, or if it is current already.
+    """
+    if stream is None or stream == _torch.current_stream(stream.device):
+        return _HERE
+    return _on_side_stream(stream)
 
 
 @contextlib.contextmanager
-def _beside(stream: torch.Stream) -> Iterator[None]:
+def _on_side_stream(stream: torch.Stream) -> Iterator[None]:
     compute = _torch.current_stream(stream.device)
     stream.wait_stream(compute)
     with _torch.on_stream(stream):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from composable_shard import _torch
-from composable_shard.core.transport.failures import ENDED, failure_in, lost, mismatch, refuse_lost
+from composable_shard.core.transport import failures
 from composable_shard.core.transport.gloo.mailbox import GIVEN_UP, Entry, Mailbox, mailbox_of
 from composable_shard.core.transport.gloo.shared_memory import View
 
@@ -163,7 +163,7 @@ class Exchange:
             form = self._form_of(view, rank, entry.nbytes)
             plan, wanted = _plan(form), tuple(dtypes) or form.dtypes
             if form.numels != self.form.numels or form.dtypes != wanted:
-                raise mismatch(
+                raise failures.mismatch(
                     self._group,
                     rank,
                     f"{list(self.form.numels)} elements of {list(wanted)}",
@@ -179,14 +179,14 @@ class Exchange:
         look = partial(self._mailbox.look, self._mailbox.peers[rank], self._key)
         entry: Entry = look() or self._wait(rank, look)
         if entry.nbytes == GIVEN_UP:
-            raise lost(self._group, rank, "word that it has given up")
+            raise failures.missing_rank(self._group, rank, "word that it has given up")
         return entry
 
     def _form_of(self, view: View, rank: int, nbytes: int) -> Form:
         """Return the form of an unexpected message."""
         num_tensors = int.from_bytes(view.bytes(8), sys.byteorder)
         if not 0 <= num_tensors <= nbytes // 16:
-            raise lost(self._group, rank, "an incomplete message")
+            raise failures.missing_rank(self._group, rank, "an incomplete message")
         words = memoryview(view.bytes(8 + 16 * num_tensors)).cast("q")[1:].tolist()
         dtypes = tuple(_DTYPES[number] for number in words[::2])
         return Form(tuple(words[1::2]), dtypes, self.form.num_parts)
@@ -230,7 +230,7 @@ class Exchange:
             if seen := look():
                 return seen
             os.sched_yield()
-        refuse_lost(self._group)
+        failures.refuse_lost(self._group)
         peer, start = self._mailbox.peers[rank], time.monotonic()
         last = now = start
         shortest, longest = _NAPS
@@ -239,14 +239,14 @@ class Exchange:
             now, got = time.monotonic(), None
             if now - last > _LONG:
                 last = now
-                failure = failure_in(self._group)
+                failure = failures.failure_in(self._group)
                 if failure is not None:
                     got = f"word that {failure}"
                 elif peer.ends_within(0):
-                    got = ENDED
+                    got = failures.ENDED
                 elif now - start > (time_out := _torch.timeout_of(self._group)):
                     got = f"no sign of it within the time-out of {time_out:.0f} s"
             if seen := look():  # a rank that has ended may have published before
                 return seen
             if got is not None:
-                raise lost(self._group, rank, got)
+                raise failures.missing_rank(self._group, rank, got)

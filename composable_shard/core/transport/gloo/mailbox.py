@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from composable_shard.core.transport.beside import ensure_thread, repeat
+from composable_shard.core.transport.background import call_periodically, ensure_thread
 from composable_shard.core.transport.failures import watched
 from composable_shard.core.transport.gloo.shared_memory import (
     SWITCH,
@@ -239,7 +239,7 @@ class Mailbox:
 
         Hazard: a rank that reads no messages never takes note, and the rings of its peers fill up.
         Guard: this call, at the start of every collective and periodically on the thread of
-        ``beside.py``. Test: ``test_a_rank_that_gets_nothing_takes_note``.
+        ``background.py``. Test: ``test_a_rank_that_gets_nothing_takes_note``.
         """
         self.refuse_fork()
         for peer in self.peers.values():
@@ -350,7 +350,7 @@ def mailbox_of(group: dist.ProcessGroup) -> Mailbox | None:
         _reasons[group] = shared.reasons
         _mailboxes[group] = box = Mailbox(group, shared) if shared.files else None
         if box is not None:
-            repeat(box.catch_up)
+            call_periodically(box.catch_up)
             ensure_thread()
         _log_peers(group, shared)
     return _mailboxes[group]

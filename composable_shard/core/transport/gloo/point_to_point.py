@@ -22,7 +22,7 @@ from composable_shard.core.transport.collectives import (
     Then,
     sum_dtype,
 )
-from composable_shard.core.transport.failures import lost, refuse_lost
+from composable_shard.core.transport.failures import missing_rank, refuse_lost
 from composable_shard.core.transport.gloo.exchange import Exchange, Form
 from composable_shard.core.transport.gloo.mailbox import near_ranks
 from composable_shard.core.transport.pending import Waitable
@@ -132,7 +132,7 @@ class _Messages:
             self._note(error, peer)
 
     def _note(self, error: RuntimeError, peer: int) -> None:
-        self._failures.append((lost(self._group, peer, f"the error '{error}'"), error))
+        self._failures.append((missing_rank(self._group, peer, f"the error '{error}'"), error))
 
     def wait(self) -> bool:
         """Wait for all messages, even if one fails, since the others still arrive.

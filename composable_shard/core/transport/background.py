@@ -1,4 +1,4 @@
-"""A background thread: it watches waits, and takes note of messages from waiting ranks."""
+"""A background thread: it watches waits, and reads the messages of waiting ranks."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ import weakref
 from collections.abc import Callable
 from types import MethodType
 
-PAUSE = 0.5
-"""Seconds between two rounds of calls, at most."""
+PERIOD = 0.5
+"""Seconds between two rounds of periodic calls, at most."""
 
-_END = 2.0  # seconds that the interpreter waits for the thread to end
+_JOIN_TIMEOUT = 2.0  # seconds that the interpreter waits for the thread to end
 
-_Act = Callable[[], object]
+_Function = Callable[[], object]
 
 
-def repeat(act: Callable[[], object]) -> None:
+def call_periodically(function: Callable[[], object]) -> None:
     """Call a function periodically on the background thread.
 
     Args:
-        act: The function; it must be quick and thread-safe. A method does not keep its object
-            alive, and is called until the object is freed. Errors are ignored.
+        function: It must be quick and thread-safe. A method does not keep its object alive, and is
+            called until the object is freed. Errors are ignored.
     """
-    _periodic.append(weakref.WeakMethod(act) if isinstance(act, MethodType) else lambda: act)
+    is_method = isinstance(function, MethodType)
+    _periodic.append(weakref.WeakMethod(function) if is_method else lambda: function)
 
 
-def run_once(act: Callable[[], object], seconds: float = 0.0) -> None:
+def call_once(function: Callable[[], object], seconds: float = 0.0) -> None:
     """Call a function once on the background thread; wait for it at most ``seconds`` seconds."""
     _thread.ensure()
     is_done = threading.Event()
 
-    def do() -> None:
+    def call() -> None:
         with contextlib.suppress(RuntimeError):
-            act()
+            function()
         is_done.set()
 
-    _thread.requests.put(do)
+    _thread.requests.put(call)
     if seconds:
         is_done.wait(seconds)
 
@@ -49,12 +50,12 @@ def ensure_thread() -> None:
     _thread.ensure()
 
 
-_periodic: list[Callable[[], _Act | None]] = []
+_periodic: list[Callable[[], _Function | None]] = []
 
 
 class _Thread:
     def __init__(self) -> None:
-        self.requests: queue.SimpleQueue[_Act | None] = queue.SimpleQueue()
+        self.requests: queue.SimpleQueue[_Function | None] = queue.SimpleQueue()
         self._process = 0
         self._thread: threading.Thread | None = None
 
@@ -69,33 +70,34 @@ class _Thread:
     def _run(self) -> None:
         while self._run_request():
             for ref in list(_periodic):
-                self._do(ref)
+                self._call(ref)
 
     # These are methods because a local variable of `_run` would keep the last function, and its
     # process group, alive until the next call.
 
     def _run_request(self) -> bool:
+        """Run the next request, if one arrives in time; return whether the thread continues."""
         try:
-            request = self.requests.get(timeout=PAUSE)
+            request = self.requests.get(timeout=PERIOD)
         except queue.Empty:
             return True
         if request is not None:
             request()
         return request is not None
 
-    def _do(self, ref: Callable[[], _Act | None]) -> None:
-        act = ref()
-        if act is None:
+    def _call(self, ref: Callable[[], _Function | None]) -> None:
+        function = ref()
+        if function is None:
             _periodic.remove(ref)
             return
-        with contextlib.suppress(BaseException):  # the thread goes on
-            act()
+        with contextlib.suppress(BaseException):  # the thread continues
+            function()
 
     def _end(self) -> None:
         """End the thread before the interpreter ends, which would abort otherwise."""
         if self._thread is not None and self._process == os.getpid():
             self.requests.put(None)
-            self._thread.join(_END)
+            self._thread.join(_JOIN_TIMEOUT)
 
 
 _thread = _Thread()
