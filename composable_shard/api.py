@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard.arguments import check_module, check_type
 from composable_shard.core import optimizers  # noqa: F401 - its hooks
-from composable_shard.core.agreement import ignore
+from composable_shard.core.agreement import record_ignored
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.hooks import install, register_forward_method
 from composable_shard.core.shard import (
@@ -116,7 +116,7 @@ def fully_shard(
     group = build_group(plan.modules, plan.managed, plan.params, plan.mesh, plan.policy)
     group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
     plan.claims.commit()
-    ignore(plan.managed.modules, ignored_params or ())
+    record_ignored(plan.managed.modules, ignored_params or ())
     _adopt(group, plan)
     return module
 

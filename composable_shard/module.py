@@ -267,7 +267,7 @@ class FSDPModule(TorchFSDPModule):
         """
         checked_bool("async_op", async_op)
         group = self._group()
-        if group.is_in_unsharded:
+        if group.is_in_unsharded_context:
             raise ShardError(
                 f"Expected unshard() of {group.label} outside of unsharded(), got it inside, where "
                 "the parameters are full"
@@ -387,7 +387,7 @@ class FSDPModule(TorchFSDPModule):
         if not tree.tape.num_forwards:
             return GradientReductionHandle(None) if async_op else None
         tree.finalization.check_ended()
-        if not tree.finalization.by_hand:
+        if not tree.finalization.is_manual:
             raise ShardError(
                 "Expected finalize_backward() with manual finalization, got a root that finalizes "
                 "at the end of backward; call set_manual_backward_finalization(True) first"
@@ -766,10 +766,10 @@ class FSDPModule(TorchFSDPModule):
         group = self._group()
         tree: Tree = group.tree
         if group is tree.root:
-            tree.finalization.set_by_hand(enabled)
+            tree.finalization.set_manual(enabled)
             return
-        if group in tree.finalization.misplaced:
-            tree.finalization.misplaced.remove(group)
+        if group in tree.finalization.former_roots:
+            tree.finalization.former_roots.remove(group)
         if enabled:
             raise ShardError(
                 "Expected set_manual_backward_finalization() on the root, got it on "
@@ -1154,7 +1154,7 @@ class UnshardHandle:
         if group is not None and group.state is not State.SHARDED:
             group.wait()
             group.register_unsharded()
-            group.expose()
+            group.take_snapshot()
         self._group = None
 
 

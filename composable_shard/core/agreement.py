@@ -40,7 +40,7 @@ a process share a tag, even if their process groups differ.
 """
 
 
-def ignore(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> None:
+def record_ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> None:
     """Record the parameters of ``modules`` that the user ignores, so that they cause no warning.
 
     Hazard: a load, a move or a copy replaces the tensors, and torch cannot swap a tensor with weak

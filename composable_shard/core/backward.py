@@ -1,12 +1,12 @@
 """One backward: when each group is gathered, and when it is finished (freed and reduced).
 
 Imports group, reduction, tape. The tape makes the plan, which is the same on all ranks. Events from
-autograd only decide when this rank takes the next steps of it. If this rank's loss does not reach a
-group, the rank still gathers the group in turn and reduces zeros, because another rank's loss may
-reach it.
+autograd only decide when this rank runs the next steps of the plan. If this rank's loss does not
+reach a group, the rank still gathers the group in turn and reduces zeros, because another rank's
+loss may reach it.
 
-On one device, autograd runs the most recently created nodes first. So a group is complete before
-a group that forward used earlier is needed, and all ranks call collectives in the same order.
+On one device, autograd runs the most recently created nodes first. So it completes a group before
+it needs a group that forward used earlier, and all ranks call collectives in the same order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from operator import lt
 import torch
 
 from composable_shard import _torch
-from composable_shard.core.group import Flights, ParamGroup, State, process_groups_of
+from composable_shard.core.group import ParamGroup, ReductionQueue, State, process_groups_of
 from composable_shard.core.reduction import Reduction
 from composable_shard.core.tape import Plan, PlanStep
 from composable_shard.core.transport.failures import announce, announced
@@ -39,7 +39,7 @@ class GroupProgress:
         awaits_inner_task: Whether a checkpoint has recomputed the group and may start a graph task
             whose nodes are not counted yet.
         num_recomputes: How many calls of the group checkpoints have recomputed. A recomputation
-            inside another checkpoint does not count, because that one repeats it in its backward.
+            inside another checkpoint does not count, because the outer one repeats it.
         has_input_markers: Whether every call reached so far has input markers. Without them, a node
             may read the parameters after the last gradient is accumulated.
     """
@@ -58,7 +58,7 @@ class Backward:
 
     Attributes:
         steps: The remaining steps of the plan, the next step last.
-        is_inside: Whether it runs inside a forward.
+        is_inner: Whether it is an inner backward, which runs inside a forward.
         kept: The groups that it leaves unsharded, because of ``settings.reshard_after_backward``.
         launched: The groups whose reductions it has launched.
     """
@@ -67,25 +67,25 @@ class Backward:
         self,
         groups: Sequence[ParamGroup],
         plan: Plan[ParamGroup],
-        ran_inside: Iterable[ParamGroup],
-        in_flight: Flights,
+        inner_backward_groups: Iterable[ParamGroup],
+        in_flight: ReductionQueue,
         on_end: Callable[[Backward], None],
         *,
-        is_inside: bool = False,
+        is_inner: bool = False,
     ) -> None:
         """Begin a backward.
 
         Args:
             groups: All groups of the tree.
             plan: The plan, which all ranks share.
-            ran_inside: The groups that backwards inside the forward have reached. Those outside of
-                the plan are finished first.
+            inner_backward_groups: The groups that inner backwards of the forward have reached.
+                Those outside of the plan are finished first.
             in_flight: The reductions in flight, also of earlier backwards.
             on_end: Called when autograd has finished.
-            is_inside: Whether it runs inside a forward. It then only accumulates gradients, and the
-                backward of that forward reduces them.
+            is_inner: Whether it runs inside a forward. An inner backward only accumulates
+                gradients, and the backward of that forward reduces them.
         """
-        self.steps, self.is_inside = list(plan.steps), is_inside
+        self.steps, self.is_inner = list(plan.steps), is_inner
         self._num_recomputes = plan.num_recomputes
         self._planned, self._to_gather = set(plan.groups), set(plan.groups)
         self._finish_queue: deque[ParamGroup] = deque()  # their finish step has been reached
@@ -98,27 +98,27 @@ class Backward:
         for group in groups:
             group.progress = None
             group.finished_nodes.clear()
-        end = partial(on_end, self)  # only the engine owns it, and releases it if backward fails
-        self._end = weakref.ref(end, self._on_callback_freed)
-        _torch.on_backward_end(end)
-        for group in ran_inside:
+        callback = partial(on_end, self)  # only the engine owns it; it drops it if backward fails
+        self._callback = weakref.ref(callback, self._on_callback_freed)
+        _torch.on_backward_end(callback)
+        for group in inner_backward_groups:
             if group not in plan.groups:
                 self._ensure_progress(group)
 
     @property
     def is_running(self) -> bool:
         """Whether the backward has neither ended nor failed."""
-        return self._end() is not None and _current_task() != -1
+        return self._callback() is not None and _current_task() != -1
 
     def _on_callback_freed(self, _: object) -> None:
-        """Register the sharded parameters if autograd has failed, and announce it to other ranks.
+        """If autograd has failed, register the sharded parameters and announce the failure.
 
-        On devices with streams, a thread of the engine may call this; then the next forward
+        On devices with streams, a thread of the engine may call this. So there, the next forward
         registers the sharded parameters.
         """
         if self._has_closed:
             return
-        if not (self.is_inside or _torch.has_streams(self._groups[0].mesh.device)):
+        if not (self.is_inner or _torch.has_streams(self._groups[0].mesh.device)):
             for group in self._groups:
                 if group.is_unsharded_registered:
                     group.register_sharded()
@@ -137,7 +137,7 @@ class Backward:
         if group.progress is None:
             settings = group.settings
             if not (settings.reduce_grads or settings.reshard_after_backward):
-                group.is_split = group.is_split or _is_input_half(group)
+                group.awaits_weight_half = group.awaits_weight_half or _is_input_half(group)
             for op in group.program.pre_backward:
                 op()
         progress = self._ensure_progress(group)
@@ -147,7 +147,7 @@ class Backward:
     def gather_for_recompute(self, group: ParamGroup) -> None:
         """Gather ``group``, because a checkpoint recomputes it."""
         progress = self._ensure_progress(group)
-        progress.num_recomputes += not _torch.is_in_checkpoint()  # that one recomputes it again
+        progress.num_recomputes += not _torch.is_in_checkpoint()  # the outer one repeats it
         if not self._has_pending_nodes(group):
             progress.awaits_inner_task = True
         self._run_steps_to_gather(group)
@@ -170,8 +170,8 @@ class Backward:
             if group not in self._planned:  # its forward ran before an earlier backward
                 self._planned.add(group)
                 self.steps.append(PlanStep(group, is_gather=False))
-            if self.is_inside:
-                group.tree.tape.advance(group, 0)  # recorded as a use; see `free_inside`
+            if self.is_inner:
+                group.tree.tape.advance(group, 0)  # a use in the order of the forward
                 _gather_now(group)
         task = _current_task()
         if task not in progress.expected_nodes:
@@ -189,8 +189,8 @@ class Backward:
     def _run_steps_to_gather(self, group: ParamGroup) -> None:
         """Run the plan up to the step that gathers ``group``.
 
-        Autograd visits calls in reverse order of forward. If forward left another group later, and
-        backward has not needed that group by now, this rank's loss does not reach it.
+        Autograd visits calls in reverse order of forward. If forward left another group later, but
+        backward has not needed it by now, this rank's loss does not reach that group.
         """
         while group in self._to_gather:
             step = self.steps.pop()
@@ -203,7 +203,7 @@ class Backward:
                     step.group.progress.awaits_inner_task = False
                 self._finish_queued()
         if group.state is not State.UNSHARDED and group.settings.unshard_in_backward:
-            _gather_now(group)  # needed again after it was finished
+            _gather_now(group)  # it was finished, and is needed again
             self._to_free.append(group)
 
     def _gather(self, group: ParamGroup) -> None:
@@ -217,7 +217,7 @@ class Backward:
         group.register_unsharded()  # a checkpoint inside its module may recompute with them
 
     def _to_prefetch(self, group: ParamGroup) -> Iterable[ParamGroup]:
-        """Return the groups to gather early: those that users have set, or the next of the plan."""
+        """Return the groups to gather early: the user's choice, or the next ones of the plan."""
         chosen = group.settings.backward_prefetch
         if chosen is not None:
             return [other for other in chosen if other in self._to_gather]
@@ -261,14 +261,14 @@ class Backward:
         """Free a group and reduce its gradients; at most ``max_reductions`` are in flight."""
         for op in group.program.post_backward:
             op()
-        if self.is_inside:
-            group.tree.free_inside(group)
+        if self.is_inner:
+            group.tree.free_after_inner_backward(group)
             return
         if self._creates_graph and any(map(Reduction.has_unsharded_grads, group.reductions)):
             raise _graph_error(group)
         if not group.settings.reshard_after_backward:
             self.kept.append(group)
-            if not group.is_split and all(call.is_reached for call in group.live_calls()):
+            if not group.awaits_weight_half and all(call.is_reached for call in group.live_calls()):
                 group.register_sharded()  # otherwise a pipeline schedule will need them again
         elif group.progress is None or group.progress.has_input_markers:
             group.reshard()
@@ -284,15 +284,15 @@ class Backward:
     def close(self, *, waits: bool) -> set[ParamGroup]:
         """Run the remaining steps, free everything and, with ``waits``, deliver all gradients.
 
-        This finishes incomplete groups too: autograd may have passed undefined gradients, which
-        are not counted. A backward inside a forward only runs its steps.
+        This also finishes incomplete groups, because undefined gradients of autograd are not
+        counted. An inner backward only runs its steps.
 
         Returns:
-            The groups of its plan, and those that it has reached besides.
+            The groups of its plan, and other groups that it has reached.
 
         Raises:
-            ShardError: If a gradient was accumulated after its group was reduced. On the ranks
-                where that happened, after the last collective of the backward.
+            ShardError: If a gradient was accumulated after its group was reduced. Only on ranks
+                where this happened, after the last collective of the backward.
         """
         while self._finish_queue:
             self._finish(self._finish_queue.popleft())
@@ -302,16 +302,16 @@ class Backward:
                 self._gather(step.group)
             else:
                 self._finish(step.group)
-        if self.is_inside:
+        if self.is_inner:
             self._has_closed = True
             return self._planned
         for group in self._groups:
             if group in self._planned:
                 continue
-            if group.is_unsharded_registered and not group.is_held:  # frozen, so not planned
+            if group.is_unsharded_registered and not group.is_held:  # not planned: it is frozen
                 self.kept.append(group)
                 group.register_sharded()
-            # Earlier backwards may have accumulated without sync.
+            # Earlier backwards may have accumulated gradients of this group without sync.
             if group.settings.reduce_grads and (group.unsynced_names or group.gives_zeros):
                 self.launched.add(group)
                 self._in_flight.start(group, deferred=True)
@@ -323,7 +323,7 @@ class Backward:
             if group.finished_nodes and any(map(Reduction.has_unsharded_grads, group.reductions)):
                 raise ShardError(
                     f"Expected all gradients of {group.label} before its reduction, got one after "
-                    "it, of a backward inside of this one; run that before or after this one"
+                    "it, from a backward inside of this backward; run one after the other"
                 )
         self._has_closed = True
         return self._planned
@@ -341,7 +341,7 @@ def _gather_now(group: ParamGroup) -> None:
 def _graph_error(group: ParamGroup) -> ShardError:
     return ShardError(
         f"Expected a backward into the parameters of {group.label} without create_graph=True, got "
-        "one with it, although reduced gradients have no graph; for gradients of inputs, call "
+        "create_graph=True, but reduced gradients have no graph; for gradients of inputs, call "
         "torch.autograd.grad(loss, inputs, create_graph=True)"
     )
 
@@ -351,30 +351,30 @@ def _refuse_leaves(group: ParamGroup) -> None:
 
     It may return unreduced gradients inside a forward, and after the user has called ``unshard()``.
     """
-    syncs = group.settings.reduce_grads and group.mesh.num_ranks > 1
-    if syncs and not group.tree.call_stack and not group.is_held:
+    reduces = group.settings.reduce_grads and group.mesh.num_ranks > 1
+    if reduces and not group.tree.call_stack and not group.is_held:
         raise ShardError(
-            f"Expected a backward into the parameters of {group.label}, got torch.autograd."
-            "grad of them, which returns gradients of this rank alone; call loss.backward() and "
-            "read .grad, or set_requires_gradient_sync(False) first if you want those"
+            f"Expected loss.backward() for the parameters of {group.label}, got torch.autograd."
+            "grad, which returns the gradients of this rank alone; call loss.backward() and read "
+            ".grad, or first set_requires_gradient_sync(False) for gradients of this rank"
         )
 
 
 def _is_input_half(group: ParamGroup) -> bool:
     """Return whether a pipeline schedule runs the input half of a split (zero-bubble) backward.
 
-    A pipeline schedule runs all backwards without sync and without freeing, some of them in two
-    halves, by ``torch.autograd.grad``: for the inputs, later for the weights. The second half
-    differentiates the parameters that were registered in the first, so these must be the unsharded
-    ones: the sharded ones are not in the graph.
+    A pipeline schedule runs all backwards without sync and without freeing. It may split a backward
+    into two calls of ``torch.autograd.grad``: for the inputs, and later for the weights. The second
+    call gets the parameters that were registered during the first. These must be the unsharded
+    ones, because the sharded ones are not in the graph.
 
     Raises:
         ShardError: If the sharded parameters are registered; on all ranks of the stage.
     """
     tree = group.tree
-    ends_here = tree.is_last_backward and not tree.finalization.by_hand
+    is_last = tree.is_last_backward and not tree.finalization.is_manual
     accumulators = group.program.accumulators
-    if ends_here or not accumulators or _torch.num_to_run(accumulators):
+    if is_last or not accumulators or _torch.num_to_run(accumulators):
         return False
     if group.is_unsharded_registered:
         return True
@@ -382,8 +382,8 @@ def _is_input_half(group: ParamGroup) -> bool:
     if _torch.is_ahead(accumulators, before=markers):
         raise ShardError(
             f"Expected the unsharded parameters of {group.label} to be registered in a backward of "
-            "inputs alone, got the sharded ones, whose gradients would be lost; a pipeline "
-            "schedule that splits backward into inputs and weights needs "
+            "inputs alone, got the sharded ones, and their gradients would be lost; if a pipeline "
+            "schedule splits backward into inputs and weights, call "
             "set_reshard_after_forward(False) on its stages"
         )
     return False

@@ -22,7 +22,7 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup, group_of
-from composable_shard.core.hooks import note_owners
+from composable_shard.core.hooks import record_owners
 from composable_shard.core.shard import init_group
 from composable_shard.core.state_dict import list_params
 from composable_shard.core.storage import ShardedParam, Slot
@@ -63,7 +63,7 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
     for group in groups:
         _fill(group, memo)
     for group in reversed(groups):  # the inner ones first, as fully_shard is called
-        note_owners(memo[id(group)])
+        record_owners(memo[id(group)])
         list_params(memo[id(group)])
         join_tree(memo[id(group)]).is_last_backward = group.tree.is_last_backward
     return copied
@@ -232,7 +232,7 @@ def _join(group: ParamGroup) -> None:
     join_tree(group).is_last_backward = group.__dict__[_SAVED].is_last_backward
     by_name = {found.__dict__[_SAVED].name: found for found in groups}
     for found in groups:
-        note_owners(found)
+        record_owners(found)
         list_params(found)
         found.settings.__dict__.update(_lists(found.__dict__[_SAVED].settings, by_name.get))
 

@@ -12,30 +12,30 @@ class Finalization:
     """Finishes the reductions of a tree when the user calls ``finalize_backward``.
 
     Attributes:
-        by_hand: Whether a call, and not the end of a backward, finishes the reductions.
+        is_manual: Whether a call, and not the end of a backward, finishes the reductions.
         handle: The handle of the last call, until its wait.
-        misplaced: Former roots for which ``by_hand`` was set.
+        former_roots: Former roots for which ``is_manual`` was set.
     """
 
     def __init__(self, tree: Any) -> None:
         self._tree = tree
-        self.by_hand = False
+        self.is_manual = False
         self.handle: object = None
-        self.misplaced: list[Any] = []
-        self._used: bool | None = None  # ``by_hand`` as it was in unfinished backwards
+        self.former_roots: list[Any] = []
+        self._was_manual: bool | None = None  # ``is_manual`` as it was in unfinished backwards
 
     @property
     def is_open(self) -> bool:
         """Whether there are unfinished backwards."""
-        return self._used is not None or self.handle is not None
+        return self._was_manual is not None or self.handle is not None
 
-    def note_backward(self) -> bool:
+    def record_backward(self) -> bool:
         """Record that a backward ends; return whether the user finishes it by a call."""
-        is_unfinished = self.by_hand or not self._tree.is_last_backward
-        self._used = self.by_hand if is_unfinished else None
-        return self.by_hand
+        is_unfinished = self.is_manual or not self._tree.is_last_backward
+        self._was_manual = self.is_manual if is_unfinished else None
+        return self.is_manual
 
-    def set_by_hand(self, enabled: bool) -> None:
+    def set_manual(self, enabled: bool) -> None:
         """Set whether a call, and not the end of a backward, finishes the reductions.
 
         Raises:
@@ -43,8 +43,8 @@ class Finalization:
         """
         if self._tree.has_failed:
             self._tree.reset()
-        used = True if self.handle is not None else self._used
-        if enabled != (self.by_hand if used is None else used):
+        used = True if self.handle is not None else self._was_manual
+        if enabled != (self.is_manual if used is None else used):
             if _torch.current_backward() != -1:
                 raise ShardError(
                     "Expected set_manual_backward_finalization() to change outside of backward, "
@@ -59,14 +59,14 @@ class Finalization:
                     f"a backward that is not finished; end it by {remedy}, or drop it by "
                     "reset_iter_state()"
                 )
-        self.by_hand = enabled
+        self.is_manual = enabled
 
-    def refuse_misplaced(self) -> None:
-        """Raise if ``by_hand`` was set for a group that is no longer the root."""
-        if self.misplaced:
+    def refuse_former_roots(self) -> None:
+        """Raise if ``is_manual`` was set for a group that is no longer the root."""
+        if self.former_roots:
             raise ShardError(
                 "Expected set_manual_backward_finalization() on the root alone, got it on "
-                f"{self.misplaced[0].label}; set it to False there and to True on the root"
+                f"{self.former_roots[0].label}; set it to False there and to True on the root"
             )
 
     def start(self, handle: object) -> None:
@@ -75,7 +75,7 @@ class Finalization:
         Collective: those reductions.
         """
         self._tree.launch_reductions()
-        self._used, self.handle = None, handle
+        self._was_manual, self.handle = None, handle
 
     def check_ended(self) -> None:
         """Raise if the reductions of :meth:`start` were not waited for."""
@@ -93,4 +93,4 @@ class Finalization:
 
     def reset(self) -> None:
         """Forget unfinished backwards, after their gradients were dropped."""
-        self._used = self.handle = None
+        self._was_manual = self.handle = None

@@ -1,7 +1,7 @@
 """The parameters of one ``fully_shard`` call: a state machine that runs a compiled program.
 
 Imports program, plugins, storage. A group does not know other groups or the progress of autograd.
-The layers above tell it when to gather, free and reduce.
+The layers above call it to gather, free and reduce.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from composable_shard.core.plugins import Op, Plugins
 from composable_shard.core.program import Mode, Program
 from composable_shard.core.reduction import Reduction
 from composable_shard.core.registered import (
-    Exposure,
+    UnshardedSnapshot,
+    adopt_registered,
     check_materialized,
     is_substituted,
-    take_over_registered,
 )
 from composable_shard.core.storage import GatherOps, ShardedParam, Storage
 from composable_shard.core.transport.channel import Channel
@@ -40,7 +40,7 @@ from composable_shard.policy import MixedPrecisionPolicy
 
 _version, _local = attrgetter("_version"), attrgetter("local")
 _requires_grad = attrgetter("requires_grad")
-_group_of_flight = attrgetter("group")
+_group_of_reduction = attrgetter("group")
 
 
 _GROUP = "_composable_shard_group"
@@ -59,7 +59,7 @@ def set_group(module: nn.Module, group: ParamGroup) -> None:
 
 
 ON_OTHER_RANKS = "on other ranks; move() the model to a mesh with this rank first"
-"""The reason why a rank outside of the mesh of a group has no shards of it, and the remedy."""
+"""The value of `ParamGroup.why_absent` on ranks outside of the group's mesh."""
 
 
 def process_groups_of(groups: Iterable[ParamGroup]) -> list[dist.ProcessGroup | None]:
@@ -79,21 +79,22 @@ class State(enum.Enum):
 
 @dataclass
 class Settings:
-    """The settings of a group, which methods of a sharded module change.
+    """The settings of a group; setters of `FSDPModule` change them.
 
     Attributes:
-        reshard_after_forward: ``None`` means that only the root keeps its parameters for backward.
+        reshard_after_forward: Whether the parameters are freed after forward; ``None`` to free them
+            except on the root; a number if that many ranks together keep them.
         reshard_after_backward: Whether the parameters are freed after backward.
         reduce_grads: Whether backward reduces gradients over the ranks.
-        all_reduce_grads: Whether it also reduces them over the replicas.
+        all_reduce_grads: Whether backward also reduces them over the replicas.
         divisor: The divisor of the sum of gradients; ``None`` for the number of ranks.
         sums_only: Whether collectives only sum, and divisions are separate operations.
         unshard_in_backward: Whether backward gathers the group.
         keeps_storage: Whether the unsharded memory stays allocated between uses.
-        forward_prefetch: The groups to gather early when this one is used in forward; ``None`` for
-            those that the last forward used next.
-        backward_prefetch: The same for backward, where ``None`` follows the plan.
-        prefetch_depth: How many groups are gathered early.
+        forward_prefetch: The groups to prefetch when forward uses this one; ``None`` for those
+            that the last forward used next.
+        backward_prefetch: The groups to prefetch in backward; ``None`` for the next of the plan.
+        prefetch_depth: How many groups are prefetched.
         max_reductions: How many reductions may be in flight; each holds its unsharded gradients.
         all_reduce_hook: Called with each buffer of reduced gradients.
         hook_stream: The stream of ``all_reduce_hook``; ``None`` for the compute stream.
@@ -123,16 +124,16 @@ class ParamGroup:
     Attributes:
         modules: The modules passed to ``fully_shard``.
         name: Their qualified name below the root.
-        settings: What users have set.
+        settings: The settings, which users may change.
         state: Whether the unsharded parameters exist.
         is_unsharded_registered: Whether the modules hold the unsharded or the sharded parameters.
-        is_held: Whether ``unshard()`` was called since the group was freed.
-        is_partly_run: Whether some of several ``modules`` have run, and others have not yet.
+        is_held: Whether the user has called ``unshard()`` since the group was freed.
+        is_partly_run: Whether some of several ``modules`` have run, and others not yet.
         unsharded_version: Grows when a gather brings new values. It is the version counter of the
             unsharded parameters.
-        is_split: Whether a pipeline schedule has run the input half of a split backward. The weight
-            half is still to come.
-        is_in_unsharded: Whether the modules hold full parameters, inside of ``unsharded()``.
+        awaits_weight_half: Whether a pipeline schedule has run the input half of a split backward,
+            and not yet the weight half.
+        is_in_unsharded_context: Whether ``unsharded()`` has given the modules full parameters.
         num_optimizer_steps: How many optimizer steps have changed the shards.
         unsynced_names: Names of parameters that may have unreduced gradients.
         finished_nodes: The graph task of each node that has run: gradient accumulations and input
@@ -169,9 +170,9 @@ class ParamGroup:
         self.plugins = Plugins()
         self.state = State.SHARDED
         self.is_unsharded_registered = self.is_held = self.is_partly_run = False
-        self.is_in_unsharded = self.is_split = False
-        self._absence: str | None = None
-        self._ran: set[nn.Module] = set()  # which of several modules, since the last gather
+        self.is_in_unsharded_context = self.awaits_weight_half = False
+        self._why_absent: str | None = None
+        self._modules_run: set[nn.Module] = set()  # if there are several, since the last gather
         self.unsharded_version = 0
         self.num_optimizer_steps = 0
         self.unsynced_names: frozenset[str] = frozenset()
@@ -185,7 +186,7 @@ class ParamGroup:
         self.progress: Any = None
         self.calls: list[weakref.ref[Any]] = []
         self._gathered_version = -1
-        self._exposure: Exposure | None = None
+        self._snapshot: UnshardedSnapshot | None = None
         self.is_compiled = self.needs_reduce = self.is_trained = False
 
     def _new_channels(self) -> dict[ShardMesh, Channel]:
@@ -213,22 +214,22 @@ class ParamGroup:
         return f"group '{self.name}'" if self.name else "the root group"
 
     @property
-    def absence(self) -> str | None:
-        """The reason why its shards are not in memory, and the remedy; ``None`` if they are."""
-        return self._absence
+    def why_absent(self) -> str | None:
+        """Why the shards are not in memory, and the remedy; ``None`` if they are in memory."""
+        return self._why_absent
 
-    @absence.setter
-    def absence(self, reason: str | None) -> None:
-        self._absence = reason
-        if self.is_compiled:  # a backward of an earlier forward runs this program
+    @why_absent.setter
+    def why_absent(self, reason: str | None) -> None:
+        self._why_absent = reason
+        if self.is_compiled:  # the backward of an earlier forward would run this program
             check, gather = partial(self.check_in_memory, "to be gathered"), self.program.gather
             self.program.gather = gather._replace(launch=(check, *gather.launch))
         self.is_compiled = False
 
     def check_in_memory(self, purpose: str) -> None:
         """Raise ``ShardError`` if its shards are not in memory."""
-        if self.absence is not None:
-            raise ShardError(f"Expected {self.label} in memory {purpose}, got it {self.absence}")
+        if self.why_absent is not None:
+            raise ShardError(f"Expected {self.label} in memory {purpose}, got it {self.why_absent}")
 
     @property
     def stays_after_forward(self) -> bool:
@@ -245,14 +246,14 @@ class ParamGroup:
         and autograd raises if the version of a saved parameter has changed.
 
         Args:
-            is_used_now: Whether to check everything. A prefetch checks less: if the program turns
-                out to be out of date when the group is used, the prefetched parameters are dropped.
+            is_used_now: Whether to check everything. A prefetch checks less: if the program is out
+                of date when the group is used, the prefetched parameters are dropped.
 
         Returns:
             Whether the group computes with its own parameters, and not with full tensors of
             ``torch.func.functional_call``.
         """
-        if self._exposure is not None:
+        if self._snapshot is not None:
             self.apply_user_changes()
         registered = self.is_unsharded_registered
         if self.is_compiled:
@@ -269,7 +270,7 @@ class ParamGroup:
             self.reshard()
         self.check_in_memory("to be gathered")
         with torch.inference_mode(False), torch.no_grad():
-            take_over_registered(self.params, self.label)
+            adopt_registered(self.params, self.label)
             check_materialized(self.params, self.label)
             if self._has_outside_shards() or not are_of_kind(self.buckets):
                 self._rebuild()
@@ -280,7 +281,7 @@ class ParamGroup:
         return True
 
     def compile(self) -> None:
-        """Compile the program for the parameters, settings and features as they are."""
+        """Compile the program for the current parameters, settings and features."""
         with torch.inference_mode(False):  # the program outlives this forward
             self.program = Program(self)
         if self._stream is None:
@@ -299,15 +300,15 @@ class ParamGroup:
             self.compile()
 
     def remove(self, param: ShardedParam) -> None:
-        """Remove a parameter, which another group owns from now on."""
+        """Remove a parameter, because another group takes it over."""
         self.params.remove(param)
         self._rebuild()
 
     def _has_outside_shards(self) -> bool:
-        """Return whether shards lie outside the buckets, and have to be copied into new ones.
+        """Return whether shards lie outside the buckets, and must be copied into new buckets.
 
-        Shards passed by ``functional_call`` are not copied but gathered from their own memory,
-        unless the unsharded parameters are views of the shards.
+        Shards that ``functional_call`` passes are gathered from their own memory, without a copy,
+        unless the unsharded parameters share memory with the shards.
         """
         outside = [
             bucket.params
@@ -335,32 +336,32 @@ class ParamGroup:
         mesh: ShardMesh,
         successors: Iterable[tuple[ShardMesh, ShardMesh]],
     ) -> None:
-        """Replace the mesh, the buckets and the channels, when the group moves to other ranks.
+        """Replace the mesh, the buckets and the channels, because the group moves to other ranks.
 
         Args:
             buckets: The new buckets, planned for the new ranks.
             mesh: The new mesh of the group.
             successors: Pairs of an old mesh and the new mesh that replaces it. The channel of the
-                new one takes over the choice of collectives.
+                new mesh takes over the choice of collectives.
 
         Collective: makes a process group if reductions have one of their own.
         """
         choices = {new: self.channels[old].saved() for old, new in successors}
         self.mesh, self.buckets = mesh, buckets
         self.channels = self._new_channels()
-        for one, choice in choices.items():
-            self.channels[one].restore(*choice)
+        for new, choice in choices.items():
+            self.channels[new].restore(*choice)
         self.set_name(self.name)
-        self.absence, self._gathered_version = None, -1
+        self.why_absent, self._gathered_version = None, -1
 
     def leave(self) -> None:
-        """Drop the buckets, when the group moves to other ranks: this rank has no shards of it."""
-        self.buckets, self.absence = [], ON_OTHER_RANKS
+        """Drop the buckets, because the group moves to other ranks and leaves this one."""
+        self.buckets, self.why_absent = [], ON_OTHER_RANKS
 
     def unshard(self) -> None:
         """Launch the all-gather, unless the group is unsharded or unsharding."""
         program = self.program
-        if self._exposure is not None:
+        if self._snapshot is not None:
             self.apply_user_changes()
         if self.state is State.SHARDED:
             version = self._shard_version()
@@ -391,11 +392,11 @@ class ParamGroup:
             raise
 
     def announce(self, doing: str, error: Exception) -> None:
-        """Tell the other ranks that this one has failed, so that they do not wait for it."""
+        """Tell the other ranks that this rank has failed, so that they do not wait for it."""
         announce(process_groups_of([self]), f"{doing} {self.label}", error)
 
     def prefetch(self) -> None:
-        """Launch the all-gather for a later use, which drops it if the program is out of date."""
+        """Launch the all-gather early; the use drops it if the program is out of date by then."""
         if self.params and self.refresh(is_used_now=False):
             self.unshard()
 
@@ -412,11 +413,11 @@ class ParamGroup:
             keeps_part: Whether to keep a part for the next gather, if
                 ``settings.reshard_after_forward`` is a number of ranks.
         """
-        if self._exposure is not None:
+        if self._snapshot is not None:
             self.apply_user_changes()
-        self.is_held = self.is_partly_run = self.is_split = False
-        if self._ran:
-            self._ran.clear()
+        self.is_held = self.is_partly_run = self.awaits_weight_half = False
+        if self._modules_run:
+            self._modules_run.clear()
         if self.state is not State.SHARDED:
             program, state = self.program, State.SHARDED
             if self.state is State.UNSHARDING:
@@ -430,7 +431,7 @@ class ParamGroup:
             try:
                 for op in program.regather.free if is_kept else program.gather.free:
                     op()
-            except RuntimeError:  # arrays share the memory; the next program expects that
+            except RuntimeError:  # NumPy arrays share the memory; a new program expects that
                 if not any([bucket.free() for bucket in self.buckets]):
                     raise
                 state = State.SHARDED
@@ -439,47 +440,47 @@ class ParamGroup:
         if self.is_unsharded_registered:
             self.register_sharded()
 
-    def note_run(self, module: nn.Module) -> None:
-        """Record that one of several modules runs; if it has run already, a new round begins."""
-        if module in self._ran:
-            self._ran.clear()
-        self._ran.add(module)
-        self.is_partly_run = len(self._ran) < len(self.modules)
+    def record_run(self, module: nn.Module) -> None:
+        """Record a run of one of several modules; if it has run before, begin a new round."""
+        if module in self._modules_run:
+            self._modules_run.clear()
+        self._modules_run.add(module)
+        self.is_partly_run = len(self._modules_run) < len(self.modules)
 
-    def expose(self) -> None:
-        """Record the unsharded parameters, which stay registered, to find changes by users."""
+    def take_snapshot(self) -> None:
+        """Record the unsharded parameters: they stay registered, and users may change them."""
         settings = self.settings
         has_marks = settings.reduce_grads or settings.reshard_after_backward
-        self._exposure = self._exposure or Exposure(self.params, has_marks=has_marks)
+        self._snapshot = self._snapshot or UnshardedSnapshot(self.params, has_marks=has_marks)
 
     def apply_user_changes(self) -> None:
-        """Clear or freeze the sharded parameters if users did so to the unsharded ones.
+        """Copy changes of ``.grad`` and ``requires_grad`` by users to the sharded parameters.
 
         Raises:
-            ShardError: If users wrote to unsharded parameters after forward. Maybe only this rank
-                notices, so the error is announced to the others.
+            ShardError: If users wrote to unsharded parameters after forward. Other ranks may not
+                notice, so the error is announced to them.
         """
-        exposure, self._exposure = self._exposure, None
-        assert exposure is not None
-        lost = exposure.apply_user_changes()
+        snapshot, self._snapshot = self._snapshot, None
+        assert snapshot is not None
+        lost = snapshot.apply_user_changes()
         if not lost or self.is_held:
             return
         self.reshard()
-        if exposure.has_moved:
+        if snapshot.has_new_memory:
             self._rebuild()
         error = ShardError(
             f"Expected the unsharded parameters of {self.label} as their forward left them, got "
-            f"{', '.join(map(repr, lost))} written, which is lost when they are freed; call "
-            "reshard() first and write the sharded ones, or write within unsharded()"
+            f"writes to {', '.join(map(repr, lost))}, which are lost when the memory is freed; "
+            "call reshard() first and write the sharded ones, or write within unsharded()"
         )
         self.announce("using the parameters of", error)
         raise error
 
     def register_sharded(self) -> None:
         """Register the sharded parameters."""
-        if self._exposure is not None:
+        if self._snapshot is not None:
             self.apply_user_changes()
-        for attributes in self.program.carried:
+        for attributes in self.program.attributes:
             attributes.take()
         for holder, name, sharded, unsharded, put in self.program.slots:
             if holder.get(name) is unsharded:  # otherwise user code has replaced it
@@ -488,7 +489,7 @@ class ParamGroup:
 
     def register_unsharded(self) -> None:
         """Register the unsharded parameters, which must exist."""
-        for attributes in self.program.carried:
+        for attributes in self.program.attributes:
             attributes.give()
         for holder, name, sharded, unsharded, put in self.program.slots:
             registered = holder.get(name)
@@ -498,13 +499,13 @@ class ParamGroup:
                 self._refuse_replaced()
         program = self.program
         if tuple(map(_requires_grad, program.sharded)) != program.requires_grad:
-            for param in self.params:  # users have frozen some since forward
+            for param in self.params:  # users have frozen or unfrozen some since forward
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
             program.generation = -1
         self.is_unsharded_registered = True
 
     def _refuse_replaced(self) -> None:
-        """Raise: the gradient of a parameter that was replaced since forward would be lost."""
+        """Raise, because the gradient of a parameter replaced since forward would be lost."""
         error = StaleParameterError(
             f"Expected the parameters of {self.label} in backward as they were in forward, got "
             "replaced ones; run backward before replacing them"
@@ -513,12 +514,12 @@ class ParamGroup:
         raise error
 
     def _shard_version(self) -> int:
-        """Return a number that grows with every change of the shards that can be detected."""
+        """Return a number that grows with every detected change of the shards."""
         return sum(map(_version, self.program.version_tensors)) + self.num_optimizer_steps
 
     # Reduce ---------------------------------------------------------------------------------
 
-    def start_reduction(self, *, deferred: bool = False) -> Flight | None:
+    def start_reduction(self, *, deferred: bool = False) -> GroupReduction | None:
         """Launch the reduction of the gradients, or accumulate them without sync.
 
         Args:
@@ -542,15 +543,15 @@ class ParamGroup:
         if program.over_replicas and self.settings.all_reduce_grads:
             for op in program.over_replicas:
                 op()
-        return Flight(self, program)
+        return GroupReduction(self, program)
 
     def accumulate(self) -> None:
         """Add the gradients to those of the sharded parameters, without sync."""
         self.run(self.program.reduce[Mode.UNSYNCED], "accumulating the gradients of")
-        self.note_unsynced(self.program)
+        self.record_unsynced(self.program)
 
-    def note_unsynced(self, program: Program) -> None:
-        """Note that the gradients that a program has taken are still to be reduced."""
+    def record_unsynced(self, program: Program) -> None:
+        """Record that the gradients taken by a program are still to be reduced."""
         self.unsynced_names |= program.reduced_names
         if program.would_round:
             program.generation = -1
@@ -562,11 +563,11 @@ class ParamGroup:
         """Set the divisor of gradient sums; rescale accumulated gradients that are not reduced yet.
 
         Raises:
-            ShardError: If some of those were added to a gradient that is divided already; on all
-                ranks.
+            ShardError: On all ranks, if an unreduced gradient was added to a reduced one, which is
+                divided already.
         """
         self.tree.in_flight.finish()
-        scaled: list[tuple[torch.Tensor, float]] = []
+        to_scale: list[tuple[torch.Tensor, float]] = []
         for param in self.params:
             ratio = (self.settings.divisor or param.mesh.num_ranks) / divisor
             grad = param.sharded.grad
@@ -578,15 +579,15 @@ class ParamGroup:
                     "its divisor changes, got one that was accumulated without sync and added to "
                     "a reduced one; call synchronize_gradients() or zero_grad() first"
                 )
-            scaled.append((_torch.local_tensor(grad), ratio))
-        for local, ratio in scaled:
+            to_scale.append((_torch.local_tensor(grad), ratio))
+        for local, ratio in to_scale:
             local.mul_(ratio)
         self.settings.divisor = divisor
         self.plugins.invalidate_programs()
 
     @property
     def reductions(self) -> Sequence[Reduction]:
-        """One for each mesh, kind and dtype with gradients to reduce."""
+        """The reductions of the current program."""
         return self.program.reductions if self.is_compiled else ()
 
     @property
@@ -594,15 +595,18 @@ class ParamGroup:
         """Whether parameters that no backward has reached get gradients of zeros."""
         return self.settings.zeros_for_unused and self.is_compiled and self.needs_reduce
 
-    def refuse_writes(self, versions: int) -> None:
-        """Raise if unsharded parameters were written in place, which is lost when they are freed.
+    def refuse_writes(self, before: int) -> None:
+        """Raise if forward wrote unsharded parameters, because the next free loses the writes.
 
-        Whether a forward writes may depend on the data of its rank, so the other ranks are told.
+        Whether a forward writes may depend on the data of its rank, so the error is announced.
+
+        Args:
+            before: The sum of the version counters of the parameters before the forward.
         """
-        if self.state is not State.UNSHARDED or sum(map(_version, self.program.freed)) == versions:
+        if self.state is not State.UNSHARDED or sum(map(_version, self.program.freeable)) == before:
             return
-        unsharded = [(p.name, p.unsharded) for p in self.params if not p.shares_storage]
-        names = [repr(name) for name, one in unsharded if one._version != self.unsharded_version]
+        params = [param for param in self.params if not param.shares_storage]
+        names = [repr(p.name) for p in params if p.unsharded._version != self.unsharded_version]
         error = ShardError(
             f"Expected a forward that does not write the parameters of {self.label}, got "
             f"{', '.join(names)} written in place, which is lost when they are freed; write the "
@@ -615,21 +619,21 @@ class ParamGroup:
 
     def reset(self) -> None:
         """Return to the state between two steps after a forward or backward has failed."""
-        if self._exposure is not None:
-            self._exposure.apply_user_changes()
-            self._exposure = None
+        if self._snapshot is not None:
+            self._snapshot.apply_user_changes()
+            self._snapshot = None
         self.reshard()
         for reduction in self.reductions:
             reduction.discard()
 
 
-class Flight:
-    """A reduction in flight, launched by a program that may be out of date by now.
+class GroupReduction:
+    """The reduction of one group, in flight.
 
     Attributes:
-        group: Its group.
-        program: The program that launched it.
-        num_run: How many stages have run.
+        group: The group.
+        program: The program that launched it, which may be out of date by now.
+        num_run: How many stages of its delivery have run.
     """
 
     def __init__(self, group: ParamGroup, program: Program) -> None:
@@ -638,14 +642,14 @@ class Flight:
         self.num_run = 0
 
     def advance(self) -> bool:
-        """Run the next stage, which begins with a wait; return whether another is left."""
+        """Run the next stage, which begins with a wait; return whether stages are left."""
         self.group.run(self._stages[self.num_run], "reducing the gradients of")
         self.num_run += 1
         if self.num_run < len(self._stages):
             return True
         group = self.group
         if not group.settings.all_reduce_grads:
-            group.note_unsynced(self.program)
+            group.record_unsynced(self.program)
         elif group.unsynced_names:
             group.unsynced_names = frozenset()
             self.program.forget_unsynced()
@@ -657,62 +661,63 @@ class Flight:
             pass
 
 
-class Flights:
+class ReductionQueue:
     """The reductions in flight, of one tree or of several trees that share them.
 
     A reduction holds the unsharded gradients of its group until its first stage has run, so
-    ``max_reductions`` limits how many wait for that. The end of a backward runs the other stages.
+    ``max_reductions`` limits the number of these. The end of a backward runs the other stages.
     """
 
     def __init__(self) -> None:
-        self._first: deque[Flight] = deque()  # the oldest first
-        self._later: list[Flight] = []
+        self._holding_grads: deque[GroupReduction] = deque()  # the oldest first
+        self._delivering: list[GroupReduction] = []  # their first stage has run
 
     def __bool__(self) -> bool:
-        return bool(self._first or self._later)
+        return bool(self._holding_grads or self._delivering)
 
     def start(self, group: ParamGroup, *, deferred: bool = False) -> None:
         """Start the reduction of a group.
 
         Before that, run the first stage of the oldest reductions until the limit allows another
-        one, and finish earlier reductions of this group.
+        reduction, and finish earlier reductions of this group.
         """
-        first, limit = self._first, group.settings.max_reductions
-        while len(first) >= limit:
+        holding_grads, limit = self._holding_grads, group.settings.max_reductions
+        while len(holding_grads) >= limit:
             self._advance_oldest()
-        if first or self._later:
+        if holding_grads or self._delivering:
             self.finish_of(group)
-        flight = group.start_reduction(deferred=deferred)
-        if flight is not None:
-            first.append(flight)
+        reduction = group.start_reduction(deferred=deferred)
+        if reduction is not None:
+            holding_grads.append(reduction)
 
     def finish_of(self, group: ParamGroup) -> None:
         """Finish the reductions of a group."""
-        first = self._first
-        while first and group in map(_group_of_flight, first):
+        holding_grads = self._holding_grads
+        while holding_grads and group in map(_group_of_reduction, holding_grads):
             self._advance_oldest()
-        for flight in [one for one in self._later if one.group is group]:
-            self._later.remove(flight)
-            flight.finish()
+        for reduction in [other for other in self._delivering if other.group is group]:
+            self._delivering.remove(reduction)
+            reduction.finish()
 
     def finish(self) -> None:
         """Finish all reductions."""
-        while self._first:
+        while self._holding_grads:
             self._advance_oldest()
-        while self._later:
-            later, self._later = self._later, []
-            self._later = [flight for flight in later if flight.advance()]
+        while self._delivering:
+            delivering, self._delivering = self._delivering, []
+            self._delivering = [reduction for reduction in delivering if reduction.advance()]
 
     def discard(self, group: ParamGroup) -> None:
         """Drop the reductions of a group whose backward has failed."""
-        for flight in [one for one in (*self._first, *self._later) if one.group is group]:
-            (self._first if flight in self._first else self._later).remove(flight)
-            flight.program.discard()
+        for reductions in (self._holding_grads, self._delivering):
+            for reduction in [other for other in reductions if other.group is group]:
+                reductions.remove(reduction)
+                reduction.program.discard()
 
     def _advance_oldest(self) -> None:
-        flight = self._first.popleft()
-        if not flight.advance():
+        oldest = self._holding_grads.popleft()
+        if not oldest.advance():
             return
-        if flight.program.has_offloaded_replicas:  # free the device of earlier offloaded shards
-            self._later = [other for other in self._later if other.num_run > 1 or other.advance()]
-        self._later.append(flight)
+        if oldest.program.has_offloaded_replicas:  # earlier offloaded shards leave the device
+            self._delivering = [r for r in self._delivering if r.num_run > 1 or r.advance()]
+        self._delivering.append(oldest)

@@ -28,13 +28,14 @@ from composable_shard.core.nested import (
 from composable_shard.core.tree import Call
 from composable_shard.errors import ShardError
 
-_HOOKS = "_composable_shard_hooks"
+_HOOKS = "_composable_shard_hooks"  # the attribute of a sharded module with its `ModuleHooks`
 
+# The group of every module that is sharded or inside a sharded module.
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ParamGroup]] = weakref.WeakKeyDictionary()
 
 
 def owner_of(module: nn.Module) -> ParamGroup | None:
-    """Return the group of the parameters of a module that is sharded or inside a sharded one."""
+    """Return the group of a module: its own, or that of the nearest sharded module around it."""
     owner = _owners.get(module)
     return None if owner is None else owner()
 
@@ -45,22 +46,22 @@ def groups_in(modules: Iterable[nn.Module]) -> list[ParamGroup]:
     A parameter that is tied across groups is registered in modules of groups that do not own it.
     """
     within = dict.fromkeys(modules)
-    own = dict.fromkeys(group for m in within if (group := owner_of(m)) is not None)
-    around = dict.fromkeys(one for group in own for one in group.tree.groups)
+    owners = dict.fromkeys(group for m in within if (group := owner_of(m)) is not None)
+    in_trees = dict.fromkeys(group for owner in owners for group in owner.tree.groups)
     return [
         group
-        for group in around
-        if group in own
+        for group in in_trees
+        if group in owners
         or any(slot.module in within for param in group.params for slot in param.slots)
     ]
 
 
-def note_owners(group: ParamGroup) -> None:
-    """Record the group of its modules, and of all of their submodules without a group."""
-    found = list(group.modules)
-    for module in found:
+def record_owners(group: ParamGroup) -> None:
+    """Record ``group`` as the owner of its modules and of their submodules without a group."""
+    owned = list(group.modules)
+    for module in owned:
         _owners[module] = weakref.ref(group)
-        found += [child for child in module.children() if group_of(child) is None]
+        owned += [child for child in module.children() if group_of(child) is None]
 
 
 def install(group: ParamGroup, managed: Iterable[nn.Module]) -> None:
@@ -81,10 +82,10 @@ def install(group: ParamGroup, managed: Iterable[nn.Module]) -> None:
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Run the method ``name`` of a sharded module between its forward hooks; idempotent."""
+    """Make calls of the method ``name`` of a sharded module run its forward hooks; idempotent."""
     method = getattr(module, name)
     if not (isinstance(method, partial) and method.func is run_as_forward):
-        # A copy or a pickle of the module has a partial of the copied method.
+        # A partial, so that a copy or a pickle of the module refers to the copied method.
         registered = update_wrapper(partial(run_as_forward, module, method), method)
         vars(registered)["__self__"] = module
         module.__dict__[name] = registered
@@ -93,7 +94,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 def run_as_forward(
     module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call ``method`` between the hooks of a sharded module, as its forward is called."""
+    """Call ``method`` between the forward hooks of a sharded module."""
     hooks: ModuleHooks = module.__dict__[_HOOKS]
     try:
         args, kwargs = hooks.pre_forward(module, args, kwargs)
@@ -115,7 +116,7 @@ class ModuleHooks:
         self._group = group
         policy = group.policy
         casts = CastBuffers(managed, policy.buffer_dtype), PreciseNormWeights(managed)
-        self._casts = [one for one in casts if one.may_substitute]
+        self._casts = [cast for cast in casts if cast.may_substitute]
         self._has_streams = _torch.has_streams(group.mesh.device)
         self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
 
@@ -127,31 +128,30 @@ class ModuleHooks:
             with _torch.uncompiled():
                 return self.pre_forward(module, args, kwargs)
         group = self._group
-        if group.is_in_unsharded:
+        if group.is_in_unsharded_context:
             _check_can_run_plain(group)
             return args, kwargs
         call = group.tree.enter(group, module)
         if call.is_substituted:
             return args, kwargs
         for cast in self._casts:
-            cast.restore()  # after an interrupt
+            cast.restore()  # if an interrupt has ended the last forward
             cast.put()
-        moves = self._has_streams and len(group.tree.call_stack) == 1
+        moves_inputs = self._has_streams and len(group.tree.call_stack) == 1
         adds_markers = bool(group.params) and torch.is_grad_enabled()
-        if moves or adds_markers or self._input_dtype is not None:
-            prepare = partial(self._prepare_input, call, moves, adds_markers)
-            given = call.given
-            args = tuple(map(partial(map_tensors, prepare, given=given), args))
+        if moves_inputs or adds_markers or self._input_dtype is not None:
+            prepare = partial(self._prepare_input, call, moves_inputs, adds_markers)
+            args = tuple(map(partial(map_tensors, prepare, seen=call.containers), args))
             if kwargs:
-                kwargs = {name: map_tensors(prepare, kwargs[name], given) for name in kwargs}
+                kwargs = {key: map_tensors(prepare, kwargs[key], call.containers) for key in kwargs}
         if call.markers:
             group.calls.append(weakref.ref(call, group.calls.remove))
         return args, kwargs
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Hook the outputs, so that their gradients start the group's backward; free the group.
+        """End the call: hook the outputs, so that their gradients gather the group; free the group.
 
-        PyTorch also calls this hook when forward has raised, with ``output=None``.
+        After an exception in forward, PyTorch calls this hook with ``output=None``.
         """
         if _torch.current_compiler() is not None:
             with _torch.uncompiled():
@@ -164,68 +164,73 @@ class ModuleHooks:
         return self.leave(output, has_failed=has_failed)
 
     def leave(self, output: Any, *, has_failed: bool) -> Any:
-        """End the innermost call; return the output, hooked, cast and without freed memory."""
-        if self._group.is_in_unsharded:
+        """End the innermost call; return the output: hooked, cast and without freed memory."""
+        if self._group.is_in_unsharded_context:
             return output
-        tree = self._group.tree
+        group, tree = self._group, self._group.tree
         call = tree.call_stack[-1]
         if call.is_substituted:
             tree.leave(call, needs_grad=False, has_failed=has_failed)
             return output
         for cast in self._casts:
             cast.restore()
-        if not has_failed and self._group.params:
+        if not has_failed and group.params:
             if not call.is_recomputed:
-                self._group.refuse_writes(call.versions)
-            output = map_tensors(partial(self._keep, call.markers), output)
-        put, error = find_changes(call.given, self._group.label) if call.given else ((), None)
-        hooks = bool(call.group.params) and torch.is_grad_enabled() and not has_failed
-        if hooks and call.module not in call.group.program.searched:
-            _find_storing(call)
-        stored = _stored(call.group) if hooks and call.group.program.storing else ()
-        hooked = hooks and _hook_outputs(call, (output, put, stored) if put or stored else output)
-        if tree.ran_inside and not hooked and torch.is_grad_enabled():  # maybe without parameters
-            hooked = any(tensor.requires_grad for tensor in tensors_in(output))
-        output_dtype = self._group.policy.output_dtype
+                group.refuse_writes(call.version_sum)
+            output = map_tensors(partial(self._unalias, call.markers), output)
+        added, error = find_changes(call.containers, group.label) if call.containers else ((), None)
+        adds_hooks = bool(group.params) and torch.is_grad_enabled() and not has_failed
+        if adds_hooks and call.module not in group.program.searched_modules:
+            _find_tensor_attributes(call)
+        stored = _stored_tensors(group) if adds_hooks and group.program.tensor_attributes else ()
+        to_hook = (output, added, stored) if added or stored else output
+        needs_grad = adds_hooks and _hook_outputs(call, to_hook)
+        # A group without parameters hooks nothing, but its outputs may need gradients.
+        if tree.inner_backward_groups and not needs_grad and torch.is_grad_enabled():
+            needs_grad = any(tensor.requires_grad for tensor in tensors_in(output))
+        output_dtype = group.policy.output_dtype
         if output_dtype is not None and not has_failed:
             output = map_tensors(partial(_cast, output_dtype), output)
         if _torch.current_transform() is None:
-            tree.leave(call, needs_grad=hooked, has_failed=has_failed)
+            tree.leave(call, needs_grad=needs_grad, has_failed=has_failed)
         else:
             with _torch.outside_transforms():
-                tree.leave(call, needs_grad=hooked, has_failed=has_failed)
+                tree.leave(call, needs_grad=needs_grad, has_failed=has_failed)
         if error is not None and not has_failed:
             raise error
         return output
 
-    def _keep(self, markers: Sequence[Node], tensor: Tensor) -> Tensor:
-        """Copy an output that is a view of an unsharded parameter, which is about to be freed.
+    def _unalias(self, markers: Sequence[Node], tensor: Tensor) -> Tensor:
+        """Copy an output that is a view of an unsharded parameter, because that will be freed.
 
-        An input that is returned unchanged gets a node of its own: a hook on the input marker would
-        refer to the call, which refers to the marker.
+        An input that is returned unchanged gets a node of its own: a hook on the node of the input
+        marker would refer to the call, which refers to that node.
         """
         if tensor.grad_fn in markers:
             return tensor.view_as(tensor)
         try:
-            is_freed = _torch.storage_number(tensor) in self._group.program.storages
-        except RuntimeError:  # a sparse tensor, or one of torch.func, has no storage
+            will_be_freed = _torch.storage_number(tensor) in self._group.program.unsharded_storages
+        except RuntimeError:  # sparse tensors and the wrappers of torch.func have no storage
             return tensor
-        return tensor.clone() if is_freed else tensor
+        return tensor.clone() if will_be_freed else tensor
 
     def _prepare_input(self, call: Call, moves: bool, adds_markers: bool, tensor: Tensor) -> Tensor:
-        """Cast an input and wrap it in an identity (the input marker), whose backward runs last."""
+        """Move and cast an input, and pass it through its input marker: an identity.
+
+        The backward of the marker runs after the backward of the module.
+        """
         if moves:
-            tensor = _moved(self._group.mesh.device, tensor)
+            tensor = _to_compute_device(self._group.mesh.device, tensor)
         dtype = self._input_dtype
         if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
             tensor = tensor.to(dtype)
         if not adds_markers or not tensor.requires_grad:
             return tensor
         tensor = tensor.view_as(tensor)
-        made = tensor
-        while made.grad_fn is None:  # a transform wraps tensors from outside of it
-            made = _torch.inner_value(made)
-        node: Any = made.grad_fn
+        inner = tensor
+        while inner.grad_fn is None:  # a transform of torch.func has wrapped the tensor
+            inner = _torch.inner_value(inner)
+        node: Any = inner.grad_fn
         node.register_hook(self._on_marker)
         call.markers.append(node)
         return tensor
@@ -233,8 +238,8 @@ class ModuleHooks:
     def _on_marker(self, grads: Sequence[Tensor | None], _: Any) -> None:
         # Must not refer to the call: the call refers to the marker, and the marker to this hook.
         group = self._group
-        if torch.is_grad_enabled():  # double backward will pass through here
-            for grad in _levels(grad for grad in grads if grad is not None):
+        if torch.is_grad_enabled():  # a double backward will need the parameters again
+            for grad in _all_levels(grad for grad in grads if grad is not None):
                 for tensor in (grad, grad._base):  # an in-place op on a view replaces its node
                     if tensor is not None and tensor.requires_grad:
                         tensor.register_hook(self._gather_again)
@@ -242,6 +247,7 @@ class ModuleHooks:
             group.tree.begin_backward().count_marker(group)
 
     def _gather_again(self, _: Tensor) -> None:
+        """Gather the group for a double backward."""
         group = self._group
         with _torch.apart_from_transforms():
             group.tree.begin_backward().gather_for_backward(group, has_input_markers=True)
@@ -262,21 +268,21 @@ def _check_can_run_plain(group: ParamGroup) -> None:
             )
 
 
-def _moved(device: torch.device, tensor: Tensor) -> Tensor:
+def _to_compute_device(device: torch.device, tensor: Tensor) -> Tensor:
     """Move an input of the outermost module to the device of compute.
 
-    The copy from pinned memory blocks, because the caller may fill that with the next batch at
-    once. A non-blocking copy from pageable memory has read its source when it returns.
+    The copy from pinned memory blocks, because the caller may at once fill that memory with the
+    next batch. A non-blocking copy from pageable memory has read its source when it returns.
     """
     return tensor.to(device, non_blocking=not tensor.is_pinned())
 
 
 def _hook_outputs(call: Call, output: Any) -> bool:
-    """Hook the outputs and the nodes that made them; return whether there are any."""
+    """Hook the outputs that need gradients, or their nodes; return whether there are any."""
     nodes, has_hooked = dict[Node, None](), False
     tensors: Iterable[Tensor] = (output,) if isinstance(output, Tensor) else tensors_in(output)
     is_transformed = _torch.current_transform() is not None
-    for tensor in _levels(tensors) if is_transformed else tensors:
+    for tensor in _all_levels(tensors) if is_transformed else tensors:
         if tensor.grad_fn is not None:
             if is_transformed:
                 nodes[tensor.grad_fn] = None
@@ -291,11 +297,11 @@ def _hook_outputs(call: Call, output: Any) -> bool:
     return has_hooked or bool(nodes)
 
 
-def _find_storing(call: Call) -> None:
-    """Find the attributes of modules in which the first forward of a program stores tensors."""
+def _find_tensor_attributes(call: Call) -> None:
+    """Find the attributes in which the first forward of a program stores tensors on modules."""
     program = call.group.program
-    program.searched.add(call.module)
-    program.storing = [
+    program.searched_modules.add(call.module)
+    program.tensor_attributes = [
         (module.__dict__, name)
         for module in call.group.all_modules()
         if owner_of(module) is call.group
@@ -304,10 +310,10 @@ def _find_storing(call: Call) -> None:
     ]
 
 
-def _stored(group: ParamGroup) -> list[Tensor]:
+def _stored_tensors(group: ParamGroup) -> list[Tensor]:
     """Return the tensors that forward has stored on modules: a loss may use only these."""
-    values = [attributes.get(name) for attributes, name in group.program.storing]
-    return [one for one in tensors_in(values) if not _is_hooked_for(group, one)]
+    values = [attributes.get(name) for attributes, name in group.program.tensor_attributes]
+    return [tensor for tensor in tensors_in(values) if not _is_hooked_for(group, tensor)]
 
 
 def _is_hooked_for(group: ParamGroup, tensor: Tensor) -> bool:
@@ -316,8 +322,8 @@ def _is_hooked_for(group: ParamGroup, tensor: Tensor) -> bool:
     return any(isinstance(call, Call) and call.group is group for call in calls)
 
 
-def _levels(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield tensors, and the tensors that transforms of torch.func have wrapped into them."""
+def _all_levels(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield each tensor and, under transforms of torch.func, the tensors that it wraps."""
     for tensor in tensors:
         yield tensor
         while _torch.is_transformed(tensor):
@@ -326,9 +332,12 @@ def _levels(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _is_inside(call: Call, node: Any) -> bool:
-    """Return whether the call made ``node``; an output may be a view of an input."""
-    number = _torch.sequence_number
-    return not call.markers or number(node) > number(call.markers[0])
+    """Return whether ``node`` is younger than the input markers of the call.
+
+    An output may be a view of an input, and the node of that input is older.
+    """
+    age = _torch.sequence_number
+    return not call.markers or age(node) > age(call.markers[0])
 
 
 def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:

@@ -38,24 +38,24 @@ class InputContainer(NamedTuple):
     """A container among the inputs, and the container that forward gets instead.
 
     Attributes:
-        own: The container of the caller.
-        shown: The container that forward gets: a copy with cast or marked tensors, or ``own``
-            itself if no tensor in it was changed.
-        items: The items of ``shown`` before forward.
+        original: The container of the caller.
+        passed: The container that forward gets: a copy with cast or marked tensors, or
+            ``original`` itself if none of its tensors was changed.
+        items: The items of ``passed`` before forward.
     """
 
-    own: Any
-    shown: Any
+    original: Any
+    passed: Any
     items: list[Any]
 
 
 def map_tensors(
     change: Callable[[torch.Tensor], torch.Tensor],
     value: Any,
-    given: list[InputContainer] | None = None,
-    around: dict[int, bool] | None = None,
+    seen: list[InputContainer] | None = None,
+    enclosing: dict[int, bool] | None = None,
 ) -> Any:
-    """Apply ``change`` to every tensor in ``value``; a container without changed ones stays itself.
+    """Apply ``change`` to every tensor in ``value``; return the same object if none has changed.
 
     Goes into the containers of ``torch.utils._pytree``, dataclass instances, mappings, sets, and
     views of dicts.
@@ -63,8 +63,8 @@ def map_tensors(
     Args:
         change: The function.
         value: An input or output of a module.
-        given: A list to which containers are added, for :func:`find_changes`.
-        around: For the id of each container around ``value``, whether it contains itself.
+        seen: The containers of earlier calls; this call adds its own, for :func:`find_changes`.
+        enclosing: For the id of each container around ``value``, whether it contains itself.
 
     Raises:
         ShardError: If a container that contains itself has a tensor to change.
@@ -73,21 +73,21 @@ def map_tensors(
         return change(value)
     if type(value) in ATOMS:
         return value
-    around = {} if around is None else around
-    if id(value) in around:
-        around[id(value)] = True
+    enclosing = {} if enclosing is None else enclosing
+    if id(value) in enclosing:
+        enclosing[id(value)] = True
         return value
-    for known in given or ():
-        if known.own is value:  # the same container occurs twice
-            return known.shown
+    for known in seen or ():
+        if known.original is value:  # the same container occurs twice
+            return known.passed
     opened = _opened(value)
     if opened is None:
         return value
     items, make = opened
-    around[id(value)] = False
-    mapped = [map_tensors(change, item, given, around) for item in items]
-    holds_itself = around.pop(id(value))
-    shown = value
+    enclosing[id(value)] = False
+    mapped = [map_tensors(change, item, seen, enclosing) for item in items]
+    holds_itself = enclosing.pop(id(value))
+    passed = value
     if not all(map(is_, mapped, items)):
         if holds_itself:
             raise ShardError(
@@ -95,55 +95,55 @@ def map_tensors(
                 f"{type(value).__name__} that does, with a tensor to cast or to hook; pass its "
                 "tensors separately"
             )
-        shown = make(mapped)
+        passed = make(mapped)
     # Containers registered with pytree may create new items each time they are flattened.
-    if given is not None and (isinstance(value, _CHANGEABLE) or dataclasses.is_dataclass(value)):
-        given.append(InputContainer(value, shown, mapped))
-    return shown
+    if seen is not None and (isinstance(value, _CHANGEABLE) or dataclasses.is_dataclass(value)):
+        seen.append(InputContainer(value, passed, mapped))
+    return passed
 
 
 def find_changes(
-    given: Sequence[InputContainer], label: str
+    containers: Sequence[InputContainer], label: str
 ) -> tuple[list[Any], ShardError | None]:
     """Find the containers among the inputs that forward has changed.
 
     Args:
-        given: The containers that :func:`map_tensors` has collected.
+        containers: The containers that :func:`map_tensors` has seen.
         label: The name of the module in messages.
 
     Returns:
         The items that forward put into containers, and an error if a changed container is a copy:
         the caller would not see the change.
     """
-    put, error = list[Any](), None
-    for own, shown, before in given:
-        now, _ = _opened(shown) or ([], None)
+    added, error = list[Any](), None
+    for original, passed, before in containers:
+        now, _ = _opened(passed) or ([], None)
         if len(now) == len(before) and all(map(is_, now, before)):
             continue
         known = set(map(id, before))
-        put += [item for item in now if id(item) not in known]
-        if shown is not own:
+        added += [item for item in now if id(item) not in known]
+        if passed is not original:
             error = ShardError(
-                f"Expected forward of {label} not to change a {type(own).__name__} with "
+                f"Expected forward of {label} not to change a {type(original).__name__} with "
                 "tensors that were cast or need gradients, since it gets a copy, got it changed; "
                 "return the new values, or store them on the module"
             )
-    return put, error
+    return added, error
 
 
-def tensors_in(value: Any, around: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, enclosing: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
     """Yield every tensor in ``value``, in the same containers as :func:`map_tensors`.
 
     Args:
         value: An input or output of a module.
-        around: The ids of the containers around it, which are not entered again.
+        enclosing: The ids of the containers around it, which are not entered again.
     """
     if isinstance(value, torch.Tensor):
         yield value
-    elif type(value) not in ATOMS and id(value) not in around:
+    elif type(value) not in ATOMS and id(value) not in enclosing:
         items, _ = _opened(value) or ([], None)
         for item in items:
-            yield from tensors_in(item, (*around, id(value)))
+            yield from tensors_in(item, (*enclosing, id(value)))
 
 
 def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:

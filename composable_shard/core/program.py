@@ -1,7 +1,7 @@
 """Compiles the steady-state step of one group into tuples of operations.
 
-Imports reduction, storage, plugins. There is no second implementation: a rare event only makes the
-program out of date, and the group compiles a new one.
+Imports reduction, storage, plugins. There is no second implementation for rare events: they make
+the program out of date, and the group compiles a new one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from composable_shard.core.reduction import LocalReduction, Reduction, reduce_dt
 from composable_shard.core.storage import GatherOps, Regather, ShardedParam, Slot, Storage
 from composable_shard.core.transport.pending import UsedStreams, on_side_stream, side_stream
 
-Stage = tuple[Op, ...]
+Stage = tuple[Op, ...]  # the operations of one stage of a delivery
 
 FREED = 1_000_000_000
-"""The version of freed unsharded parameters: autograd refuses a backward that would read them."""
+"""The version of unsharded parameters without memory, so that autograd refuses to read them."""
 
 _requires_grad = attrgetter("requires_grad")
 _grad_dtype = attrgetter("grad_dtype")
@@ -49,36 +49,37 @@ class Program:
 
     Attributes:
         gather: Operations that gather the parameters, and free them.
-        keep: Operations that keep a part of the unsharded parameters, before the others are freed.
-        regather: Operations that gather them from the parts of neighbours, or free the kept part.
+        keep: Operations that keep this rank's part of the unsharded memory, before it is freed.
+        regather: Operations that gather these parts from neighbouring ranks, or free the kept part.
         pre_forward, post_forward, pre_backward, post_backward: Operations of features only.
         reduce: For each mode, operations that launch the reduction, or accumulate without sync.
         over_replicas: On devices, operations that launch the reduction over the replicas right
-            after the one over the shards.
-        deliver: The stages that complete a reduction, with a reduction over the replicas and
-            without. Each begins with a wait; the last one writes ``.grad``.
-        version_tensors: Tensors whose version counters grow when the shards change.
+            after the reduction over the shards.
+        deliver: The stages that complete a reduction: ``True`` with the reduction over the
+            replicas, ``False`` without it. Each begins with a wait; the last writes ``.grad``.
+        version_tensors: Tensors with version counters that grow when the shards change.
         slots: For each name of each parameter: the dict that holds it, the name, the sharded and
             the unsharded parameter, and the function that registers either.
-        carried: The attributes of parameters that do not share one dict between both forms.
+        attributes: For each parameter with separate dicts in its two forms, its `Attributes`.
         sharded: The sharded parameters that were registered at compile time.
         requires_grad: Whether each of them was trainable.
-        freed: The unsharded parameters whose memory is freed.
-        storages: The ids of the storages of ``freed``; see ``_torch.storage_number``.
+        freeable: The unsharded parameters with memory that is freed between uses.
+        unsharded_storages: The ids of their storages; see ``_torch.storage_number``.
         accumulators: The autograd nodes that accumulate into the trainable parameters.
         reduced_names: The parameters to reduce: trainable ones, and frozen ones that still have
             unsynced gradients.
-        reductions: One for each bucket and dtype with gradients to reduce.
+        reductions: One for each mesh, kind and dtype of gradients; see `reduced_together`.
         needs_reduce: Whether there are any ``reductions``.
-        searched: The modules that have run since the program was compiled: after the first forward
-            of each, ``storing`` was determined.
-        storing: Attributes of modules, by dict and name, in which forward stores tensors.
+        searched_modules: The called modules that have run since the program was compiled. After the
+            first forward of each, ``tensor_attributes`` was determined.
+        tensor_attributes: The attributes, by dict and name, in which forward stores tensors on
+            modules.
     """
 
     def __init__(self, group: Any) -> None:
         self.generation = group.plugins.generation
-        self.searched: set[nn.Module] = set()
-        self.storing: list[tuple[dict[str, Any], str]] = []
+        self.searched_modules: set[nn.Module] = set()
+        self.tensor_attributes: list[tuple[dict[str, Any], str]] = []
         params: list[ShardedParam] = group.params
         self.sharded = tuple(param.sharded for param in params)
         self._nones = (None,) * len(params)
@@ -87,10 +88,10 @@ class Program:
         self._storage_numbers = _torch.storage_numbers(self.sharded)
         self.requires_grad = tuple(map(_requires_grad, self.sharded))
         self._grad_dtypes = tuple(map(_grad_dtype, self.sharded))
-        freed = [param for param in params if not param.shares_storage]
-        self.freed = tuple(param.unsharded for param in freed)
-        leaves = (leaf for param in freed for leaf in _torch.leaves(param.unsharded_local))
-        self.storages = set(map(_torch.storage_number, leaves))
+        freeable = [param for param in params if not param.shares_storage]
+        self.freeable = tuple(param.unsharded for param in freeable)
+        leaves = (leaf for param in freeable for leaf in _torch.leaves(param.unsharded_local))
+        self.unsharded_storages = set(map(_torch.storage_number, leaves))
         self._list_slots(params)
         self._match_requires_grad(group)
         self._compile(group)
@@ -100,7 +101,7 @@ class Program:
     # Guards ---------------------------------------------------------------------------------
 
     def is_current(self, generation: int, *, is_unsharded_registered: bool) -> bool:
-        """Return whether slots, shards, ``requires_grad`` and the features are unchanged."""
+        """Return whether slots, shards, gradient settings and features are unchanged."""
         sharded = self.sharded
         return (
             self.has_slots(generation, is_unsharded_registered=is_unsharded_registered)
@@ -111,31 +112,31 @@ class Program:
         )
 
     def has_slots(self, generation: int, *, is_unsharded_registered: bool) -> bool:
-        """Return whether slots and features are unchanged: the cheap part of :meth:`is_current`."""
+        """Return whether slots and features are unchanged: a cheap part of :meth:`is_current`."""
         registered = self._slots_unsharded if is_unsharded_registered else self._slots_sharded
         return generation == self.generation and all(
             map(is_, map(dict.get, self._holders, self._names), registered)
         )
 
     def has_shards_of(self, other: Program) -> bool:
-        """Return whether both programs gather the same shards: their versions are comparable."""
+        """Return whether both programs gather the same shards, so that versions are comparable."""
         mine, others = self.version_tensors, other.version_tensors
         return len(mine) == len(others) and all(map(is_, mine, others))
 
     def mode(self) -> Mode:
-        """Return which gradients exist now, before a reduction."""
+        """Return the mode of a reduction that starts now."""
         has_no_grads = all(map(is_, map(_grad, self.sharded), self._nones))
         return Mode.FRESH if has_no_grads else Mode.ADDING
 
     def forget_unsynced(self) -> None:
-        """Make the program out of date if it was compiled for unsynced gradients: none are left."""
-        if self.is_widened or len(self.reduced_names) > len(self.accumulators):
+        """Make the program out of date if it was compiled for unsynced gradients, now reduced."""
+        if self._had_unsynced or len(self.reduced_names) > len(self.accumulators):
             self.generation = -1
 
     @property
     def would_round(self) -> bool:
         """Whether the dtype of a reduction is too narrow for accumulated gradients."""
-        return any(one.would_round for one in self.reductions)
+        return any(reduction.would_round for reduction in self.reductions)
 
     def discard(self) -> None:
         """Drop all gradients that are not in ``.grad`` yet, after a failed backward."""
@@ -176,13 +177,13 @@ class Program:
                 reduced.append(param.name)
         self.reduced_names = frozenset(reduced)
         self.needs_reduce = bool(reduced)
-        self.carried = [p.attributes for p in group.params if p.attributes is not None]
+        self.attributes = [p.attributes for p in group.params if p.attributes is not None]
 
     def _compile(self, group: Any) -> None:
         ops = partial(group.plugins.ops, group)
         self._compile_gather(group, ops)
         self.reductions: list[Reduction] = list(self._plan_reductions(group))
-        self.is_widened = bool(group.unsynced_names)
+        self._had_unsynced = bool(group.unsynced_names)
         reductions = self.reductions
         self.pre_forward, self.post_forward = ops("pre_forward"), ops("post_forward")
         self.pre_backward, self.post_backward = ops("pre_backward"), ops("post_backward")
@@ -200,90 +201,90 @@ class Program:
         self._compile_delivery(group, ops)
 
     def _compile_gather(self, group: Any, ops: Callable[[Phase], tuple[Op, ...]]) -> None:
-        """Compile the operations that gather the group, all of it or from parts of neighbours."""
+        """Compile the operations that gather the group from its shards, and from kept parts."""
         settings, num_ranks = group.settings, group.settings.reshard_after_forward
-        kept, regathers = settings.keeps_storage, list[Regather]()
-        parts = [GatherOps((), (), (), ())]
+        keeps, regathers = settings.keeps_storage, list[Regather]()
+        gathers = [GatherOps((), (), (), ())]
         for bucket in group.buckets:
             channel, shards = group.channels[bucket.mesh], [param.local for param in bucket.params]
-            parts.append(bucket.gather_ops(shards, channel, keeps_storage=kept))
+            gathers.append(bucket.gather_ops(shards, channel, keeps_storage=keeps))
             if num_ranks is not None and not isinstance(num_ranks, bool):
                 regathers.append(Regather(bucket, channel, num_ranks))
         # All memory is allocated before the first collective is launched.
-        before = chain.from_iterable(part.launch[:-1] for part in parts)
-        launches = (*before, *chain.from_iterable(part.launch[-1:] for part in parts))
-        _, waits, drops, frees = map(chain.from_iterable, zip(*parts, strict=True))
+        allocations = chain.from_iterable(gather.launch[:-1] for gather in gathers)
+        launches = (*allocations, *chain.from_iterable(gather.launch[-1:] for gather in gathers))
+        _, waits, drops, frees = map(chain.from_iterable, zip(*gathers, strict=True))
         unsharded = tuple(chain.from_iterable(param.all_unsharded() for param in group.params))
         set_version = partial(_set_unsharded_version, group, unsharded)
-        freed = [p.all_unsharded() for p in group.params if not p.shares_storage]
-        gone = tuple(chain.from_iterable(freed))
-        forbid = partial(_torch.set_versions, gone, (FREED,) * len(gone))
+        freeable = [p.all_unsharded() for p in group.params if not p.shares_storage]
+        freed = tuple(chain.from_iterable(freeable))
+        mark_freed = partial(_torch.set_versions, freed, (FREED,) * len(freed))
         await_gather, gathered = ops("await_gather"), ops("gathered")
         self.gather = GatherOps(
             (*ops("gather"), *launches, *gathered),
             (*await_gather, *waits, set_version, *ops("wait")),
             tuple(drops),
-            (*ops("free"), forbid, *frees, *ops("freed")),
+            (*ops("free"), mark_freed, *frees, *ops("freed")),
         )
-        self.keep: tuple[Op, ...] = tuple(one.keep for one in regathers)
-        regather_waits = (one.wait for one in regathers)
+        self.keep: tuple[Op, ...] = tuple(regather.keep for regather in regathers)
+        regather_waits = (regather.wait for regather in regathers)
         self.regather = GatherOps(
-            (*ops("regather"), *(one.launch for one in regathers), *gathered),
+            (*ops("regather"), *(regather.launch for regather in regathers), *gathered),
             (*await_gather, *regather_waits, set_version, *ops("wait")),
-            tuple(one.drop for one in regathers),
-            tuple(one.free for one in regathers),
+            tuple(regather.drop for regather in regathers),
+            tuple(regather.free for regather in regathers),
         )
 
     def _compile_delivery(self, group: Any, ops: Callable[[Phase], tuple[Op, ...]]) -> None:
         """Compile the stages of the delivery, with a reduction over the replicas and without.
 
-        On devices the reduction over the replicas is launched right after the one over the shards,
-        on a stream of its own. On the CPU it is launched when the one over the shards is complete.
+        On devices, the reduction over the replicas is launched on a stream of its own, right after
+        the reduction over the shards. On the CPU, it is launched when that is complete.
         """
         reductions = self.reductions
         hooks: Stage = ops("deliver")
         if group.settings.all_reduce_hook is not None:
-            hooks += tuple(one.call_hook for one in reductions)
-        average = tuple(one.average for one in reductions if one.scale.after != 1)
-        wait = (*ops("await_reduction"), *(one.wait for one in reductions))
+            hooks += tuple(each.call_hook for each in reductions)
+        average = tuple(each.average for each in reductions if each.scale.after != 1)
+        wait = (*ops("await_reduction"), *(each.wait for each in reductions))
         averaged = (*wait, *average, *ops("averaged"))
-        replicated = [one for one in reductions if one.num_replicas > 1]
-        self.has_offloaded_replicas = any(one.is_offloaded for one in replicated)
+        replicated = [each for each in reductions if each.num_replicas > 1]
+        self.has_offloaded_replicas = any(each.is_offloaded for each in replicated)
         self.over_replicas: Stage = ()
         if not replicated:
             same = self._with_write((*averaged, *hooks), ops("delivered"))
             self.deliver = {True: same, False: same}
             return
-        leave_out = (one.skip_replicas for one in replicated)
-        without = self._with_write((*averaged, *leave_out), ops("delivered"))
-        launches: Stage = tuple(one.launch_over_replicas for one in replicated)
+        skips = (each.skip_replicas for each in replicated)
+        without = self._with_write((*averaged, *skips), ops("delivered"))
+        launches: Stage = tuple(each.launch_over_replicas for each in replicated)
         first = (*averaged, *launches, *ops("scattered"), *ops("all_reduced"))
         stream = side_stream(group.mesh.device)
-        if stream is not None and all(type(one) is Reduction for one in reductions):
-            split = tuple(partial(one.split_wait, stream) for one in reductions)
+        if stream is not None and all(type(each) is Reduction for each in reductions):
+            split = tuple(partial(each.split_wait, stream) for each in reductions)
             beside = _within(lambda: _torch.on_stream(stream), (*average, *launches))
             self.over_replicas = (*split, *beside, *ops("all_reduced"))
-            wait = (*ops("await_reduction"), *(one.wait_for_shards for one in reductions))
+            wait = (*ops("await_reduction"), *(each.wait_for_shards for each in reductions))
             first = (*wait, *ops("averaged"), *ops("scattered"))
-        await_replicas = (one.wait for one in replicated)
+        await_replicas = (each.wait for each in replicated)
         second = (*ops("await_all_reduce"), *await_replicas, *hooks)
         written = self._with_write(second, ops("replicas_delivered"))
         self.deliver = {False: without, True: (first, *written)}
 
     def _with_write(self, ops: Stage, delivered: Stage) -> tuple[Stage, ...]:
         """Add operations that write ``.grad``, in a later stage if the host must await copies."""
-        late = [one for one in self.reductions if one.is_late]
+        late = [each for each in self.reductions if each.is_late]
         write = tuple(
-            one.download
-            if one in late
-            else one.write_after_autograd
-            if one.waits_for_autograd
-            else one.write_grads
-            for one in self.reductions
+            each.download
+            if each in late
+            else each.write_after_autograd
+            if each.waits_for_autograd
+            else each.write_grads
+            for each in self.reductions
         )
         if not late:
             return ((*ops, *write, *delivered),)
-        return (*ops, *write, *delivered), tuple(one.write_downloaded for one in late)
+        return (*ops, *write, *delivered), tuple(each.write_downloaded for each in late)
 
     def _plan_reductions(self, group: Any) -> Sequence[Reduction]:
         reduced = [param for param in group.params if param.name in self.reduced_names]
@@ -297,8 +298,9 @@ class Program:
     def _put_on_streams(self, group: Any) -> None:
         """Run operations on the streams of the memory that they use; see ``UsedStreams``.
 
-        A gather is completed, and a reduction delivered, on the stream that launched it. Memory is
-        freed on the stream that allocated it. Gradients are reduced where they were computed.
+        The stream that launched a gather also completes it, and the stream that launched a
+        reduction delivers it. Memory is freed on the stream that allocated it. Gradients are
+        reduced on the stream that computed them.
         """
         streams: UsedStreams = group.streams
         launching: list[torch.Stream] = []
@@ -309,7 +311,7 @@ class Program:
         def on_launching_stream() -> AbstractContextManager[object]:
             return on_side_stream(launching[0])
 
-        def note_launch() -> None:
+        def record_launch() -> None:
             launching[:] = [_torch.current_stream(group.mesh.device)]
 
         self.pre_forward = (group.follow_stream, *self.pre_forward, streams.record_use)
@@ -332,7 +334,7 @@ class Program:
                 free,
             )
         for mode, ops in self.reduce.items():
-            self.reduce[mode] = _within(streams.on_last_user, (*ops, note_launch))
+            self.reduce[mode] = _within(streams.on_last_user, (*ops, record_launch))
         self.over_replicas = _within(streams.on_last_user, self.over_replicas)
         for over_replicas, stages in self.deliver.items():
             on_stream = tuple(_within(on_launching_stream, stage) for stage in stages)
@@ -347,21 +349,21 @@ def reduced_together(
     If the parameters of a group have several reduce dtypes, all use the promoted dtype.
     """
     unsynced = group.unsynced_names
-    wide = {one for one in reduced if one.adds_to_synced and one.name in unsynced}
-    dtypes = {one: wide_dtype(one) if one in wide else reduce_dtype(one) for one in reduced}
+    wide = {p for p in reduced if p.adds_to_synced and p.name in unsynced}
+    dtypes = {p: wide_dtype(p) if p in wide else reduce_dtype(p) for p in reduced}
     widest: dict[bool, torch.dtype] = {}
     for is_complex in (False, True):
-        found = {dtype for dtype in dtypes.values() if dtype.is_complex == is_complex}
+        alike = {dtype for dtype in dtypes.values() if dtype.is_complex == is_complex}
         with suppress(RuntimeError, TypeError):  # float8 dtypes have no promotion
-            widest[is_complex] = reduce(torch.promote_types, found)
+            widest[is_complex] = reduce(torch.promote_types, alike)
     planned: dict[tuple[Any, ...], tuple[list[Storage], list[ShardedParam]]] = {}
     for bucket in group.buckets:
         is_local = bucket.mesh.num_ranks == 1 and group.settings.all_reduce_hook is None
         kind = LocalReduction if is_local else bucket.reduction or Reduction
         for param in bucket.params:
             if param in dtypes:
-                own, is_offloaded = dtypes[param], param.offload is not None
-                key = bucket.mesh, kind, widest.get(own.is_complex, own), is_offloaded
+                dtype, is_offloaded = dtypes[param], param.offload is not None
+                key = bucket.mesh, kind, widest.get(dtype.is_complex, dtype), is_offloaded
                 buckets, params = planned.setdefault(key, ([], []))
                 params.append(param)
                 if bucket not in buckets:
@@ -382,11 +384,12 @@ def _within(context: Callable[[], AbstractContextManager[object]], ops: Sequence
 
 
 def _setter(slot: Slot) -> Callable[[str, nn.Parameter], None]:
-    """Return the function that registers a parameter under a name of the slot's module."""
+    """Return the function that registers a parameter under a name on the slot's module."""
     if slot.calls_setattr:
         return partial(setattr, slot.module)
     return slot.module._parameters.__setitem__
 
 
 def _set_unsharded_version(group: Any, unsharded: tuple[torch.Tensor, ...]) -> None:
+    """Set the version counters of the unsharded parameters, which a gather does not bump."""
     _torch.set_versions(unsharded, (group.unsharded_version,) * len(unsharded))

@@ -1,9 +1,9 @@
 """Changes by users: tensors that replace sharded parameters, and writes to unsharded ones.
 
-Imports reduction, storage. Before a gather, tensors that have replaced sharded parameters are
-adopted, and full tensors of ``torch.func.functional_call`` are found. After a forward, no change of
-unsharded parameters may be lost silently: if users clear their gradients, those of the sharded
-parameters are cleared too, and a write raises an error.
+Imports reduction, storage. Before a gather, this file adopts tensors that have replaced sharded
+parameters, and finds full tensors of ``torch.func.functional_call``. After a forward, no change of
+unsharded parameters may be lost silently: if users clear their gradients, this file also clears
+those of the sharded parameters, and a write raises an error.
 """
 
 from __future__ import annotations
@@ -37,41 +37,41 @@ def is_substituted(
         ShardError: If only some are replaced, or outside of ``torch.func.functional_call``, or if
             a gathered parameter was removed. Only on ranks where this happened.
     """
-    others, sharded, gone = [], False, []
+    replaced, has_sharded, removed = [], False, []
     for param in params:
         current = param.find_registered()
         if current is param.sharded:
             continue
         if current is None:
-            if is_unsharded_registered:  # otherwise `take_over_registered` refuses it
-                gone.append(param.name)
+            if is_unsharded_registered:  # otherwise `adopt_registered` refuses it
+                removed.append(param.name)
             continue
-        sharded = sharded or isinstance(current, DTensor)
+        has_sharded = has_sharded or isinstance(current, DTensor)
         if is_unsharded_registered or not isinstance(current, DTensor):
-            others.append(param.name)
-    if gone:
+            replaced.append(param.name)
+    if removed:
         raise ShardError(
             f"Expected the parameters of {label} as fully_shard made them, got none for "
-            f"{', '.join(map(repr, gone))}; change values by load_state_dict or in place"
+            f"{', '.join(map(repr, removed))}; change values by load_state_dict or in place"
         )
-    if not others:
+    if not replaced:
         return False
     if not _torch.in_functional_call():
         raise ShardError(
             f"Expected the parameters of {label} as fully_shard made them, got others for "
-            f"{others}; change values by load_state_dict or in place"
+            f"{replaced}; change values by load_state_dict or in place"
         )
-    if sharded or len(others) < len(params):
+    if has_sharded or len(replaced) < len(params):
         raise ShardError(
             f"Expected torch.func.functional_call to replace all parameters of {label} by "
-            f"plain tensors, or none, got {others}; pass all as full tensors, or call reshard() "
+            f"plain tensors, or none, got {replaced}; pass all as full tensors, or call reshard() "
             "before passing sharded ones"
         )
     return True
 
 
-def take_over_registered(params: Sequence[ShardedParam], label: str) -> None:
-    """Adopt the sharded parameters that users have registered instead, by a load or a conversion.
+def adopt_registered(params: Sequence[ShardedParam], label: str) -> None:
+    """Adopt the parameters that a user's load or conversion has registered in place of ours.
 
     Args:
         params: The parameters of a group.
@@ -80,10 +80,10 @@ def take_over_registered(params: Sequence[ShardedParam], label: str) -> None:
     Raises:
         ShardError: If some do not fit; the message lists them, and nothing is adopted.
     """
-    found = [param.find_registered() for param in params]
+    registered = [param.find_registered() for param in params]
     misfits = [
         text
-        for param, tensor in zip(params, found, strict=True)
+        for param, tensor in zip(params, registered, strict=True)
         if (text := _misfit(param, tensor)) is not None
     ]
     if misfits:
@@ -91,7 +91,7 @@ def take_over_registered(params: Sequence[ShardedParam], label: str) -> None:
             f"Expected the parameters of {label} as fully_shard made them, got "
             f"{', '.join(misfits)}; change values by load_state_dict or in place"
         )
-    for param, tensor in zip(params, found, strict=True):
+    for param, tensor in zip(params, registered, strict=True):
         assert tensor is not None
         if tensor is not param.sharded:
             carry_over(param.sharded.__dict__, user_grad_dtype(param.sharded), tensor)
@@ -100,60 +100,60 @@ def take_over_registered(params: Sequence[ShardedParam], label: str) -> None:
 
 
 def carry_over(
-    attributes: Mapping[str, Any], asked_of_old: tuple[bool, torch.dtype | None], new: nn.Parameter
+    attributes: Mapping[str, Any], user_dtype: tuple[bool, torch.dtype | None], new: nn.Parameter
 ) -> None:
-    """Give a parameter the attributes and the ``grad_dtype`` of the one that it replaces.
+    """Give a new parameter the attributes and the ``grad_dtype`` of the parameter it replaces.
 
     Args:
         attributes: The attributes of the old parameter.
-        asked_of_old: The result of :func:`user_grad_dtype` for the old parameter.
+        user_dtype: The result of :func:`user_grad_dtype` for the old parameter.
         new: The new parameter.
     """
-    has_asked, asked = asked_of_old
+    is_set, grad_dtype = user_dtype
     for name, value in attributes.items():
         if name != USER_GRAD_DTYPE:
             new.__dict__.setdefault(name, value)
-    fits = new.grad is None or asked in (None, new.grad.dtype)
-    if has_asked and new.is_leaf and new.grad_dtype == new.dtype and fits:
-        new.grad_dtype = asked
+    fits = new.grad is None or grad_dtype in (None, new.grad.dtype)
+    if is_set and new.is_leaf and new.grad_dtype == new.dtype and fits:
+        new.grad_dtype = grad_dtype
 
 
-def _misfit(param: ShardedParam, found: torch.Tensor | None) -> str | None:
-    """Return how a registered parameter differs from the expected shard, if it does."""
-    if found is None:
+def _misfit(param: ShardedParam, registered: torch.Tensor | None) -> str | None:
+    """Return how a registered tensor differs from the sharded parameter, if it does."""
+    if registered is None:
         return f"none for '{param.name}'"
-    if not isinstance(found, DTensor):
+    if not isinstance(registered, DTensor):
         return f"a plain tensor for '{param.name}'"
-    expected, spec = _torch.spec_of(param.sharded), _torch.spec_of(found)
-    local = _torch.local_tensor(found)
-    if local is param.local and _torch.storage_number(found) != param.outer_storage:
+    old, new = _torch.spec_of(param.sharded), _torch.spec_of(registered)
+    local = _torch.local_tensor(registered)
+    if local is param.local and _torch.storage_number(registered) != param.outer_storage:
         return f"a new .data, which DTensor ignores, for '{param.name}'"
-    for kind, got, own in (
-        ("shape", list(spec.shape), list(expected.shape)),
-        ("placements", spec.placements, expected.placements),
-        ("mesh", spec.mesh, expected.mesh),
+    for kind, got, expected in (
+        ("shape", list(new.shape), list(old.shape)),
+        ("placements", new.placements, old.placements),
+        ("mesh", new.mesh, old.mesh),
         ("local shape", list(local.shape), list(param.local.shape)),
     ):
-        if got != own:
-            return f"one of {kind} {got} for '{param.name}' of {kind} {own}"
+        if got != expected:
+            return f"one of {kind} {got} for '{param.name}' of {kind} {expected}"
     return None
 
 
 def check_materialized(params: Sequence[ShardedParam], label: str) -> None:
-    """Raise ``MaterializationError`` if shards are not where they belong, with the remedy."""
-    wrong = [param for param in params if param.local.device != param.device]
-    if not wrong:
+    """Raise ``MaterializationError`` if shards are on another device than they should be."""
+    elsewhere = [param for param in params if param.local.device != param.device]
+    if not elsewhere:
         return
-    place = wrong[0].device
-    if any(param.local.is_meta for param in wrong):
+    device = elsewhere[0].device
+    if any(param.local.is_meta for param in elsewhere):
         remedy = "call init_sharded(model, seed=...), or load values by load_sharded()"
-    elif wrong[0].offload is not None:
-        remedy = "leave the module there, since its policy offloads them"
+    elif elsewhere[0].offload is not None:
+        remedy = f"leave the module on {device}, because its policy offloads it"
     else:
-        remedy = f"call module.to('{place}') before training"
-    places = ", ".join(f"{param.name} on {param.local.device}" for param in wrong)
+        remedy = f"call module.to('{device}') before training"
+    names = ", ".join(f"{param.name} on {param.local.device}" for param in elsewhere)
     raise MaterializationError(
-        f"Expected the parameters of {label} on {place}, got {places}; {remedy}"
+        f"Expected the parameters of {label} on {device}, got {names}; {remedy}"
     )
 
 
@@ -165,49 +165,50 @@ class _Content(NamedTuple):
 
     Attributes:
         versions: The version counters of the parameter and its parts.
-        bits: On the CPU, the sum of this rank's rows, read as integers: writes to ``.data`` bump no
-            version counter. On devices 0, because reading the sum would synchronize.
+        checksum: On the CPU, the sum of this rank's rows, read as integers, because writes to
+            ``.data`` bump no version counter. On devices 0, because reading a sum synchronizes.
         storage: The id of its storage.
     """
 
     versions: tuple[int, ...]
-    bits: int
+    checksum: int
     storage: int
 
 
-class Exposure:
-    """The state of unsharded parameters at the end of a forward that leaves them registered.
+class UnshardedSnapshot:
+    """The content of unsharded parameters at the end of a forward that leaves them registered.
 
-    If the sharded parameter has a gradient, ``.grad`` of the unsharded one holds a mark, which
-    shows whether users clear it: a sparse tensor with one zero, to which autograd may add.
+    If the sharded parameter has a gradient, ``.grad`` of the unsharded one gets a mark: a sparse
+    tensor with one zero. If users clear the gradient, the mark is gone. Autograd may add to it.
 
     Attributes:
-        has_moved: Whether :meth:`apply_user_changes` has found other memory in a parameter.
+        has_new_memory: Whether :meth:`apply_user_changes` has found that users replaced the memory
+            of a parameter.
     """
 
     def __init__(self, params: Sequence[ShardedParam], *, has_marks: bool) -> None:
         """Record the content of the parameters; with ``has_marks``, set the marks."""
-        self._noted = [
+        self._recorded = [
             (param, _content_of(param), _mark(param) if has_marks else None) for param in params
         ]
         self._requires_grad = [param.sharded.requires_grad for param in params]
-        self.has_moved = False
+        self.has_new_memory = False
 
     def apply_user_changes(self) -> list[str]:
-        """Clear or freeze sharded parameters if users did so to unsharded ones; remove the marks.
+        """Copy changes of ``.grad`` and ``requires_grad`` to sharded parameters; remove the marks.
 
         Returns:
-            The names of written parameters and gradients, whose new values would be lost.
+            The names of written parameters and gradients: their new values would be lost.
         """
         lost = []
         for (param, before, mark), was_trained in zip(
-            self._noted, self._requires_grad, strict=True
+            self._recorded, self._requires_grad, strict=True
         ):
             leaf = param.unsharded
             if leaf.requires_grad != was_trained:
                 param.sharded.requires_grad_(leaf.requires_grad)
             now = _content_of(param)
-            self.has_moved = self.has_moved or now.storage != before.storage
+            self.has_new_memory = self.has_new_memory or now.storage != before.storage
             if now != before:
                 lost.append(param.name)
             if mark is None:
@@ -222,6 +223,7 @@ class Exposure:
 
 
 def _mark(param: ShardedParam) -> torch.Tensor | None:
+    """Mark ``.grad`` of an unsharded parameter, if only the sharded one has a gradient."""
     leaf = param.unsharded
     with _torch.without_overrides():
         if not leaf.numel() or leaf.grad is not None or param.sharded.grad is None:

@@ -19,7 +19,7 @@ from composable_shard.core.codec import GRAD_PRE, PRE, flatten, has_extension, n
 from composable_shard.core.extension import build_buckets
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.storage import ShardedParam, Slot, owner_of_sharded
-from composable_shard.core.ties import Managed, remember
+from composable_shard.core.ties import Managed, record_original
 from composable_shard.core.transport.process_groups import collect
 from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh, ShardPlacementFn, own_mesh_of, placement_of, shard_dim
@@ -339,7 +339,7 @@ def commit(group: ParamGroup, managed: Managed, planned: Sequence[ShardedParam])
     """Register the sharded parameters and move buffers to the compute device."""
     for param, original in zip(planned, managed.slots, strict=True):
         param.put(param.sharded)
-        remember(original, param.slots, param)
+        record_original(original, param.slots, param)
     device = group.mesh.device
     for module in managed.modules:
         for name, buffer in module._buffers.items():

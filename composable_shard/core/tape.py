@@ -21,24 +21,24 @@ class Interval:
     the groups at the exit of the checkpoint, and finishes them at its entry.
     """
 
-    __slots__ = ("entered", "is_checkpoint", "left")
+    __slots__ = ("entered", "exited", "is_checkpoint")
 
     def __init__(self, entered: int, *, is_checkpoint: bool) -> None:
-        self.entered = self.left = entered
+        self.entered = self.exited = entered
         self.is_checkpoint = is_checkpoint
 
 
 class Visit(Generic[Group]):
     """One call of a group's module in a forward that may have a backward."""
 
-    __slots__ = ("entered", "forward", "group", "interval", "may_read")
+    __slots__ = ("backward_may_read", "entered", "forward", "group", "interval")
 
     def __init__(self, group: Group, interval: Interval, entered: int, forward: int) -> None:
         self.group = group
         self.interval = interval
         self.entered = entered  # the entry time of this call itself, even inside a checkpoint
         self.forward = forward
-        self.may_read = False  # whether a backward may read the parameters
+        self.backward_may_read = False  # whether a backward may read the parameters
 
 
 class PlanStep(NamedTuple, Generic[Group]):
@@ -135,7 +135,7 @@ class Tape(Generic[Group]):
         self.upcoming = None
         return ()
 
-    def is_last(self, group: Group) -> bool:
+    def is_turning_point(self, group: Group) -> bool:
         """Return whether ``group`` ends the forward and began the last backward.
 
         Between forward and backward, it would be freed and gathered again at once.
@@ -144,7 +144,7 @@ class Tape(Generic[Group]):
         is_last = len(current) == len(predicted) and bool(current) and current[-1] is group
         return is_last and group is self._first_of_backward
 
-    def has_turned_at(self, outermost: Group, group: Group) -> bool:
+    def was_turning_point(self, outermost: Group, group: Group) -> bool:
         """Return whether ``group`` ended the last forward and began the last backward."""
         order = self._orders.get(outermost, [])
         return order[-1:] == [group] and group is self._first_of_backward
@@ -172,9 +172,9 @@ class Tape(Generic[Group]):
         """
         self._clock += 1
         interval = visit.interval
-        interval.left = self._clock
+        interval.exited = self._clock
         self._any_grad = self._any_grad or needs_reduce or needs_grad
-        visit.may_read = self._any_grad or interval.is_checkpoint
+        visit.backward_may_read = self._any_grad or interval.is_checkpoint
 
     def end_forward(self, outermost: Group) -> None:
         """End a forward; its order predicts the next one."""
@@ -221,7 +221,7 @@ class Tape(Generic[Group]):
         found: list[tuple[int, int, PlanStep[Group]]] = []
         for group, visit in last.items():
             start = first[group]
-            found.append((visit.interval.left, -visit.entered, PlanStep(group, is_gather=True)))
+            found.append((visit.interval.exited, -visit.entered, PlanStep(group, is_gather=True)))
             found.append((start.interval.entered, start.entered, PlanStep(group, is_gather=False)))
         found.sort(key=itemgetter(0, 1))
         steps = list(map(itemgetter(2), found))
@@ -232,6 +232,6 @@ class Tape(Generic[Group]):
         # For several visits of a group, the dict keeps the last one in these orders.
         visits, group_of = self.visits[::-1], attrgetter("group")
         first = dict(zip(map(group_of, visits), visits, strict=True))
-        reading = filter(attrgetter("may_read"), visits)
-        last = sorted(reading, key=attrgetter("interval.left"))
+        reading = filter(attrgetter("backward_may_read"), visits)
+        last = sorted(reading, key=attrgetter("interval.exited"))
         return first, dict(zip(map(group_of, last), last, strict=True))

@@ -97,7 +97,7 @@ class Claims:
             param.group.remove(param)
             known.owner = None
         for original, slots in self.unowned.items():
-            remember(original, slots)
+            record_original(original, slots)
 
 
 def claim_ties(managed: Managed, modules: Sequence[nn.Module]) -> tuple[Managed, Claims]:
@@ -138,7 +138,7 @@ def claim_ties(managed: Managed, modules: Sequence[nn.Module]) -> tuple[Managed,
     return replace(managed, slots=slots, names=names), claims
 
 
-def remember(
+def record_original(
     original: nn.Parameter,
     slots: Sequence[Slot],
     param: ShardedParam | None = None,

@@ -20,7 +20,7 @@ from composable_shard import _torch
 from composable_shard.core.agreement import agree_on_model, refuse_replicated, warn_of_plain
 from composable_shard.core.backward import Backward
 from composable_shard.core.finalization import Finalization
-from composable_shard.core.group import Flights, ParamGroup, State, group_of
+from composable_shard.core.group import ParamGroup, ReductionQueue, State, group_of
 from composable_shard.core.nested import InputContainer
 from composable_shard.core.observers import Listener, OrderCheck, Trace, order_checks
 from composable_shard.core.plugins import Feature, Plugins
@@ -36,23 +36,23 @@ _is_trained = attrgetter("is_trained")
 
 
 class Call:
-    """One call of a group's module. Only the autograd graph of the call keeps it alive.
+    """One call of a group's module. After the call, only its autograd graph keeps this alive.
 
     Attributes:
         module: The module.
-        visit: Its record on the tape; ``None`` if it cannot have a backward.
+        visit: The record of the call on the tape; ``None`` if it cannot have a backward.
         is_recomputed: Whether an activation checkpoint recomputes the module in a backward.
-        exception_on_entry: The exception being handled when the call began.
+        exception_on_entry: The exception that was being handled when the call began.
         is_substituted: Whether it computes with the tensors of ``torch.func.functional_call``.
-        versions: The sum of the version counters of the unsharded parameters when it began.
-        markers: The autograd nodes of its input markers, which are identities around its inputs.
-        given: The containers among its inputs, and their copies with cast and marked tensors.
+        version_sum: The sum of the version counters of the unsharded parameters when it began.
+        markers: The autograd nodes of its input markers (identities around its inputs).
+        containers: The containers among its inputs, and their copies with cast and marked tensors.
         is_reached: Whether a backward has reached one of its outputs.
     """
 
     __slots__ = (
         *("__weakref__", "exception_on_entry", "group", "is_recomputed", "is_substituted"),
-        *("given", "is_reached", "markers", "module", "versions", "visit"),
+        *("containers", "is_reached", "markers", "module", "version_sum", "visit"),
     )
 
     def __init__(self, group: ParamGroup, module: nn.Module, *, is_recomputed: bool) -> None:
@@ -61,12 +61,12 @@ class Call:
         self.exception_on_entry = sys.exc_info()[1]
         self.visit: Visit[ParamGroup] | None = None
         self.markers: list[Node] = []
-        self.given: list[InputContainer] = []
+        self.containers: list[InputContainer] = []
         self.is_substituted = self.is_reached = False
-        self.versions = 0
+        self.version_sum = 0
 
     def on_output_gradient(self, _: Any) -> None:
-        """Gather the group: an output of this call has a gradient."""
+        """Gather the group, because an output of this call has a gradient."""
         group, self.is_reached = self.group, True
         with _torch.apart_from_transforms():
             backward = group.tree.begin_backward()
@@ -82,11 +82,12 @@ class Tree:
         call_stack: The calls in progress, the innermost last.
         in_flight: The reductions in flight; trees may share them.
         is_last_backward: Whether the end of a backward waits for its reductions.
-        is_agreed: Whether all ranks are known to hold the same model.
+        is_agreed: Whether the ranks have compared their models, and found them equal.
         post_optim_event: The event of ``set_post_optim_event``, for which the next gather waits.
         finalization: The state of manual finalization, by ``finalize_backward``.
         plan: The plan of the latest backward.
-        ran_inside: The groups that backwards inside the running forward have reached.
+        inner_backward_groups: The groups that inner backwards (backwards inside the running
+            forward) have reached.
     """
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
@@ -94,21 +95,21 @@ class Tree:
         self.root = groups[0]
         self._has_streams = _torch.has_streams(self.root.mesh.device)
         features = [feature for group in groups for feature in group.plugins.features]
-        checks = [one for one in features if isinstance(one, OrderCheck)]
-        others = [one for one in features if one not in checks]
+        checks = [feature for feature in features if isinstance(feature, OrderCheck)]
+        others = [feature for feature in features if feature not in checks]
         self.plugins = Plugins([*others, *(checks[:1] or order_checks())])
-        self._trace = next((one for one in features if isinstance(one, Trace)), Trace())
+        self._trace = next((other for other in others if isinstance(other, Trace)), Trace())
         self.tape: Tape[ParamGroup] = Tape()
         self.call_stack: list[Call] = []
-        self.in_flight = Flights()
+        self.in_flight = ReductionQueue()
         self.is_last_backward, self.is_agreed = True, False
         self.post_optim_event: Waitable | None = None
         self.finalization = Finalization(self)
-        self._frame: FrameType | None = None  # of the outermost call
-        self._has_graph = False  # whether that call began with gradients enabled
+        self._outer_frame: FrameType | None = None  # of the outermost call
+        self._grad_enabled = False  # when the outermost call began
         self._backward: Backward | None = None
-        self.ran_inside: dict[ParamGroup, None] = {}
-        self._spare: dict[ParamGroup, None] = {}  # not freed yet: forward may need them next
+        self.inner_backward_groups: dict[ParamGroup, None] = {}
+        self._to_free: dict[ParamGroup, None] = {}  # at the end of forward, if not used before
         self.plan: Plan[ParamGroup] = NO_PLAN
         for group in groups:
             group.reshard()
@@ -146,9 +147,9 @@ class Tree:
     # Forward --------------------------------------------------------------------------------
 
     def enter(self, group: ParamGroup, module: nn.Module) -> Call:
-        """Begin a call: gather ``group``, and prefetch the next group."""
-        is_recomputed = _current_task() != -1 and self._goes_through(group)
-        if not is_recomputed and (not self.call_stack or self._begins_anew(group)):
+        """Begin a call: gather ``group`` and prefetch the next group."""
+        is_recomputed = _current_task() != -1 and self._is_in_backward(group)
+        if not is_recomputed and (not self.call_stack or self._begins_forward(group)):
             self._begin_forward(group)
         backward = self.begin_backward() if is_recomputed else None  # before the call is pushed
         call = Call(group, module, is_recomputed=is_recomputed)
@@ -168,12 +169,12 @@ class Tree:
             if call.is_substituted:
                 return call
             if len(group.modules) > 1:
-                group.note_run(module)
-            freed = group.program.freed
-            call.versions = group.unsharded_version * len(freed)
-            if group.is_held:  # users may have written to them
-                call.versions = sum(map(_version, freed))
-            checkpoints = _torch.notes_of_checkpoints(with_graph_around=self._has_graph)
+                group.record_run(module)
+            freeable = group.program.freeable
+            call.version_sum = group.unsharded_version * len(freeable)
+            if group.is_held:  # users may have written to the unsharded parameters
+                call.version_sum = sum(map(_version, freeable))
+            checkpoints = _torch.notes_of_checkpoints(with_graph_around=self._grad_enabled)
             if checkpoints or torch.is_grad_enabled():
                 interval = self._interval_of(checkpoints) if checkpoints else None
                 call.visit = self.tape.enter(group, interval)
@@ -181,24 +182,24 @@ class Tree:
         return call
 
     def _report_empty_group(self, group: ParamGroup, event: str) -> None:
-        """Call the listener for a group without parameters, which has no program to call it."""
+        """Call the listener for a group without parameters: it has no program to do that."""
         if self._trace.listener is not None and not group.params:
             self._trace.listener(event, group.name)
 
-    def _goes_through(self, group: ParamGroup) -> bool:
-        """Return whether the running backward goes through ``group``."""
+    def _is_in_backward(self, group: ParamGroup) -> bool:
+        """Return whether the running backward passes through modules of ``group``."""
         if group.params:
             return group in self.tape or group in self.plan.groups
         if self._backward is not None and self._backward.is_running:
             return True
-        below = [one for one in map(group_of, group.all_modules()) if one is not None]
-        return any(one.params and self._goes_through(one) for one in below)
+        groups = [inner for inner in map(group_of, group.all_modules()) if inner is not None]
+        return any(inner.params and self._is_in_backward(inner) for inner in groups)
 
     def leave(self, call: Call, *, needs_grad: bool, has_failed: bool) -> None:
-        """End the innermost call; free its group, unless it stays gathered for backward.
+        """End the innermost call; free its group, unless the group stays gathered for backward.
 
-        A group that stays gathered keeps its memory. Its sharded parameters are registered all the
-        same, except with ``reshard_after_forward=False`` and, by default, on the root.
+        Even if it stays gathered, its sharded parameters are registered, except with
+        ``reshard_after_forward=False`` and, by default, on the root.
         """
         self.call_stack.pop()
         group = call.group
@@ -221,31 +222,31 @@ class Tree:
         if not self.call_stack:
             self._end_forward(group, needs_grad=needs_grad, has_failed=has_failed)
 
-    def _begins_anew(self, group: ParamGroup) -> bool:
-        """Return whether a call begins a forward: the calls on the stack are interrupted ones."""
+    def _begins_forward(self, group: ParamGroup) -> bool:
+        """Return whether a call begins a forward, because an interrupt has ended the last one."""
         may_begin = group is self.call_stack[0].group or group is self.root
         # If the frame of the outermost call is still executing, a module has called itself.
-        return may_begin and not (self._frame and _torch.is_executing(self._frame))
+        return may_begin and not (self._outer_frame and _torch.is_executing(self._outer_frame))
 
     def _begin_forward(self, outermost: ParamGroup) -> None:
         if self.call_stack or self.has_failed:
             self.reset()
-        for group in self.ran_inside:  # the last forward has had no backward of its own
+        for group in self.inner_backward_groups:  # the last forward has had no outer backward
             group.accumulate()
-        self.ran_inside.clear()
+        self.inner_backward_groups.clear()
         for group in self.groups:  # may be stale: a write through ``.data`` bumps no version
-            if group.state in (State.UNSHARDED, State.PARTLY_SHARDED) and not self._stays(group):
+            if group.state in (State.UNSHARDED, State.PARTLY_SHARDED) and not self._is_kept(group):
                 group.reshard()
         self.finalization.check_ended()
         self.prepare_gather()
         if not self._has_streams:  # otherwise the caching allocator keeps freed memory
             _torch.keep_spare()
-        self._frame, self._has_graph = _torch.module_call_frame(), torch.is_grad_enabled()
+        self._outer_frame, self._grad_enabled = _torch.module_call_frame(), torch.is_grad_enabled()
         self.tape.begin_forward(outermost)
         for feature in self.plugins.features:
             feature.begin_forward(self)
 
-    def _stays(self, group: ParamGroup) -> bool:
+    def _is_kept(self, group: ParamGroup) -> bool:
         """Return whether a gathered group stays gathered when a forward begins."""
         settings = group.settings
         if settings.reshard_after_forward is False or group.is_held or group.is_partly_run:
@@ -254,8 +255,8 @@ class Tree:
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether the next backward adds to the same gradients as the last one, as far as known."""
-        is_open = not (self.is_last_backward or self.finalization.by_hand)
+        """Whether the next backward probably adds to the gradients of the last one."""
+        is_open = not (self.is_last_backward or self.finalization.is_manual)
         is_open = is_open or self.finalization.is_open
         return is_open or any(group.unsynced_names for group in self.groups)
 
@@ -268,29 +269,29 @@ class Tree:
             event.wait()
 
     def forget_forwards(self) -> None:
-        """Forget the recorded orders: ranks that have just joined have not recorded any."""
+        """Forget the recorded forwards, because ranks that have just joined have recorded none."""
         self.tape, self.is_agreed = Tape(), False
 
     def agree(self) -> None:
-        """Check that all ranks hold the same model, unless that was checked before."""
+        """Check that all ranks hold the same model, unless they have compared it before."""
         if not self.is_agreed:
             self._check_modules()
             agree_on_model(self.groups)
             self.is_agreed = True
 
     def _check_modules(self) -> None:
-        """Refuse misplaced settings, unowned ties, late ``replicate``; warn of late parameters."""
-        self.finalization.refuse_misplaced()
+        """Refuse, or warn of, mistakes that only the whole tree shows; see the called functions."""
+        self.finalization.refuse_former_roots()
         refuse_unowned(module for group in self.groups for module in group.all_modules())
         for group in self.groups:
             holders = {slot.module for param in group.params for slot in param.slots}
             refuse_replicated(group.modules, holders, group.label)
         if self.root.mesh.num_ranks > 1:
-            stand_ins = (p.__dict__.get("unsharded") for group in self.groups for p in group.params)
-            warn_of_plain(self.root.modules, stand_ins)
+            unsharded = (p.__dict__.get("unsharded") for group in self.groups for p in group.params)
+            warn_of_plain(self.root.modules, unsharded)
 
     def _end_forward(self, outermost: ParamGroup, *, needs_grad: bool, has_failed: bool) -> None:
-        self._frame = None
+        self._outer_frame = None
         if has_failed:
             self.tape.discard_forward()
             self.reset()
@@ -298,29 +299,29 @@ class Tree:
         if _current_task() == -1:
             _torch.return_spare()
         if not self.tape.visits:  # otherwise the end of the backward waits
-            self._settle_copies()
+            self._wait_for_copies()
         for feature in self.plugins.features:
             feature.end_forward(self, outermost)
         self.tape.end_forward(outermost)
         for group in self.groups:
-            is_over = group.is_partly_run and group is not outermost
+            will_not_complete = group.is_partly_run and group is not outermost
             if group.state is State.UNSHARDING:  # prefetched, but not used after all
                 group.reshard()
-            elif is_over and group.stays_after_forward and group in self.tape:
-                group.expose()
-            elif is_over:
+            elif will_not_complete and group.stays_after_forward and group in self.tape:
+                group.take_snapshot()
+            elif will_not_complete:
                 group.reshard()
-        for group in self._spare:
+        for group in self._to_free:
             group.reshard()
-        self._spare.clear()
-        if self.ran_inside and not needs_grad:
-            self._reduce_inside()
+        self._to_free.clear()
+        if self.inner_backward_groups and not needs_grad:
+            self._reduce_inner_backwards()
 
     def _gather(self, group: ParamGroup) -> bool:
         """Gather ``group`` for forward; launch the next gather before waiting for this one.
 
         Returns:
-            Whether it computes with its own parameters; see ``ParamGroup.refresh``.
+            Whether the group computes with its own parameters; see ``ParamGroup.refresh``.
         """
         if not group.refresh():
             return False
@@ -328,7 +329,7 @@ class Tree:
             op()
         if group.state in (State.SHARDED, State.PARTLY_SHARDED):
             group.unshard()
-        self._spare.pop(group, None)
+        self._to_free.pop(group, None)
         predicted = self.tape.advance(group, group.settings.prefetch_depth)
         for other in group.settings.forward_prefetch or predicted:
             other.prefetch()
@@ -336,6 +337,7 @@ class Tree:
         return True
 
     def _free(self, group: ParamGroup, *, may_have_backward: bool) -> None:
+        """Free a group after its call, unless this forward or a backward needs it soon."""
         stays = group.stays_after_forward
         if stays and not group.is_trained and not group.is_held:
             may_have_backward = may_have_backward and any(map(_is_trained, self.groups))
@@ -343,22 +345,22 @@ class Tree:
             return
         if stays and (may_have_backward or group.is_held):
             if group.is_unsharded_registered:
-                group.expose()
+                group.take_snapshot()
             return
         keeps_memory = self.tape.upcoming is group or (stays and group is not self.root)
         if keeps_memory:
-            self._spare[group] = None
+            self._to_free[group] = None
         if may_have_backward and not group.is_held:
-            keeps_memory = keeps_memory or self.tape.is_last(group)
+            keeps_memory = keeps_memory or self.tape.is_turning_point(group)
         if not keeps_memory:
             group.reshard(keeps_part=may_have_backward)
         elif group.is_unsharded_registered:
             group.register_sharded()
 
     def _interval_of(self, checkpoints: Sequence[dict[Any, Any]]) -> Interval:
-        """Return the interval of the enclosing checkpoints, which all of their calls share."""
-        found = next((notes[self] for notes in checkpoints if self in notes), None)
-        interval = found or self.tape.enter_checkpoint()
+        """Return the interval that all calls inside the enclosing checkpoints share."""
+        known = next((notes[self] for notes in checkpoints if self in notes), None)
+        interval = known or self.tape.enter_checkpoint()
         for notes in checkpoints:
             notes.setdefault(self, interval)
         return interval
@@ -372,7 +374,7 @@ class Tree:
             return backward
         if self.call_stack:
             self._backward = Backward(
-                self.groups, NO_PLAN, (), self.in_flight, self._end_inside, is_inside=True
+                self.groups, NO_PLAN, (), self.in_flight, self._end_inner_backward, is_inner=True
             )
             return self._backward
         if backward is not None:
@@ -383,49 +385,49 @@ class Tree:
             _torch.keep_spare()
         self._report_empty_group(self.root, "pre_backward")
         self._backward = Backward(
-            self.groups, self.plan, self.ran_inside, self.in_flight, self._end_backward
+            self.groups, self.plan, self.inner_backward_groups, self.in_flight, self._end_backward
         )
         return self._backward
 
-    def _end_inside(self, backward: Backward) -> None:
+    def _end_inner_backward(self, backward: Backward) -> None:
         with _torch.apart_from_transforms():
             in_progress = [call.visit for call in self.call_stack]
-            ran = backward.close(waits=False)
-            for group in (one for one in self.groups if one in ran):
-                self.ran_inside[group] = None
+            reached = backward.close(waits=False)
+            for group in (group for group in self.groups if group in reached):
+                self.inner_backward_groups[group] = None
                 self.tape.forget(group, in_progress)
         self._backward = None
 
-    def free_inside(self, group: ParamGroup) -> None:
-        """Free a group after its backward inside a forward, unless that forward needs it."""
+    def free_after_inner_backward(self, group: ParamGroup) -> None:
+        """Free a group after its inner backward, unless the forward around it needs the group."""
         is_running = any(call.group is group for call in self.call_stack)
         if is_running or group.is_held or not group.settings.reshard_after_backward:
             return
         if self.tape.upcoming is group:
-            self._spare[group] = None
+            self._to_free[group] = None
             group.register_sharded()
         else:
             group.reshard()
 
-    def _reduce_inside(self) -> None:
-        """Reduce gradients of backwards inside a forward that has no backward of its own."""
-        ran = dict.fromkeys([*(visit.group for visit in self.tape.visits[::-1]), *self.ran_inside])
-        for group in ran:
+    def _reduce_inner_backwards(self) -> None:
+        """Reduce the gradients of inner backwards: their forward will have no backward itself."""
+        groups = {visit.group: None for visit in self.tape.visits[::-1]}
+        for group in groups | self.inner_backward_groups:
             group.reshard()
             if group.needs_reduce:
                 self.in_flight.start(group)
         self.in_flight.finish()
-        self.ran_inside.clear()
+        self.inner_backward_groups.clear()
         self.tape.clear()
 
     def _end_backward(self, backward: Backward) -> None:
-        by_hand = self.finalization.note_backward()
+        is_manual = self.finalization.record_backward()
         with _torch.apart_from_transforms():
-            backward.close(waits=self.is_last_backward and not by_hand)
+            backward.close(waits=self.is_last_backward and not is_manual)
         self._report_empty_group(self.root, "post_backward")
-        self._settle_copies()
+        self._wait_for_copies()
         self._backward = None
-        self.ran_inside.clear()
+        self.inner_backward_groups.clear()
         self.tape.clear()
         _torch.return_spare()
         if backward.kept and not self.is_accumulating:
@@ -434,7 +436,7 @@ class Tree:
         for feature in self.plugins.features:
             feature.end_backward(self)
 
-    def _settle_copies(self) -> None:
+    def _wait_for_copies(self) -> None:
         """Wait for copies between host and device: users may write the shards from now on."""
         if not host.uploads or not host.is_busy():
             return
@@ -467,7 +469,7 @@ class Tree:
                 group.reshard()
 
     def share_reductions(self, other: Tree) -> None:
-        """Share the reductions in flight, and so the limit on them, with another tree."""
+        """Share the queue of reductions, and so its limit, with another tree."""
         self.in_flight.finish()
         self.in_flight = other.in_flight
 
@@ -480,7 +482,7 @@ class Tree:
     def has_failed(self) -> bool:
         """Whether a backward has begun and neither ended nor is running."""
         backward = self._backward
-        return backward is not None and not backward.is_inside and not backward.is_running
+        return backward is not None and not backward.is_inner and not backward.is_running
 
     @property
     def is_reducing(self) -> bool:
@@ -493,7 +495,7 @@ class Tree:
         return bool(self.call_stack) or _current_task() != -1
 
     def reset(self, *, drops_earlier: bool = False) -> None:
-        """Return to the state between two steps, after a forward or backward has failed.
+        """Return to the state between two steps, after a forward or a backward has failed.
 
         Gradients already in ``.grad`` of the sharded parameters stay. Reductions that earlier
         backwards have launched are finished, unless ``drops_earlier``. Other gradients are dropped.
@@ -508,8 +510,8 @@ class Tree:
             self.tape.clear()
         self.call_stack.clear()
         _torch.return_spare()
-        self.ran_inside.clear()
-        self._spare.clear()
+        self.inner_backward_groups.clear()
+        self._to_free.clear()
         self.finalization.reset()
         for group in self.groups:
             self.in_flight.discard(group)
@@ -525,7 +527,7 @@ def check_at_rest(group: ParamGroup, op: str) -> None:
             f"Expected {op}() outside of forward and backward, got a call within one of "
             f"{group.label}; use it between iterations"
         )
-    if group.is_in_unsharded:
+    if group.is_in_unsharded_context:
         raise ShardError(
             f"Expected {op}() outside of unsharded(), got a call inside of unsharded() of "
             f"{group.label}; leave that context first"
@@ -545,8 +547,8 @@ def join_tree(root: ParamGroup) -> Tree:
     tree = Tree(list(groups))
     if inner:
         tree.in_flight = inner[0].in_flight  # other trees may share it
-        tree.is_last_backward = all(one.is_last_backward for one in inner)
-        tree.finalization.misplaced = [one.root for one in inner if one.finalization.by_hand]
+        tree.is_last_backward = all(old.is_last_backward for old in inner)
+        tree.finalization.former_roots = [old.root for old in inner if old.finalization.is_manual]
     for group, names in groups.items():
         group.set_name(", ".join(names))
     return tree

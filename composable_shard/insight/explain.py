@@ -308,7 +308,7 @@ def explain(
         check_int("bucket_bytes", bucket_bytes, 1)
     groups = groups_in(model)
     for group in groups:
-        if group.absence == ON_OTHER_RANKS:
+        if group.why_absent == ON_OTHER_RANKS:
             group.check_in_memory("to be explained")
     names = {module: name for name, module in model.named_modules()}
     explained = tuple(explain_group(group, names) for group in groups)

@@ -157,7 +157,7 @@ def residence_of(group: ParamGroup) -> tuple[str, str]:
 def _ends_forward_and_begins_backward(group: ParamGroup) -> bool:
     tree = group.tree
     if tree.plan.groups:
-        return bool(tree.tape.has_turned_at(tree.root, group))
+        return bool(tree.tape.was_turning_point(tree.root, group))
     *before, last = [member for member in tree.groups if member.params]
     encloses = (set(group.modules) & set(member.all_modules()) for member in before)
     return group is last and not any(encloses)

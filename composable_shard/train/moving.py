@@ -115,7 +115,7 @@ class _Holder:
     ) -> None:
         self.groups = groups
         self.params = [param for group in groups for param in group.params]
-        has_gone = any(group.absence == ON_OTHER_RANKS for group in groups)
+        has_gone = any(group.why_absent == ON_OTHER_RANKS for group in groups)
         self.is_empty = has_gone or any(param.local.is_meta for param in self.params)
         self.over: dict[ShardedParam, ShardMesh] = {}
         self.placements: list[ParamPlacement] = []
@@ -139,7 +139,7 @@ class _Holder:
         """Raise if the model cannot be moved now."""
         for group in self.groups:
             check_at_rest(group, "move")
-            if group.absence != ON_OTHER_RANKS:
+            if group.why_absent != ON_OTHER_RANKS:
                 group.check_in_memory("to be moved")
             if group.tree.is_reducing:
                 raise ShardError(

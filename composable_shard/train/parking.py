@@ -257,8 +257,8 @@ def _refuse_use(
 ) -> None:
     """Let any use of the parked model raise, until ``until`` is closed."""
     for group in groups:
-        group.absence = "parked; leave the context of parked() first"
-        until.callback(setattr, group, "absence", None)
+        group.why_absent = "parked; leave the context of parked() first"
+        until.callback(setattr, group, "why_absent", None)
     for optimizer in optimizers:
         for register in (
             optimizer.register_step_pre_hook,

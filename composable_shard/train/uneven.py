@@ -121,7 +121,7 @@ class _NestedCall:
         self, intervals: dict[Interval, Interval], zero: torch.Tensor
     ) -> torch.Tensor:
         group, interval = self.record.group, self.record.interval
-        if not group.is_in_unsharded:
+        if not group.is_in_unsharded_context:
             self._call = group.tree.call_stack[-1]
             visit = self._call.visit
             if visit is not None and interval is not None and _is_of_checkpoint(interval):

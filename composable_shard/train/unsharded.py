@@ -271,7 +271,7 @@ def unsharded(
     for group in owners:
         check_at_rest(group, "unsharded")
         group.check_in_memory("for unsharded()")
-    groups = [group for group in groups_in(modules) if not group.is_in_unsharded]
+    groups = [group for group in groups_in(modules) if not group.is_in_unsharded_context]
     for group in groups:
         group.reshard()
         group.tree.agree()
@@ -281,7 +281,7 @@ def unsharded(
     expected = "all ranks to write back the edits of unsharded()"
     ranks = Ranks(None, f"waiting for {expected}", meshes)
     for group in groups:
-        group.is_in_unsharded = True
+        group.is_in_unsharded_context = True
     try:
         grads_of = [item for item in opened if with_grads and item.param.grad is not None]
         _register_full(opened, grads_of, rank0_only=rank0_only, to_cpu=offload_to_cpu)
@@ -299,7 +299,7 @@ def unsharded(
         for item in opened:
             item.register_sharded()
         for group in groups:
-            group.is_in_unsharded = False
+            group.is_in_unsharded_context = False
     if writeback:
         _write_back(opened, rank0_only=rank0_only)
 

@@ -142,7 +142,7 @@ class Weighing:
     def _settings(self) -> list[Any]:
         """Return the settings that must not change in the scope."""
         groups = self._groups
-        return [(g.num_optimizer_steps, g.mesh, g.settings.divisor, g.absence) for g in groups]
+        return [(g.num_optimizer_steps, g.mesh, g.settings.divisor, g.why_absent) for g in groups]
 
     def _is_unfinished(self) -> bool:
         """Whether gradients of a backward are not yet reduced."""

@@ -212,8 +212,8 @@ def test_schedules_that_split_backward(schedule: str) -> None:
 
 REFUSAL = (
     "Expected the unsharded parameters of the root group to be registered in a backward of inputs "
-    "alone, got the sharded ones, whose gradients would be lost; a pipeline schedule that splits "
-    "backward into inputs and weights needs set_reshard_after_forward(False) on its stages"
+    "alone, got the sharded ones, and their gradients would be lost; if a pipeline schedule splits "
+    "backward into inputs and weights, call set_reshard_after_forward(False) on its stages"
 )
 
 

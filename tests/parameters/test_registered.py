@@ -383,9 +383,9 @@ def test_every_step_registers_the_same_parameters(how: str) -> None:
 # A root of its own parameters stays registered: nothing done to it is lost in silence ----------
 
 ROOT_TEXT = (
-    "Expected the unsharded parameters of the root group as their forward left them, got {} "
-    "written, which is lost when they are freed; call reshard() first and write the sharded ones, "
-    "or write within unsharded()"
+    "Expected the unsharded parameters of the root group as their forward left them, got writes "
+    "to {}, which are lost when the memory is freed; call reshard() first and write the sharded "
+    "ones, or write within unsharded()"
 )
 
 

@@ -184,5 +184,5 @@ def test_a_group_stays_if_it_ended_forward_and_began_the_last_backward(
     found = []
     for group in "ab":
         tape.advance(group)
-        found.append(tape.is_last(group))
+        found.append(tape.is_turning_point(group))
     assert found == [False, stays]

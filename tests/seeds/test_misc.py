@@ -740,7 +740,7 @@ def mismatch(wanted: object, got: object, remedy: str) -> str:
     )
 
 
-OFFLOADED = "leave the module there, since its policy offloads them"
+OFFLOADED = "leave the module on cpu, because its policy offloads it"
 
 
 @gpu()

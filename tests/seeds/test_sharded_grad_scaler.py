@@ -289,7 +289,7 @@ def move_what_is_offloaded(device: str, elsewhere: str, text: str) -> None:
 def test_offloaded_parameters_that_are_moved_are_refused(device: str) -> None:
     """On the device in the document; on a machine without, the meta device is another."""
     cases = {
-        "cuda": ("cuda", "on cuda:0; leave the module there, since its policy offloads them"),
+        "cuda": ("cuda", "on cuda:0; leave the module on cpu, because its policy offloads it"),
         "cpu": ("meta", "on meta; call init_sharded(model, seed=...)"),
     }
     on_ranks(device, move_what_is_offloaded, *cases[device])

@@ -112,9 +112,9 @@ def test_autograd_grad_by_parameters_that_stay_unsharded_is_refused(kwargs: dict
     failure = caught.value.agreed()
     assert failure.exception_type is ShardError
     assert failure.message == (
-        "Expected a backward into the parameters of the root group, got torch.autograd.grad of "
-        "them, which returns gradients of this rank alone; call loss.backward() and read .grad, or "
-        "set_requires_gradient_sync(False) first if you want those"
+        "Expected loss.backward() for the parameters of the root group, got torch.autograd.grad, "
+        "which returns the gradients of this rank alone; call loss.backward() and read .grad, or "
+        "first set_requires_gradient_sync(False) for gradients of this rank"
     )
 
 

@@ -87,7 +87,7 @@ def test_a_parameter_that_forward_changes_in_place_is_refused() -> None:
         handle.remove()
     loss = stored_loss(model, own_input(), 0, True)
     change(model.block, None, None)
-    with pytest.raises(ShardError, match="got 'scale' written, which is lost"):
+    with pytest.raises(ShardError, match="got writes to 'scale', which are lost"):
         loss.backward()
 
 
@@ -96,7 +96,7 @@ def test_a_parameter_that_forward_changes_in_place_is_refused() -> None:
 
 CREATE_GRAPH = (
     "Expected a backward into the parameters of the root group without create_graph=True, "
-    "got one with it, although reduced gradients have no graph; for gradients of inputs, call "
+    "got create_graph=True, but reduced gradients have no graph; for gradients of inputs, call "
     "torch.autograd.grad(loss, inputs, create_graph=True)"
 )
 
