@@ -210,10 +210,7 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
 
 def _check_arguments(
-    modules: Sequence[nn.Module],
-    policy: object,
-    offload_policy: object,
-    ignored_params: object,
+    modules: Sequence[nn.Module], policy: object, offload_policy: object, ignored_params: object
 ) -> None:
     check_not_taken(modules)
     check_own_class("mp_policy", policy, MixedPrecisionPolicy)

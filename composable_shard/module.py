@@ -28,18 +28,8 @@ from composable_shard.compat.torch_state import (
     list_with_torch,
     torch_state,
 )
-from composable_shard.core.copying import (
-    SavedModule,
-    copy_sharded,
-    restore_module,
-    save_module,
-)
-from composable_shard.core.group import (
-    ParamGroup,
-    State,
-    group_of,
-    set_group,
-)
+from composable_shard.core.copying import SavedModule, copy_sharded, restore_module, save_module
+from composable_shard.core.group import ParamGroup, State, group_of, set_group
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.reduction import assign_grad, clear, is_partial
 from composable_shard.core.registered import carry_over

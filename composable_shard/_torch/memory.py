@@ -92,10 +92,7 @@ def empty(
 
 
 def empty_like(
-    tensor: torch.Tensor,
-    *,
-    device: torch.device | str | None = None,
-    pin_memory: bool = False,
+    tensor: torch.Tensor, *, device: torch.device | str | None = None, pin_memory: bool = False
 ) -> torch.Tensor:
     """Make an uninitialized tensor with the shape and strides of another."""
     return without_values(torch.empty_like(tensor, device=device, pin_memory=pin_memory))

@@ -57,10 +57,7 @@ def all_gather_rows(output: torch.Tensor, source: torch.Tensor, group: dist.Proc
 
 
 def reduce_scatter_flat(
-    outputs: list[torch.Tensor],
-    inputs: list[torch.Tensor],
-    group: dist.ProcessGroup,
-    op: Any,
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup, op: Any
 ) -> dist.Work:
     """Reduce-scatter each input into its output, all in one launch."""
     reduce_scatter = getattr(group, _REDUCE_SCATTER)

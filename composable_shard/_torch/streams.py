@@ -33,9 +33,7 @@ def on_stream(stream: torch.Stream) -> contextlib.AbstractContextManager[object]
     stream cannot be entered twice at once. Guard: a new object for each context.
     """
     return torch.Stream(
-        stream_id=stream.stream_id,
-        device_index=stream.device_index,
-        device_type=stream.device_type,
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
     )
 
 

@@ -20,15 +20,7 @@ from torch.optim import Optimizer
 from composable_shard import _torch
 from composable_shard.core.codec import Codec, codec_of
 from composable_shard.errors import ShardError
-from composable_shard.optim.blocks import (
-    Block,
-    Box,
-    BucketPlan,
-    Sent,
-    Spread,
-    spread_over,
-    whole,
-)
+from composable_shard.optim.blocks import Block, Box, BucketPlan, Sent, Spread, spread_over, whole
 from composable_shard.optim.exchange import Exchange, Move, Ranks, arrive, launch, part_of
 
 Factory = Callable[[list[dict[str, Any]]], Optimizer]
@@ -503,9 +495,7 @@ def counts_of(all_states: Mapping[torch.Tensor, States]) -> Counts:
 
 
 def load_states(
-    load: Callable[[dict[str, Any]], None],
-    state_dict: dict[str, Any],
-    made: Counts,
+    load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any], made: Counts
 ) -> None:
     """Load a state dict; states keep their dtypes, which torch casts to those of the parameters.
 

@@ -45,11 +45,7 @@ from composable_shard.core.codec import (
     needs_extension,
     to_text,
 )
-from composable_shard.core.extension import (
-    ExtensionBucket,
-    GradExtension,
-    gather_unknown,
-)
+from composable_shard.core.extension import ExtensionBucket, GradExtension, gather_unknown
 from composable_shard.errors import ExtensionError
 from composable_shard.module import group_of
 from composable_shard.testing.oracle import apart
