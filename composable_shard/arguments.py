@@ -87,9 +87,8 @@ def checked_number(name: str, value: Any) -> float:
         TypeError: If it is not a number, such as a string or a bool.
     """
     number = None
-    with contextlib.suppress(
-        TypeError, ValueError, RuntimeError
-    ):  # from a tensor of several elements
+    # A tensor of several elements raises RuntimeError.
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
         if isinstance(value, SupportsFloat) and not isinstance(value, bool):
             number = float(value)
     check_type(name, value, number is not None, "a number")
@@ -145,12 +144,8 @@ def check_module(name: str, value: object) -> None:
 
 def checked_list(name: str, value: Iterable[_Item], what: str, remedy: str = "") -> list[_Item]:
     """Return the elements of an iterable as a list; raise ``TypeError`` if it is not iterable."""
-    try:
-        items = iter(value)
-    except TypeError:
-        items = None
-    check_type(name, value, items is not None, what, remedy)
-    return list(items or ())
+    check_type(name, value, isinstance(value, Iterable), what, remedy)
+    return list(value)
 
 
 def check_process_group(value: object) -> None:
@@ -160,13 +155,9 @@ def check_process_group(value: object) -> None:
         TypeError: If it is not, such as the result of ``new_group`` on a rank outside of the group.
     """
     is_like_group = all(callable(getattr(value, name, None)) for name in ("rank", "size"))
-    check_type(
-        "process_group",
-        value,
-        value is None or is_like_group,
-        "a ProcessGroup that this rank is in",
-        "pass its mesh.get_group()" if isinstance(value, dist.DeviceMesh) else "",
-    )
+    what = "a ProcessGroup that this rank is in"
+    remedy = "pass its mesh.get_group()" if isinstance(value, dist.DeviceMesh) else ""
+    check_type("process_group", value, value is None or is_like_group, what, remedy)
 
 
 def listed_optimizers(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:

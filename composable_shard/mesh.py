@@ -190,9 +190,7 @@ def resolve_mesh(
             "pass mesh_dim_names to init_device_mesh"
         )
     _check_axis_names(mesh)
-    if mesh.ndim == 1:
-        return _shard_mesh(mesh, shard_axis=0)
-    return _shard_mesh(mesh, shard_axis=1, replicate_axis=0)
+    return _shard_mesh(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None)
 
 
 def _check_axis_names(mesh: DeviceMesh) -> None:
@@ -232,17 +230,10 @@ def _shard_mesh(
 ) -> ShardMesh:
     shards = None if shard_axis is None else mesh.get_group(shard_axis)
     replicas = None if replicate_axis is None else mesh.get_group(replicate_axis)
-    return ShardMesh(
-        mesh=mesh,
-        shard_group=shards,
-        num_shards=1 if shards is None else shards.size(),
-        shard_rank=0 if shards is None else shards.rank(),
-        replica_group=replicas,
-        num_replicas=1 if replicas is None else replicas.size(),
-        device=_device_of(mesh),
-        dims=dims,
-        full_mesh=full_mesh,
-    )
+    shard_rank = 0 if shards is None else shards.rank()
+    num_shards, num_replicas = (1 if g is None else g.size() for g in (shards, replicas))
+    own, others = (shards, num_shards, shard_rank), (replicas, num_replicas)
+    return ShardMesh(mesh, *own, *others, _device_of(mesh), dims, full_mesh)
 
 
 def _restored_mesh(mesh: DeviceMesh, *others: Any) -> ShardMesh:
@@ -253,9 +244,7 @@ def _restored_mesh(mesh: DeviceMesh, *others: Any) -> ShardMesh:
 
 
 def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if names is None:
-        return ()
-    return (names,) if isinstance(names, str) else tuple(names)
+    return (names,) if isinstance(names, str) else tuple(names or ())
 
 
 # Variables that launchers set. If one is set, this process may not be the only rank.

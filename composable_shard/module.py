@@ -47,15 +47,6 @@ from composable_shard.errors import ShardError
 from composable_shard.mesh import ShardMesh, check_reshard
 from composable_shard.train.clip import clip_grad_norm_
 
-__all__ = [
-    "FSDPModule",
-    "GradientReductionHandle",
-    "UnshardHandle",
-    "check_class",
-    "group_of",
-    "make_sharded",
-]
-
 
 def make_sharded(module: nn.Module, group: ParamGroup) -> None:
     """Give a module its group, and a class that also inherits from :class:`FSDPModule`."""
@@ -179,8 +170,8 @@ def _convert(
         group.reshard()
     held = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
     params = [param for group in groups for param in group.params if id(param.sharded) in held]
+    carried = [(user_grad_dtype(p.sharded), dict(vars(p.sharded))) for p in params]
     grads = [param.sharded.grad for param in params]
-    grad_dtypes = [user_grad_dtype(param.sharded) for param in params]
     with torch.no_grad():
         others = [t for m in modules for t in m._buffers.values() if t is not None]
         others += [p.grad for p in held.values() if p.grad is not None]
@@ -193,7 +184,6 @@ def _convert(
             new_grads.append(new)
     before = [(p, p.detach(), _torch.local_part(p)) for p in held.values()]
     buffers = [(module, dict(module._buffers)) for module in modules]
-    attributes = [dict(param.sharded.__dict__) for param in params]
     for param in params:
         param.sharded.grad = None
     try:
@@ -209,12 +199,11 @@ def _convert(
             module._buffers.update(present)
         raise
     finally:
-        for param, grad, dtype, saved in zip(params, grads, grad_dtypes, attributes, strict=True):
+        for param, grad, (dtype, attributes) in zip(params, grads, carried, strict=True):
             now = param.find_registered()
-            if now is None:
-                continue
-            carry_over(saved, dtype, now)
-            if grad is not None:
+            if now is not None:
+                carry_over(attributes, dtype, now)
+            if now is not None and grad is not None:
                 assign_grad(now, grad)
 
 
@@ -268,10 +257,9 @@ class FSDPModule(TorchFSDPModule):
         group.unshard()
         group.is_held = True
         handle = UnshardHandle(group)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        if not async_op:
+            handle.wait()
+        return handle if async_op else None
 
     def reshard(self) -> None:
         """Free the unsharded parameters of this module's own group. Collective: none.
@@ -384,10 +372,9 @@ class FSDPModule(TorchFSDPModule):
             )
         handle = GradientReductionHandle(tree)
         tree.finalization.start(handle)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        if not async_op:
+            handle.wait()
+        return handle if async_op else None
 
     def _between_iterations(self, method: str) -> Tree:
         """Return the tree, cleaned up after a failure; raise in a forward or backward.
@@ -487,9 +474,8 @@ class FSDPModule(TorchFSDPModule):
     def _apply(self, fn: _Conversion, recurse: bool = True) -> Any:
         module = cast(nn.Module, self)
         apply = super(TorchFSDPModule, self)._apply  # type: ignore[misc]
-        _convert(
-            list(module.modules()) if recurse else [module], fn, partial(apply, recurse=recurse)
-        )
+        modules = list(module.modules()) if recurse else [module]
+        _convert(modules, fn, partial(apply, recurse=recurse))
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -511,8 +497,7 @@ class FSDPModule(TorchFSDPModule):
         attributes = state if saved is None else saved.attributes
         super(TorchFSDPModule, self).__setstate__(attributes)  # type: ignore[misc]
         if saved is not None:
-            module = cast(nn.Module, self)
-            answer_torch(module, restore_module(module, saved))
+            answer_torch(cast(nn.Module, self), restore_module(cast(nn.Module, self), saved))
 
     def _get_fsdp_state(self) -> TorchState:  # type: ignore[override]
         """Return a read-only view for code that reads torch's private state."""
@@ -699,11 +684,8 @@ class FSDPModule(TorchFSDPModule):
             >>> model.set_post_optim_event(torch.Event("cpu"))
             >>> output = model(x)
         """
-        if event is not None and not callable(getattr(event, "wait", None)):
-            raise TypeError(
-                "Expected event to have a method wait, as a torch.Event has, got "
-                f"{type(event).__name__}"
-            )
+        fits = event is None or callable(getattr(event, "wait", None))
+        check_type("event", event, fits, "an object with a method wait, such as a torch.Event")
         self._group().tree.post_optim_event = event
 
     # The time of reductions -----------------------------------------------------------------

@@ -99,9 +99,7 @@ class MixedPrecisionPolicy:
         except Exception as error:
             error.add_note(f"raised by param_dtype_override_fn for parameter '{name}'")
             raise
-        if asked is not None and not (
-            isinstance(asked, torch.dtype) and asked in (self.param_dtype, param.dtype)
-        ):
+        if asked not in (None, self.param_dtype, param.dtype):
             got = asked if isinstance(asked, torch.dtype) else f"{type(asked).__name__}: {asked!r}"
             raise ValueError(
                 f"Expected param_dtype_override_fn to return None, param_dtype ({self.param_dtype})"
@@ -230,12 +228,9 @@ def check_names(policy: Offload, names: set[str]) -> None:
 
 def pins(policy: CPUOffloadPolicy) -> bool:
     """Return whether memory is pinned for ``policy``; warn once if it cannot be."""
-    if not policy.pin_memory:
-        return False
-    if _torch.pins_memory():
-        return True
-    _warn_not_pinned()
-    return False
+    if policy.pin_memory and not _torch.pins_memory():
+        _warn_not_pinned()
+    return policy.pin_memory and _torch.pins_memory()
 
 
 def copies_overlap_compute(policy: CPUOffloadPolicy | None, device: torch.device) -> bool:

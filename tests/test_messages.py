@@ -338,7 +338,8 @@ sharded().set_reduce_scatter_max_input_buffers(True)
 sharded().set_all_reduce_hook('hook')
     TypeError: Expected hook to be callable, got str: 'hook'
 sharded().set_post_optim_event('event')
-    TypeError: Expected event to have a method wait, as a torch.Event has, got str
+    TypeError: Expected event to be an object with a method wait, such as a torch.Event, got str:
+    'event'
 sharded().set_custom_all_gather(print)
     TypeError: Expected a custom all-gather with allocate and __call__, got
     builtin_function_or_method

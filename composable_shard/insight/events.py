@@ -17,9 +17,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from composable_shard.arguments import check_module
-from composable_shard.core.group import ParamGroup
+from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.tree import Listener, Tree
-from composable_shard.module import group_of
 
 Event = tuple[str, str]
 

@@ -46,8 +46,8 @@ from composable_shard.core.codec import (
     to_text,
 )
 from composable_shard.core.extension import ExtensionBucket, GradExtension, gather_unknown
+from composable_shard.core.group import group_of
 from composable_shard.errors import ExtensionError
-from composable_shard.module import group_of
 from composable_shard.testing.oracle import apart
 from composable_shard.testing.ranks import RankError, run_threads
 
