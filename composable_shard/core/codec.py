@@ -49,9 +49,9 @@ def has_grad_extension(tensor: torch.Tensor) -> bool:
 def _has_both(tensor: torch.Tensor, pre: str, post: str) -> bool:
     has_pre, has_post = hasattr(tensor, pre), hasattr(tensor, post)
     if has_pre != has_post:
-        found, missing = (pre, post) if has_pre else (post, pre)
+        present, missing = (pre, post) if has_pre else (post, pre)
         raise TypeError(
-            f"Expected both {pre} and {post} on {type(tensor).__name__}, got only {found}; "
+            f"Expected both {pre} and {post} on {type(tensor).__name__}, got only {present}; "
             f"define {missing} too"
         )
     return has_pre
@@ -59,12 +59,12 @@ def _has_both(tensor: torch.Tensor, pre: str, post: str) -> bool:
 
 def needs_extension(tensor: torch.Tensor) -> bool:
     """Return whether a local shard cannot be part of a flat bucket, which holds plain tensors."""
-    brings_hooks = has_extension(tensor) or has_grad_extension(tensor)
-    return brings_hooks or _torch.is_subclass_of_user(tensor)
+    has_hooks = has_extension(tensor) or has_grad_extension(tensor)
+    return has_hooks or _torch.is_subclass_of_user(tensor)
 
 
 def bound_hook(hook: Any, tensor: torch.Tensor) -> Any:
-    """Bind a plain function that was set on a tensor object and expects the tensor as ``self``."""
+    """Bind a function that a user set on a tensor object, if it takes the tensor as ``self``."""
     if inspect.isfunction(hook) and next(iter(inspect.signature(hook).parameters), "") == "self":
         return hook.__get__(tensor)
     return hook
@@ -160,30 +160,30 @@ class Codec:
     @property
     def names(self) -> tuple[str, ...]:
         """The attributes of the plain tensors, with dots if wrapper subclasses are nested."""
-        found = list[str]()
+        names = list[str]()
         for name, codec in self.inner:
-            found += [name] if codec is None else [f"{name}.{n}" for n in codec.names]
-        return tuple(found)
+            names += [name] if codec is None else [f"{name}.{n}" for n in codec.names]
+        return tuple(names)
 
-    def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the plain tensors."""
+    def inner_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the plain tensors of a subclass."""
         return [attrgetter(name)(tensor) for name in self.names]
 
-    def rebuild(self, parts: Iterator[torch.Tensor]) -> torch.Tensor:
-        """Build a tensor from the next plain tensors."""
-        made = {
-            name: next(parts) if codec is None else codec.rebuild(parts)
+    def rebuild(self, tensors: Iterator[torch.Tensor]) -> torch.Tensor:
+        """Build a subclass from the next plain tensors of an iterator."""
+        inner = {
+            name: next(tensors) if codec is None else codec.rebuild(tensors)
             for name, codec in self.inner
         }
-        like = made[self.inner[0][0]]
+        first = inner[self.inner[0][0]]
         rebuilt: torch.Tensor = self.kind.__tensor_unflatten__(  # type: ignore[attr-defined]
-            made, self.context, like.shape, like.stride()
+            inner, self.context, first.shape, first.stride()
         )
         return rebuilt
 
 
 def codec_of(tensor: torch.Tensor) -> Codec | None:
-    """Return the codec of a wrapper subclass, ``None`` for a tensor of any other kind."""
+    """Return the codec of a wrapper subclass; ``None`` for any other tensor."""
     if not _torch.is_wrapper_subclass(tensor):
         return None
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -192,51 +192,51 @@ def codec_of(tensor: torch.Tensor) -> Codec | None:
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-    """Split wrapper subclasses into plain tensors; return these and a function to rebuild them."""
+    """Split wrapper subclasses into plain tensors; return these and the inverse function."""
     codecs = [codec_of(tensor) for tensor in tensors]
     flat: list[torch.Tensor] = []
     for tensor, codec in zip(tensors, codecs, strict=True):
-        inner = [tensor] if codec is None else codec.parts(tensor)
+        inner = [tensor] if codec is None else codec.inner_tensors(tensor)
         if codec is None and _torch.is_subclass_of_user(tensor):
             raise ExtensionError(
                 f"Expected a wrapper subclass, got {type(tensor).__name__} without "
                 f"__tensor_flatten__; define {PRE} and {POST} on it"
             )
-        if any(part.shape != tensor.shape for part in inner):
+        if any(plain.shape != tensor.shape for plain in inner):
             raise ExtensionError(
                 f"Expected the inner tensors of {type(tensor).__name__} to have its shape "
-                f"{list(tensor.shape)}, got {[list(part.shape) for part in inner]}; "
+                f"{list(tensor.shape)}, got {[list(plain.shape) for plain in inner]}; "
                 f"define {PRE} and {POST} on it"
             )
         flat += inner
 
-    def rebuild(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        left = iter(parts)
-        return tuple(next(left) if codec is None else codec.rebuild(left) for codec in codecs)
+    def rebuild(plain: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        rest = iter(plain)
+        return tuple(next(rest) if codec is None else codec.rebuild(rest) for codec in codecs)
 
     return flat, rebuild
 
 
-# Memory of tensors that travel --------------------------------------------------------------------
+# Memory of tensors that are sent ------------------------------------------------------------------
 
-Memory = dict[int, torch.Tensor]
+StorageViews = dict[int, torch.Tensor]
 """A flat view of each storage, by the number of the storage."""
 
 
-def memory_of(tensors: Sequence[torch.Tensor]) -> Memory:
+def storage_views(tensors: Sequence[torch.Tensor]) -> StorageViews:
     """Return views of the storages of some tensors, if they can be freed and allocated again.
 
     A view has dtype uint8 if its storage is not a whole number of elements.
     """
-    found: Memory = {}
+    views: StorageViews = {}
     for leaf in (leaf for tensor in tensors for leaf in _torch.leaves(tensor)):
         storage, dtype = leaf.untyped_storage(), leaf.dtype
         if storage.resizable():
             dtype = torch.uint8 if storage.nbytes() % dtype.itemsize else dtype
             whole = torch.empty(0, dtype=dtype, device=storage.device)
             whole.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
-            found[_torch.storage_number(leaf)] = whole
-    return found
+            views[_torch.storage_number(leaf)] = whole
+    return views
 
 
 def padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
@@ -251,66 +251,67 @@ def padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 # Attributes that users set on a parameter ---------------------------------------------------------
 
 
-def share_attributes(sharded: nn.Parameter, other: nn.Parameter) -> Attributes | None:
+def share_attributes(sharded: nn.Parameter, unsharded: nn.Parameter) -> AttributeCopier | None:
     """Make attributes that users set on a parameter (``param.tag = ...``) visible on both forms.
 
-    Both forms share one ``__dict__``, unless the unsharded one is a tensor subclass, which keeps
-    attributes of its own there.
+    Both forms share one ``__dict__``, unless the unsharded form is a tensor subclass, because the
+    class keeps its own attributes there.
 
     Args:
         sharded: The sharded form.
-        other: An unsharded form that was just created.
+        unsharded: An unsharded form that was just created.
 
     Returns:
-        An object that copies attributes between two dicts; ``None`` if they share one.
+        An object that copies attributes between both forms; ``None`` if they share a ``__dict__``.
     """
-    if type(other) in (nn.Parameter, DTensor):
-        other.__dict__ = sharded.__dict__
+    if type(unsharded) in (nn.Parameter, DTensor):
+        unsharded.__dict__ = sharded.__dict__
         return None
-    return Attributes(sharded, other)
+    return AttributeCopier(sharded, unsharded)
 
 
-class Attributes:
-    """Copies user attributes that were set, changed or deleted between the forms of a parameter."""
+class AttributeCopier:
+    """Copies changes of user attributes between the two forms of a parameter."""
 
-    def __init__(self, sharded: nn.Parameter, other: nn.Parameter) -> None:
-        self.sharded, self._other = sharded, other
-        self._of_class = {"_is_param", *other.__dict__}
-        self._carried: dict[str, object] = {}
-        self.give()
+    def __init__(self, sharded: nn.Parameter, unsharded: nn.Parameter) -> None:
+        self.sharded, self._unsharded = sharded, unsharded
+        self._of_class = {"_is_param", *unsharded.__dict__}
+        self._copied: dict[str, object] = {}
+        self.copy_to_unsharded()
 
-    def give(self) -> None:
-        """Copy changes of the sharded form to the other, which is about to be registered."""
-        self._carry(self.sharded.__dict__, self._other.__dict__)
+    def copy_to_unsharded(self) -> None:
+        """Copy changes to the unsharded form, which is about to be registered."""
+        self._copy_changes(self.sharded.__dict__, self._unsharded.__dict__)
 
-    def take(self) -> None:
-        """Copy changes of the other form to the sharded one, which is about to be registered."""
-        found = self._other.__dict__.items()
-        self._carry({k: v for k, v in found if self._is_of_user(k, v)}, self.sharded.__dict__)
+    def copy_to_sharded(self) -> None:
+        """Copy changes to the sharded form, which is about to be registered."""
+        of_user = dict(filter(self._is_of_user, self._unsharded.__dict__.items()))
+        self._copy_changes(of_user, self.sharded.__dict__)
 
-    def _is_of_user(self, name: str, value: object) -> bool:
-        """Return whether a user, and not the class, has set an attribute of the other form.
+    def _is_of_user(self, item: tuple[str, object]) -> bool:
+        """Return whether a user, and not the class, has set an attribute of the unsharded form.
 
         Unless users had set it before, an attribute belongs to the class if the class declares it
         (``functools.cached_property``), or if it holds tensors, which the next gather makes stale.
         """
-        if name in self._carried or name in self.sharded.__dict__:
+        name, value = item
+        if name in self._copied or name in self.sharded.__dict__:
             return True
-        is_declared = hasattr(getattr(type(self._other), name, None), "__get__")
+        is_declared = hasattr(getattr(type(self._unsharded), name, None), "__get__")
         return not is_declared and next(tensors_in(value), None) is None
 
-    def _carry(self, source: dict[str, object], target: dict[str, object]) -> None:
-        now = {name: value for name, value in source.items() if name not in self._of_class}
-        for name in self._carried.keys() - now.keys():
+    def _copy_changes(self, source: dict[str, object], target: dict[str, object]) -> None:
+        current = {name: value for name, value in source.items() if name not in self._of_class}
+        for name in self._copied.keys() - current.keys():
             target.pop(name, None)
-        for name, value in now.items():
-            if name not in self._carried or self._carried[name] is not value:
+        for name, value in current.items():
+            if name not in self._copied or self._copied[name] is not value:
                 target[name] = value
-        self._carried = now
+        self._copied = current
 
 
 def attributes_of_user(param: nn.Parameter) -> dict[str, object]:
-    """Return the attributes that users set on a parameter, without those that its class set."""
+    """Return the attributes that users have set on a parameter, without those of its class."""
     of_class = {"_is_param"}
     if type(param) not in (nn.Parameter, DTensor):
         of_class.update(param.detach().__dict__)

@@ -39,7 +39,7 @@ from composable_shard.core.codec import (
     Codec,
     Format,
     Formats,
-    Memory,
+    StorageViews,
     bound_hook,
     check_same_formats,
     checked_result,
@@ -48,15 +48,16 @@ from composable_shard.core.codec import (
     formats_of,
     has_extension,
     has_grad_extension,
-    memory_of,
     needs_extension,
     padded,
+    storage_views,
     to_text,
 )
 from composable_shard.core.layout import MessageCost, aligned
 from composable_shard.core.reduction import Reduction, Scale, refuse_sparse, stage_of
-from composable_shard.core.storage import Bucket, GatherOps, ShardedParam, Storage
+from composable_shard.core.storage import Bucket, FlatBucket, GatherOps, ShardedParam
 from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.collectives import Tensors
 from composable_shard.core.transport.pending import Pending, launching_stream
 from composable_shard.core.transport.process_groups import collect
 from composable_shard.errors import ExtensionError
@@ -82,7 +83,7 @@ class _Message(NamedTuple):
 
 
 class ExtensionBucket:
-    """The bucket of one parameter; see `Storage` for the attributes that the core uses.
+    """The bucket of one parameter; see `Bucket` for the attributes that the core uses.
 
     Attributes:
         formats: For each rank, the formats of the tensors that it sends; agreed before the first
@@ -296,19 +297,19 @@ class ExtensionBucket:
         param.create_unsharded(fitting, is_encoded=has_extension(param.local))
         unsharded = param.unsharded_local
         self._out = tensor if is_padded else unsharded
-        gathered, of_inner = memory_of(self._gathered), memory_of(inner)
-        known = {*gathered, *memory_of([param.local])}
+        gathered, of_inner = storage_views(self._gathered), storage_views(inner)
+        known = {*gathered, *storage_views([param.local])}
         besides = {number: of_inner[number] for number in of_inner if number not in known}
         self._inner = list(besides.values())
-        read = [*self._inner, *self._read_rows(gathered, inner)]
+        read = [*self._inner, *self._read_after_post(gathered, inner)]
         self._read = [memory.view(torch.uint8) for memory in read]
         leaves = _torch.leaves(unsharded)
         if _torch.is_subclass(unsharded):
             freed = {*gathered, *besides}
-            param.parts = [leaf for leaf in leaves if _torch.storage_number(leaf) in freed]
+            param.freed_inner = [leaf for leaf in leaves if _torch.storage_number(leaf) in freed]
         self._kept_parts = [param.unsharded, self._out, *leaves, *inner]
 
-    def _read_rows(self, gathered: Memory, inner: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _read_after_post(self, gathered: StorageViews, inner: Sequence[torch.Tensor]) -> Tensors:
         """Return the gathered memory that is needed after the post hook, the same on all ranks.
 
         A class without ``__tensor_flatten__`` may need all of it.
@@ -316,7 +317,7 @@ class ExtensionBucket:
         unsharded = self.param.unsharded_local
         if self._releases_gathered:
             return []
-        used = memory_of([unsharded, *inner])
+        used = storage_views([unsharded, *inner])
         if _torch.is_subclass(unsharded) and not _torch.is_wrapper_subclass(unsharded):
             used = gathered
         return [memory for number, memory in gathered.items() if number in used]
@@ -386,7 +387,7 @@ def _agree_on_formats(buckets: Sequence[ExtensionBucket]) -> None:
         bucket.formats = [by_rank[rank] for rank in ranks]
 
 
-def gather_unknown(buckets: Sequence[Storage], channels: dict[ShardMesh, Channel]) -> None:
+def gather_unknown(buckets: Sequence[Bucket], channels: dict[ShardMesh, Channel]) -> None:
     """Run the first gather of buckets without an unsharded parameter.
 
     Collective: for each mesh, an all-gather of a small object for each axis, and an all-gather of
@@ -405,7 +406,7 @@ def gather_unknown(buckets: Sequence[Storage], channels: dict[ShardMesh, Channel
 # The buckets of a group, flat ones and those of tensor subclasses ---------------------------------
 
 
-def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> list[Storage]:
+def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> list[Bucket]:
     """Copy shards into buckets: one for each mesh, dtype and device; subclasses have their own.
 
     Args:
@@ -418,25 +419,25 @@ def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]
         alone = param if needs_extension(shard) else None
         kinds.setdefault((param.mesh, *dtypes, shard.device, alone), []).append((param, shard))
     return [
-        Bucket(*zip(*pairs, strict=True)) if kind[-1] is None else ExtensionBucket(*pairs[0])
+        FlatBucket(*zip(*pairs, strict=True)) if kind[-1] is None else ExtensionBucket(*pairs[0])
         for kind, pairs in kinds.items()
     ]
 
 
-def create_unsharded(buckets: Sequence[Storage], channels: dict[ShardMesh, Channel]) -> None:
+def create_unsharded(buckets: Sequence[Bucket], channels: dict[ShardMesh, Channel]) -> None:
     """Make the unsharded parameters of buckets, before their first gather.
 
     Collective: for tensor subclasses alone; see :func:`gather_unknown`.
     """
     for bucket in buckets:
-        if isinstance(bucket, Bucket) and not hasattr(bucket, "unsharded"):
+        if isinstance(bucket, FlatBucket) and not hasattr(bucket, "unsharded"):
             bucket.create_unsharded()
     gather_unknown(buckets, channels)
 
 
-def are_of_kind(buckets: Sequence[Storage]) -> bool:
+def are_of_kind(buckets: Sequence[Bucket]) -> bool:
     """Return whether all shards of flat buckets still need no all-gather hooks."""
-    flat = (bucket for bucket in buckets if isinstance(bucket, Bucket))
+    flat = (bucket for bucket in buckets if isinstance(bucket, FlatBucket))
     return not any(needs_extension(param.local) for bucket in flat for param in bucket.params)
 
 
@@ -511,20 +512,20 @@ class SplitReduction(Reduction):
             if grad is None or codec is None:
                 parts += [grad] * (span.stop - span.start)
             else:
-                parts += codec.parts(grad)
+                parts += codec.inner_tensors(grad)
         self._grads = parts
         super().launch()
 
     def _take_unreplicated(self) -> Iterator[tuple[int, torch.Tensor]]:
         for index, grad in super()._take_unreplicated():
             _, codec, span = self._spans[index]
-            parts = [grad] if codec is None else codec.parts(grad)
+            parts = [grad] if codec is None else codec.inner_tensors(grad)
             yield from zip(range(span.start, span.stop), parts, strict=True)
 
     def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
         shards = self._shards_of(self.reduced)
         flags = [1.0] * len(self.members)
-        if not (self._all_have_grads or self._gives_zeros):
+        if not (self._all_have_grads or self._fills_zeros):
             flags = self.reduced[-self.num_flags :].tolist()
         del self.reduced
         for param, codec, span in self._spans:

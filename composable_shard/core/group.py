@@ -30,7 +30,7 @@ from composable_shard.core.registered import (
     check_materialized,
     is_substituted,
 )
-from composable_shard.core.storage import GatherOps, ShardedParam, Storage
+from composable_shard.core.storage import Bucket, GatherOps, ShardedParam
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import announce
 from composable_shard.core.transport.pending import UsedStreams, compute_stream_id
@@ -154,7 +154,7 @@ class ParamGroup:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        buckets: Sequence[Storage],
+        buckets: Sequence[Bucket],
         mesh: ShardMesh,
         policy: MixedPrecisionPolicy,
     ) -> None:
@@ -326,13 +326,13 @@ class ParamGroup:
         buckets = build_buckets(self.params, [param.local for param in self.params])
         for bucket in buckets:
             for param, local in zip(bucket.params, bucket.locals, strict=True):
-                param.hold(local)
+                param.set_local(local)
         self.buckets = buckets
         self.is_compiled = False
 
     def relocate(
         self,
-        buckets: list[Storage],
+        buckets: list[Bucket],
         mesh: ShardMesh,
         successors: Iterable[tuple[ShardMesh, ShardMesh]],
     ) -> None:
@@ -481,7 +481,7 @@ class ParamGroup:
         if self._snapshot is not None:
             self.apply_user_changes()
         for attributes in self.program.attributes:
-            attributes.take()
+            attributes.copy_to_sharded()
         for holder, name, sharded, unsharded, put in self.program.slots:
             if holder.get(name) is unsharded:  # otherwise user code has replaced it
                 put(name, sharded)
@@ -490,7 +490,7 @@ class ParamGroup:
     def register_unsharded(self) -> None:
         """Register the unsharded parameters, which must exist."""
         for attributes in self.program.attributes:
-            attributes.give()
+            attributes.copy_to_unsharded()
         for holder, name, sharded, unsharded, put in self.program.slots:
             registered = holder.get(name)
             if registered is sharded:

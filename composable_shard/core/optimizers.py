@@ -25,8 +25,8 @@ from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.reduction import is_partial
 from composable_shard.core.storage import (
+    num_full_tensors,
     num_registered,
-    num_standing_for_sharded,
     owner_of_sharded,
 )
 from composable_shard.core.ties import num_replaced
@@ -87,7 +87,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             f"Expected {kind} to have sharded parameters, got {replaced} that fully_shard has "
             "replaced; build the optimizer after fully_shard"
         )
-    unsharded = num_standing_for_sharded(params.ids)
+    unsharded = num_full_tensors(params.ids)
     if unsharded:
         raise ShardError(
             f"Expected {kind} to have sharded parameters, got {unsharded} unsharded ones, and "

@@ -29,12 +29,12 @@ from composable_shard.mesh import ShardMesh
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """The rows of one tensor, cut along one dim.
+    """The sharding of one tensor along one dim.
 
     Attributes:
         shape: The shape of the user's tensor.
         dim: Its sharded dim; ``None`` for a scalar, which every rank holds.
-        order: Its dims by falling stride; ``None`` if they are in that order already.
+        order: Its dims by descending stride; ``None`` if they are in that order already.
         param: The layout of the rows, with dims in memory order.
     """
 
@@ -81,16 +81,16 @@ class TensorLayout:
         assert dim is not None
         rows = [self.param.local_rows(rank) for rank in range(max(count, len(shards)))]
         expected = [(*self.shape[:dim], num, *self.shape[dim + 1 :]) for num in rows]
-        found = [tuple(shard.shape) for shard in shards]
-        if found != expected:
+        shapes = [tuple(shard.shape) for shard in shards]
+        if shapes != expected:
             kind = type(shards[0]).__name__ if shards else "nothing"
             raise ExtensionError(
                 f"Expected split to return shapes {list(map(list, expected))}, got "
-                f"{list(map(list, found))} of {kind}"
+                f"{list(map(list, shapes))} of {kind}"
             )
 
     def stacked(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a whole tensor to its padded shards, one a row: [num_shards, shard_numel]."""
+        """Copy a whole tensor to its padded shards, [num_shards, shard_numel]."""
         layout = self.param
         stack = tensor.new_zeros((layout.num_shards, layout.shard_numel))
         for whole, shards in matching_pieces(layout, self.rows(tensor).reshape(-1), stack):
@@ -106,7 +106,7 @@ class TensorLayout:
     def _in_user_order(self, rows: torch.Tensor) -> torch.Tensor:
         if self.order is None:
             return rows
-        return rows.permute(sorted(range(rows.ndim), key=self.order.__getitem__))  # its inverse
+        return rows.permute(sorted(range(rows.ndim), key=self.order.__getitem__))  # the inverse
 
 
 def plan_tensor(tensor: torch.Tensor, dim: int | None, num_shards: int) -> TensorLayout:
@@ -141,7 +141,7 @@ def matching_pieces(
     Args:
         layout: The layout of the parameter.
         full: The parameter, flat, [numel] or longer.
-        shards: Its padded shards, one a row, [num_shards, shard_numel].
+        shards: Its padded shards, [num_shards, shard_numel].
     """
     num_full, per_shard = layout.num_full, layout.rows_per_shard
     whole = full[: layout.numel].view(layout.outer, layout.num_rows, layout.inner)
@@ -176,9 +176,10 @@ class ParamPlacement:
         sharded: Placements of the parameter and of its reduced gradient.
         unreplicated: Placements of a gradient that is reduced over the shards only.
         unreduced: Placements of a gradient that is not reduced at all.
-        roles: The role of each axis: shard, replicate, or ``None`` for model parallelism.
-        model: The spec of the unsharded parameter if it is a DTensor; ``None`` for a plain tensor.
-        model_grad: Placements of the unsharded gradient; ``None`` accepts any on an axis.
+        roles: The role of each mesh axis; ``None`` if it is not data-parallel.
+        unsharded_spec: The spec of the unsharded parameter; ``None`` if it is a plain tensor.
+        unsharded_grad: The placement of the unsharded gradient on each axis of its mesh; ``None``
+            accepts any.
     """
 
     mesh: DeviceMesh
@@ -186,24 +187,24 @@ class ParamPlacement:
     unreplicated: Placements
     unreduced: Placements
     roles: tuple[Role, ...]
-    model: _torch.DTensorSpec | None = None
-    model_grad: tuple[Placement | None, ...] = ()
+    unsharded_spec: _torch.DTensorSpec | None = None
+    unsharded_grad: tuple[Placement | None, ...] = ()
 
-    def model_local_grad(self, grad: torch.Tensor) -> torch.Tensor:
+    def local_grad(self, grad: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of an unsharded gradient.
 
         Collective: for a DTensor with other placements than the parameter, the redistribution over
             the axes that are not data-parallel.
         """
-        if self.model is None:
+        if self.unsharded_spec is None:
             return grad
         assert isinstance(grad, DTensor), type(grad)
-        wanted = tuple(
+        placements = tuple(
             current if placement is None else placement
-            for current, placement in zip(grad.placements, self.model_grad, strict=True)
+            for current, placement in zip(grad.placements, self.unsharded_grad, strict=True)
         )
-        if wanted != grad.placements:
-            grad = grad.redistribute(placements=wanted)
+        if placements != grad.placements:
+            grad = grad.redistribute(placements=placements)
         return _torch.waited(_torch.local_tensor(grad))
 
 
@@ -227,7 +228,7 @@ def plan_placement(
                 f"Expected parameter '{name}' to be a DTensor on the mesh that dp_mesh_dims "
                 f"describes, got a plain {type(param).__name__}; distribute it first"
             )
-        return _spread(mesh.mesh, _axes(mesh, dim), None)
+        return _complete(mesh.mesh, _axes(mesh, dim), None)
     spec = _torch.spec_of(param)
     if mesh.dims is not None:
         return _on_full_mesh(name, spec, dim, mesh)
@@ -246,7 +247,7 @@ def plan_placement(
             "the axes of that mesh over which data is parallel, such as mesh['data']"
         ) from error
     axes = _axes(mesh, dim, _num_parts(spec.placements, tensor_parallel, dim))
-    return _spread(both, [*axes, *((p, None) for p in spec.placements)], spec, spec.placements)
+    return _complete(both, [*axes, *((p, None) for p in spec.placements)], spec, spec.placements)
 
 
 _Axis = tuple[Placement, Role]
@@ -263,7 +264,7 @@ def _axes(mesh: ShardMesh, dim: int | None, num_parts: int = 1) -> list[_Axis]:
 
 
 def _shard(dim: int | None, num_parts: int) -> Placement:
-    """Return the placement that shards a dim, which other axes split into ``num_parts`` parts."""
+    """Return the placement that shards a dim, if other axes cut it into ``num_parts`` parts."""
     if dim is None:
         return Replicate()
     return Shard(dim) if num_parts == 1 else _torch.strided_shard(dim, num_parts)
@@ -277,11 +278,11 @@ def _num_parts(placements: Any, mesh: DeviceMesh, dim: int | None, after: int = 
     return parts
 
 
-def _spread(
+def _complete(
     mesh: DeviceMesh,
     axes: list[_Axis],
-    model: _torch.DTensorSpec | None,
-    model_grad: tuple[Placement | None, ...] = (),
+    unsharded_spec: _torch.DTensorSpec | None,
+    unsharded_grad: tuple[Placement | None, ...] = (),
 ) -> ParamPlacement:
     average = Partial("avg")
     return ParamPlacement(
@@ -290,17 +291,17 @@ def _spread(
         unreplicated=tuple(average if role == "replicate" else p for p, role in axes),
         unreduced=tuple(average if role is not None else p for p, role in axes),
         roles=tuple(role for _, role in axes),
-        model=model,
-        model_grad=model_grad,
+        unsharded_spec=unsharded_spec,
+        unsharded_grad=unsharded_grad,
     )
 
 
 def _on_full_mesh(
     name: str, spec: _torch.DTensorSpec, dim: int | None, mesh: ShardMesh
 ) -> ParamPlacement:
-    """Place a parameter that is a DTensor on all axes, the data-parallel ones included.
+    """Place a DTensor parameter on a mesh that includes the data-parallel axes.
 
-    If several axes shard, their flattened axis replaces them.
+    If several axes shard, they are flattened into one axis.
     """
     full, dims = spec.mesh, mesh.dims
     assert dims is not None and full.mesh_dim_names is not None
@@ -328,7 +329,7 @@ def _on_full_mesh(
             submeshes.append(_torch.flat_axis(full, dims.shard_names))
             axes.append((_shard(dim, _num_parts(spec.placements, full, dim, index)), role))
     flattens = len(dims.shard_names) > 1
-    return _spread(
+    return _complete(
         _torch.concatenate_meshes(submeshes) if flattens else full,
         axes,
         spec,

@@ -22,7 +22,7 @@ from composable_shard import _torch
 from composable_shard.core.codec import share_attributes
 from composable_shard.core.plugins import Op, Phase
 from composable_shard.core.reduction import LocalReduction, Reduction, reduce_dtype, wide_dtype
-from composable_shard.core.storage import GatherOps, Regather, ShardedParam, Slot, Storage
+from composable_shard.core.storage import Bucket, GatherOps, Regather, ShardedParam, Slot
 from composable_shard.core.transport.pending import UsedStreams, on_side_stream, side_stream
 
 Stage = tuple[Op, ...]  # the operations of one stage of a delivery
@@ -60,7 +60,7 @@ class Program:
         version_tensors: Tensors with version counters that grow when the shards change.
         slots: For each name of each parameter: the dict that holds it, the name, the sharded and
             the unsharded parameter, and the function that registers either.
-        attributes: For each parameter with separate dicts in its two forms, its `Attributes`.
+        attributes: For each parameter with separate dicts in its two forms, its `AttributeCopier`.
         sharded: The sharded parameters that were registered at compile time.
         requires_grad: Whether each of them was trainable.
         freeable: The unsharded parameters with memory that is freed between uses.
@@ -343,7 +343,7 @@ class Program:
 
 def reduced_together(
     group: Any, reduced: Sequence[ShardedParam]
-) -> Iterator[tuple[type[Reduction], list[Storage], list[ShardedParam], torch.dtype]]:
+) -> Iterator[tuple[type[Reduction], list[Bucket], list[ShardedParam], torch.dtype]]:
     """Yield the class of each reduction, and its buckets, parameters and dtype.
 
     If the parameters of a group have several reduce dtypes, all use the promoted dtype.
@@ -356,7 +356,7 @@ def reduced_together(
         alike = {dtype for dtype in dtypes.values() if dtype.is_complex == is_complex}
         with suppress(RuntimeError, TypeError):  # float8 dtypes have no promotion
             widest[is_complex] = reduce(torch.promote_types, alike)
-    planned: dict[tuple[Any, ...], tuple[list[Storage], list[ShardedParam]]] = {}
+    planned: dict[tuple[Any, ...], tuple[list[Bucket], list[ShardedParam]]] = {}
     for bucket in group.buckets:
         is_local = bucket.mesh.num_ranks == 1 and group.settings.all_reduce_hook is None
         kind = LocalReduction if is_local else bucket.reduction or Reduction

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 from composable_shard.core.layout import PACKED_ALIGNMENT_NBYTES, aligned, is_packed, message_numels
 from composable_shard.core.placement import GradStage
-from composable_shard.core.storage import USER_GRAD_DTYPE, ShardedParam, Storage, user_grad_dtype
+from composable_shard.core.storage import USER_GRAD_DTYPE, Bucket, ShardedParam, user_grad_dtype
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.host import download
@@ -104,7 +104,7 @@ class Reduction:
 
     def __init__(
         self,
-        buckets: Sequence[Storage],
+        buckets: Sequence[Bucket],
         params: Sequence[ShardedParam],
         dtype: torch.dtype,
         channel: Channel,
@@ -135,9 +135,9 @@ class Reduction:
         self._unsharded = tuple(param.unsharded for param in self.params)
         # Rounded to the parameter's own reduce dtype, if other parameters widen the reduction.
         own = [(i, reduce_dtype(p), p.compute_dtype) for i, p in enumerate(self.params)]
-        self._rounded = [(i, to) for i, to, at in own if to != dtype and to.itemsize < at.itemsize]
+        self._to_round = [(i, to) for i, to, at in own if to != dtype and to.itemsize < at.itemsize]
         self._sharded = tuple(param.sharded for param in self.params)
-        self._has_model = any(param.placement.model is not None for param in self.params)
+        self._is_tensor_parallel = any(p.placement.unsharded_spec is not None for p in self.params)
         self.waits_for_autograd = any(
             p.layout.param.num_nonempty < p.layout.param.num_shards for p in self.params
         )
@@ -149,7 +149,7 @@ class Reduction:
         self._plan_results()
         settings, num_shards = group.settings, self._mesh.num_shards
         # The all-reduce hook may fill gradients that no rank had, whatever the flags say.
-        self._gives_zeros = settings.zeros_for_unused or settings.all_reduce_hook is not None
+        self._fills_zeros = settings.zeros_for_unused or settings.all_reduce_hook is not None
         total = settings.divisor
         self._divisor = num_shards if total is None else total / self._mesh.num_replicas
         self.scale = plan_scale(
@@ -232,12 +232,12 @@ class Reduction:
         self._grads = list(map(_grad, self._unsharded))
         for param in self._unsharded:
             param.grad = None
-        if self._has_model:
+        if self._is_tensor_parallel:
             self._grads = [
-                None if grad is None else param.placement.model_local_grad(grad)
+                None if grad is None else param.placement.local_grad(grad)
                 for param, grad in zip(self.params, self._grads, strict=True)
             ]
-        for index, own in self._rounded:
+        for index, own in self._to_round:
             grad = self._grads[index]
             self._grads[index] = None if grad is None else grad.to(own)
 
@@ -246,7 +246,7 @@ class Reduction:
         self.take_grads()
         factor = self._num_ranks_per_divisor()
         for index, (param, sharded) in enumerate(zip(self.params, self._sharded, strict=True)):
-            old_grad: Any = settled_grad(param)
+            old_grad: Any = redistributed_grad(param)
             grad = self._grads[index]
             if stage_of(param, old_grad) == "unreduced":
                 local = _torch.local_tensor(old_grad).to(self._mesh.device)
@@ -346,7 +346,7 @@ class Reduction:
         if self._mesh.num_ranks > 1:
             refuse_sparse(self.params, grads)
         for param, sharded, grad in zip(self.params, self._sharded, grads, strict=True):
-            old_grad: Any = settled_grad(param)
+            old_grad: Any = redistributed_grad(param)
             stage = stage_of(param, old_grad)
             if grad is not None:
                 grad = grad.to(self._dtype)
@@ -435,7 +435,7 @@ class Reduction:
         """
         if self.is_offloaded:
             self.reduced = self._to_host(self.reduced)
-        elif self._all_have_grads or self._gives_zeros or any(map(has_hooks, self.params)):
+        elif self._all_have_grads or self._fills_zeros or any(map(has_hooks, self.params)):
             self.write_grads()
         else:
             self._flags = download(self.reduced[-self.num_flags :])
@@ -499,7 +499,7 @@ class Reduction:
         """Return the sharded parameters that any rank used, with their mean gradients."""
         shards = self._shards_of(self.reduced)
         results = zip(self._sharded, shards, self._specs, self._differ_in_dtype, strict=True)
-        if self._all_have_grads or self._gives_zeros:  # no need to read the flags
+        if self._all_have_grads or self._fills_zeros:  # no need to read the flags
             del self.reduced
             return results
         flags = self.__dict__.pop("_flags", self.reduced[-self.num_flags :]).tolist()
@@ -544,7 +544,7 @@ class LocalReduction(Reduction):
             return
         for param in self.params:
             if param.name not in self._group.unsynced_names:
-                note_unreduced(param, stage_of(param, settled_grad(param)))
+                note_unreduced(param, stage_of(param, redistributed_grad(param)))
         self.take_grads()
         self.launch()
         if self.scale.after != 1:
@@ -555,7 +555,7 @@ class LocalReduction(Reduction):
     def launch(self) -> None:
         """Keep the gradients: they are the result."""
         self._results_here = self._grads
-        if self._gives_zeros:
+        if self._fills_zeros:
             pairs = zip(self.params, self._grads, strict=True)
             flat = self._all_flags
             self._results_here = [
@@ -642,7 +642,7 @@ def note_unreduced(param: ShardedParam, stage: GradStage | None) -> None:
         param.adds_to_synced = stage == "sharded"
 
 
-def with_own_message(buckets: Iterable[Storage], dtype: torch.dtype) -> set[ShardedParam]:
+def with_own_message(buckets: Iterable[Bucket], dtype: torch.dtype) -> set[ShardedParam]:
     """Return the parameters whose gradients are too large to pack, in the dtype of a reduction."""
     return {
         param
@@ -662,7 +662,7 @@ def packing_step(dtypes: Iterable[torch.dtype], device: torch.device) -> int:
     return max(1, PACKED_ALIGNMENT_NBYTES // narrowest) if _torch.aligns(device) else 1
 
 
-def sent_dtype(buckets: Sequence[Storage], reduced: torch.dtype, channel: Channel) -> torch.dtype:
+def sent_dtype(buckets: Sequence[Bucket], reduced: torch.dtype, channel: Channel) -> torch.dtype:
     """Return the dtype in which gradients with their own message are sent."""
     grads = {bucket.compute_dtype for bucket in buckets}
     grad = grads.pop()
@@ -703,7 +703,7 @@ def assign_grad(sharded: nn.Parameter, grad: torch.Tensor) -> None:
     sharded.grad = grad
 
 
-def settled_grad(param: ShardedParam) -> Any:
+def redistributed_grad(param: ShardedParam) -> Any:
     """Return ``.grad`` of a sharded parameter, redistributed if autograd has written it.
 
     A loss on the sharded parameters, such as a penalty, gives gradients with other placements.

@@ -240,7 +240,7 @@ def _content_of(param: ShardedParam) -> _Content:
     storage = _torch.storage_number(leaf)
     if param.shares_storage:
         return _Content((), 0, storage)
-    versions = tuple(t._version for t in (leaf, *param.parts) if not t.is_inference())
+    versions = tuple(t._version for t in (leaf, *param.freed_inner) if not t.is_inference())
     is_subclass = _torch.is_wrapper_subclass(param.unsharded_local)
     is_fake = not is_subclass and leaf.untyped_storage().device.type == "meta"
     if is_subclass or is_fake or _torch.has_streams(param.mesh.device):

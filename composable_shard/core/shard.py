@@ -226,7 +226,7 @@ def init_group(
         for bucket in buckets:
             for param, local in zip(bucket.params, bucket.locals, strict=True):
                 if made_of is None:
-                    param.hold(local)
+                    param.set_local(local)
                 else:  # wraps the view of the bucket, so the DTensor has its storage offset
                     param.create_sharded(local, made_of[param][1])
     group.__init__(modules, buckets, mesh, policy.without_override())  # type: ignore[misc]
@@ -244,7 +244,7 @@ def _own_shards(
     meshes: dict[DeviceMesh, None] = {}
     failure = None
     for param, original in zip(planned, originals, strict=True):
-        whole = param.model_part(original)
+        whole = param.tensor_parallel_part(original)
         if not needs_extension(whole):
             shard = param.shard_of(original)
             shards.append(shard if shard.device.type == "meta" else shard.to(param.device))
@@ -331,8 +331,8 @@ def check_subclasses(planned: Sequence[ShardedParam], managed: Managed) -> None:
     Collective: see build_group.
     """
     pairs = zip(planned, managed.slots, strict=True)
-    cut = [(p, original) for p, original in pairs if needs_extension(p.model_part(original))]
-    _own_shards([param for param, _ in cut], [original for _, original in cut])
+    cut = [(p, full) for p, full in pairs if needs_extension(p.tensor_parallel_part(full))]
+    _own_shards([param for param, _ in cut], [full for _, full in cut])
 
 
 def commit(group: ParamGroup, managed: Managed, planned: Sequence[ShardedParam]) -> None:

@@ -135,7 +135,7 @@ def _before_load(
             value = value[0]  # as torch does for plain tensors; it cannot for a DTensor
         if value.shape != param.shape:
             continue
-        model = param.placement.model
+        model = param.placement.unsharded_spec
         if not isinstance(value, DTensor):
             state_dict[key] = _shard_of(param, value, current, assign)
         elif value.device_mesh == param.sharded_spec.mesh:

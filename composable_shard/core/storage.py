@@ -1,4 +1,4 @@
-"""Memory of a group: the parameters, the flat buffers of a bucket, the all-gather.
+"""The memory of a group: its parameters, the flat buffers of a bucket, and the all-gather.
 
 Imports layout, placement, plugins, and the transport below. The tensors of a parameter:
 
@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.codec import Attributes, attributes_of_user, has_extension
+from composable_shard.core.codec import AttributeCopier, attributes_of_user, has_extension
 from composable_shard.core.layout import MessageCost, message_cost, plan_bucket
 from composable_shard.core.placement import (
     GradStage,
@@ -37,7 +37,7 @@ from composable_shard.core.placement import (
 )
 from composable_shard.core.plugins import Op
 from composable_shard.core.transport.channel import Channel
-from composable_shard.core.transport.collectives import may_read_padding
+from composable_shard.core.transport.collectives import Tensors, may_read_padding
 from composable_shard.core.transport.host import CopyStream, upload, upload_stream
 from composable_shard.core.transport.pending import Pending, Waitable, launching_stream
 from composable_shard.errors import StaleParameterError
@@ -58,71 +58,71 @@ _UNSAFE_VARIABLES = ("COMPOSABLE_SHARD_UNSAFE_SETATTR", "FSDP_USE_UNSAFE_SETATTR
 
 
 _sharded: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
-"""By id, the parameters of sharded tensors; another tensor may have the id by now."""
+"""The owners of sharded tensors, by id of the tensor. Another tensor may have the id by now."""
 
-_num_registered = 0  # the number of changes of sharded tensors
+_num_registered = 0  # increased whenever `_sharded` changes
 
 
 def num_registered() -> int:
-    """Return a number that changes when :func:`owner_of_sharded` may have other answers."""
+    """Return a number that changes when the results of :func:`owner_of_sharded` may change."""
     return _num_registered
 
 
 def owner_of_sharded(tensor: torch.Tensor) -> ShardedParam | None:
-    """Return the parameter that a sharded tensor is registered as; ``None`` for any other."""
+    """Return the parameter that a sharded tensor belongs to; ``None`` for any other tensor."""
     param = _sharded.get(id(tensor))
     return param if param is not None and param.sharded is tensor else None
 
 
-_stand_ins: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[ShardedParam]]] = {}
-"""By id, unsharded parameters and full copies that modules hold or have held."""
+_full_tensors: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[ShardedParam]]] = {}
+"""Unsharded parameters and full copies that modules hold or have held, by id, and their owners."""
 
 
-def remember_stand_in(tensor: torch.Tensor, param: ShardedParam) -> None:
-    """Record that a module holds, or has held, ``tensor`` in the place of a sharded parameter.
+def record_full_tensor(tensor: torch.Tensor, param: ShardedParam) -> None:
+    """Record that ``tensor`` replaces, or has replaced, a sharded parameter on a module.
 
     The record refers weakly to ``tensor`` and to ``param``, but not to ``param.sharded``: torch
     cannot convert a module if there are weak references to its parameters.
     """
     key = id(tensor)
-    known = weakref.ref(tensor, lambda _: _stand_ins.pop(key, None))
-    _stand_ins[key] = known, weakref.ref(param)
+    full = weakref.ref(tensor, lambda _: _full_tensors.pop(key, None))
+    _full_tensors[key] = full, weakref.ref(param)
 
 
-def sharded_form(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sharded parameter for which a tensor stands in; any other tensor unchanged."""
-    known = _stand_ins.get(id(tensor))
-    param = None if known is None else known[1]()
+def as_sharded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sharded parameter that a full tensor replaces; any other tensor unchanged."""
+    record = _full_tensors.get(id(tensor))
+    param = None if record is None else record[1]()
     return tensor if param is None else param.sharded
 
 
-def num_standing_for_sharded(ids: Set[int]) -> int:
+def num_full_tensors(ids: Set[int]) -> int:
     """Count the unsharded parameters and full copies among live tensors with these ids."""
-    return 0 if ids.isdisjoint(_stand_ins) else len(ids & {*_stand_ins})
+    return 0 if ids.isdisjoint(_full_tensors) else len(ids & {*_full_tensors})
 
 
-class Place(NamedTuple):
-    """Where a shard lies in the flat buffer of its bucket.
+class FlatPosition(NamedTuple):
+    """The position of a shard in the flat buffer of its bucket.
 
     Attributes:
-        buffer: All shards of the bucket.
-        start: Where this one begins, in elements.
-        following: Where the next one begins; ``None`` for the last one.
+        buffer: The buffer, with all shards of the bucket.
+        start: The offset of the shard, in elements.
+        next_start: The offset of the next shard; ``None`` for the last shard.
     """
 
     buffer: torch.Tensor
     start: int
-    following: int | None
+    next_start: int | None
 
 
 class Slot(NamedTuple):
-    """One name under which a module holds a parameter; tied parameters have several.
+    """A name under which a module holds a parameter; tied parameters have several slots.
 
     Attributes:
         module: The module.
-        name: The name of the parameter in it.
-        calls_setattr: Whether the class of the module has a ``__setattr__`` of its own, which is
-            called when another form of the parameter is registered.
+        name: The name of the parameter in the module.
+        calls_setattr: Whether to register parameters by the ``__setattr__`` of the module, because
+            its class overrides it.
     """
 
     module: nn.Module
@@ -131,7 +131,7 @@ class Slot(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module, name: str) -> Slot:
-        """Return the slot of a parameter; environment variables bypass ``__setattr__``."""
+        """Return the slot of a parameter. Environment variables can bypass ``__setattr__``."""
         is_plain = type(module).__setattr__ is nn.Module.__setattr__
         is_unsafe = any(os.environ.get(variable) == "1" for variable in _UNSAFE_VARIABLES)
         return cls(module, name, not is_plain and not is_unsafe)
@@ -156,24 +156,24 @@ class ShardedParam:
         slots: The modules and names that hold it.
         mesh: The data-parallel ranks.
         policy: Its dtypes.
-        offload: How its shard is kept on the CPU; ``None`` if it is not.
-        device: Where its shard belongs.
+        offload: The offload policy; ``None`` if its shard is not kept on the CPU.
+        device: The device on which its shard belongs.
         layout: Its layout in flat buffers.
         placement: The mesh and placements of its DTensors.
-        began_on_meta: Whether it was sharded before it had values.
+        began_on_meta: Whether it was on the meta device when it was sharded.
         local: This rank's shard; outside of loads and conversions, a view of the bucket.
         outer_storage: The id of the storage of the DTensor itself, not of its local tensor.
             Assigning ``.data`` changes it.
         sharded: The DTensor that is registered outside forward and backward.
         unsharded: The parameter used in compute.
         unsharded_local: Its plain tensor: itself, except under tensor parallelism.
-        adds_to_synced: Whether unreduced gradients were added to one that had been reduced.
+        adds_to_synced: Whether unreduced gradients were added to a reduced gradient.
         group: Its group.
-        parts: Inner tensors of a subclass that are freed too, and that autograd may save.
-        place: Where its shard lies in a bucket; ``None`` if it is gathered by itself.
+        freed_inner: Inner tensors of a subclass that are freed, too, and that autograd may save.
+        flat_position: The position of its shard in a flat buffer; ``None`` without such a buffer.
         state_before_load: The attributes and the ``grad_dtype`` when a load began.
         attributes: Copies attributes that users have set between the sharded and the unsharded
-            parameter, if these do not share one ``__dict__``.
+            parameter; ``None`` if both share one ``__dict__``.
     """
 
     group: Any
@@ -204,9 +204,9 @@ class ShardedParam:
         self.dtype = original.dtype
         self.began_on_meta = original.is_meta
         self.shares_storage = self.adds_to_synced = False
-        self.parts: list[torch.Tensor] = []
-        self.place: Place | None = None
-        self.attributes: Attributes | None = None
+        self.freed_inner: list[torch.Tensor] = []
+        self.flat_position: FlatPosition | None = None
+        self.attributes: AttributeCopier | None = None
         self._kind = _torch.class_in_memory(original)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -214,10 +214,10 @@ class ShardedParam:
         left_out = {
             "group",
             "local",
-            "place",
+            "flat_position",
             "unsharded",
             "unsharded_local",
-            "parts",
+            "freed_inner",
             "attributes",
             "state_before_load",
         }
@@ -227,7 +227,7 @@ class ShardedParam:
     def __setstate__(self, state: dict[str, Any]) -> None:
         has_asked, asked = state.pop("asked")
         self.__dict__.update(state)
-        self.place = None
+        self.flat_position = None
         self.forget_unsharded()
         if not self.sharded.is_leaf:  # torch loads a DTensor on the meta device as a view
             local = _torch.local_tensor(self.sharded).detach()
@@ -235,7 +235,7 @@ class ShardedParam:
             leaf = _torch.parameter_of(tensor, self.sharded.requires_grad)
             leaf.__dict__.update(self.sharded.__dict__)
             torch.utils.swap_tensors(self.sharded, leaf)
-        for spec in (self.placement.model, _torch.spec_of(self.sharded)):
+        for spec in (self.placement.unsharded_spec, _torch.spec_of(self.sharded)):
             if spec is not None:
                 _torch.rebind(spec.mesh)
         _torch.rebind(self.placement.mesh)
@@ -271,14 +271,14 @@ class ShardedParam:
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of a full tensor, plain or a DTensor like the original."""
-        return self.layout.shard_of(self.model_part(full), self.mesh.shard_rank).detach()
+        return self.layout.shard_of(self.tensor_parallel_part(full), self.mesh.shard_rank).detach()
 
-    def model_part(self, full: torch.Tensor) -> torch.Tensor:
-        """Return the part of a full tensor that ``mesh`` shards: all, or a tensor-parallel part."""
+    def tensor_parallel_part(self, full: torch.Tensor) -> torch.Tensor:
+        """Return the tensor-parallel part of a full tensor; all of it if there is none."""
         if isinstance(full, DTensor):
             return _torch.local_tensor(full)
-        model = self.placement.model
-        return full if model is None else _torch.cut(full, model.mesh, model.placements)
+        spec = self.placement.unsharded_spec
+        return full if spec is None else _torch.cut(full, spec.mesh, spec.placements)
 
     def spec(self, stage: GradStage, dtype: torch.dtype) -> _torch.DTensorSpec:
         """Describe the parameter, or a gradient at a stage of its reduction, as a DTensor."""
@@ -289,13 +289,13 @@ class ShardedParam:
         """Make the sharded parameter around ``local``; take over the hooks of the original."""
         tensor = _torch.from_local(local, self.spec("sharded", local.dtype))
         self.sharded = _torch.parameter_of(tensor, original.requires_grad)
-        self.hold(local)
+        self.set_local(local)
         self.sharded.__dict__.update(attributes_of_user(original))
         _torch.share_hooks(original, self.sharded)
         if original.grad_dtype != original.dtype:
             self.sharded.grad_dtype = original.grad_dtype
 
-    def hold(self, local: torch.Tensor) -> None:
+    def set_local(self, local: torch.Tensor) -> None:
         """Make ``local`` this rank's shard."""
         # The same tensor object, so that `local` shares the version counter of its bucket.
         _torch.set_local_tensor(self.sharded, local)
@@ -321,8 +321,8 @@ class ShardedParam:
     def find_registered(self) -> nn.Parameter | None:
         """Return the registered parameter: the sharded one, or the one that has replaced it."""
         sharded, unsharded = self.sharded, self.__dict__.get("unsharded", self.sharded)
-        found = (slot.get() for slot in self.slots)
-        return next((one for one in found if one is not sharded and one is not unsharded), sharded)
+        params = (slot.get() for slot in self.slots)
+        return next((p for p in params if p is not sharded and p is not unsharded), sharded)
 
     def retire_unsharded(self) -> None:
         """Forget the unsharded parameter; a backward that still accumulates into it raises."""
@@ -332,36 +332,36 @@ class ShardedParam:
         self.forget_unsharded()
 
     def all_unsharded(self) -> list[torch.Tensor]:
-        """Return the unsharded parameter and its parts, each with a version counter of its own."""
+        """Return the unsharded parameter and the tensors inside it that have version counters."""
         is_local = self.unsharded_local is self.unsharded
-        return [self.unsharded, *([] if is_local else [self.unsharded_local]), *self.parts]
+        return [self.unsharded, *([] if is_local else [self.unsharded_local]), *self.freed_inner]
 
     def forget_unsharded(self) -> None:
         """Forget the unsharded parameter; the next gather makes another."""
         self.__dict__.pop("unsharded", None)
         self.__dict__.pop("unsharded_local", None)
-        self.parts, self.attributes = [], None
+        self.freed_inner, self.attributes = [], None
 
     def create_unsharded(self, tensor: torch.Tensor, *, is_encoded: bool = False) -> None:
         """Make the leaf of autograd around this rank's ``tensor``.
 
         Args:
             tensor: The tensor.
-            is_encoded: Whether all-gather hooks have made it, and so chosen the class of the leaf.
+            is_encoded: Whether all-gather hooks have made it; then the leaf is of its class.
         """
         self.is_counted, self.attributes = False, None
-        model = self.placement.model
-        if model is not None:
-            tensor = _torch.from_local(tensor, _torch.spec_with_dtype(model, tensor.dtype))
+        spec = self.placement.unsharded_spec
+        if spec is not None:
+            tensor = _torch.from_local(tensor, _torch.spec_with_dtype(spec, tensor.dtype))
         kind = None if is_encoded else self._kind
         self.unsharded = _leaf_around(tensor, kind, requires_grad=False)
         self.unsharded_local = _torch.local_part(self.unsharded)
-        remember_stand_in(self.unsharded, self)
+        record_full_tensor(self.unsharded, self)
 
     def leaf_around(self, tensor: torch.Tensor) -> nn.Parameter:
-        """Make a parameter of a full tensor, of the class that the original had.
+        """Make a parameter of a full tensor, in the class of the original parameter.
 
-        A class with hooks for its gather chooses the class of the tensor by itself.
+        If the shard has all-gather hooks, these have already chosen the class of the tensor.
         """
         kind = None if has_extension(self.local) else self._kind
         return _leaf_around(tensor, kind, requires_grad=self.sharded.requires_grad)
@@ -414,17 +414,17 @@ class GatherOps(NamedTuple):
     free: Sequence[Op]
 
 
-class Storage(Protocol):
-    """The interface of a bucket: `Bucket`, or a bucket that a feature provides.
+class Bucket(Protocol):
+    """The interface of a bucket: a `FlatBucket`, or the bucket of a tensor subclass.
 
     Attributes:
         params: Its parameters.
         locals: The shard of each.
         mesh: The data-parallel ranks.
         compute_dtype: The dtype of the unsharded parameters.
-        message_cost: The cost of a message; ``None`` if all gradients share one.
+        message_cost: The cost of a message; ``None`` if all gradients share a message.
         unwritten: The ranges of its memory for backward that no gather writes.
-        reduction: The class of the reduction of its gradients; ``None`` for that of plain tensors.
+        reduction: The class that reduces its gradients; ``None`` for plain gradients.
     """
 
     params: list[ShardedParam]
@@ -462,9 +462,9 @@ class Storage(Protocol):
 
 
 class Regather:
-    """Keeps one of several equal parts of memory, and gathers all of them from neighbours."""
+    """Keeps one of several equal parts of memory, and gathers all parts from neighbours."""
 
-    def __init__(self, bucket: Storage, channel: Channel, num_ranks: int) -> None:
+    def __init__(self, bucket: Bucket, channel: Channel, num_ranks: int) -> None:
         """Plan to gather memory from some neighbours. Collective: makes their process group."""
         self._memory, self._channel = bucket.memory_for_backward(), channel
         self._num_ranks = num_ranks
@@ -479,9 +479,9 @@ class Regather:
             if self._unwritten:
                 _torch.zero_ranges_(whole, self._unwritten)
             numel = -(-whole.numel() // self._num_ranks)
-            own = whole[self._part * numel : (self._part + 1) * numel]
-            part = own.new_zeros(numel)
-            part[: own.numel()].copy_(own)
+            source = whole[self._part * numel : (self._part + 1) * numel]
+            part = source.new_zeros(numel)
+            part[: source.numel()].copy_(source)
             self._kept.append(_torch.poison_when_unused(part))
 
     def launch(self) -> None:
@@ -500,7 +500,7 @@ class Regather:
         self._pending = Pending(works, self._channel.gathering, stream, parts)
 
     def wait(self) -> None:
-        """Wait for it, and copy parameters that could not arrive in place."""
+        """Wait for the all-gather, and copy parameters that could not arrive in place."""
         self._pending.wait()
         for whole, arrived in zip(self._memory, self._arrived, strict=True):
             if arrived is not whole:
@@ -509,9 +509,9 @@ class Regather:
         self.free()
 
     def drop(self) -> None:
-        """Wait until nothing is written any more; free this rank's part."""
+        """Wait until nothing writes to the memory any more; free this rank's part."""
         pending = self.__dict__.pop("_pending", None)
-        if pending is not None:  # otherwise it was not launched
+        if pending is not None:  # otherwise no gather was launched
             pending.drop()
             del self._arrived
         self.free()
@@ -524,27 +524,27 @@ class Regather:
 # The bucket of plain parameters -------------------------------------------------------------------
 
 
-class Bucket:
+class FlatBucket:
     """Parameters of a group with one mesh, one dtype and one compute dtype, and their flat buffers.
 
     Attributes:
         sharded: This rank's shards [shard_numel].
         locals: The shard of each parameter, a view of ``sharded``.
         unsharded: All parameters [unsharded_numel], from the first gather on; it has no memory
-            between uses. With one shard and no cast it is ``sharded`` itself, and nothing is ever
+            between uses. With one shard and no cast, it is ``sharded`` itself, and nothing is
             copied.
-        whole: The part of ``unsharded`` to copy ``sharded`` to, if there is only one shard.
-        is_away: Whether shards are kept on another device than that of compute.
-        is_uploaded: Whether shards are copied from pinned host memory, overlapping with compute.
-        has_arrays: Whether arrays of NumPy share the memory of ``unsharded``, which then stays.
-        gather_outputs: Where each message arrives: in place, or, the packed one, in ``staging``.
-        staging: The packed message of all ranks; has no memory between uses.
+        copy_output: The part of ``unsharded`` to copy ``sharded`` to, if there is only one shard.
+        is_offloaded: Whether shards are not kept on the compute device.
+        is_uploaded: Whether copies of the shards from pinned host memory overlap with compute.
+        has_arrays: Whether NumPy arrays share the memory of ``unsharded``, which then stays.
+        gather_outputs: The output of each message: in ``unsharded``, or in ``staging`` if packed.
+        staging: The packed message of all ranks; it has no memory between uses.
     """
 
     reduction = None
 
     def __init__(self, params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> None:
-        """Lay out the buffers and copy the shards into them; :attr:`locals` holds the copies.
+        """Lay out the buffers and copy the shards into them: the copies are in :attr:`locals`.
 
         Args:
             params: The parameters, with one mesh and one compute dtype.
@@ -570,10 +570,10 @@ class Bucket:
         is_on_host = self.device.type == "cpu"
         self.is_uploaded = is_on_host and copies_overlap_compute(first.offload, self.mesh.device)
         self.has_arrays = False
-        is_offloaded = first.offload is not None and _torch.aligns(self.mesh.device)
-        self.is_away = is_offloaded or self.is_uploaded or self.device != self.mesh.device
+        has_policy = first.offload is not None and _torch.aligns(self.mesh.device)
+        self.is_offloaded = has_policy or self.is_uploaded or self.device != self.mesh.device
         is_cast = self.dtype != self.compute_dtype
-        self.shares_storage = self.mesh.num_shards == 1 and not is_cast and not self.is_away
+        self.shares_storage = self.mesh.num_shards == 1 and not is_cast and not self.is_offloaded
         for param in params:
             param.shares_storage = self.shares_storage
         self._make_sharded([shards[index] for index in self.layout.order])
@@ -585,14 +585,14 @@ class Bucket:
         *,
         keeps_storage: bool,
     ) -> GatherOps:
-        """Return the operations that gather these shards, which may lie outside ``sharded``."""
+        """Return the operations that gather these shards, which may be outside of ``sharded``."""
         if self.shares_storage:
             return GatherOps((), (), (), ())
-        ops = _AllGather(self, shards, channel).ops(keeps_storage=keeps_storage)
+        ops = _AllGather(self, list(shards), channel).ops(keeps_storage=keeps_storage)
         return ops._replace(free=()) if keeps_storage else ops
 
     def free(self) -> bool:
-        """Free the unsharded buffer; return whether arrays of NumPy share it."""
+        """Free the unsharded buffer; return whether NumPy arrays share it, so that it stays."""
         if not self.shares_storage and hasattr(self, "unsharded"):
             self.has_arrays = not _torch.free(self.unsharded)
         return self.has_arrays
@@ -609,8 +609,9 @@ class Bucket:
     def shard_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return each parameter's shard in a buffer with the layout of ``sharded``.
 
-        A DTensor reports the storage offset of its local tensor, and code that copies and saves
-        tensors misreads an offset. So each shard has its own storage object in the same memory.
+        A DTensor reports the storage offset of its local tensor, and code that copies or saves
+        tensors misreads offsets other than 0. So each shard has its own storage object in the same
+        memory.
         """
         offsets, rank = self.layout.shard_offsets, self.mesh.shard_rank
         return [
@@ -624,16 +625,16 @@ class Bucket:
         )
         self.locals = self.shard_views(self.sharded)
         starts = self.layout.shard_offsets
-        for param, start, following in zip(self.params, starts, [*starts[1:], None], strict=True):
-            param.place = Place(self.sharded, start, following)
+        for param, start, next_start in zip(self.params, starts, [*starts[1:], None], strict=True):
+            param.flat_position = FlatPosition(self.sharded, start, next_start)
         if self.device.type != "meta":
             _torch.copy_all_(self.locals, list(shards))
 
     def create_unsharded(self) -> None:
         """Make the unsharded and the staging buffer, and all views of them; then free both.
 
-        Called right before the first gather, which needs this memory: earlier, there may be room
-        for the shards alone.
+        Called right before the first gather, which needs this memory. Earlier, the device may have
+        room for the shards only.
         """
         layout, mesh = self.layout, self.mesh
         if self.shares_storage:
@@ -644,14 +645,14 @@ class Bucket:
             self.unsharded = _torch.empty(numel, dtype=dtype, device=device)
         for param, offset in zip(self.params, offsets, strict=True):
             view = param.layout.whole(self.unsharded[offset:])
-            # A version counter of its own: a gather does not bump it, `program.py` sets it.
+            # It has its own version counter: a gather does not bump it, and `program.py` sets it.
             start = int(view.storage_offset())
             view = _torch.fresh_storage_view(self.unsharded, start, view)
             param.create_unsharded(view)
         if self.shares_storage:
             return
         if mesh.num_shards == 1:
-            self.whole = self.unsharded[: layout.shard_numel]
+            self.copy_output = self.unsharded[: layout.shard_numel]
         spans = zip(layout.unsharded_offsets[: layout.num_direct], layout.params, strict=False)
         self.gather_outputs = [
             self.unsharded[start : start + mesh.num_shards * param.shard_numel]
@@ -672,17 +673,18 @@ def _memory_ops(tensor: torch.Tensor, *, may_stay: bool = False) -> tuple[Op, Op
 
 
 class _AllGather:
-    """The all-gather of a bucket: one message per large parameter, and one for all packed ones.
+    """The all-gather of a bucket: a message for each large parameter, and a packed message.
 
     Copies of shards from pinned host memory to the device overlap with compute.
     """
 
-    def __init__(self, bucket: Bucket, shards: Sequence[torch.Tensor], channel: Channel) -> None:
+    def __init__(self, bucket: FlatBucket, shards: Tensors, channel: Channel) -> None:
         self._bucket, self._channel = bucket, channel
         self._has_streams = _torch.has_streams(bucket.mesh.device)
         layout, mesh = bucket.layout, bucket.mesh
         self._in_place = all(map(is_, shards, bucket.locals))
-        self._casts = not self._in_place or bucket.dtype != bucket.compute_dtype or bucket.is_away
+        is_cast = bucket.dtype != bucket.compute_dtype
+        self._casts = is_cast or not self._in_place or bucket.is_offloaded
         self._shards = shards
         self._source = bucket.sharded
         if self._casts:
@@ -696,12 +698,12 @@ class _AllGather:
     def ops(self, *, keeps_storage: bool) -> GatherOps:
         """Return the operations.
 
-        Memory that may stay allocated is not resized by builtins, which would allocate it again.
+        Memory that may stay allocated is not resized by builtins, since they always reallocate.
         """
         bucket, source, staging = self._bucket, self._source, self._bucket.staging
         allocate, free = _memory_ops(bucket.unsharded, may_stay=keeps_storage or bucket.has_arrays)
         if bucket.mesh.num_shards == 1:
-            copy = partial(self._copy_in, bucket.whole)
+            copy = partial(self._copy_in, bucket.copy_output)
             wait_for_copy = [self._wait_for_copy] if bucket.is_uploaded else []
             return GatherOps([allocate, copy], wait_for_copy, wait_for_copy, [free])
         gather: list[Op] = [allocate]
@@ -724,7 +726,7 @@ class _AllGather:
         flat = self._bucket.sharded
         if not self._in_place:  # users have replaced sharded parameters
             flat = torch.zeros_like(flat)
-            _torch.copy_all_(self._bucket.shard_views(flat), list(self._shards))
+            _torch.copy_all_(self._bucket.shard_views(flat), self._shards)
         if self._bucket.is_uploaded:
             self._uploads = upload_stream(source.device)  # first: a failed copy is awaited, too
             upload(flat, source)
@@ -736,7 +738,7 @@ class _AllGather:
         self._uploads.copies_event().wait()
 
     def launch(self) -> None:
-        """Launch the all-gather, after the copy to the device if there is one."""
+        """Launch the all-gather, after the copy to the device if the shards are uploaded."""
         bucket, uploads = self._bucket, self._uploads
         with nullcontext() if uploads is None else uploads.after_compute():
             works: list[Waitable] = self._channel.gather(bucket.gather_outputs, self._inputs)
@@ -751,7 +753,7 @@ class _AllGather:
 
     def drop(self) -> None:
         pending = self.__dict__.pop("_pending", None)
-        if pending is not None:  # otherwise it was not launched
+        if pending is not None:  # otherwise no gather was launched
             pending.drop()
 
 
@@ -760,13 +762,13 @@ class Staging:
 
     Attributes:
         flat: Its memory, freed between uses.
-        message: Where the message arrives.
+        message: The part of ``flat`` for the gathered message.
         copy_out: The operations that copy the parameters to the unsharded buffer. On devices, one
-            kernel splits the message: parameters that gather in place go straight to that buffer,
-            and everything else goes to the end of ``flat``.
+            kernel splits the message: it writes parameters that gather in place to the unsharded
+            buffer, and everything else to the end of ``flat``.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: FlatBucket) -> None:
         layout, num_ranks, start = bucket.layout, bucket.mesh.num_shards, 0
         self.copy_out: list[Op] = []
         is_fused = _torch.has_streams(bucket.mesh.device)
@@ -808,6 +810,6 @@ class Staging:
             self.copy_out.append(partial(kernel, columns, sizes, dim=1, out=split))
         pairs = [(into, source) for into, source in pairs if into.numel()]
         if pairs:
-            into, sources = [one for one, _ in pairs], [one for _, one in pairs]
+            into, sources = map(list, zip(*pairs, strict=True))
             self.copy_out.append(partial(_torch.copy_each_, into, sources))
         _torch.free(self.flat)

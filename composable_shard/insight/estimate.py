@@ -25,7 +25,7 @@ from composable_shard import _torch, core
 from composable_shard.arguments import check_function, check_type, checked_device, checked_number
 from composable_shard.core import hooks, nested, optimizers, reduction, storage
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.storage import Bucket, ShardedParam
+from composable_shard.core.storage import FlatBucket, ShardedParam
 from composable_shard.core.transport.collectives import ReduceScatterLaunch
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.errors import ShardError
@@ -723,7 +723,7 @@ def rehearsed(
             if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
                 model.to_empty(device="cpu")
         groups = groups_in(model)
-        if not all(isinstance(bucket, Bucket) for group in groups for bucket in group.buckets):
+        if not all(isinstance(bucket, FlatBucket) for group in groups for bucket in group.buckets):
             raise ValueError(
                 "Expected plain parameters, which can be laid out for any number of ranks, got a "
                 "tensor subclass; estimate the model before its parameters are converted"
@@ -794,7 +794,7 @@ class Rehearsal:
         with live, contextlib.ExitStack() as stack:
             run()
             self.model.zero_grad()
-            buckets = [b for group in self.groups for b in group.buckets if isinstance(b, Bucket)]
+            buckets = [b for g in self.groups for b in g.buckets if isinstance(b, FlatBucket)]
             shards = [*(param.local for param in self._params), *(b.sharded for b in buckets)]
             live.count([*self.lasting, *shards], "")
             live.leave_out()

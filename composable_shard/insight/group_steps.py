@@ -27,7 +27,7 @@ from composable_shard.core.reduction import (
     sent_dtype,
     with_own_message,
 )
-from composable_shard.core.storage import Bucket, ShardedParam, Storage
+from composable_shard.core.storage import Bucket, FlatBucket, ShardedParam
 from composable_shard.core.transport.collectives import (
     CustomAllGather,
     CustomReduceScatter,
@@ -179,29 +179,29 @@ def _has_backward(group: ParamGroup) -> bool:
 # The gather of one bucket -------------------------------------------------------------------------
 
 
-def unsharded_nbytes(bucket: Storage) -> int | None:
+def unsharded_nbytes(bucket: Bucket) -> int | None:
     """Return the bytes of a gathered bucket; ``None`` before a subclass is gathered."""
-    if isinstance(bucket, Bucket):
+    if isinstance(bucket, FlatBucket):
         numel = 0 if bucket.shares_storage else bucket.layout.unsharded_numel
         return numel * bucket.compute_dtype.itemsize
     sent = messages_of(bucket)
     return None if sent is None else bucket.mesh.num_shards * sum(sent)
 
 
-def sharded_nbytes(bucket: Storage) -> int:
+def sharded_nbytes(bucket: Bucket) -> int:
     """Return the bytes of this rank's shards, padding included."""
-    leaves = [bucket.sharded] if isinstance(bucket, Bucket) else _torch.leaves(bucket.locals[0])
+    leaves = [bucket.sharded] if isinstance(bucket, FlatBucket) else _torch.leaves(bucket.locals[0])
     return sum(leaf.numel() * leaf.itemsize for leaf in leaves)
 
 
-def messages_of(bucket: Storage) -> list[int] | None:
+def messages_of(bucket: Bucket) -> list[int] | None:
     """Return the bytes of each message of a gather; ``None`` before a subclass is gathered.
 
     The hook of a subclass is not called: it may communicate, and may count its calls.
     """
     if bucket.mesh.num_shards == 1:
         return []
-    if isinstance(bucket, Bucket):
+    if isinstance(bucket, FlatBucket):
         itemsize = bucket.compute_dtype.itemsize
         return [numel * itemsize for _, numel in bucket.layout.message_spans]
     assert isinstance(bucket, ExtensionBucket)
@@ -221,7 +221,7 @@ def num_neighbours(group: ParamGroup) -> int:
     return int(group.settings.reshard_after_forward or 1)
 
 
-def kept_nbytes(group: ParamGroup, bucket: Storage) -> int:
+def kept_nbytes(group: ParamGroup, bucket: Bucket) -> int:
     """Return the bytes of a bucket that each neighbour keeps for backward."""
     return (unsharded_nbytes(bucket) or 0) // num_neighbours(group)
 
@@ -235,15 +235,15 @@ def _launched(sent: Sequence[int] | None, num_ranks: int, *, as_one: bool = Fals
     return Traffic(1, 1 if as_one else len(sent), (num_ranks - 1) * sum(sent))
 
 
-def _gather(group: ParamGroup, bucket: Storage) -> Traffic:
+def _gather(group: ParamGroup, bucket: Bucket) -> Traffic:
     is_custom = isinstance(group.channels[bucket.mesh].all_gather, CustomAllGather)
     return _launched(messages_of(bucket), bucket.mesh.num_shards, as_one=is_custom)
 
 
-def _regather(group: ParamGroup, bucket: Storage) -> Traffic:
+def _regather(group: ParamGroup, bucket: Bucket) -> Traffic:
     if bucket.mesh.num_shards == 1:
         return Traffic()
-    part = [kept_nbytes(group, bucket)] if isinstance(bucket, Bucket) else None
+    part = [kept_nbytes(group, bucket)] if isinstance(bucket, FlatBucket) else None
     return _launched(part, num_neighbours(group))
 
 
@@ -276,7 +276,7 @@ class ReductionPlan:
         self,
         group: ParamGroup,
         kind: type,
-        buckets: Sequence[Storage],
+        buckets: Sequence[Bucket],
         params: Sequence[ShardedParam],
         dtype: torch.dtype,
     ) -> None:
@@ -438,10 +438,10 @@ def explain_group(group: ParamGroup, modules: Mapping[nn.Module, str]) -> GroupE
     )
 
 
-def _explain_param(bucket: Storage, index: int, name: str) -> ParameterExplanation:
+def _explain_param(bucket: Bucket, index: int, name: str) -> ParameterExplanation:
     param = bucket.params[index]
     sharded, gathered = sharded_nbytes(bucket), unsharded_nbytes(bucket)
-    if isinstance(bucket, Bucket):
+    if isinstance(bucket, FlatBucket):
         numel = param.layout.param.shard_numel
         sharded = numel * bucket.dtype.itemsize
         gathered = bucket.mesh.num_shards * numel * bucket.compute_dtype.itemsize
@@ -460,8 +460,8 @@ def _explain_param(bucket: Storage, index: int, name: str) -> ParameterExplanati
     )
 
 
-def _travels(bucket: Storage, index: int) -> str:
-    if not isinstance(bucket, Bucket):
+def _travels(bucket: Bucket, index: int) -> str:
+    if not isinstance(bucket, FlatBucket):
         return "as a subclass"
     if bucket.mesh.num_shards == 1:
         return "not at all"
@@ -480,7 +480,7 @@ def _copies(group: ParamGroup) -> Iterator[tuple[int, _Copy]]:
     """Yield the copies of a step, and how often each happens."""
     times = 2 if residence_of(group)[0] == "gathered" else 1
     for bucket in group.buckets:
-        if isinstance(bucket, Bucket):
+        if isinstance(bucket, FlatBucket):
             yield from ((times, copy) for copy in _copies_of_gather(group, bucket))
     for reduction in reductions_of(group) if group.settings.reduce_grads else ():
         if not reduction.is_alone:
@@ -492,7 +492,7 @@ def is_away(param: ShardedParam) -> bool:
     return _torch.has_streams(param.mesh.device) and param.offload is not None
 
 
-def _copies_of_gather(group: ParamGroup, bucket: Bucket) -> Iterator[_Copy]:
+def _copies_of_gather(group: ParamGroup, bucket: FlatBucket) -> Iterator[_Copy]:
     layout, itemsize = bucket.layout, bucket.compute_dtype.itemsize
     stored, dtype = short(bucket.dtype), short(bucket.compute_dtype)
     in_order = sorted(zip(layout.order, bucket.params, strict=True), key=itemgetter(0))
@@ -571,7 +571,7 @@ def _reasons(group: ParamGroup, names: Mapping[ShardedParam, str]) -> Iterator[s
     yield residence_of(group)[1]
     for mesh in dict.fromkeys(bucket.mesh for bucket in group.buckets):
         buckets, channel = [b for b in group.buckets if b.mesh == mesh], group.channels[mesh]
-        plain = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
+        plain = [bucket for bucket in buckets if isinstance(bucket, FlatBucket)]
         dtypes = [short(reduction.dtype) for reduction in reductions_of(group, mesh)]
         if mesh.num_shards == 1:
             yield "one rank holds each parameter whole, so nothing is gathered"

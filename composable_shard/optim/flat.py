@@ -211,8 +211,8 @@ class _Member:
             return
         self.buffer = local.detach().view(-1)
         owner = owner_of_sharded(param)
-        if owner is not None and owner.place is not None:
-            buffer, start, following = owner.place
+        if owner is not None and owner.flat_position is not None:
+            buffer, start, following = owner.flat_position
             if local.data_ptr() in (0, buffer.data_ptr() + start * buffer.itemsize):
                 self.buffer, self.start, self.following = buffer, start, following
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from composable_shard import _torch
 from composable_shard.arguments import check_int, check_module, check_type, check_value
-from composable_shard.core.storage import sharded_form
+from composable_shard.core.storage import as_sharded
 from composable_shard.core.transport.process_groups import gather_objects
 from composable_shard.errors import ShardError
 from composable_shard.mesh import places_of
@@ -196,7 +196,7 @@ def sort_by_layout(
         check_type(f"the layout of {fits!r}", layout, is_layout, "Owned, Rows or Sharded")
     names: dict[torch.Tensor, list[str]] = {}
     for name, registered in model.named_parameters(remove_duplicate=False):
-        names.setdefault(sharded_form(registered), []).append(name)
+        names.setdefault(as_sharded(registered), []).append(name)
     keys = {p: [fits for fits in layouts if does_fit(fits, names[p], p)] for p in names}
     for fits in layouts:
         if isinstance(fits, str) and fits not in chain.from_iterable(keys.values()):

@@ -434,7 +434,7 @@ def taken_apart(states: States) -> States:
     for name, state in states.items():
         codec = _codec(state)
         if codec is not None:
-            state = dict(zip(codec.names, codec.parts(state), strict=True))
+            state = dict(zip(codec.names, codec.inner_tensors(state), strict=True))
         inner = taken_apart(state) if isinstance(state, dict) else None
         found |= {name: state} if inner is None else {f"{name}.{n}": v for n, v in inner.items()}
     return found

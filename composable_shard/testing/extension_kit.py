@@ -345,7 +345,7 @@ def out(case: Case) -> None:
         gathers, other = Gathers(case, dtype), Gathers(case, dtype, seed=1)
         tensor = gathers.first()
         old, before = gathers.outputs(tensor), list(map(storage_number, leaves(tensor)))
-        freed = set(map(storage_number, gathers.bucket.param.parts or [tensor]))
+        freed = set(map(storage_number, gathers.bucket.param.freed_inner or [tensor]))
         gathers.again(other.bucket.param.local)
         found, expected = gathers.outputs(tensor), other.outputs(other.first())
         what, remedy = f"{POST} to write the received values into out", "fill out where it is not"

@@ -27,7 +27,7 @@ from composable_shard.arguments import (
     checked_list,
     checked_number,
 )
-from composable_shard.core.storage import owner_of_sharded, sharded_form
+from composable_shard.core.storage import as_sharded, owner_of_sharded
 from composable_shard.core.transport.failures import announce, watched
 from composable_shard.errors import ShardError
 from composable_shard.train.full import sharded_axes
@@ -264,7 +264,7 @@ def clip_grad_norm_(
     check_value("max_norm", max_norm, limit >= 0, "of at least 0")
     order = math.inf if norm_type == "inf" else checked_number("norm_type", norm_type)
     check_flags(error_if_nonfinite=error_if_nonfinite, foreach=foreach is not None and foreach)
-    owners = [param for param in map(sharded_form, params) if param.grad is not None]
+    owners = [param for param in map(as_sharded, params) if param.grad is not None]
     if not owners:
         return torch.tensor(0.0)
     grads = [cast(torch.Tensor, param.grad) for param in owners]

@@ -22,7 +22,7 @@ from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.placement import ParamPlacement, Role, plan_placement, plan_tensor
 from composable_shard.core.reduction import assign_grad, is_partial
-from composable_shard.core.storage import ShardedParam, Storage, sharded_form
+from composable_shard.core.storage import Bucket, ShardedParam, as_sharded
 from composable_shard.core.transport import host
 from composable_shard.core.tree import check_at_rest
 from composable_shard.errors import ShardError
@@ -132,7 +132,7 @@ class _Holder:
         self._states: list[Mapping[torch.Tensor, dict[str, Any]]] = [{} for _ in optimizers]
         self._before = [dict(param.__dict__) for param in self.params]
         self._meshes_of_groups: list[ShardMesh] = []
-        self._buckets: list[list[Storage]] = []
+        self._buckets: list[list[Bucket]] = []
         self._locals: list[torch.Tensor] = []
 
     def check(self) -> None:
@@ -147,7 +147,7 @@ class _Holder:
                     "are being reduced; end the backward first"
                 )
             for param in group.params:
-                if param.placement.model is not None:
+                if param.placement.unsharded_spec is not None:
                     placements = f"tensor parallelism: {param.placement.sharded}"
                     raise _unmovable(f"parameter '{param.name}'", placements)
                 if param.name in group.unsynced_names or is_partial(param.sharded.grad):
@@ -199,7 +199,7 @@ class _Holder:
     def _mesh_of_each(self, meshes: Meshes) -> list[DeviceMesh]:
         names: dict[torch.Tensor, list[str]] = {}
         for name, registered in self._model.named_parameters(remove_duplicate=False):
-            names.setdefault(sharded_form(registered), []).append(name)
+            names.setdefault(as_sharded(registered), []).append(name)
         found = []
         for param in self.params:
             aliases = names.get(param.sharded, [param.name])
@@ -316,7 +316,7 @@ class _Holder:
         """
         index, mesh = self._indices[id(param.sharded)], self.over[param]
         param.layout = plan_tensor(_whole_on_meta(param), param.layout.dim, mesh.num_shards)
-        param.mesh, param.placement, param.place = mesh, self.placements[index], None
+        param.mesh, param.placement, param.flat_position = mesh, self.placements[index], None
         param.device = torch.device("cpu") if param.offload is not None else mesh.device
         param.forget_unsharded()
         numel = param.layout.param.local_numel(mesh.shard_rank)
@@ -361,7 +361,7 @@ class _Holder:
                     param.sharded, _torch.parameter_of(made, param.sharded.requires_grad)
                 )
             _torch.relocate(param.sharded, local, spec)
-            param.hold(local)
+            param.set_local(local)
         old = {id(p): before["mesh"] for p, before in zip(self.params, self._before, strict=True)}
         places = zip(self.groups, self._buckets, self._meshes_of_groups, strict=True)
         for group, buckets, mesh in places:
@@ -438,7 +438,7 @@ class _Holder:
             sharded.sharded.grad = None
             sharded.forget_unsharded()
             _torch.relocate(sharded.sharded, nothing, _torch.make_spec(mesh, placements, meta))
-            sharded.local, sharded.place = nothing, None
+            sharded.local, sharded.flat_position = nothing, None
         for group in self.groups:
             group.leave()
 

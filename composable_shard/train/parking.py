@@ -23,7 +23,7 @@ from composable_shard import _torch
 from composable_shard.arguments import check_module, listed_optimizers
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import groups_in
-from composable_shard.core.storage import sharded_form
+from composable_shard.core.storage import as_sharded
 from composable_shard.core.transport import host
 from composable_shard.errors import ShardError
 from composable_shard.module import FSDPModule
@@ -70,9 +70,9 @@ def _tensors_of(
     stock = list(optimizers)
     for optimizer in optimizers:
         stock += optimizer.stock_optimizers() if isinstance(optimizer, LayoutOptimizer) else []
-    params = [*map(sharded_form, model.parameters()), *(param.sharded for param in sharded)]
+    params = [*map(as_sharded, model.parameters()), *(param.sharded for param in sharded)]
     params += [p for one in stock for group in one.param_groups for p in group["params"]]
-    buckets = [param.place.buffer for param in sharded if param.place is not None]
+    buckets = [param.flat_position.buffer for param in sharded if param.flat_position is not None]
     unsharded = [getattr(param, "unsharded", None) for param in sharded]  # from the first gather on
     grads = [param.grad for param in (*params, *unsharded) if param is not None]
     states = _torch.tensors_of(*(value for one in stock for value in one.state.values()))

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.arguments import check_flags, check_module
-from composable_shard.core.codec import Attributes, share_attributes
+from composable_shard.core.codec import AttributeCopier, share_attributes
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.hooks import groups_in, owner_of
 from composable_shard.core.reduction import assign_grad
-from composable_shard.core.storage import Slot, owner_of_sharded, remember_stand_in
+from composable_shard.core.storage import Slot, owner_of_sharded, record_full_tensor
 from composable_shard.core.tree import check_at_rest
 from composable_shard.errors import MaterializationError
 from composable_shard.train.full import digest
@@ -55,7 +55,7 @@ class _Opened:
         self.value: nn.Parameter | None = None
         self.edit: dict[str, tuple[int, ...] | None] = {}
         self._copy: nn.Parameter | None = None
-        self._attributes: Attributes | None = None
+        self._attributes: AttributeCopier | None = None
         self._digests: tuple[list[int], list[int] | None] | None = None
 
     def register_full(self, full: torch.Tensor, grad: torch.Tensor | None) -> None:
@@ -90,12 +90,12 @@ class _Opened:
     def register_sharded(self) -> None:
         """Register the sharded parameter again. Collective: none."""
         if self._attributes is not None:
-            self._attributes.take()
+            self._attributes.copy_to_sharded()
         for slot in self._slots:
             slot.put(self.param)
         owner = owner_of_sharded(self.param)
         if self._copy is not None and owner is not None:
-            remember_stand_in(self._copy, owner)  # optimizers must not train it from now on
+            record_full_tensor(self._copy, owner)  # optimizers must not train it from now on
 
     def check_shape(self) -> None:
         """Raise ``ValueError`` if the new value has another shape."""

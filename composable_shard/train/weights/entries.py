@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 from composable_shard.arguments import check_module
 from composable_shard.core.hooks import groups_in
-from composable_shard.core.storage import sharded_form
+from composable_shard.core.storage import as_sharded
 from composable_shard.core.tree import check_at_rest
 
 # The tensors in a checkpoint: each once, with all of its names ------------------------------------
@@ -110,7 +110,7 @@ def registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
         volatile = _torch.non_persistent_buffers(inner)
         for attribute, param in inner._parameters.items():
             if param is not None:
-                yield ".".join([*steps, attribute]), sharded_form(param), True
+                yield ".".join([*steps, attribute]), as_sharded(param), True
         for attribute, buffer in inner._buffers.items():
             if buffer is not None:
                 yield ".".join([*steps, attribute]), buffer, attribute not in volatile
