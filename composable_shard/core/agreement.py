@@ -1,8 +1,8 @@
-"""Checks of a tree before its first gather: is all of it sharded, and alike on all ranks?
+"""Checks of a tree before its first gather: is all of it sharded, and the same on all ranks?
 
-A collective aborts or hangs without an explanation if ranks call it with different sizes, or if
-only some call it. So all ranks first compare the facts that determine their collectives: by a hash,
-and by the whole description only if the hashes differ.
+If ranks call a collective with different sizes, or only some ranks call it, it aborts or hangs
+without an explanation. So all ranks first compare the facts that determine their collectives: by a
+hash, and by the whole description only if the hashes differ.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _IGNORED = "_composable_shard_ignored"
 """The attribute of a module with the names of its ignored parameters."""
 
 _last_tag = 0
-"""The last tag that this rank has agreed on, in any process group.
+"""The last message tag that this rank has agreed on, in any process group.
 
-Hazard: one model reads a message that another, failed model has left behind. Guard: no two trees of
-a process share a tag, even if their process groups differ.
+Hazard: a model reads a message that another model has left behind after a failure. Guard: no two
+trees of a process share a tag, even if their process groups differ.
 """
 
 
 def record_ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> None:
     """Record the parameters of ``modules`` that the user ignores, so that they cause no warning.
 
-    Hazard: a load, a move or a copy replaces the tensors, and torch cannot swap a tensor with weak
-    references. Guard: this records names on the modules, not tensors.
+    This records names on the modules, not the tensors: a load, a move or a copy replaces tensors,
+    and torch cannot swap a tensor that has weak references.
     """
     ids = set(map(id, params))
     if not ids:
@@ -62,7 +62,7 @@ def refuse_replicated(
 
     Args:
         tops: The modules of a group.
-        holders: The modules in which its parameters are registered.
+        holders: The modules that hold parameters of the group.
         label: The name of the group in messages.
 
     Raises:
@@ -70,20 +70,20 @@ def refuse_replicated(
     """
     for top in tops:
         for name, module in top.named_modules():
-            is_ours = module is not top and _torch.is_replicated(module)
-            if is_ours and any(inner in holders for inner in module.modules()):
+            is_inner = module is not top and _torch.is_replicated(module)
+            if is_inner and any(inner in holders for inner in module.modules()):
                 raise ShardError(
                     f"Expected replicate of '{name}' before fully_shard of {label}, which shards "
                     "its parameters, got it after; apply replicate first"
                 )
 
 
-def warn_of_plain(modules: Iterable[nn.Module], ours: Iterable[nn.Parameter | None]) -> None:
-    """Warn if trainable parameters of ``modules`` are plain and were not ignored.
+def warn_of_plain(modules: Iterable[nn.Module], expected: Iterable[nn.Parameter | None]) -> None:
+    """Warn if trainable parameters of ``modules`` are neither sharded, replicated nor ignored.
 
     Args:
         modules: Sharded modules.
-        ours: Plain parameters that cause no warning.
+        expected: Unsharded parameters of the library, which cause no warning.
     """
     tops = tuple(modules)
     replicated = {
@@ -93,7 +93,7 @@ def warn_of_plain(modules: Iterable[nn.Module], ours: Iterable[nn.Parameter | No
         if _torch.is_replicated(module)
         for param in module.parameters()
     }
-    known = replicated.union(map(id, ours))
+    known = replicated.union(map(id, expected))
     names = [
         f"{prefix}.{name}".lstrip(".")
         for top in tops
@@ -107,8 +107,8 @@ def warn_of_plain(modules: Iterable[nn.Module], ours: Iterable[nn.Parameter | No
     ]
     if names:
         warnings.warn(
-            f"Expected all trainable parameters to be sharded or ignored, got {names}, added after "
-            "fully_shard, which each rank trains by itself; add them before it, shard new "
+            f"Expected all trainable parameters to be sharded or ignored, got {names} added after "
+            "fully_shard, so each rank trains them by itself; add them before it, shard new "
             "adapters of a sharded base alone, or pass them as ignored_params if their gradients "
             "are averaged elsewhere",
             stacklevel=2,
@@ -116,7 +116,7 @@ def warn_of_plain(modules: Iterable[nn.Module], ours: Iterable[nn.Parameter | No
 
 
 def agree_on_model(groups: Sequence[Any]) -> None:
-    """Raise the same error on all ranks if their ``groups`` differ; else give the groups tags.
+    """Raise the same error on all ranks if their ``groups`` differ; else give channels their tags.
 
     Args:
         groups: The groups of a tree.
@@ -158,11 +158,11 @@ def agree_on_model(groups: Sequence[Any]) -> None:
 
 
 _Filled = list[tuple[str, torch.Tensor]]
-"""CPU shards that the user has filled after sharding on meta, with names of their parameters."""
+"""CPU shards that the user has filled after sharding on meta, by the names of parameters."""
 
 
 _Members = list[tuple[Any, Channel]]
-"""The groups that use a process group, with their channels."""
+"""The groups that use a process group, each with its channel."""
 
 _OP = "comparing the model with that of the other ranks"
 
@@ -179,37 +179,40 @@ def _agree(
     device = members[0][1].mesh.device
     with watched(ranks, _OP):
         numbers = (_last_tag, len(filled), -len(filled), int(differs))
-        is_same, (last, most, fewest, found) = compare("\n".join(facts), ranks, device, *numbers)
+        is_same, (last, most, fewest, differed) = compare("\n".join(facts), ranks, device, *numbers)
     _last_tag = max(_last_tag, last + len(members))
     if is_same and 0 < most == -fewest and _torch.backend_name(ranks, device) != "fake":
         _warn_of_same_rows(ranks, device, filled)
-    return last + 1, not is_same or bool(found)
+    return last + 1, not is_same or bool(differed)
 
 
 def _difference(facts_by_ranks: Mapping[dist.ProcessGroup, list[str]]) -> str:
-    """Return the first difference, the same on all ranks: each group passes it on to the next."""
+    """Return the text of the first difference, the same on all ranks.
+
+    Each process group passes its texts on to the next one. The second round reaches all ranks.
+    """
     texts: list[str] = []
     for ranks, facts in [*facts_by_ranks.items()] * 2:
         gathered = gather_objects((facts, texts), ranks, _OP)
-        texts = [text for _, found in gathered for text in found]
-        lines = [other for other, _ in gathered]
-        if any(other != facts for other in lines):
+        texts = [text for _, known in gathered for text in known]
+        all_facts = [of_rank for of_rank, _ in gathered]
+        if any(of_rank != facts for of_rank in all_facts):
             numbers = dist.get_process_group_ranks(ranks)
-            texts.append(first_difference(lines, numbers, "model"))
+            texts.append(first_difference(all_facts, numbers, "model"))
     return texts[0]
 
 
 def _warn_of_same_rows(ranks: dist.ProcessGroup, device: torch.device, filled: _Filled) -> None:
-    """Warn if all ranks hold the same random numbers, as after an initialization by one seed."""
+    """Warn if all ranks hold the same random numbers, as after an initialization with one seed."""
     digests = []
     for _, local in filled:
         first = local.detach().flatten()[:64].contiguous()
         values = first.view(torch.uint8).tolist()  # bytes, for any dtype
         is_random = len({*values}) > max(4, len(values) / 4)  # not constants
         digests.append(hash(tuple(values)) >> 2 if is_random else ranks.rank())
-    _, found = compare("", ranks, device, *digests, *(-digest for digest in digests))
-    pairs = zip(filled, found, found[len(filled) :], strict=False)
-    same = [name for (name, _), most, least in pairs if most == -least]
+    _, extremes = compare("", ranks, device, *digests, *(-digest for digest in digests))
+    largest_and_smallest = zip(filled, extremes, extremes[len(filled) :], strict=False)
+    same = [name for (name, _), most, least in largest_and_smallest if most == -least]
     if same:
         warnings.warn(
             f"All ranks hold the same rows of {same[0]}: on the CPU, ranks with the same seed fill "
@@ -219,6 +222,7 @@ def _warn_of_same_rows(ranks: dist.ProcessGroup, device: torch.device, filled: _
 
 
 def _facts(group: Any, mesh: ShardMesh) -> list[str]:
+    """Describe a group and its parameters on a mesh, as all ranks should."""
     name = group.label
     policy = group.policy
     replicas = f" times {mesh.num_replicas} replicas" if mesh.num_replicas > 1 else ""

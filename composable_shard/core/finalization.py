@@ -1,4 +1,4 @@
-"""Finishing the reductions of several backwards by a call of the user. Imports group."""
+"""Manual finalization: a call of the user finishes the reductions of several backwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Finalization:
     Attributes:
         is_manual: Whether a call, and not the end of a backward, finishes the reductions.
         handle: The handle of the last call, until its wait.
-        former_roots: Former roots for which ``is_manual`` was set.
+        former_roots: Groups that were roots of their own when the user set ``is_manual``.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -22,7 +22,7 @@ class Finalization:
         self.is_manual = False
         self.handle: object = None
         self.former_roots: list[Any] = []
-        self._was_manual: bool | None = None  # ``is_manual`` as it was in unfinished backwards
+        self._was_manual: bool | None = None  # ``is_manual`` at the last backward, until finished
 
     @property
     def is_open(self) -> bool:
@@ -30,7 +30,7 @@ class Finalization:
         return self._was_manual is not None or self.handle is not None
 
     def record_backward(self) -> bool:
-        """Record that a backward ends; return whether the user finishes it by a call."""
+        """Record the end of a backward; return whether a call of the user will finish it."""
         is_unfinished = self.is_manual or not self._tree.is_last_backward
         self._was_manual = self.is_manual if is_unfinished else None
         return self.is_manual
@@ -43,15 +43,15 @@ class Finalization:
         """
         if self._tree.has_failed:
             self._tree.reset()
-        used = True if self.handle is not None else self._was_manual
-        if enabled != (self.is_manual if used is None else used):
+        was_manual = True if self.handle is not None else self._was_manual
+        if enabled != (self.is_manual if was_manual is None else was_manual):
             if _torch.current_backward() != -1:
                 raise ShardError(
                     "Expected set_manual_backward_finalization() to change outside of backward, "
                     "got it within one; call it between iterations"
                 )
-            if used is not None:
-                remedy = "finalize_backward()" if used else "set_is_last_backward(True)"
+            if was_manual is not None:
+                remedy = "finalize_backward()" if was_manual else "set_is_last_backward(True)"
                 if self.handle is not None:
                     remedy = "the wait() of its handle"
                 raise ShardError(
@@ -62,7 +62,7 @@ class Finalization:
         self.is_manual = enabled
 
     def refuse_former_roots(self) -> None:
-        """Raise if ``is_manual`` was set for a group that is no longer the root."""
+        """Raise if ``is_manual`` was set for a group that is no longer a root."""
         if self.former_roots:
             raise ShardError(
                 "Expected set_manual_backward_finalization() on the root alone, got it on "
@@ -72,18 +72,17 @@ class Finalization:
     def start(self, handle: object) -> None:
         """Launch the reductions that backwards have deferred, and free memory.
 
-        Collective: those reductions.
+        Collective: the reductions.
         """
         self._tree.launch_reductions()
         self._was_manual, self.handle = None, handle
 
     def check_ended(self) -> None:
-        """Raise if the reductions of :meth:`start` were not waited for."""
+        """Raise if nobody has waited for the reductions of :meth:`start`."""
         if self.handle is not None:
             raise ShardError(
-                "Expected the gradients of the last backward before another forward or "
-                "finalize_backward(), got a GradientReductionHandle that was not waited for; call "
-                "its wait()"
+                "Expected a wait for the gradients of the last backward before another forward or "
+                "finalize_backward(), got a GradientReductionHandle without a wait; call its wait()"
             )
 
     def end(self) -> None:

@@ -1,10 +1,10 @@
 """The features that observe a step: events for a listener, and a check of the execution order.
 
-Imports plugins. Ranks that call different collectives, or the same ones in a different order, wait
-for each other until the time-out of the process group, and no message names the parameter group.
-With ``COMPOSABLE_SHARD_CHECK=1`` in the environment of all ranks, they exchange a number before
-every gather and reduction and at the end of every forward and backward. If the numbers differ, all
-ranks raise the same error.
+Imports plugins. If ranks call different collectives, or the same ones in different orders, they
+wait for each other until the time-out of the process group, and no message names the parameter
+group. With ``COMPOSABLE_SHARD_CHECK=1`` in the environment of all ranks, they compare their next
+operation before every gather and reduction, and at the end of every forward and backward. If these
+differ, all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from composable_shard.errors import RankMismatchError
 # Events for a listener ----------------------------------------------------------------------------
 
 Listener = Callable[[str, str], None]
-"""Called with an event, such as ``all_gather``, and the name of a group."""
+"""A function that gets an event, such as ``all_gather``, and the name of a group."""
 
 _EVENTS: dict[Phase, tuple[str, ...]] = {
     "pre_forward": ("pre_forward",),
@@ -54,7 +54,7 @@ class Trace(Feature):
     """Calls a function with every event.
 
     Attributes:
-        listener: The function. Compiled programs always call the current one.
+        listener: The function. Compiled programs call the current one.
     """
 
     listener: Listener | None = None
@@ -80,15 +80,15 @@ _CHECKED: dict[Phase, str] = {
 
 
 def order_checks() -> list[Feature]:
-    """Return a new check, if the environment variable is set."""
+    """Return a new check in a list; an empty list if the environment variable is not set."""
     return [OrderCheck()] if os.environ.get(CHECK_VARIABLE, "0") not in ("", "0") else []
 
 
 class OrderCheck(Feature):
-    """Compares the next operation of the ranks of a tree."""
+    """Compares the next operation of all ranks of a tree."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self._num_steps = 0
 
     def ops(self, group: Any, phase: Phase) -> Sequence[Op]:
         """Return a comparison before a gather or a reduction is launched."""
@@ -102,38 +102,38 @@ class OrderCheck(Feature):
         """Compare at the end of a backward."""
         self.agree("end of a backward", tree.root)
 
-    def agree(self, what: str, group: Any) -> None:
-        """Raise on all ranks unless all have reached ``what`` of a group.
+    def agree(self, op: str, group: Any) -> None:
+        """Raise on all ranks unless all have reached the operation ``op`` of a group.
 
         Raises:
-            RankMismatchError: On all ranks, with the operations of two that differ; only on the
-                waiting ranks, if another does not arrive within the time-out.
+            RankMismatchError: On all ranks, with the operations of two ranks that differ; only on
+                the waiting ranks, if another rank does not arrive within the time-out.
 
         Collective: one all-reduce of 16 bytes for each process group of more than one rank; more
             only if it raises.
         """
-        self._count += 1
+        self._num_steps += 1
         for mesh in group.channels:
             for ranks in mesh.process_groups:
-                self._compare(f"{what} of {group.label}", ranks, mesh.device)
+                self._compare(f"{op} of {group.label}", ranks, mesh.device)
 
-    def _compare(self, what: str, ranks: dist.ProcessGroup, device: torch.device) -> None:
+    def _compare(self, op: str, ranks: dist.ProcessGroup, device: torch.device) -> None:
         try:
-            is_same, _ = compare(what, ranks, device)
+            is_same, _ = compare(op, ranks, device)
         except RuntimeError as error:
             raise RankMismatchError(
-                f"Expected all ranks to reach the {what}, step {self._count}, got no sign of "
+                f"Expected all ranks to reach the {op}, step {self._num_steps}, got no sign of "
                 "some rank within the time-out; it has ended, or waits elsewhere"
             ) from error
         if not is_same:
-            self._raise_difference(what, ranks)
+            self._raise_difference(op, ranks)
 
-    def _raise_difference(self, what: str, ranks: dist.ProcessGroup) -> None:
-        texts: list[Any] = [None] * ranks.size()
-        dist.all_gather_object(texts, what, group=ranks)
+    def _raise_difference(self, op: str, ranks: dist.ProcessGroup) -> None:
+        ops: list[Any] = [None] * ranks.size()
+        dist.all_gather_object(ops, op, group=ranks)
         numbers = dist.get_process_group_ranks(ranks)
-        other = next(place for place, text in enumerate(texts) if text != texts[0])
+        other = next(rank for rank, other_op in enumerate(ops) if other_op != ops[0])
         raise RankMismatchError(
-            f"Expected the same order of collectives on all ranks, got at step {self._count} on "
-            f"rank {numbers[0]}: {texts[0]}; on rank {numbers[other]}: {texts[other]}"
+            f"Expected the same order of collectives on all ranks, got at step {self._num_steps} "
+            f"on rank {numbers[0]}: {ops[0]}; on rank {numbers[other]}: {ops[other]}"
         )

@@ -1,7 +1,7 @@
 """Hooks of optimizer steps: checks of the parameters, and a step count for each group.
 
-Imports reduction, storage, ties. Foreach and fused kernels change a DTensor without bumping a
-version counter, so each group counts the steps that may have changed it.
+Imports reduction, storage, ties. Foreach and fused kernels change a DTensor without bumping its
+version counter, so each group counts the steps that may have changed its shards.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Params:
     Attributes:
         ids: The ids of all parameters.
         scalars: The sharded parameters without dims.
-        strided: The sharded parameters with shards that are not contiguous.
+        noncontiguous: The sharded parameters with shards that are not contiguous.
     """
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
@@ -48,9 +48,9 @@ class _Params:
         self.ids = set(map(id, params))
         sharded = [param for param in params if isinstance(param, DTensor)]
         self.scalars = [param for param in sharded if not _torch.spec_of(param).shape]
-        self.strided = [p for p in sharded if not _torch.local_tensor(p).is_contiguous()]
-        owners = [owner for owner in map(owner_of_sharded, params) if owner is not None]
-        self._groups = list(map(weakref.ref, dict.fromkeys(owner.group for owner in owners)))
+        self.noncontiguous = [p for p in sharded if not _torch.local_tensor(p).is_contiguous()]
+        ours = [param for param in map(owner_of_sharded, params) if param is not None]
+        self._groups = list(map(weakref.ref, dict.fromkeys(param.group for param in ours)))
 
     @property
     def groups(self) -> list[ParamGroup]:
@@ -62,13 +62,13 @@ class _Params:
         return any(param.grad is not None for param in self._params)
 
     def is_of(self, params: Sequence[torch.Tensor]) -> bool:
-        """Return whether ``params`` are these parameters, and no group has changed its own."""
+        """Return whether ``params`` are these parameters, with the same groups and kinds."""
         if self._num_registered != num_registered() or len(params) != len(self._params):
             return False
         return all(map(is_, params, self._params))
 
 
-_PARAMS = "_composable_shard_params"
+_PARAMS = "_composable_shard_params"  # the attribute of an optimizer with its `_Params`
 
 
 def _params_of(optimizer: Optimizer) -> _Params:
@@ -99,33 +99,33 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         group.check_in_memory(f"for a step of {kind}")
     if any(group.tree.tape.visits for group in groups) and not params.have_grads():
         warnings.warn(
-            f"Expected gradients for a step of {kind}, got none, though a forward came before; "
-            "backward(inputs=...) with sharded parameters gives none: call loss.backward()",
+            f"Expected gradients after a forward for a step of {kind}, got none; "
+            "backward(inputs=...) gives none to sharded parameters: call loss.backward()",
             stacklevel=2,
         )
     host.synchronize()  # wait for copies of shards that a forward without a backward has launched
-    if any(stepped.get("fused") for stepped in optimizer.param_groups):
-        _refuse_unreduced(kind, params.strided)
+    if any(param_group.get("fused") for param_group in optimizer.param_groups):
+        _refuse_unreduced(kind, params.noncontiguous)
     for param in params.scalars:
         _distribute_state(param, optimizer.state.get(param, {}))
 
 
 def _refuse_unreduced(kind: str, params: Sequence[DTensor]) -> None:
-    """Raise if gradients of parameters that are not contiguous are not reduced.
+    """Raise if the gradient of one of ``params``, which are not contiguous, is not reduced.
 
-    DTensor would reduce them to contiguous shards. Fused kernels traverse memory in order, so they
-    would update an element by the gradient of another.
+    DTensor would reduce it to a contiguous shard. Fused kernels traverse memory in order, so they
+    would update an element by the gradient of another element.
     """
     if any(is_partial(param.grad) for param in params):
         raise ShardError(
-            f"Expected reduced gradients for a fused step of {kind}, got one that was accumulated "
-            "without sync, of a parameter that is not contiguous; call synchronize_gradients() "
-            "first, or leave out fused=True"
+            f"Expected reduced gradients for a fused step of {kind}, got a gradient that was "
+            "accumulated without sync, of a parameter that is not contiguous; call "
+            "synchronize_gradients() first, or leave out fused=True"
         )
 
 
 def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:
-    """Wrap the states of a scalar parameter in DTensors; torch loads them as plain tensors."""
+    """Wrap the states of a scalar parameter in DTensors, because torch loads plain tensors."""
     for name, value in state.items():
         is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         if is_plain and value.ndim == 0 and name != "step":

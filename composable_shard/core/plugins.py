@@ -1,4 +1,4 @@
-"""The interface of features, which are independent of the core. Imports nothing of this package."""
+"""The interface of features, which add operations to a step. Imports nothing of this package."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ Phase = Literal[
 - ``pre_forward``, ``post_forward``: when a forward enters and leaves the group's module.
 - ``gather``, ``gathered``: before and after the all-gather is launched.
 - ``regather``: in place of ``gather``, if neighbouring ranks have kept parts of the parameters.
-- ``await_gather``, ``wait``: before and after the wait for it; then the unsharded parameters are
-  filled.
+- ``await_gather``, ``wait``: before and after the wait for the all-gather. After it, the unsharded
+  parameters have their values.
 - ``free``, ``freed``: before and after the unsharded memory is freed.
-- ``pre_backward``, ``post_backward``: when a backward first needs and has finished the group.
+- ``pre_backward``, ``post_backward``: when a backward first needs the group, and finishes it.
 - ``accumulated``: after gradients were accumulated without a reduction.
 - ``reduce``, ``reduced``: before and after the reduce-scatter is launched.
-- ``await_reduction``, ``averaged``: before the wait for it, and after its mean is in the reduced
-  buffer.
-- ``scattered``: if there are replicas, right before the reduction over them.
+- ``await_reduction``, ``averaged``: before the wait for the reduce-scatter, and after its mean is
+  in the reduced buffer.
+- ``scattered``: after ``averaged``, if a reduction over replicas follows.
 - ``all_reduced``, ``await_all_reduce``: after the reduction over replicas is launched, if there is
   one, and before the wait for it.
 - ``deliver``: after the mean over all ranks is in the reduced buffer, before it is written to
   ``.grad``.
-- ``delivered``, ``replicas_delivered``: after ``.grad`` is written without, and with, a reduction
-  over replicas.
+- ``delivered``: after ``.grad`` is written without a reduction over replicas.
+- ``replicas_delivered``: after ``.grad`` is written with a reduction over replicas.
 """
 
 
 class Feature:
-    """Base class of features. A method that is not overridden costs nothing in a step."""
+    """Base class of features, which override some of its methods."""
 
     def ops(self, group: Any, phase: Phase) -> Sequence[Op]:
         """Return operations to compile into the program of ``group``."""
@@ -69,7 +69,7 @@ class Feature:
         """Called when a forward ends without a failure; ``outermost`` is its outermost group."""
 
     def end_backward(self, tree: Any) -> None:
-        """Called when a backward of the tree has delivered all gradients."""
+        """Called when a backward of the tree ends, after it has delivered its gradients."""
 
     def fail(self, tree: Any) -> None:
         """Called when a forward or backward has raised and the tree resets."""
@@ -79,8 +79,8 @@ class Plugins:
     """The features of one tree of groups.
 
     Attributes:
-        features: In installation order.
-        generation: A program compiled under another generation is out of date.
+        features: The features, in the order of their installation.
+        generation: A program that was compiled under another generation is out of date.
     """
 
     def __init__(self, features: Sequence[Feature] = ()) -> None:
@@ -88,17 +88,17 @@ class Plugins:
         self.generation = 0
 
     def install(self, feature: Feature) -> None:
-        """Add a feature, unless it is installed; recompile every program before its next use."""
+        """Add a feature, unless it is installed; make every program out of date."""
         self.features = tuple(dict.fromkeys((*self.features, feature)))
         self.invalidate_programs()
 
     def remove(self, feature: Feature) -> None:
-        """Remove a feature; recompile every program before its next use."""
+        """Remove a feature; make every program out of date."""
         self.features = tuple(other for other in self.features if other is not feature)
         self.invalidate_programs()
 
     def invalidate_programs(self) -> None:
-        """Recompile every program before its next use."""
+        """Make every program out of date, so that its next use recompiles it."""
         self.generation += 1
 
     def ops(self, group: Any, phase: Phase) -> tuple[Op, ...]:

@@ -1,4 +1,4 @@
-"""Pure Python: the record of forward calls, and the plans made from it. Imports no torch.
+"""PURE (without torch): the record of forward calls, and the plans made from it.
 
 The tape determines the execution order: the group that forward gathers next, the steps of a
 backward, the groups that a checkpoint recomputes. All ranks run the same forward, so their tapes
@@ -18,7 +18,7 @@ class Interval:
     """The entry and exit times of a call. All calls inside one checkpoint share an interval.
 
     A checkpoint recomputes all of its calls before the backward of any of them. So backward gathers
-    the groups at the exit of the checkpoint, and finishes them at its entry.
+    their groups at the exit of the checkpoint, and finishes them at its entry.
     """
 
     __slots__ = ("entered", "exited", "is_checkpoint")
@@ -37,8 +37,8 @@ class Visit(Generic[Group]):
         self.group = group
         self.interval = interval
         self.entered = entered  # the entry time of this call itself, even inside a checkpoint
-        self.forward = forward
-        self.backward_may_read = False  # whether a backward may read the parameters
+        self.forward = forward  # the number of the forward
+        self.backward_may_read = False  # the parameters, after this call
 
 
 class PlanStep(NamedTuple, Generic[Group]):
@@ -52,8 +52,8 @@ class Plan(NamedTuple, Generic[Group]):
     """The plan of a backward, the same on all ranks.
 
     Attributes:
-        steps: The steps in reverse order.
-        groups: The groups that it gathers and finishes.
+        steps: The steps, the first step last.
+        groups: The groups that the plan gathers and finishes.
         num_recomputes: For each group inside checkpoints, the number of recomputed calls.
     """
 
@@ -66,13 +66,13 @@ NO_PLAN: Plan[Any] = Plan([], set(), {})
 
 
 class CallRecord(NamedTuple, Generic[Group]):
-    """One call in a forward, for ranks that sit out a module and replay its calls.
+    """One call in a forward. Ranks that sit out a module replay its calls.
 
     Attributes:
         depth: The number of calls around it.
         group: The group.
         module: The called module of the group.
-        interval: The interval of its visit; ``None`` if it cannot have a backward.
+        interval: The interval of its visit; ``None`` if the call cannot have a backward.
         has_grad: Whether gradients were enabled; a reentrant checkpoint disables them.
         needs_grad: Whether an output may get a gradient.
     """
@@ -91,8 +91,8 @@ class Tape(Generic[Group]):
     Attributes:
         visits: The visits in order of entry.
         calls: The fields of a `CallRecord` for each call of this forward, in order of exit.
-        last_calls: For each outermost module, the calls of its last forward with, and of its last
-            one without, a backward; the latest forward comes last.
+        last_calls: The calls of the last forward by outermost module, and by whether the forward
+            may have a backward. The latest forward comes last.
         num_forwards: The number of forwards that have begun.
         upcoming: The group that forward probably needs next.
     """
@@ -103,8 +103,8 @@ class Tape(Generic[Group]):
         self.last_calls: dict[tuple[Hashable, bool], list[tuple[Any, ...]]] = {}
         self.num_forwards = 0
         self._clock = 0
-        self._any_grad = False  # the latest forward has left a group with gradients
-        self._orders: dict[Group, list[Group]] = {}  # by the outermost group
+        self._any_grad = False  # in this forward, so far; see `leave`
+        self._orders: dict[Group, list[Group]] = {}  # of the last forwards, by outermost group
         self._predicted_order: list[Group] = []
         self._current_order: list[Group] = []
         self._first_of_backward: Group | None = None
@@ -113,7 +113,7 @@ class Tape(Generic[Group]):
     # Forward --------------------------------------------------------------------------------
 
     def begin_forward(self, outermost: Group) -> None:
-        """Begin a forward; the previous one with the same ``outermost`` predicts its order."""
+        """Begin a forward; the last forward with the same ``outermost`` predicts its order."""
         self.num_forwards += 1
         self._any_grad = False
         self._current_order, self.calls, self.upcoming = [], [], None
@@ -136,9 +136,9 @@ class Tape(Generic[Group]):
         return ()
 
     def is_turning_point(self, group: Group) -> bool:
-        """Return whether ``group`` ends the forward and began the last backward.
+        """Return whether ``group`` ends this forward and began the last backward.
 
-        Between forward and backward, it would be freed and gathered again at once.
+        If such a group was freed after forward, backward would gather it again at once.
         """
         predicted, current = self._predicted_order, self._current_order
         is_last = len(current) == len(predicted) and bool(current) and current[-1] is group
@@ -168,7 +168,7 @@ class Tape(Generic[Group]):
             visit: The visit that :meth:`enter` returned.
             needs_reduce: Whether the group has gradients to reduce.
             needs_grad: Whether an output may get a gradient. Some ranks may detach inputs of later
-                groups, so once either flag is true, all later groups count on all ranks.
+                groups. So after a call with either flag, backward may read all later groups.
         """
         self._clock += 1
         interval = visit.interval
@@ -177,7 +177,7 @@ class Tape(Generic[Group]):
         visit.backward_may_read = self._any_grad or interval.is_checkpoint
 
     def end_forward(self, outermost: Group) -> None:
-        """End a forward; its order predicts the next one."""
+        """End a forward, and keep its order to predict that of the next one."""
         self._orders[outermost] = self._current_order
         _, _, module, interval, _, _ = self.calls[-1]
         self.last_calls.pop((module, interval is not None), None)
@@ -196,7 +196,7 @@ class Tape(Generic[Group]):
         self.visits = []
 
     def _forget_superseded(self) -> None:
-        """Keep only visits that affect the plan, so that forwards without backward cost nothing."""
+        """Keep only visits that affect the plan, because some forwards never have a backward."""
         first, last = self._first_and_last()
         checkpoints = [visit for visit in self.visits if visit.interval.is_checkpoint]
         keep = {id(visit) for visit in (*first.values(), *last.values(), *checkpoints)}
@@ -210,28 +210,29 @@ class Tape(Generic[Group]):
     def plan_backward(self) -> Plan[Group]:
         """Return the plan of a backward through all forwards on the tape; record its first group.
 
-        The plan gathers a group at its last exit in forward, and finishes it at its first entry. In
-        between, the backward may read its parameters.
+        The plan gathers a group where forward left it for the last time, and finishes it where
+        forward entered it for the first time. In between, backward may read its parameters.
         """
         num_recomputes: dict[Group, int] = {}
         for visit in self.visits:
             if visit.interval.is_checkpoint:
                 num_recomputes[visit.group] = num_recomputes.get(visit.group, 0) + 1
         first, last = self._first_and_last()
-        found: list[tuple[int, int, PlanStep[Group]]] = []
+        timed: list[tuple[int, int, PlanStep[Group]]] = []
         for group, visit in last.items():
             start = first[group]
-            found.append((visit.interval.exited, -visit.entered, PlanStep(group, is_gather=True)))
-            found.append((start.interval.entered, start.entered, PlanStep(group, is_gather=False)))
-        found.sort(key=itemgetter(0, 1))
-        steps = list(map(itemgetter(2), found))
+            timed.append((visit.interval.exited, -visit.entered, PlanStep(group, is_gather=True)))
+            timed.append((start.interval.entered, start.entered, PlanStep(group, is_gather=False)))
+        timed.sort(key=itemgetter(0, 1))
+        steps = list(map(itemgetter(2), timed))
         self._first_of_backward = steps[-1].group if steps else None
         return Plan(steps, set(last), num_recomputes)
 
     def _first_and_last(self) -> tuple[dict[Group, Visit[Group]], dict[Group, Visit[Group]]]:
-        # For several visits of a group, the dict keeps the last one in these orders.
+        """Return the first visit of each group by entry, and its last one by exit."""
+        # If a group has several visits, its last one in the order of the zip stays in the dict.
         visits, group_of = self.visits[::-1], attrgetter("group")
         first = dict(zip(map(group_of, visits), visits, strict=True))
-        reading = filter(attrgetter("backward_may_read"), visits)
-        last = sorted(reading, key=attrgetter("interval.exited"))
+        read = filter(attrgetter("backward_may_read"), visits)
+        last = sorted(read, key=attrgetter("interval.exited"))
         return first, dict(zip(map(group_of, last), last, strict=True))

@@ -1,9 +1,10 @@
 """Tied parameters, and the groups that own them. Imports group, storage.
 
-The owner of a tied parameter is the lowest group that contains all of its places. So the parameter
-is gathered whenever one of its modules runs, and it has one gradient. Calls shard from the bottom
-up. If a call finds a parameter of an inner group in its own modules too, its group takes the
-parameter over. Until a call contains all places of a parameter, it has no owner.
+A tied parameter has several places (modules and names). Its owner is the lowest group that contains
+all of them. So the parameter is gathered whenever one of its modules runs, and it has one gradient.
+Users call ``fully_shard`` from the bottom up. If a call finds a parameter of an inner group in its
+own modules too, its group takes the parameter over. Until a group contains all places of a
+parameter, the parameter has no owner.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Managed:
     """The parameters that one ``fully_shard`` call shards.
 
     Attributes:
-        modules: All modules below the top modules, except those of inner groups.
+        modules: The top modules and all modules below them, except those of inner groups.
         slots: The places (modules and names) of each parameter.
         names: The qualified name of each parameter.
     """
@@ -39,30 +40,30 @@ class _Original:
 
     Attributes:
         original: The parameter.
-        registered: Its known places: modules and names.
-        owner: The parameter in its group.
+        places: Its known places: modules and names.
+        owner: The sharded parameter in its group.
         version: The version of the new shard.
     """
 
     original: weakref.ref[nn.Parameter]
-    registered: list[tuple[weakref.ref[nn.Module], str]]
+    places: list[tuple[weakref.ref[nn.Module], str]]
     owner: weakref.ref[ShardedParam] | None = None
     version: int = 0
 
     @property
     def slots(self) -> tuple[Slot, ...]:
         """The places in modules that are still alive."""
-        found = ((module(), name) for module, name in self.registered)
-        return tuple(Slot.of(module, name) for module, name in found if module is not None)
+        places = ((module(), name) for module, name in self.places)
+        return tuple(Slot.of(module, name) for module, name in places if module is not None)
 
     @property
     def param(self) -> ShardedParam | None:
-        """The parameter in its group, if it has an owner."""
+        """The sharded parameter in its group, if it has an owner."""
         return None if self.owner is None else self.owner()
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether its group has neither been used nor changed."""
+        """Whether its group has not been used, and the sharded parameter is as it was made."""
         param = self.param
         return (
             param is not None
@@ -78,7 +79,7 @@ _originals: dict[int, _Original] = {}
 
 @dataclass
 class Claims:
-    """The changes of ownership of tied parameters by a call.
+    """The changes of ownership of tied parameters by a ``fully_shard`` call.
 
     Attributes:
         taken_over: Parameters that inner groups lose.
@@ -101,7 +102,7 @@ class Claims:
 
 
 def claim_ties(managed: Managed, modules: Sequence[nn.Module]) -> tuple[Managed, Claims]:
-    """Add the tied parameters that a call owns to those it shards, and remove all others.
+    """Complete the parameters of a call: add the tied ones it owns, remove those it does not own.
 
     Raises:
         ValueError: If an inner group would lose a parameter that was used or changed.
@@ -114,18 +115,18 @@ def claim_ties(managed: Managed, modules: Sequence[nn.Module]) -> tuple[Managed,
         if original is None:
             _originals.pop(key, None)
             continue
-        found = managed.slots.get(original, ())
-        places = tuple(dict.fromkeys((*known.slots, *found)))
+        managed_slots = managed.slots.get(original, ())
+        places = tuple(dict.fromkeys((*known.slots, *managed_slots)))
         inside = [slot for slot in places if slot.module in prefixes]
-        if not inside or (not found and known.param is not None):
+        if not inside or (not managed_slots and known.param is not None):
             continue
         if known.param is not None:
             if not known.is_unchanged:
                 name = managed.names.get(original, inside[0].name)
                 raise ValueError(
-                    f"Expected parameter '{name}' to be tied before its group was used, got one "
-                    f"that is tied to '{known.param.name}' of a group that was gathered, loaded or "
-                    "changed; first apply fully_shard to all modules that share it"
+                    f"Expected parameter '{name}' to be tied before its group was used, got a tie "
+                    f"with '{known.param.name}' of a group that was gathered, loaded or changed; "
+                    "first apply fully_shard to all modules that share the parameter"
                 )
             claims.taken_over.append(known)
         if len(inside) == len(places):
@@ -146,14 +147,14 @@ def record_original(
     """Record the places and the owner of a parameter, while the original is alive."""
     if id(original) not in _originals:
         weakref.finalize(original, _originals.pop, id(original), None)
-    registered = [(weakref.ref(slot.module), slot.name) for slot in slots]
-    known = _originals[id(original)] = _Original(weakref.ref(original), registered)
+    places = [(weakref.ref(slot.module), slot.name) for slot in slots]
+    known = _originals[id(original)] = _Original(weakref.ref(original), places)
     if param is not None:
         known.owner, known.version = weakref.ref(param), param.version()
 
 
 def num_replaced(ids: set[int]) -> int:
-    """Count the tensors with these ids that are originals replaced by ``fully_shard``."""
+    """Count the originals that ``fully_shard`` has replaced, among live tensors with these ids."""
     return sum(key in ids and known.param is not None for key, known in _originals.items())
 
 
@@ -173,6 +174,6 @@ def refuse_unowned(modules: Iterable[nn.Module]) -> None:
                 f"'{slot.name}' of {type(slot.module).__name__}" for slot in known.slots
             )
             raise ShardError(
-                f"Expected a group that contains all places of a tied parameter, got none for "
+                f"Expected one group to contain all modules with a tied parameter, got none for "
                 f"{places}; apply fully_shard to the module that contains them"
             )

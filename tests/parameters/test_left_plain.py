@@ -38,7 +38,7 @@ def test_a_parameter_that_is_added_later_is_warned_of_once() -> None:
         model.append(nn.Linear(4, 4, bias=False))
         assert late(model) == [
             "Expected all trainable parameters to be sharded or ignored, got ['0.scale', "
-            "'2.weight'], added after fully_shard, which each rank trains by itself; add them "
+            "'2.weight'] added after fully_shard, so each rank trains them by itself; add them "
             "before it, shard new adapters of a sharded base alone, or pass them as ignored_params "
             "if their gradients are averaged elsewhere"
         ]

@@ -117,9 +117,9 @@ def test_without_a_group_that_contains_all_places_the_forward_is_refused() -> No
         with pytest.raises(ShardError) as caught:
             model(torch.tensor([1, 2]))
         assert str(caught.value) == (
-            "Expected a group that contains all places of a tied parameter, got none for 'weight' "
-            "of FSDPEmbedding, 'weight' of FSDPLinear; apply fully_shard to the module that "
-            "contains them"
+            "Expected one group to contain all modules with a tied parameter, got none for "
+            "'weight' of FSDPEmbedding, 'weight' of FSDPLinear; apply fully_shard to the module "
+            "that contains them"
         )
 
 
@@ -148,9 +148,9 @@ def after_what_is_around() -> Any:
 
 
 USED = (
-    "Expected parameter 'inner.head.weight' to be tied before its group was used, got one that is "
-    "tied to 'weight' of a group that was gathered, loaded or changed; first apply fully_shard "
-    "to all modules that share it"
+    "Expected parameter 'inner.head.weight' to be tied before its group was used, got a tie with "
+    "'weight' of a group that was gathered, loaded or changed; first apply fully_shard to all "
+    "modules that share the parameter"
 )
 SHARDED_TWICE = (
     "Expected parameter '{}' to be sharded by one fully_shard call, got the sharded parameter "

@@ -215,8 +215,8 @@ def text_of(call: Callable[[], object]) -> str:
 
 
 NOT_WAITED = (
-    "Expected the gradients of the last backward before another forward or finalize_backward(), "
-    "got a GradientReductionHandle that was not waited for; call its wait()"
+    "Expected a wait for the gradients of the last backward before another forward or "
+    "finalize_backward(), got a GradientReductionHandle without a wait; call its wait()"
 )
 
 
