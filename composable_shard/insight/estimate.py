@@ -10,8 +10,9 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from operator import attrgetter
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ from composable_shard.insight.explain import (
     explain_layouts,
     is_repeated_block,
 )
-from composable_shard.insight.group_steps import StepTraffic, sharded_nbytes, traffic_of
+from composable_shard.insight.group_steps import StepTraffic, traffic_of
 from composable_shard.insight.report import (
     Report,
     Section,
@@ -319,52 +320,40 @@ def _weigh(
     *,
     is_accelerator: bool,
 ) -> Estimate:
-    buckets = [bucket for group in rehearsal.groups for bucket in group.buckets]
-    params = [param for bucket in buckets for param in bucket.params]
-    away = {param for param in params if is_accelerator and param.offload is not None}
-    offloaded_shards = sum(sharded_nbytes(bucket) for bucket in buckets if bucket.params[0] in away)
-    layouts, offloaded = None, OptimizerBytes()
+    groups, away = rehearsal.groups, rehearsal.away
+    used = [param for param in rehearsal.params if param in rehearsal.used]  # in the user's order
+    layouts, kept, offloaded = None, OptimizerBytes(), OptimizerBytes()
     if isinstance(optimizer, Mapping):
-        for param in params:
-            if param in away:
-                raise ValueError(
-                    "Expected parameters on the device for an estimate of layouts, got "
-                    f"'{param.name}', which is offloaded; leave out the offload_policy, or pass a "
-                    "function that makes an optimizer from parameters"
-                )
+        if away:
+            raise ValueError(
+                "Expected parameters on the device for an estimate of layouts, got "
+                f"'{next(iter(away)).name}', which is offloaded; leave out the offload_policy, or "
+                "pass a function that makes an optimizer from parameters"
+            )
         layouts, kept = plan_layouts(rehearsal.model, optimizer, at_once=is_accelerator)
     elif optimizer is not None:
-        used = [param for param in params if param in rehearsal.used]
         here = [param.local for param in used if param not in away]
         kept = optimizer_bytes(optimizer, here, at_once=is_accelerator)
         there = [param.local for param in used if param in away]
         offloaded = optimizer_bytes(optimizer, there, at_once=False)
-    else:
-        kept = OptimizerBytes()
-    between = MemorySplit(
-        shards=sum(map(sharded_nbytes, buckets)) - offloaded_shards,
-        optimizer=kept.state,
-        unsharded=sum(tensor.numel() * tensor.itemsize for tensor in rehearsal.lasting),
-    )
-    fullest = max(rehearsal.moments, key=lambda moment: sum(moment.peak))
-    peak, peak_at = replace(between, **fullest.peak._asdict()), "end of backward"
+    fullest = max(rehearsal.moments, key=lambda moment: moment.peak.total)
+    peak, peak_at = replace(fullest.peak, optimizer=kept.state), "end of backward"
     if fullest.group is not None:
         peak_at = f"{fullest.event} of {fullest.group.name or 'the root'}"
-    at_end = rehearsal.at_end._asdict()
-    stepping = replace(between, **at_end, optimizer=kept.state + kept.besides)
+    stepping = replace(rehearsal.at_end, optimizer=kept.state + kept.besides)
     if stepping.total > peak.total:
         peak, peak_at = stepping, "optimizer step"
-    groups = rehearsal.groups
     traffics = {group: traffic_of(group) for group in groups}
-    on_cpu = sum(rehearsal.offloaded.values(), offloaded_shards)
     return Estimate(
         mesh_shape=shape if len(shape) == 2 else (1, shape[0]),
         num_parameters=sum(param.numel() for param in rehearsal.model.parameters()),
         num_groups=sum(len({bucket.mesh for bucket in group.buckets}) for group in groups),
         peak=peak,
         peak_at=peak_at,
-        between_steps=between,
-        on_cpu=on_cpu + offloaded.state + offloaded.besides,
+        between_steps=MemorySplit(
+            shards=peak.shards, optimizer=kept.state, unsharded=peak.unsharded
+        ),
+        on_cpu=rehearsal.on_cpu + offloaded.state + offloaded.besides,
         traffic=sum(traffics.values(), StepTraffic()),
         flops=sum(moment.flops for moment in rehearsal.moments),
         time=None if speeds is None else _time_of(rehearsal.moments, traffics, **speeds),
@@ -442,21 +431,8 @@ def _time_of(
 # An allocation of the library has a frame of the core on the stack. Frames that cast the inputs and
 # outputs of modules do not count: they are part of compute.
 _MAKERS = {storage.__name__: "gathered", reduction.__name__: "gradients"}
+_KINDS = tuple(field.name for field in fields(MemorySplit))
 _COMPUTES = {module.__name__ for module in (hooks, nested, optimizers)}
-
-
-class Live(NamedTuple):
-    """Bytes that live at one moment.
-
-    Attributes:
-        gathered: Unsharded parameters, and the other memory of gathers.
-        gradients: Gradients: from autograd, in flight, and reduced.
-        activations: Tensors that compute made and still needs.
-    """
-
-    gathered: int = 0
-    gradients: int = 0
-    activations: int = 0
 
 
 class LiveBytes(_torch.DispatchMode):
@@ -469,10 +445,10 @@ class LiveBytes(_torch.DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak, self.flops = Live(), 0
+        self.peak, self.flops = MemorySplit(), 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._counted: dict[int, tuple[str, int]] = {}
-        self._gathered: set[int] = set()  # these are resized
+        self._resized: set[int] = set()  # memory of the library, which comes and goes
         self._totals: Counter[str] = Counter()
 
     def __torch_dispatch__(
@@ -496,17 +472,16 @@ class LiveBytes(_torch.DispatchMode):
         return result
 
     def count(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Count storages as one of the kinds of :class:`Live` from now on; not at all as ``""``."""
+        """Count storages from now on as a part of :class:`MemorySplit`; as ``""``, not."""
         for tensor in tensors:
             memory = tensor.untyped_storage()
             key = id(memory)
             if key not in self._known:
                 self._known[key] = weakref.ref(memory, partial(self._forget, key))
             self._set(key, kind, memory.nbytes())
-            (self._gathered.add if kind == "gathered" else self._gathered.discard)(key)
-        if kind == "gathered":
+        if kind in _MAKERS.values():
             self.look()
-        self.peak = max(self.peak, self.now, key=sum)
+        self.peak = max(self.peak, self.now, key=attrgetter("total"))
 
     def recount(self, tensor: torch.Tensor, before: str, after: str) -> None:
         """Count a storage as another kind from now on, if it is counted as ``before``."""
@@ -514,43 +489,43 @@ class LiveBytes(_torch.DispatchMode):
             self.count([tensor], after)
 
     def look(self) -> None:
-        """Read the size of gathered memory, which is resized without an operation."""
-        for key in self._gathered:
+        """Read the size of gathered memory and of gradients, which is set without an operation."""
+        for key in list(self._resized):
             memory = self._known[key]()
-            self._set(key, "gathered", 0 if memory is None else memory.nbytes())
-        self.peak = max(self.peak, self.now, key=sum)
+            self._set(key, self._counted[key][0], 0 if memory is None else memory.nbytes())
+        self.peak = max(self.peak, self.now, key=attrgetter("total"))
 
     def leave_out(self) -> None:
         """Count nothing that lives now any more, except gathered memory."""
-        for key in self._counted.keys() - self._gathered:
-            self._set(key, "", 0)
         self.look()
-        self.restart()
+        for key, (kind, nbytes) in list(self._counted.items()):
+            if nbytes and kind != "gathered":
+                self._set(key, "", 0)
 
     def restart(self) -> None:
         """Forget the peak and the operations so far."""
         self.peak, self.flops = self.now, 0
 
     @property
-    def now(self) -> Live:
+    def now(self) -> MemorySplit:
         """The bytes that live."""
-        return Live(*(self._totals[kind] for kind in Live._fields))
+        return MemorySplit(*map(self._totals.__getitem__, _KINDS))
 
     def _set(self, key: int, kind: str, nbytes: int) -> None:
         before, old_nbytes = self._counted.get(key, ("", 0))
         self._totals[before] -= old_nbytes
         self._totals[kind] += nbytes
         self._counted[key] = kind, nbytes
+        (self._resized.add if kind in _MAKERS.values() else self._resized.discard)(key)
 
     def _forget(self, key: int, _: object) -> None:
         """Forget a storage that has been freed."""
         self._set(key, "", 0)
-        self._gathered.discard(key)
         del self._known[key], self._counted[key]
 
 
 def _maker() -> str:
-    """Return the attribute of :class:`Live` for memory that the running code allocates."""
+    """Return the attribute of :class:`MemorySplit` for memory that the running code allocates."""
     frame: FrameType | None = sys._getframe(2)
     made = "activations"
     while frame is not None:
@@ -685,7 +660,7 @@ class Moment(NamedTuple):
 
     event: str
     group: ParamGroup | None
-    peak: Live
+    peak: MemorySplit
     flops: int
 
 
@@ -768,25 +743,25 @@ class Rehearsal:
     Attributes:
         model: The sharded model.
         groups: Its groups.
+        params: Their parameters.
         moments: The step.
-        lasting: Tensors that are not sharded: parameters, buffers, the batch.
+        away: The parameters with shards on the CPU while compute is on a device.
         used: The parameters that got a gradient.
         at_end: The bytes that live when all gradients are reduced.
-        offloaded: Bytes of the reduced gradients that are kept on the CPU.
+        on_cpu: Bytes of the shards and reduced gradients of ``away``.
     """
 
     def __init__(
         self, model: nn.Module, groups: Sequence[ParamGroup], batch: Any, *, is_accelerator: bool
     ) -> None:
-        self.model, self.groups, self._is_accelerator = model, groups, is_accelerator
-        self._live = LiveBytes()
-        self._params = [param for group in groups for param in group.params]
-        ours = {id(param.sharded) for param in self._params}
+        self.model, self.groups, self._live = model, groups, LiveBytes()
+        self.params = [param for group in groups for param in group.params]
+        offloaded = [param for param in self.params if param.offload is not None]
+        self.away = dict.fromkeys(offloaded if is_accelerator else ())
+        ours = {id(param.sharded) for param in self.params}
         others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in ours]
-        self.lasting = [*others, *_torch.tensors_of(batch)]
+        self._lasting = [*others, *_torch.tensors_of(batch)]
         self.moments, self.used = list[Moment](), set[ShardedParam]()
-        self.at_end = Live()
-        self.offloaded: dict[ShardedParam, int] = {}
 
     def record(self, run: Callable[[], None]) -> None:
         """Run a step twice and record the second, which has an execution order."""
@@ -794,20 +769,28 @@ class Rehearsal:
         with live, contextlib.ExitStack() as stack:
             run()
             self.model.zero_grad()
-            buckets = [b for g in self.groups for b in g.buckets if isinstance(b, FlatBucket)]
-            shards = [*(param.local for param in self._params), *(b.sharded for b in buckets)]
-            live.count([*self.lasting, *shards], "")
             live.leave_out()
+            buckets = [b for g in self.groups for b in g.buckets if isinstance(b, FlatBucket)]
+            here = [b.sharded for b in buckets if b.params[0] not in self.away]
+            there = [b.sharded for b in buckets if b.params[0] in self.away]
+            live.count([*(param.local for param in self.params), *there], "")  # in the buckets
+            live.count(here, "shards")
+            live.count(self._lasting, "unsharded")
             for tree in dict.fromkeys(group.tree for group in self.groups):
                 named = {group.name: group for group in tree.groups}
                 stack.enter_context(listening(tree, partial(self._hear, named)))
-            for param in self._params:
+            for param in self.params:
                 if param.unsharded.requires_grad:
                     hook = param.unsharded.register_hook(self._take_gradient)
                     stack.callback(hook.remove)
+            live.look()
+            live.restart()  # after the programs are compiled for the listener
             run()
             self.moments.append(Moment("", None, live.peak, live.flops))
             self.at_end = live.now
+            grads = [p.sharded.grad for p in self.away if p.sharded.grad is not None]
+            there += map(_torch.local_tensor, grads)
+            self.on_cpu = sum(tensor.nbytes for tensor in there)
             self.model.zero_grad()
 
     def _take_gradient(self, grad: torch.Tensor) -> None:
@@ -820,10 +803,7 @@ class Rehearsal:
             if event == "post_backward" and param.unsharded.grad is not None:
                 self._take_gradient(param.unsharded.grad)
                 self.used.add(param)
-            grad = param.sharded.grad
-            if self._is_accelerator and param.offload is not None and grad is not None:
-                local = _torch.local_tensor(grad)
-                live.recount(local, "gradients", "")
-                self.offloaded[param] = local.nbytes
+            if param in self.away and param.sharded.grad is not None:
+                live.recount(_torch.local_tensor(param.sharded.grad), "gradients", "")
         self.moments.append(Moment(event, group, live.peak, live.flops))
         live.restart()
