@@ -19,7 +19,6 @@ from composable_shard.arguments import check_int, check_module, check_type, list
 from composable_shard.core.codec import has_extension, has_grad_extension
 from composable_shard.core.extension import build_buckets
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
-from composable_shard.core.hooks import groups_in
 from composable_shard.core.placement import ParamPlacement, Role, plan_placement, plan_tensor
 from composable_shard.core.reduction import assign_grad, is_partial
 from composable_shard.core.storage import Bucket, ShardedParam, as_sharded
@@ -33,6 +32,7 @@ from composable_shard.optim.exchange import part_of
 from composable_shard.optim.layouts import Fits, LayoutOptimizer, does_fit
 from composable_shard.train.places import Ground, Piece, pieces_of, rounds_of
 from composable_shard.train.ranks import Ranks
+from composable_shard.train.uneven import sharded_groups
 from composable_shard.train.weights.entries import exchange as exchange_params
 from composable_shard.train.weights.entries import register_instead
 
@@ -155,10 +155,6 @@ class _Holder:
                         f"Expected a reduced gradient of '{param.name}', got one that was "
                         "accumulated without sync; call synchronize_gradients() first"
                     )
-        if not self.groups:
-            raise ShardError(
-                "Expected a model with sharded modules, got none; apply fully_shard to it"
-            )
 
     def grounds(self) -> list[Ground]:
         """Return the location of each parameter; nothing if this rank has no values."""
@@ -715,7 +711,7 @@ def move(
         for target in meshes.values():
             check_type("mesh", target, isinstance(target, DeviceMesh), "a DeviceMesh")
         check_int("bucket_nbytes", bucket_nbytes, 1)
-        optimizers, groups = listed_optimizers(optimizer), groups_in(model.modules())
+        optimizers, groups = listed_optimizers(optimizer), sharded_groups(model, "move()")
     for group in groups:
         if not group.tree.is_computing:
             group.reshard()

@@ -307,7 +307,7 @@ REFUSED: dict[str, Callable[[Odd, DeviceMesh], None]] = {
     "being reduced; end the backward first": partial(after_backward, accumulates=False),
     "ShardError: Expected a reduced gradient of 'turned', got one that was accumulated without "
     "sync; call synchronize_gradients() first": partial(after_backward, accumulates=True),
-    "ShardError: Expected a model with sharded modules, got none; apply fully_shard to it": (
+    "Expected a model with sharded modules, got none in Linear; apply fully_shard before move()": (
         lambda _, mesh: move(nn.Linear(2, 2), (), mesh)
     ),
     "ValueError: Expected reshard_after_forward to divide the number of shards, got 2 for 1 "

@@ -124,23 +124,17 @@ def _opened(place: Path) -> Iterator[Any]:
         yield file
 
 
-class Reader:
+class Reader(contextlib.ExitStack):
     """Reads ranges of tensors; keeps the last file mapped, as the next range may be in it.
 
     Pages of a mapped file stay in memory until it is closed, so it is closed often.
     """
 
     def __init__(self) -> None:
-        self._open = contextlib.ExitStack()
+        super().__init__()
         self._place: Path | None = None
         self._file: Any = None
         self._nbytes = 0
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
 
     def read(self, stored: Stored, box: Box) -> torch.Tensor:
         """Return a range of a tensor: a view of the file, to be copied at once."""
@@ -148,8 +142,8 @@ class Reader:
         nbytes = rows * prod(stored.shape[1:]) * stored.dtype.itemsize  # pages that are touched
         is_full = self._nbytes > 0 and self._nbytes + nbytes > MAPPED_NBYTES
         if self._place != stored.file or is_full:
-            self._open.close()
-            self._file = self._open.enter_context(_opened(stored.file))
+            self.close()
+            self._file = self.enter_context(_opened(stored.file))
             self._place, self._nbytes = stored.file, 0
         self._nbytes += nbytes
         if not box:
