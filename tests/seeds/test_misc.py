@@ -683,7 +683,7 @@ def test_homogeneous_attributes(name: str) -> None:
         model = FSDP(model, device_id=CPU, **outer)
     with pytest.raises(ValueError) as caught:
         model(*model.module.get_input(CPU))
-    said = "COMPOSABLE_SHARD_FULL_PRECISION_IN_EVAL" if name == EVAL else name
+    said = "full_precision_in_eval" if name == EVAL else name
     assert str(caught.value) == (
         f"Expected one homogeneous value for {said} in nested wrappers, got [False, True]"
     )

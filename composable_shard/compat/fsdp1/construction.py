@@ -28,7 +28,6 @@ from composable_shard.arguments import check_type, check_value
 from composable_shard.compat.fsdp1.options import (
     AutoWrapPolicy,
     Choices,
-    CPUOffload,
     ExemptPrecision,
     MixedPrecision,
     ProcessGroups,
@@ -288,8 +287,9 @@ def stays_on_cpu(scope: Scope, choices: Choices, device: torch.device) -> bool:
             f"Expected parameters and buffers on {device} to synchronize them, got some on the "
             "CPU; pass device_id, or move the module first"
         )
-    is_offloaded = (choices.cpu_offload or CPUOffload()).offload_params
-    if is_offloaded or not any(param.device == _CPU for param in scope.params()):
+    if choices.cpu_offload.offload_params or not any(
+        param.device == _CPU for param in scope.params()
+    ):
         return False
     warnings.warn(
         f"The module is on CPU and stays there: move it to {device} before training, or pass "
@@ -321,13 +321,11 @@ class Layout(NamedTuple):
 
     Attributes:
         strategy: The strategy; ``NO_SHARD`` on one rank.
-        mesh: The mesh for ``fully_shard``.
-        dims: The axis that replicates, if no axis shards.
+        mesh: The mesh for ``fully_shard``, with names if an axis replicates.
     """
 
     strategy: ShardingStrategy
     mesh: DeviceMesh
-    dims: DataParallelMeshDims | None = None
 
 
 def resolve_layout(choices: Choices, device_type: str, wraps_below: bool) -> Layout:
@@ -344,8 +342,7 @@ def resolve_layout(choices: Choices, device_type: str, wraps_below: bool) -> Lay
     Collective: an all-gather of a small object for a pair of process groups; the creation of
         process groups for a hybrid strategy without any.
     """
-    strategy = choices.sharding_strategy or ShardingStrategy.FULL_SHARD
-    mesh, group = choices.device_mesh, choices.process_group
+    strategy, mesh, group = choices.sharding_strategy, choices.device_mesh, choices.process_group
     if mesh is not None:
         if group is not None:
             raise ValueError("Expected process_group or device_mesh, got both; pass one of them")
@@ -363,17 +360,15 @@ def resolve_layout(choices: Choices, device_type: str, wraps_below: bool) -> Lay
     if mesh is None:
         mesh = _mesh_of_groups(group or dist.group.WORLD, strategy, device_type)
     is_replicated = strategy is ShardingStrategy.NO_SHARD and mesh.size() > 1
-    names = mesh.mesh_dim_names or _NAMES[: mesh.ndim]
     if mesh.mesh_dim_names is None and (strategy.is_hybrid or is_replicated):
-        groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        groups, names = [mesh.get_group(axis) for axis in range(mesh.ndim)], _NAMES[: mesh.ndim]
         mesh = DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh, mesh_dim_names=names)
     if mesh.size() == 1 and strategy is not ShardingStrategy.NO_SHARD:
         warnings.warn(
             f"One rank has nothing to shard: it uses `NO_SHARD` instead of {strategy}", stacklevel=4
         )
         strategy = ShardingStrategy.NO_SHARD
-    dims = DataParallelMeshDims(replicate=names[0]) if is_replicated else None
-    return Layout(strategy, mesh, dims)
+    return Layout(strategy, mesh)
 
 
 def _mesh_of_groups(
@@ -535,12 +530,15 @@ def shard(
 
 def _arguments(scope: Scope, layout: Layout, choices: Choices) -> dict[str, Any]:
     """Return the arguments for ``fully_shard``."""
+    strategy, mesh = layout
+    axes = mesh.mesh_dim_names
+    is_replicated = strategy is ShardingStrategy.NO_SHARD and mesh.size() > 1
     return {
-        "mesh": layout.mesh,
-        "dp_mesh_dims": layout.dims,
-        "reshard_after_forward": layout.strategy.reshard_after_forward,
+        "mesh": mesh,
+        "dp_mesh_dims": DataParallelMeshDims(replicate=axes) if is_replicated else None,
+        "reshard_after_forward": strategy.reshard_after_forward,
         "mp_policy": (choices.mixed_precision or MixedPrecision()).policy(),
-        "offload_policy": (choices.cpu_offload or CPUOffload()).policy(),
+        "offload_policy": choices.cpu_offload.policy(),
         "ignored_params": set(scope.ignored_params),
     }
 

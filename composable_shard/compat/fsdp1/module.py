@@ -39,13 +39,8 @@ def check_tree(root: FullyShardedDataParallel) -> None:
     contexts = [group.tree for group in root.fsdp_groups()]
     if not all(context in _checked for context in contexts):
         wrappers = root.fsdp_modules(root)
-        same = {
-            "fsdp_use_orig_params": "use_orig_params",
-            "fsdp_limit_all_gathers": "limit_all_gathers",
-            "fsdp_full_precision_in_eval": _EVAL_VARIABLES[0],
-        }
-        for attribute, name in same.items():
-            values = sorted({getattr(wrapper, attribute) for wrapper in wrappers})
+        for name in ("use_orig_params", "limit_all_gathers", "full_precision_in_eval"):
+            values = sorted({getattr(wrapper, f"fsdp_{name}") for wrapper in wrappers})
             what = f"for {name} in nested wrappers"
             check_value("one homogeneous value", values, len(values) < 2, what)
         _checked.update(contexts)

@@ -179,8 +179,8 @@ class Choices:
     """
 
     process_group: ProcessGroups = None
-    sharding_strategy: ShardingStrategy | None = None
-    cpu_offload: CPUOffload | None = None
+    sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    cpu_offload: CPUOffload = field(default_factory=CPUOffload)
     backward_prefetch: BackwardPrefetch | None = None
     mixed_precision: MixedPrecision | None = None
     param_init_fn: Callable[[nn.Module], object] | None = None
@@ -199,9 +199,9 @@ class Choices:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Choices:
-        """Select the choices among all arguments of a wrapper."""
-        names = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in arguments.items() if name in names})
+        """Select the choices among all arguments of a wrapper; ``None`` means the default."""
+        given = {one.name: arguments[one.name] for one in fields(cls) if one.name in arguments}
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
 
 _KINDS: dict[str, Any] = {
