@@ -28,7 +28,6 @@ from composable_shard.arguments import check_type, check_value
 from composable_shard.compat.fsdp1.options import (
     AutoWrapPolicy,
     Choices,
-    ExemptPrecision,
     MixedPrecision,
     ProcessGroups,
     ShardingStrategy,
@@ -421,11 +420,10 @@ def chosen_below(
     chosen = choose(root, policy, left_alone, scope.ignored_params, arguments)
     precision = arguments["mixed_precision"]
     if precision is not None:
-        exempt = precision.exempt_classes()
         for module in root.modules():
-            if isinstance(module, exempt) and module is not root and module not in left_alone:
-                own_precision = ExemptPrecision.of(module, precision)
-                chosen[module] = {**chosen.get(module, arguments), "mixed_precision": own_precision}
+            if precision.exempts(module) and module is not root and module not in left_alone:
+                own = {"mixed_precision": precision.exempted(module)}
+                chosen[module] = {**chosen.get(module, arguments), **own}
     return [
         (module, chosen[module])
         for module in inside_out(root, set())

@@ -118,6 +118,7 @@ class MixedPrecision:
         cast_root_forward_inputs: Whether the root casts its inputs.
         _module_classes_to_ignore: With an ``auto_wrap_policy``, modules that compute in the dtype
             of their parameters, between casts from and to ``param_dtype``.
+        _output_dtype: Dtype that outputs are cast to.
     """
 
     param_dtype: torch.dtype | None = None
@@ -129,10 +130,17 @@ class MixedPrecision:
     _module_classes_to_ignore: Sequence[type[nn.Module]] = (
         *(BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm),
     )
+    _output_dtype: torch.dtype | None = None
 
-    def exempt_classes(self) -> tuple[type[nn.Module], ...]:
-        """Return the classes of modules that compute in the dtype of their parameters."""
-        return tuple(self._module_classes_to_ignore)
+    def exempts(self, module: nn.Module) -> bool:
+        """Return whether a module computes in the dtype of its parameters."""
+        return isinstance(module, tuple(self._module_classes_to_ignore))
+
+    def exempted(self, module: nn.Module) -> MixedPrecision:
+        """Return the precision of a module that is exempt, between casts."""
+        held = (*module.parameters(), *module.buffers())
+        own = next((tensor.dtype for tensor in held if tensor.is_floating_point()), None)
+        return MixedPrecision(own, cast_forward_inputs=True, _output_dtype=self.param_dtype)
 
     def policy(self) -> MixedPrecisionPolicy:
         """Return the policy for ``fully_shard``; the wrapper casts the inputs."""
@@ -140,33 +148,10 @@ class MixedPrecision:
         return MixedPrecisionPolicy(
             param_dtype=self.param_dtype,
             reduce_dtype=reduce_dtype,  # else fully_shard takes the parameters' dtype
+            output_dtype=self._output_dtype,
             cast_forward_inputs=False,
             buffer_dtype=self.buffer_dtype,
             grad_dtype=reduce_dtype if self.keep_low_precision_grads else None,
-        )
-
-
-@dataclass(frozen=True)
-class ExemptPrecision(MixedPrecision):
-    """The precision of a module that computes in its own dtype, between casts.
-
-    Args:
-        output_dtype: The dtype that outputs are cast back to.
-    """
-
-    output_dtype: torch.dtype | None = None
-
-    @classmethod
-    def of(cls, module: nn.Module, around: MixedPrecision) -> ExemptPrecision:
-        """Return the precision of a module within another, which computes in ``around``."""
-        held = (*module.parameters(), *module.buffers())
-        own = next((tensor.dtype for tensor in held if tensor.is_floating_point()), None)
-        return cls(param_dtype=own, cast_forward_inputs=True, output_dtype=around.param_dtype)
-
-    def policy(self) -> MixedPrecisionPolicy:
-        """Return the policy for ``fully_shard``."""
-        return MixedPrecisionPolicy(
-            self.param_dtype, output_dtype=self.output_dtype, cast_forward_inputs=False
         )
 
 

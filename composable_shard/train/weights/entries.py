@@ -21,7 +21,7 @@ WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Names of wrapper modules, which a checkpoint leaves out of its names."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """A parameter or buffer.
 

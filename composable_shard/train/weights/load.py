@@ -32,11 +32,8 @@ from composable_shard.train.weights.files import Reader, Stored, library, list_s
 # The tensors of a checkpoint and of a model -------------------------------------------------------
 
 
-class Match(NamedTuple):
-    """A tensor of the model and the tensors of the checkpoint under its names, in order."""
-
-    entry: Entry
-    stored: tuple[Stored, ...]
+Matches = dict[Entry, list[Stored]]
+"""The tensors of a model, each with the tensors of the checkpoint under its names, in order."""
 
 
 def _by_name(
@@ -71,7 +68,7 @@ def _by_name(
 
 def _match(
     entries: Sequence[Entry], by_name: Mapping[str, Stored], source: object, *, strict: bool
-) -> tuple[list[Match], list[str], list[str]]:
+) -> tuple[Matches, list[str], list[str]]:
     """Find the tensors of a checkpoint in a model.
 
     Returns:
@@ -81,9 +78,9 @@ def _match(
     Raises:
         ShardError: If a tensor does not fit, or, if ``strict``, if a side lacks names of the other.
     """
-    found = [Match(e, tuple(by_name[n] for n in e.names if n in by_name)) for e in entries]
-    matches = [match for match in found if match.stored]
-    missing = [match.entry.names[0] for match in found if not match.stored]
+    found = {e: [by_name[name] for name in e.names if name in by_name] for e in entries}
+    matches = {entry: stored for entry, stored in found.items() if stored}
+    missing = [entry.names[0] for entry in found if entry not in matches]
     known = {name for entry in entries for name in entry.names}
     unexpected = [item.name for name, item in by_name.items() if name not in known]
     if strict and (missing or unexpected):
@@ -93,16 +90,15 @@ def _match(
             f"Expected the names of the model in '{source}', got {got}; pass rename to map names, "
             "or strict=False to load the common names"
         )
-    if wrong := [text for match in matches if (text := _misfit(match))]:
+    if wrong := [text for entry, items in matches.items() if (text := _misfit(entry, items))]:
         raise ShardError(f"Expected tensors in '{source}' that fit the model, got {listed(wrong)}")
     return matches, missing, unexpected
 
 
-def _misfit(match: Match) -> str | None:
+def _misfit(entry: Entry, stored: Sequence[Stored]) -> str | None:
     """Return why a tensor cannot be read into the model; ``None`` if it can."""
-    entry, shape = match.entry, tuple(match.entry.tensor.shape)
-    name = f"'{entry.names[0]}'"
-    for item in match.stored:
+    name, shape = f"'{entry.names[0]}'", tuple(entry.tensor.shape)
+    for item in stored:
         if item.shape != shape and not (shape == () and item.shape == (1,)):
             return f"{name} of shape {list(item.shape)} for {list(shape)}"
         if not torch.can_cast(item.dtype, entry.tensor.dtype):
@@ -121,7 +117,7 @@ def _misfit(match: Match) -> str | None:
 
 def _read(
     model: nn.Module,
-    matches: Sequence[Match],
+    matches: Matches,
     ranks: Ranks,
     advance: Callable[[int], object],
     *,
@@ -145,41 +141,39 @@ def _read(
     """
     with torch.inference_mode(False), torch.no_grad(), Reader() as reader:
         with ranks.noting_failure():
-            materialize(model, [match.entry for match in matches])
+            materialize(model, matches)
         device = torch.device("cpu")
         if ranks.group is not None:
             device = _torch.device_for(ranks.group, device)
-        largest = max((item.nbytes for m in matches for item in m.stored), default=0)
+        largest = max((item.nbytes for items in matches.values() for item in items), default=0)
         # A buffer for each tensor would stay with the allocator.
         buffer = _torch.empty(largest if sends else 0, dtype=torch.uint8, device=device)
-        for match in matches:
-            count_write(match.entry.local)  # also if this rank has no rows, or fails
-        for match in sorted(matches, key=lambda match: match.stored[0].file):
-            for stored in match.stored:
+        for entry in matches:
+            count_write(entry.local)  # also if this rank has no rows, or fails
+        for entry, items in sorted(matches.items(), key=lambda pair: pair[1][0].file):
+            for stored in items:
                 rows: Callable[[Box], torch.Tensor] = partial(reader.read, stored)
                 if sends:
                     rows = _broadcast(stored, reader, ranks, buffer[: stored.nbytes]).__getitem__
                 if ranks.failure is None:
                     with ranks.noting_failure():
-                        _fill(match, stored, rows, strict=strict)
+                        first = items[0] if strict else stored
+                        _fill(entry, stored, first, rows)
                 advance(stored.nbytes)
 
 
-def _fill(
-    match: Match, stored: Stored, rows: Callable[[Box], torch.Tensor], *, strict: bool
-) -> None:
-    """Write this rank's part of a tensor, or compare it if a tied name has filled it."""
-    is_again = strict and stored is not match.stored[0]
-    plain = match.entry.plain
+def _fill(entry: Entry, stored: Stored, first: Stored, rows: Callable[[Box], torch.Tensor]) -> None:
+    """Write this rank's part of a tensor, or compare it if a tied name, ``first``, filled it."""
+    plain = entry.plain
     assert plain is not None
-    for box, local_box in boxes_of(match.entry.tensor):
+    for box, local_box in boxes_of(entry.tensor):
         target = plain[local_box]
         piece = rows(box).reshape(target.shape)
-        if not is_again:
+        if stored is first:
             target.copy_(piece)
         elif not same_bits(target, piece.to(target.device, target.dtype)):
             raise ValueError(
-                f"Expected '{match.stored[0].name}' and '{stored.name}', which the model ties, to "
+                f"Expected '{first.name}' and '{stored.name}', which the model ties, to "
                 "hold the same, got different values"
             )
 
@@ -319,7 +313,7 @@ def load_sharded(
         stored = ranks.from_one(stored)
     by_name = _by_name(stored, rename, ranks, source)
     matches, missing, unexpected = _match(entries, by_name, source, strict=strict)
-    nbytes = sum(item.nbytes for match in matches for item in match.stored)
+    nbytes = sum(item.nbytes for items in matches.values() for item in items)
     with progress_bar(f"loading {Path(source).name}", nbytes, shown=shows) as advance:
         _read(model, matches, ranks, advance, strict=strict, sends=sends)
     partly = "; the model is partly loaded, load it again"
