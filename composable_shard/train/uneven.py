@@ -183,25 +183,18 @@ def _last_calls(tree: Tree, modules: Collection[Hashable]) -> list[_NestedCall]:
             *([calls] for calls in reversed(known.values())),
         ]
         for way in ways:
-            found = [call for calls in way for call in _outermost(_nested(calls), modules)]
+            nested = [_nested(calls, enables_grad=not is_alike) for calls in way]
+            found = [call for calls in nested for call in _outermost(calls, modules)]
             if found:
-                if not is_alike:
-                    _enable_grad(found)
                 return found
     return _outermost(_nested(tape.calls), modules) if stack else []
 
 
-def _enable_grad(calls: Sequence[_NestedCall]) -> None:
-    """Enable gradients for calls that were recorded without them."""
-    for call in calls:
-        call.record = call.record._replace(has_grad=True)
-        _enable_grad(call.inner)
-
-
-def _nested(records: Sequence[tuple[Any, ...]]) -> list[_NestedCall]:
-    """Return the outermost calls, each with the calls inside it."""
+def _nested(records: Sequence[tuple[Any, ...]], *, enables_grad: bool = False) -> list[_NestedCall]:
+    """Return the outermost calls, each with the calls inside it; gradients may be enabled."""
     by_depth: dict[int, list[_NestedCall]] = {}
     for record in starmap(CallRecord[ParamGroup], records):
+        record = record._replace(has_grad=record.has_grad or enables_grad)
         inner = by_depth.pop(record.depth + 1, [])
         by_depth.setdefault(record.depth, []).append(_NestedCall(record, inner))
     return [call for depth in sorted(by_depth) for call in by_depth[depth]]
