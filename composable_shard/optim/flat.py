@@ -37,17 +37,9 @@ from composable_shard.optim.stepping import (
 # Elementwise optimizers: those of torch are known, others have to be declared ---------------------
 
 ELEMENTWISE: set[type[Optimizer]] = {
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.RAdam,
-    torch.optim.NAdam,
-    torch.optim.Adamax,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
+    *(torch.optim.SGD, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop),
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.RAdam, torch.optim.NAdam),
+    *(torch.optim.Adamax, torch.optim.Adadelta, torch.optim.Adagrad),
 }
 """The elementwise optimizers of torch."""
 
@@ -580,11 +572,16 @@ class _Steps:
         return self.buffers[key]
 
     def _keep_states(self) -> bool:
-        """Give users the states that the step has created or replaced; return whether it has."""
+        """Give users the states that the step has created or replaced.
+
+        Returns:
+            Whether there are new tensors, which are not in flat buffers.
+        """
         for numbers in self._numbers.values():
             numbers.show()
         changed = [run for run in self._runs if self._has_changed(run)]
-        pairs = [(member, run) for run in changed for member in run.members]
+        renewed = [run for run in changed if not self._keep_values(run)]
+        pairs = [(member, run) for run in renewed for member in run.members]
         # Functions of torch gather states in the order of their creation: the optimizer's.
         for member, run in sorted(pairs, key=lambda pair: pair[0].index):
             state = self._run_states[run.tensor]
@@ -592,9 +589,23 @@ class _Steps:
                 self._check_elementwise(run, state)
                 state = {name: run.state_of(member, value) for name, value in state.items()}
             self._state[member.param] = state
-        if changed:
+        if renewed:
             self._run_states.clear()
-        return bool(changed)
+        elif changed:
+            self._remembered = self._visible()
+        return bool(renewed)
+
+    def _keep_values(self, run: _Run) -> bool:
+        """Give users new values that are no tensors, if a step has replaced nothing else."""
+        kept, state = run.kept, self._run_states[run.tensor]
+        values = {name: v for name, v in state.items() if not isinstance(v, torch.Tensor)}
+        if kept is None or not _are({**state, **values}.values(), {**kept, **values}.values()):
+            return False
+        for member in run.members:
+            self._state[member.param].update(values)
+            member.places.update(values)
+        run.kept = dict(state)
+        return True
 
     def _has_changed(self, run: _Run) -> bool:
         state = self._run_states.get(run.tensor)
