@@ -150,9 +150,8 @@ class Unsharded:
             names: The parameters to reduce; all if absent.
         """
         for name, param in self.master.named_parameters():
-            if names is not None and name not in names:
-                continue
-            parts = [waiting.pop(name) for waiting in self.waiting if name in waiting]
+            is_due = names is None or name in names
+            parts = [own.pop(name) for own in self.waiting if is_due and name in own]
             if not parts:
                 continue
             mean = sum(parts[1:], parts[0]) / len(self.models)

@@ -233,9 +233,8 @@ def shard_tree(model: Tree, **options: Any) -> Tree:
         ...     model.p0.placements
         (Shard(dim=1),)
     """
-    dims: dict[int, int] = {}
-    for param, spec in _params_with_specs(model):
-        dims.setdefault(id(param), spec.dim)
+    params = reversed(list(_params_with_specs(model)))  # the first place of a tied one counts
+    dims = {id(param): spec.dim for param, spec in params}
 
     def placement(param: nn.Parameter) -> Shard | None:
         dim = dims[id(param)]

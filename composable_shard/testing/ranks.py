@@ -41,7 +41,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
 from composable_shard import _torch
-from composable_shard.arguments import check_int
+from composable_shard.arguments import check_int, check_value
 from composable_shard.core.transport.failures import is_lost, withdraw_failures
 
 Result = TypeVar("Result")
@@ -308,22 +308,21 @@ class RankPool:
             RankTimeout: a rank did not finish within `timeout` seconds, or left a collective
                 that the others did not take part in.
         """
+        is_in_step = False
         try:
             self._send(partial(_call, list(sys.path), payload))
             replies = self._gather(timeout, f"The call took more than {timeout:g} s")
             self._send(_settle)
             self._gather(SETTLE_TIMEOUT, "The call returned, but a collective of it is still open")
+            is_in_step = not any(reply.is_spent for reply in replies)
         except RankError as error:
             kinds = {failure.exception_type for failure in error.failures}
             is_alike = len(error.failures) == self.num_ranks and len(kinds) == 1
-            if not (is_alike and self._is_in_step()):
+            is_in_step = is_alike and self._is_in_step()
+            raise
+        finally:
+            if not is_in_step:
                 self.stop(0)
-            raise
-        except BaseException:
-            self.stop(0)
-            raise
-        if any(reply.is_spent for reply in replies):
-            self.stop(GRACE)
         return [pickle.loads(reply.result) for reply in replies]
 
     def stop(self, grace: float) -> None:
@@ -445,10 +444,9 @@ def run_on_ranks(
         >>> run_on_ranks(lambda: dist.get_rank() * 10, 3, backend="threads")
         [0, 10, 20]
     """
-    if backend not in ("gloo", "threads"):
-        raise ValueError(f"Expected backend 'gloo' or 'threads', got {backend!r}")
-    run = run_ranks if backend == "gloo" else run_threads
-    return run(fn, world_size, *args, timeout=timeout, **kwargs)
+    runs = {"gloo": run_ranks, "threads": run_threads}
+    check_value("backend", backend, backend in runs, "'gloo' or 'threads'")
+    return runs[backend](fn, world_size, *args, timeout=timeout, **kwargs)
 
 
 def run_ranks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -70,9 +70,7 @@ class Rehearsal:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.rank = dist.get_rank()
-        self.num_steps = 0
+        self.plan, self.rank, self.num_steps = plan, dist.get_rank(), 0
         policy = plan.policy or MixedPrecisionPolicy()
         self.oracle = Unsharded(plan.build, dist.get_world_size(), policy, plan.optimizer)
         self.model, self.optimizer = self._new_sharded(seed=0)
@@ -115,8 +113,8 @@ class Rehearsal:
 
     def _go_back(self, reduces: bool) -> None:
         kept, self._kept = self._kept or [self._losses()], []
-        sharded = _total([loss for loss, _ in kept])
-        unsharded = map(_total, zip(*(losses for _, losses in kept), strict=True))
+        sharded: Any = sum(loss for loss, _ in kept)
+        unsharded: Any = map(sum, zip(*(losses for _, losses in kept), strict=True))
         for loss in (sharded, *unsharded):
             if loss.requires_grad:
                 loss.backward()
@@ -255,11 +253,6 @@ class Rehearsal:
 def _mesh(extents: tuple[int, ...]) -> DeviceMesh:
     names = ("replicate", "shard")[-len(extents) :]
     return init_device_mesh("cpu", extents, mesh_dim_names=names)
-
-
-def _total(losses: Iterable[torch.Tensor]) -> torch.Tensor:
-    first, *others = losses
-    return torch.stack([first, *others]).sum() if others else first
 
 
 def _written_and_read(states: Result) -> Result:
@@ -426,15 +419,11 @@ def _rehearse(plan: Plan, steps: tuple[Step, ...], num_ranks: int, timeout: floa
         failures = [f for f in error.failures if f.type_name == _StepFailure.__name__]
         lines = [f"rank {failure.rank}: {failure.message}" for failure in failures]
         return "\n".join([f"{head} an error:", *lines, "", str(error)])
-    first = min((step for differences in of_ranks for step, _ in differences), default=None)
-    if first is None:
+    found = [(step, rank, text) for rank, own in enumerate(of_ranks) for step, text in own]
+    if not found:
         return None
-    same = [
-        f"rank {rank}: {text}"
-        for rank, differences in enumerate(of_ranks)
-        for step, text in differences
-        if step == first
-    ]
+    first = min(step for step, _, _ in found)
+    same = [f"rank {rank}: {text}" for step, rank, text in found if step == first]
     if len(same) > MAX_DIFFERENCES:
         same[MAX_DIFFERENCES:] = [f"and {len(same) - MAX_DIFFERENCES} more differences"]
     where = _place(first, steps) if first >= 0 else "before the first step"
