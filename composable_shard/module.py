@@ -32,7 +32,6 @@ from composable_shard.core.copying import SavedModule, copy_sharded, restore_mod
 from composable_shard.core.group import ParamGroup, State, group_of, set_group
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.reduction import assign_grad, clear, is_partial
-from composable_shard.core.registered import carry_over
 from composable_shard.core.storage import ShardedParam, user_grad_dtype
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import (
@@ -43,6 +42,7 @@ from composable_shard.core.transport.collectives import (
 )
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.core.tree import Tree
+from composable_shard.core.user_changes import carry_over
 from composable_shard.errors import ShardError
 from composable_shard.mesh import ShardMesh, check_reshard
 from composable_shard.train.clip import clip_grad_norm_

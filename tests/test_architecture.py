@@ -140,7 +140,7 @@ CORE = [
     *("copying", "hooks", "state_dict", "shard", "tree", "finalization", "backward"),
     *("tape", "optimizers", "ties", "agreement", "group", "program"),
     *("extension", "observers"),
-    *("registered", "reduction", "storage", "codec", "nested", "placement", "layout", "plugins"),
+    *("user_changes", "reduction", "storage", "codec", "nested", "placement", "layout", "plugins"),
     *("transport.channel", "transport.gloo.point_to_point", "transport.gloo.exchange"),
     *("transport.gloo.mailbox", "transport.gloo.shared_memory"),
     *("transport.collectives", "transport.host", "transport.pending", "transport.process_groups"),

@@ -87,6 +87,7 @@ class Backward:
         """
         self.steps, self.is_inner = list(plan.steps), is_inner
         self._num_recomputes = plan.num_recomputes
+        # Autograd may reach groups outside of the plan, which are then added to `_planned`.
         self._planned, self._to_gather = set(plan.groups), set(plan.groups)
         self._finish_queue: deque[ParamGroup] = deque()  # their finish step has been reached
         self._groups, self._in_flight = groups, in_flight
@@ -98,7 +99,7 @@ class Backward:
         for group in groups:
             group.progress = None
             group.finished_nodes.clear()
-        callback = partial(on_end, self)  # only the engine owns it; it drops it if backward fails
+        callback = partial(on_end, self)  # only the engine owns it, and drops it if backward fails
         self._callback = weakref.ref(callback, self._on_callback_freed)
         _torch.on_backward_end(callback)
         for group in inner_backward_groups:
@@ -147,7 +148,7 @@ class Backward:
     def gather_for_recompute(self, group: ParamGroup) -> None:
         """Gather ``group``, because a checkpoint recomputes it."""
         progress = self._ensure_progress(group)
-        progress.num_recomputes += not _torch.is_in_checkpoint()  # the outer one repeats it
+        progress.num_recomputes += not _torch.is_in_checkpoint()  # an outer one repeats it
         if not self._has_pending_nodes(group):
             progress.awaits_inner_task = True
         self._run_steps_to_gather(group)
@@ -269,7 +270,7 @@ class Backward:
         if not group.settings.reshard_after_backward:
             self.kept.append(group)
             if not group.awaits_weight_half and all(call.is_reached for call in group.live_calls()):
-                group.register_sharded()  # otherwise a pipeline schedule will need them again
+                group.register_sharded()  # otherwise a pipeline schedule needs the unsharded ones
         elif group.progress is None or group.progress.has_input_markers:
             group.reshard()
         else:

@@ -24,16 +24,16 @@ from composable_shard.core.extension import are_of_kind, build_buckets, create_u
 from composable_shard.core.plugins import Op, Plugins
 from composable_shard.core.program import Mode, Program
 from composable_shard.core.reduction import Reduction
-from composable_shard.core.registered import (
+from composable_shard.core.storage import Bucket, GatherOps, ShardedParam
+from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.failures import announce
+from composable_shard.core.transport.pending import UsedStreams, compute_stream_id
+from composable_shard.core.user_changes import (
     UnshardedSnapshot,
     adopt_registered,
     check_materialized,
     is_substituted,
 )
-from composable_shard.core.storage import Bucket, GatherOps, ShardedParam
-from composable_shard.core.transport.channel import Channel
-from composable_shard.core.transport.failures import announce
-from composable_shard.core.transport.pending import UsedStreams, compute_stream_id
 from composable_shard.errors import ShardError, StaleParameterError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
@@ -95,7 +95,7 @@ class Settings:
             that the last forward used next.
         backward_prefetch: The groups to prefetch in backward; ``None`` for the next of the plan.
         prefetch_depth: How many groups are prefetched.
-        max_reductions: How many reductions may be in flight; each holds its unsharded gradients.
+        max_reductions: How many reductions may hold their unsharded gradients at once.
         all_reduce_hook: Called with each buffer of reduced gradients.
         hook_stream: The stream of ``all_reduce_hook``; ``None`` for the compute stream.
         zeros_for_unused: Whether a parameter that no rank used gets a gradient of zeros.
@@ -126,7 +126,8 @@ class ParamGroup:
         name: Their qualified name below the root.
         settings: The settings, which users may change.
         state: Whether the unsharded parameters exist.
-        is_unsharded_registered: Whether the modules hold the unsharded or the sharded parameters.
+        is_unsharded_registered: Whether the modules hold the unsharded parameters, and not the
+            sharded ones.
         is_held: Whether the user has called ``unshard()`` since the group was freed.
         is_partly_run: Whether some of several ``modules`` have run, and others not yet.
         unsharded_version: Grows when a gather brings new values. It is the version counter of the
@@ -149,7 +150,7 @@ class ParamGroup:
     """
 
     program: Program
-    _gather: GatherOps
+    _gather_ops: GatherOps
 
     def __init__(
         self,
@@ -354,7 +355,7 @@ class ParamGroup:
         self.set_name(self.name)
         self.why_absent, self._gathered_version = None, -1
 
-    def leave(self) -> None:
+    def move_away(self) -> None:
         """Drop the buckets, because the group moves to other ranks and leaves this one."""
         self.buckets, self.why_absent = [], ON_OTHER_RANKS
 
@@ -368,15 +369,15 @@ class ParamGroup:
             if version != self._gathered_version:
                 self._gathered_version = version
                 self.unsharded_version += 1
-            self._gather = program.gather
+            self._gather_ops = program.gather
         elif self.state is State.PARTLY_SHARDED:
-            self._gather = program.regather
+            self._gather_ops = program.regather
         else:
             return
         try:
-            self.run(self._gather.launch, "gathering")
+            self.run(self._gather_ops.launch, "gathering")
         except Exception:
-            for op in (*self._gather.drop, *program.gather.free):
+            for op in (*self._gather_ops.drop, *program.gather.free):
                 op()
             self.state = State.SHARDED
             raise
@@ -403,7 +404,7 @@ class ParamGroup:
     def wait(self) -> None:
         """Wait for the all-gather, if one is in flight."""
         if self.state is State.UNSHARDING:
-            self.run(self._gather.wait, "gathering")
+            self.run(self._gather_ops.wait, "gathering")
             self.state = State.UNSHARDED
 
     def reshard(self, *, keeps_part: bool = False) -> None:
@@ -421,15 +422,15 @@ class ParamGroup:
         if self.state is not State.SHARDED:
             program, state = self.program, State.SHARDED
             if self.state is State.UNSHARDING:
-                for op in self._gather.drop:
+                for op in self._gather_ops.drop:
                     op()
             elif program.keep and keeps_part:
                 for op in program.keep:
                     op()
                 state = State.PARTLY_SHARDED
-            is_kept = self.state is State.PARTLY_SHARDED
+            was_partly = self.state is State.PARTLY_SHARDED
             try:
-                for op in program.regather.free if is_kept else program.gather.free:
+                for op in program.regather.free if was_partly else program.gather.free:
                     op()
             except RuntimeError:  # NumPy arrays share the memory; a new program expects that
                 if not any([bucket.free() for bucket in self.buckets]):

@@ -151,7 +151,8 @@ class ModuleHooks:
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """End the call: hook the outputs, so that their gradients gather the group; free the group.
 
-        After an exception in forward, PyTorch calls this hook with ``output=None``.
+        After an exception in forward, PyTorch calls this hook with ``output=None``. A forward may
+        also return ``None``, and it may run while another exception is being handled.
         """
         if _torch.current_compiler() is not None:
             with _torch.uncompiled():
@@ -201,7 +202,7 @@ class ModuleHooks:
         return output
 
     def _unalias(self, markers: Sequence[Node], tensor: Tensor) -> Tensor:
-        """Copy an output that is a view of an unsharded parameter, because that will be freed.
+        """Copy an output that is a view of an unsharded parameter: the parameter will be freed.
 
         An input that is returned unchanged gets a node of its own: a hook on the node of the input
         marker would refer to the call, which refers to that node.
@@ -311,7 +312,7 @@ def _find_tensor_attributes(call: Call) -> None:
 
 
 def _stored_tensors(group: ParamGroup) -> list[Tensor]:
-    """Return the tensors that forward has stored on modules: a loss may use only these."""
+    """Return tensors that forward has stored on modules, because a loss may use them alone."""
     values = [attributes.get(name) for attributes, name in group.program.tensor_attributes]
     return [tensor for tensor in tensors_in(values) if not _is_hooked_for(group, tensor)]
 
@@ -332,7 +333,7 @@ def _all_levels(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _is_inside(call: Call, node: Any) -> bool:
-    """Return whether ``node`` is younger than the input markers of the call.
+    """Return whether the call made ``node``: it is younger than the input markers.
 
     An output may be a view of an input, and the node of that input is older.
     """

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup, State
-from composable_shard.core.registered import carry_over
 from composable_shard.core.storage import ShardedParam, user_grad_dtype
 from composable_shard.core.transport import host
+from composable_shard.core.user_changes import carry_over
 from composable_shard.errors import ShardError
 
 _PARAMS = "_composable_shard_params"

@@ -36,7 +36,7 @@ _is_trained = attrgetter("is_trained")
 
 
 class Call:
-    """One call of a group's module. After the call, only its autograd graph keeps this alive.
+    """One call of a group's module. After it, only the autograd graph keeps this object alive.
 
     Attributes:
         module: The module.
@@ -151,7 +151,7 @@ class Tree:
         is_recomputed = _current_task() != -1 and self._is_in_backward(group)
         if not is_recomputed and (not self.call_stack or self._begins_forward(group)):
             self._begin_forward(group)
-        backward = self.begin_backward() if is_recomputed else None  # before the call is pushed
+        backward = self.begin_backward() if is_recomputed else None  # reads the stack
         call = Call(group, module, is_recomputed=is_recomputed)
         self.call_stack.append(call)
         if not group.params:
@@ -231,7 +231,7 @@ class Tree:
     def _begin_forward(self, outermost: ParamGroup) -> None:
         if self.call_stack or self.has_failed:
             self.reset()
-        for group in self.inner_backward_groups:  # the last forward has had no outer backward
+        for group in self.inner_backward_groups:  # the last forward had no backward itself
             group.accumulate()
         self.inner_backward_groups.clear()
         for group in self.groups:  # may be stale: a write through ``.data`` bumps no version

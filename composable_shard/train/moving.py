@@ -436,7 +436,7 @@ class _Holder:
             _torch.relocate(sharded.sharded, nothing, _torch.make_spec(mesh, placements, meta))
             sharded.local, sharded.flat_position = nothing, None
         for group in self.groups:
-            group.leave()
+            group.move_away()
 
 
 def _placements_of(roles: Sequence[Role], dim: int | None) -> tuple[Placement, ...]:
