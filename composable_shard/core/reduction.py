@@ -23,7 +23,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.layout import PACKED_ALIGNMENT_NBYTES, aligned, is_packed, message_numels
+from composable_shard.core.layout import (
+    PACKED_ALIGNMENT_NBYTES,
+    ParamLayout,
+    aligned,
+    is_packed,
+    message_numels,
+)
 from composable_shard.core.placement import GradStage
 from composable_shard.core.storage import USER_GRAD_DTYPE, Bucket, ShardedParam, user_grad_dtype
 from composable_shard.core.transport import host
@@ -181,8 +187,7 @@ class Reduction:
             if layout.numel
         ]
         self._rows: list[torch.Tensor] = []
-        is_row_each = self._is_plain and all(layout.rows_per_shard == 1 for layout in packed)
-        if is_row_each and num_shards > 1 and not _torch.aligns(device):
+        if self._is_plain and has_single_rows(packed, device):
             self._packed = _torch.empty(*self._packed_shape, dtype=self._dtype, device=device)
             numels = [*(layout.inner for layout in packed), self.num_flags]
             *columns, of_flags = self._packed.split_with_sizes(numels, 1)
@@ -308,22 +313,19 @@ class Reduction:
     def _packed_of(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Cut each tensor along dim 0, pad and cast it; row i of the result gets the shards i.
 
-        On devices this is one kernel. On the CPU, that kernel pads and casts tensor by tensor. So
-        shards of one row are copied to their places, and other shards are cast in one call.
+        On devices this is one kernel. On the CPU, that kernel pads tensor by tensor, which takes
+        longer than copies of single rows to their places.
         """
         if self._rows:
             _torch.allocate(self._packed)
             self._packed.zero_()
             _torch.copy_each_(self._rows, tensors)
             return self._packed
-        dtype = self._dtype
-        if all(map(is_, map(_dtype, tensors), repeat(tensors[-1].dtype))):
-            dtype = dtype if self._has_streams else tensors[-1].dtype
-        else:
-            tensors = [tensor.to(dtype) for tensor in tensors]
-        packed = _torch.empty(*self._packed_shape, dtype=dtype, device=self._mesh.device)
+        if not all(map(is_, map(_dtype, tensors), repeat(tensors[-1].dtype))):
+            tensors = [tensor.to(self._dtype) for tensor in tensors]
+        packed = _torch.empty(*self._packed_shape, dtype=self._dtype, device=self._mesh.device)
         _torch.chunk_cat(tensors, 0, self._mesh.num_shards, out=packed)
-        return packed.to(self._dtype)
+        return packed
 
     def _cast(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         """Cast gradients with their own message to the dtype of the reduction, in one call."""
@@ -651,6 +653,13 @@ def with_own_message(buckets: Iterable[Bucket], dtype: torch.dtype) -> set[Shard
         if bucket.message_cost is not None
         and not is_packed(param.layout.param, dtype.itemsize, bucket.message_cost)
     }
+
+
+def has_single_rows(layouts: Sequence[ParamLayout], device: torch.device) -> bool:
+    """Return whether gradients are packed by a copy of each: on the CPU, if all shards are rows."""
+    are_cut = all(layout.num_shards > 1 for layout in layouts)
+    is_row_each = {layout.rows_per_shard for layout in layouts} == {1}
+    return are_cut and is_row_each and not _torch.aligns(device)
 
 
 def packing_step(dtypes: Iterable[torch.dtype], device: torch.device) -> int:

@@ -23,6 +23,7 @@ from composable_shard.core.program import reduced_together
 from composable_shard.core.reduction import (
     LocalReduction,
     final_grad_dtype,
+    has_single_rows,
     packing_step,
     sent_dtype,
     with_own_message,
@@ -546,6 +547,11 @@ def _copies_of_reduction(of: ReductionPlan) -> Iterator[_Copy]:
     if small:
         why = f"gradients too small for messages of their own share one, and {why}"
     yield "packed", small, (num_shards * of.packed_numel - numel) * itemsize, why
+    layouts = [param.layout for param in of.members]
+    is_plain = all(one.dim == 0 and one.order is None and one.param.numel for one in layouts)
+    if is_plain and has_single_rows([param.layout.param for param in packed], of.mesh.device):
+        why = "each rank gets one row or none of a gradient, so zeros fill the message first"
+        yield "padded", small, num_shards * of.packed_numel * itemsize, why
     if num_shards == 1:
         why = "no rank shares these parameters: gradients are copied into the all-reduce buffer"
         yield "moved", of.members, of.numel * itemsize, why
