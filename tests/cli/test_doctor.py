@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,8 @@ def sleep_long(*arguments: object) -> None:
 def test_ranks_that_do_not_end_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_be_rank", sleep_long)
     monkeypatch.setattr(doctor, "TIMEOUT", 0.2)
-    with pytest.raises(TimeoutError) as caught:
+    with pytest.raises(multiprocessing.TimeoutError):
         measure(2, "cpu", nbytes=8)
-    assert str(caught.value) == "Expected 2 ranks to measure within 0.2 s, got a timeout"
 
 
 def figures_of_two() -> list[float]:
@@ -247,13 +247,13 @@ def test_a_busy_machine_is_no_fault(load: float, is_busy: bool) -> None:
 def test_ranks_that_do_not_end_on_a_busy_machine_are_no_fault(
     given: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given["measured"] = TimeoutError("Expected 2 ranks to measure within 120 s, got a timeout")
+    given["measured"] = multiprocessing.TimeoutError()
     assert cli.main(["doctor"]) == 1
     given["machine"] = {**HERE, "load": 9.0}
     assert cli.main(["doctor"]) == 0
     assert (
-        "warning    Expected 2 ranks to measure within 120 s, got a timeout; other programs were "
-        "running (load 9.0 on 4 cores): measure again when they have ended"
+        "warning    2 ranks could not measure: TimeoutError: no result within 120 s; other "
+        "programs were running (load 9.0 on 4 cores): measure again when they have ended"
     ) in capsys.readouterr().out
 
 
