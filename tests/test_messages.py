@@ -308,8 +308,8 @@ sharded().clip_grad_norm_(1.0, foreach=1)
 optim.flat(torch.optim.SGD(sharded().parameters()), elementwise='False')
     ValueError: Expected elementwise to be a bool, got str: 'False'
 told(flops=float('nan'), bandwidth=1.0)
-    ValueError: Expected positive speeds and a latency of at least 0, got flops=nan, bandwidth=1.0,
-    latency=0.0
+    ValueError: Expected speeds to be positive, and the latency at least 0, got {'flops': nan,
+    'bandwidth': 1.0, 'latency': 0.0}
 sharded().set_allocate_memory_from_process_group_for_comm(True)
     ShardError: Expected a backend that allocates memory for the root group, got fake, which does
     not

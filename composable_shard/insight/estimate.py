@@ -23,7 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch, core
-from composable_shard.arguments import check_function, check_type, checked_device, checked_number
+from composable_shard.arguments import (
+    check_function,
+    check_type,
+    check_value,
+    checked_device,
+    checked_number,
+)
 from composable_shard.core import hooks, nested, optimizers, reduction, storage
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.storage import FlatBucket, ShardedParam
@@ -278,13 +284,10 @@ def estimate(
             "Expected estimate in a process without a process group, got one of backend "
             f"'{dist.get_backend()}'; call it before init_process_group, or in a process of its own"
         )
-    if batch is None:
-        raise TypeError("Expected batch to be the inputs of one rank's forward, got None")
-    if shard is not None and (policy is not None or kwargs):
-        given = ["policy"] * (policy is not None) + list(kwargs)
-        raise ValueError(
-            f"Expected either shard or policy and arguments of fully_shard, got shard and {given}"
-        )
+    check_type("batch", batch, batch is not None, "the inputs of one rank's forward")
+    others = [*(["policy"] if policy is not None else []), *kwargs]
+    is_alone = shard is None or not others
+    check_value("shard", others, is_alone, "without policy and arguments of fully_shard")
 
     def shard_by_policy(model: nn.Module, mesh: DeviceMesh) -> None:
         chosen = is_repeated_block(model) if policy is None else policy
@@ -304,11 +307,9 @@ def estimate(
 
 def _checked_shape(mesh_shape: object) -> tuple[int, ...]:
     shape: Any = (mesh_shape,) if isinstance(mesh_shape, int) else mesh_shape
-    is_shape = isinstance(shape, (tuple, list)) and len(shape) in (1, 2)
-    if not is_shape or not all(isinstance(n, int) and n is not True and n > 0 for n in shape):
-        raise ValueError(
-            f"Expected mesh_shape to be a number of ranks or (replicas, shards), got {mesh_shape!r}"
-        )
+    fits = isinstance(shape, (tuple, list)) and len(shape) in (1, 2)
+    fits = fits and all(isinstance(n, int) and n is not True and n > 0 for n in shape)
+    check_value("mesh_shape", mesh_shape, fits, "to be a number of ranks or (replicas, shards)")
     return tuple(shape)
 
 
@@ -372,18 +373,12 @@ def _checked_speeds(**given: float | None) -> dict[str, float] | None:
         ValueError: If only some speeds are given, or a speed is not positive.
     """
     numbers = {n: checked_number(n, value) for n, value in given.items() if value is not None}
-    if not all(number > 0 or (name, number) == ("latency", 0) for name, number in numbers.items()):
-        raise ValueError(
-            "Expected positive speeds and a latency of at least 0, got "
-            + ", ".join(f"{name}={number!r}" for name, number in numbers.items())
-        )
-    flops, bandwidth = given["flops"], given["bandwidth"]
-    if (flops is None) != (bandwidth is None):
-        raise ValueError(
-            "Expected both flops and bandwidth, or neither, got "
-            f"flops={flops!r} and bandwidth={bandwidth!r}"
-        )
-    return None if flops is None else {"replica_bandwidth": numbers["bandwidth"], **numbers}
+    fit = all(number > 0 or (name, number) == ("latency", 0) for name, number in numbers.items())
+    check_value("speeds", numbers, fit, "to be positive, and the latency at least 0")
+    both = given["flops"], given["bandwidth"]
+    check_value("flops and bandwidth", both, both.count(None) != 1, "to be given both or neither")
+    has_speeds = None not in both
+    return {"replica_bandwidth": numbers["bandwidth"], **numbers} if has_speeds else None
 
 
 def _time_of(
@@ -690,10 +685,8 @@ def rehearsed(
         fake = _torch.fake_tensors()
         with fake:
             model = build_model()
-            if not isinstance(model, nn.Module):
-                raise TypeError(
-                    f"Expected build_model to return an nn.Module, got {type(model).__name__}"
-                )
+            is_module = isinstance(model, nn.Module)
+            check_type("the result of build_model", model, is_module, "an nn.Module")
             shard(model, mesh)
             if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
                 model.to_empty(device="cpu")

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from composable_shard.arguments import check_module
+from composable_shard.arguments import check_module, check_value
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.tree import Listener, Tree
 
@@ -112,8 +112,7 @@ def record_events(module: nn.Module, *events: str) -> Iterator[list[Event]]:
             f"Expected a sharded module, got {type(module).__name__}; apply fully_shard to it"
         )
     unknown = set(events) - set(EVENTS)
-    if unknown:
-        raise ValueError(f"Expected events out of {EVENTS}, got {sorted(unknown)}")
+    check_value("events", sorted(unknown), not unknown, f"out of {EVENTS}")
     recorded, wanted = list[Event](), events or EVENTS
 
     def hear(event: str, name: str) -> None:

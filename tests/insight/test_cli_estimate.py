@@ -182,7 +182,7 @@ STACK = f"{MODEL}:Stack'\n"
 SHARDED = f"{STACK}batch = []\n[fully_shard]\n"
 FUNCTION = "'module:attribute' of a function or a class"
 POLICY = "a list of 'module:attribute' of module classes, or a number of elements"
-SPEEDS = "Expected positive speeds and a latency of at least 0, got "
+SPEEDS = "Expected speeds to be positive, and the latency at least 0, got "
 WRONG: list[tuple[str, str]] = [
     ("modle = 1", f"Expected keys out of {KEYS}, got ['modle']"),
     ("ranks = 2", "Expected a key 'model' in {path}, got none"),
@@ -226,8 +226,8 @@ WRONG: list[tuple[str, str]] = [
         f"Expected 'ranks' to be {RANKS}, got [2, -1]",
     ),
     (f"{STACK}device = 3\n[batch]", "Expected device to be a device or its name, got int: 3"),
-    (f"{STACK}flops = nan\n[batch]", f"{SPEEDS}flops=nan, latency=0.0"),
-    (f"{STACK}latency = nan\n[batch]", f"{SPEEDS}latency=nan"),
+    (f"{STACK}flops = nan\n[batch]", f"{SPEEDS}{{'flops': nan, 'latency': 0.0}}"),
+    (f"{STACK}latency = nan\n[batch]", f"{SPEEDS}{{'latency': nan}}"),
     (f"{STACK}fully_shard = 3\n[batch]", "Expected 'fully_shard' to be a table, got 3"),
     (
         f"{SHARDED}polcy = 1",

@@ -269,18 +269,17 @@ told(0)
 told(8, reshard_after_forward=3)
     ValueError: Expected reshard_after_forward to divide the number of shards, got 3 for 8 shards
 told(8, flops=1e12)
-    ValueError: Expected both flops and bandwidth, or neither, got flops=1000000000000.0 and
-    bandwidth=None
+    ValueError: Expected flops and bandwidth to be given both or neither, got (1000000000000.0,
+    None)
 told(8, flops=1.0, bandwidth=0.0)
-    ValueError: Expected positive speeds and a latency of at least 0, got flops=1.0,
-    bandwidth=0.0, latency=0.0
+    ValueError: Expected speeds to be positive, and the latency at least 0, got {'flops': 1.0,
+    'bandwidth': 0.0, 'latency': 0.0}
 estimate(Stack, 2)
-    TypeError: Expected batch to be the inputs of one rank's forward, got None
+    TypeError: Expected batch to be the inputs of one rank's forward, got NoneType: None
 told(2, shard=lambda model, mesh: None, mp_policy=MixedPrecisionPolicy())
-    ValueError: Expected either shard or policy and arguments of fully_shard, got shard and
-    ['mp_policy']
+    ValueError: Expected shard without policy and arguments of fully_shard, got ['mp_policy']
 estimate(lambda: None, 2, batch=BATCH)
-    TypeError: Expected build_model to return an nn.Module, got NoneType
+    TypeError: Expected the result of build_model to be an nn.Module, got NoneType: None
 told(2, shard=lambda model, mesh: None)
     ValueError: Expected sharded modules in Stack, got none; apply fully_shard to it
 estimate(Listing, 2, batch=BATCH)
