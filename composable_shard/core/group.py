@@ -481,8 +481,8 @@ class ParamGroup:
         """Register the sharded parameters."""
         if self._snapshot is not None:
             self.apply_user_changes()
-        for attributes in self.program.attributes:
-            attributes.copy_to_sharded()
+        for copier in self.program.attribute_copiers:
+            copier.copy_to_sharded()
         for holder, name, sharded, unsharded, put in self.program.slots:
             if holder.get(name) is unsharded:  # otherwise user code has replaced it
                 put(name, sharded)
@@ -490,8 +490,8 @@ class ParamGroup:
 
     def register_unsharded(self) -> None:
         """Register the unsharded parameters, which must exist."""
-        for attributes in self.program.attributes:
-            attributes.copy_to_unsharded()
+        for copier in self.program.attribute_copiers:
+            copier.copy_to_unsharded()
         for holder, name, sharded, unsharded, put in self.program.slots:
             registered = holder.get(name)
             if registered is sharded:
@@ -525,8 +525,8 @@ class ParamGroup:
 
         Args:
             deferred: Whether to reduce only gradients that were accumulated without sync. All
-                ranks decide alike, because ``unsynced_names`` depends on the settings, and not on
-                the gradients of a rank.
+                ranks make the same decision, because ``unsynced_names`` depends on the settings,
+                and not on the gradients of a rank.
 
         Returns:
             The reduction, if one is in flight.

@@ -48,6 +48,7 @@ class Program:
     """The compiled steady-state step of one group, and the guards that keep it current.
 
     Attributes:
+        generation: The generation of the features; -1 if the program is out of date.
         gather: Operations that gather the parameters, and free them.
         keep: Operations that keep this rank's part of the unsharded memory, before it is freed.
         regather: Operations that gather these parts from neighbouring ranks, or free the kept part.
@@ -60,7 +61,7 @@ class Program:
         version_tensors: Tensors with version counters that grow when the shards change.
         slots: For each name of each parameter: the dict that holds it, the name, the sharded and
             the unsharded parameter, and the function that registers either.
-        attributes: For each parameter with separate dicts in its two forms, its `AttributeCopier`.
+        attribute_copiers: The copiers of parameters that do not share one dict between both forms.
         sharded: The sharded parameters that were registered at compile time.
         requires_grad: Whether each of them was trainable.
         freeable: The unsharded parameters with memory that is freed between uses.
@@ -177,7 +178,7 @@ class Program:
                 reduced.append(param.name)
         self.reduced_names = frozenset(reduced)
         self.needs_reduce = bool(reduced)
-        self.attributes = [p.attributes for p in group.params if p.attributes is not None]
+        self.attribute_copiers = [p.attributes for p in group.params if p.attributes is not None]
 
     def _compile(self, group: Any) -> None:
         ops = partial(group.plugins.ops, group)

@@ -1,9 +1,9 @@
 """Tied parameters, and the groups that own them. Imports group, storage.
 
-A tied parameter has several places (modules and names). Its owner is the lowest group that contains
+A tied parameter has several slots (modules and names). Its owner is the lowest group that contains
 all of them. So the parameter is gathered whenever one of its modules runs, and it has one gradient.
 Users call ``fully_shard`` from the bottom up. If a call finds a parameter of an inner group in its
-own modules too, its group takes the parameter over. Until a group contains all places of a
+own modules too, its group takes the parameter over. Until a group contains all slots of a
 parameter, the parameter has no owner.
 """
 
@@ -25,7 +25,7 @@ class Managed:
 
     Attributes:
         modules: The top modules and all modules below them, except those of inner groups.
-        slots: The places (modules and names) of each parameter.
+        slots: The slots (modules and names) of each parameter.
         names: The qualified name of each parameter.
     """
 
@@ -40,21 +40,21 @@ class _Original:
 
     Attributes:
         original: The parameter.
-        places: Its known places: modules and names.
+        slot_refs: Its known slots, as weak references to modules, and names.
         owner: The sharded parameter in its group.
         version: The version of the new shard.
     """
 
     original: weakref.ref[nn.Parameter]
-    places: list[tuple[weakref.ref[nn.Module], str]]
+    slot_refs: list[tuple[weakref.ref[nn.Module], str]]
     owner: weakref.ref[ShardedParam] | None = None
     version: int = 0
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """The places in modules that are still alive."""
-        places = ((module(), name) for module, name in self.places)
-        return tuple(Slot.of(module, name) for module, name in places if module is not None)
+        """The slots in modules that are still alive."""
+        slots = ((module(), name) for module, name in self.slot_refs)
+        return tuple(Slot.of(module, name) for module, name in slots if module is not None)
 
     @property
     def param(self) -> ShardedParam | None:
@@ -83,7 +83,7 @@ class Claims:
 
     Attributes:
         taken_over: Parameters that inner groups lose.
-        unowned: Parameters with places outside of the call, with all known places.
+        unowned: Parameters with slots outside of the call, with all known slots.
     """
 
     taken_over: list[_Original] = field(default_factory=list)
@@ -116,8 +116,8 @@ def claim_ties(managed: Managed, modules: Sequence[nn.Module]) -> tuple[Managed,
             _originals.pop(key, None)
             continue
         managed_slots = managed.slots.get(original, ())
-        places = tuple(dict.fromkeys((*known.slots, *managed_slots)))
-        inside = [slot for slot in places if slot.module in prefixes]
+        all_slots = tuple(dict.fromkeys((*known.slots, *managed_slots)))
+        inside = [slot for slot in all_slots if slot.module in prefixes]
         if not inside or (not managed_slots and known.param is not None):
             continue
         if known.param is not None:
@@ -129,13 +129,13 @@ def claim_ties(managed: Managed, modules: Sequence[nn.Module]) -> tuple[Managed,
                     "first apply fully_shard to all modules that share the parameter"
                 )
             claims.taken_over.append(known)
-        if len(inside) == len(places):
-            slots[original] = places
-            prefix = prefixes[places[0].module]
-            names.setdefault(original, f"{prefix}.{places[0].name}".lstrip("."))
+        if len(inside) == len(all_slots):
+            slots[original] = all_slots
+            prefix = prefixes[all_slots[0].module]
+            names.setdefault(original, f"{prefix}.{all_slots[0].name}".lstrip("."))
         else:
             slots.pop(original, None)
-            claims.unowned[original] = places
+            claims.unowned[original] = all_slots
     return replace(managed, slots=slots, names=names), claims
 
 
@@ -144,11 +144,11 @@ def record_original(
     slots: Sequence[Slot],
     param: ShardedParam | None = None,
 ) -> None:
-    """Record the places and the owner of a parameter, while the original is alive."""
+    """Record the slots and the owner of a parameter, while the original is alive."""
     if id(original) not in _originals:
         weakref.finalize(original, _originals.pop, id(original), None)
-    places = [(weakref.ref(slot.module), slot.name) for slot in slots]
-    known = _originals[id(original)] = _Original(weakref.ref(original), places)
+    slot_refs = [(weakref.ref(slot.module), slot.name) for slot in slots]
+    known = _originals[id(original)] = _Original(weakref.ref(original), slot_refs)
     if param is not None:
         known.owner, known.version = weakref.ref(param), param.version()
 
@@ -162,7 +162,7 @@ def refuse_unowned(modules: Iterable[nn.Module]) -> None:
     """Raise if some of ``modules`` hold a tied parameter that no group owns.
 
     Raises:
-        ShardError: On all ranks, with the names of its places.
+        ShardError: On all ranks, with the slots of the parameter.
     """
     unowned = [known for known in _originals.values() if known.param is None]
     if not unowned:
