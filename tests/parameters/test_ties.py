@@ -12,7 +12,7 @@ import torch.distributed as dist
 from meshes.compare import Oracle, step_differences
 from on_ranks import on_ranks
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from composable_shard import ShardError, explain, fully_shard, unsharded
 from composable_shard.insight.events import record_events
@@ -203,7 +203,7 @@ def test_a_tied_weight_is_replaced_under_any_of_its_names(place: str, used: bool
         model: Any = fully_shard(copy.deepcopy(expected))
         if used:
             model(tokens).sum().backward()
-        new = distribute_tensor(values, model.head.weight.device_mesh, [Shard(0)])
+        new = DTensor.from_local(values, model.head.weight.device_mesh, [Shard(0)])
         model.get_submodule(place).weight = nn.Parameter(new)
         with torch.no_grad():
             expected.head.weight.copy_(values)
