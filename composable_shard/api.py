@@ -19,7 +19,7 @@ from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.hooks import install, register_forward_method
 from composable_shard.core.shard import (
     build_group,
-    check_not_taken,
+    check_not_parallelized,
     check_subclasses,
     commit,
     find_managed,
@@ -212,7 +212,7 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 def _check_arguments(
     modules: Sequence[nn.Module], policy: object, offload_policy: object, ignored_params: object
 ) -> None:
-    check_not_taken(modules)
+    check_not_parallelized(modules)
     check_own_class("mp_policy", policy, MixedPrecisionPolicy)
     check_offload(offload_policy)
     ignored: Any = set() if ignored_params is None else ignored_params

@@ -31,7 +31,7 @@ from composable_shard.compat.torch_state import (
 from composable_shard.core.copying import SavedModule, copy_sharded, restore_module, save_module
 from composable_shard.core.group import ParamGroup, State, group_of, set_group
 from composable_shard.core.hooks import groups_in
-from composable_shard.core.reduction import assign_grad, clear, is_partial
+from composable_shard.core.reduction import assign_grad, clear_grad, is_partial
 from composable_shard.core.storage import ShardedParam, user_grad_dtype
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import (
@@ -448,7 +448,7 @@ class FSDPModule(TorchFSDPModule):
             for reduction in group.reductions:
                 reduction.discard()
         for param in self._params():
-            clear(param.sharded, to_none=set_to_none)
+            clear_grad(param.sharded, to_none=set_to_none)
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:

@@ -1,12 +1,12 @@
 """Deep copies and pickles of sharded modules, with the same shards, groups and settings.
 
 A module refers to its group, parameters and hooks, so a copy of its attributes reaches them. First,
-empty objects stand for the copied groups and parameters. Then the modules are copied, and last the
-empty objects are filled.
+empty objects are made for the copies of groups and parameters. Then the modules are copied, and
+last the empty objects are filled.
 
 A pickle reaches our objects through the attributes of modules, too; each object chooses the state
-to save. A group and its modules refer to each other, so either may be restored first. When all are
-restored, the group joins the tree.
+to save. A group and its modules refer to each other, so either may be restored first. When all of
+them are restored, the group joins the tree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from composable_shard import _torch
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.hooks import record_owners
 from composable_shard.core.shard import init_group
-from composable_shard.core.state_dict import list_params
+from composable_shard.core.state_dict import record_params
 from composable_shard.core.storage import ShardedParam, Slot
 from composable_shard.core.tree import Tree, join_tree
 from composable_shard.mesh import ShardMesh
@@ -48,8 +48,8 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
     Collective: none.
     Memory: a second copy of this rank's shards.
     """
-    found = dict.fromkeys(map(group_of, module.modules()))
-    groups = [group for group in found if group is not None and id(group) not in memo]
+    distinct = dict.fromkeys(map(group_of, module.modules()))
+    groups = [group for group in distinct if group is not None and id(group) not in memo]
     for group in groups:  # groups that are not being copied already, the outer ones first
         group.check_in_memory("to be copied")
     for group in groups:
@@ -64,14 +64,14 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
         _fill(group, memo)
     for group in reversed(groups):  # the inner ones first, as fully_shard is called
         record_owners(memo[id(group)])
-        list_params(memo[id(group)])
+        record_params(memo[id(group)])
         join_tree(memo[id(group)]).is_last_backward = group.tree.is_last_backward
     return copied
 
 
 @torch.no_grad()
 def _copied_sharded(param: ShardedParam, copied: nn.Parameter | None) -> nn.Parameter:
-    """Copy the sharded parameter, unless the copy of an optimizer, say, has copied it already."""
+    """Copy the sharded parameter, unless it was copied before, for example with an optimizer."""
     local = _torch.local_tensor(param.sharded)
     if copied is None:
         with torch.inference_mode(False):
@@ -89,18 +89,18 @@ def _copied_sharded(param: ShardedParam, copied: nn.Parameter | None) -> nn.Para
 
 
 def _fill(group: ParamGroup, memo: Memo) -> None:
-    """Fill the empty object that stands for the copy of a group."""
+    """Fill the empty copies of a group and of its parameters."""
     params = []
     for param in group.params:
-        filled: ShardedParam = memo[id(param)]
-        filled.__dict__.update(param.__dict__)
-        filled.slots = [
+        copied_param: ShardedParam = memo[id(param)]
+        copied_param.__dict__.update(param.__dict__)
+        copied_param.slots = [
             Slot(copy.deepcopy(module, memo), name, calls_setattr)
             for module, name, calls_setattr in param.slots
         ]
-        filled.forget_unsharded()
-        filled.sharded = memo[id(param.sharded)]
-        params.append(filled)
+        copied_param.forget_unsharded()
+        copied_param.sharded = memo[id(param.sharded)]
+        params.append(copied_param)
     copied: ParamGroup = memo[id(group)]
     modules = tuple(copy.deepcopy(module, memo) for module in group.modules)
     init_group(copied, modules, params, group.mesh, group.policy)
@@ -109,19 +109,19 @@ def _fill(group: ParamGroup, memo: Memo) -> None:
 
 def _copy_settings(source: ParamGroup, target: ParamGroup, memo: Memo) -> None:
     """Copy the settings; leave out prefetched groups that are not copied."""
-    choices = source.settings.__dict__
-    target.settings.__dict__.update(choices)
-    target.settings.__dict__.update(_lists(choices, lambda group: memo.get(id(group))))
+    settings = source.settings.__dict__
+    target.settings.__dict__.update(settings)
+    target.settings.__dict__.update(_prefetch_lists(settings, lambda group: memo.get(id(group))))
     for mesh, channel in source.channels.items():
         target.channels[mesh].__dict__.update(channel.__dict__)
 
 
-def _lists(settings: Mapping[str, Any], other: Callable[[Any], Any]) -> dict[str, Any]:
-    """Map the lists of prefetched groups by ``other``; it returns ``None`` to leave out a group."""
-    found = {name: settings[name] for name in ("forward_prefetch", "backward_prefetch")}
+def _prefetch_lists(settings: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Apply ``change`` to all prefetched groups; leave out those that it maps to ``None``."""
+    lists = {name: settings[name] for name in ("forward_prefetch", "backward_prefetch")}
     return {
-        name: None if groups is None else [new for new in map(other, groups) if new is not None]
-        for name, groups in found.items()
+        name: None if groups is None else [new for new in map(change, groups) if new is not None]
+        for name, groups in lists.items()
     }
 
 
@@ -132,9 +132,9 @@ class SavedModule(NamedTuple):
     """The pickled form of a sharded module.
 
     Attributes:
-        attributes: The state that the module itself would pickle, without the two below.
-        states: The states of other composable functions of torch, by function.
-        applied: The registry of these functions, by name.
+        attributes: The state that the module itself would pickle, without the other two fields.
+        states: The states of composable functions of torch, by function.
+        applied: Torch's registry of these functions, by name.
     """
 
     attributes: Any
@@ -190,8 +190,8 @@ def restore_module(module: nn.Module, saved: SavedModule) -> ParamGroup:
 
 
 def _reduce_group(group: ParamGroup) -> tuple[Any, ...]:
-    choices = group.settings.__dict__
-    settings = {**choices, "hook_stream": None, **_lists(choices, attrgetter("name"))}
+    names = _prefetch_lists(group.settings.__dict__, attrgetter("name"))
+    settings = {**group.settings.__dict__, "hook_stream": None, **names}
     saved = _SavedGroup(
         group.modules,
         group.params,
@@ -208,7 +208,7 @@ def _reduce_group(group: ParamGroup) -> tuple[Any, ...]:
 def _restore_group(group: ParamGroup, saved: _SavedGroup) -> None:
     init_group(group, saved.modules, saved.params, saved.mesh, saved.policy)
     group.settings.__dict__.update(saved.settings)
-    group.settings.__dict__.update(_lists(saved.settings, lambda name: None))
+    group.settings.__dict__.update(_prefetch_lists(saved.settings, lambda name: None))
     for mesh, channel in saved.channels.items():
         group.channels[mesh].restore(*channel)
     group.__dict__[_SAVED] = saved
@@ -221,25 +221,26 @@ copyreg.pickle(ParamGroup, _reduce_group)
 
 def _join(group: ParamGroup) -> None:
     """Join the groups below a restored group to one tree, if all of them are restored."""
-    below = [inner for top in group.__dict__.get("modules", ()) for inner in _below(top)]
-    if not below or not all("_modules" in module.__dict__ for module in below):
+    modules = [inner for top in group.__dict__.get("modules", ()) for inner in _restored(top)]
+    if not modules or not all("_modules" in module.__dict__ for module in modules):
         return
-    for module in below:
+    for module in modules:
         _torch.reserve_hook_ids(module)
-    groups = list(dict.fromkeys(found for m in below if (found := group_of(m)) is not None))
-    if not all(_SAVED in found.__dict__ for found in groups):
+    groups = list(dict.fromkeys(inner for m in modules if (inner := group_of(m)) is not None))
+    if not all(_SAVED in inner.__dict__ for inner in groups):
         return
     join_tree(group).is_last_backward = group.__dict__[_SAVED].is_last_backward
-    by_name = {found.__dict__[_SAVED].name: found for found in groups}
-    for found in groups:
-        record_owners(found)
-        list_params(found)
-        found.settings.__dict__.update(_lists(found.__dict__[_SAVED].settings, by_name.get))
+    by_name = {inner.__dict__[_SAVED].name: inner for inner in groups}
+    for inner in groups:
+        record_owners(inner)
+        record_params(inner)
+        prefetched = _prefetch_lists(inner.__dict__[_SAVED].settings, by_name.get)
+        inner.settings.__dict__.update(prefetched)
 
 
-def _below(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and the modules below, as far as they are restored."""
+def _restored(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and those modules below it that are restored."""
     yield module
     for child in module.__dict__.get("_modules", {}).values():
         if child is not None:
-            yield from _below(child)
+            yield from _restored(child)

@@ -2,16 +2,16 @@
 
 **Gathers.** A local shard with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` chooses the
 tensors to gather, and builds the unsharded parameter from them. A wrapper subclass without these
-hooks is gathered inner tensor by inner tensor. Each parameter has a bucket of its own, which looks
-like any other to the core. Between two uses, the memory of the gathered tensors and of the inner
+hooks is gathered inner tensor by inner tensor. Each parameter has its own bucket, with the same
+interface as other buckets. Between two uses, the memory of the gathered tensors and of the inner
 tensors that the post hook returned is freed. Other tensors that the unsharded parameter holds, such
 as scales, stay: autograd may have saved them, and no gather would fill them again.
 
-**Gradients.** `SplitReduction` takes gradients that are wrapper subclasses apart and rebuilds the
-reduced ones. `EncodedReduction` calls ``fsdp_pre_reduce_scatter`` of the local shard, which turns
-the parts of a gradient, one for each rank, into the tensors to send, and
-``fsdp_post_reduce_scatter``, which sums the received tensors. One rank sends another a row of
-bytes: the tensors of every gradient end to end, aligned, then a flag for each gradient that the
+**Gradients.** `SplitReduction` splits gradients that are wrapper subclasses into inner tensors, and
+rebuilds the reduced gradients. `EncodedReduction` calls ``fsdp_pre_reduce_scatter`` of the local
+shard, which turns the parts of a gradient, one for each rank, into the tensors to send, and
+``fsdp_post_reduce_scatter``, which sums the received tensors. Each rank sends each other rank a row
+of bytes: the tensors of every gradient end to end, aligned, then a flag for each gradient that the
 rank has. The bytes of missing gradients are zero. Only a rank with a gradient knows its inner
 tensors or encoded formats. It sends them to the other ranks, once in the life of the parameter.
 """
@@ -73,7 +73,7 @@ class _Message(NamedTuple):
         shard: The shard.
         tensors: The tensors, contiguous, with the gathered dim first.
         rebuild: Makes the arguments of the post hook from the gathered tensors.
-        metadata: What the pre hook returned for the post hook.
+        metadata: The metadata that the pre hook returned for the post hook.
     """
 
     shard: torch.Tensor
@@ -86,8 +86,8 @@ class ExtensionBucket:
     """The bucket of one parameter; see `Bucket` for the attributes that the core uses.
 
     Attributes:
-        formats: For each rank, the formats of the tensors that it sends; agreed before the first
-            gather.
+        formats: For each rank, the formats of the tensors that it sends. Ranks exchange them before
+            the first gather.
     """
 
     message_cost: MessageCost | None = None
@@ -100,15 +100,15 @@ class ExtensionBucket:
         param.shares_storage = False
         self.formats = None
         self._message: _Message | None = None
-        self._gathered: list[torch.Tensor] = []  # of all ranks, flat
+        self._gathered: list[torch.Tensor] = []  # the tensors of all ranks, flat
         self._inner: list[torch.Tensor] = []  # memory of the inner tensors of the post hook
-        self._out: torch.Tensor | None = None  # the unsharded tensor, as the post hook fills it
-        self._kept_parts: list[torch.Tensor] = []  # a gather must not bump their versions
+        self._out: torch.Tensor | None = None  # the unsharded tensor, which the post hook fills
+        self._versioned: list[torch.Tensor] = []  # a gather must not bump their versions
         self._releases_gathered = self._is_gathered = False
 
     @property
     def reduction(self) -> type[Reduction]:
-        """The class that reduces the gradient, valid once the unsharded parameter exists."""
+        """The class that reduces the gradient; valid once the unsharded parameter exists."""
         is_shared = self.mesh.num_shards > 1 and self.param.layout.param.numel > 0
         encodes = is_shared and has_grad_extension(self.param.local)
         return EncodedReduction if encodes else SplitReduction
@@ -176,7 +176,7 @@ class ExtensionBucket:
 
     def launch(self, shard: torch.Tensor, channel: Channel) -> None:
         """Call the pre hook, allocate memory and launch the all-gather."""
-        if self._is_gathered:  # by `gather_first`
+        if self._is_gathered:  # `gather_first` has gathered already
             return
         assert self.formats is not None
         if self._message is None:
@@ -237,7 +237,7 @@ class ExtensionBucket:
                 self._releases_gathered = has_hooks and self._asks_to_release(shard)
                 self._create_unsharded(tensor, inner)
             else:
-                with _torch.preserved_versions(self._kept_parts):
+                with _torch.preserved_versions(self._versioned):
                     post(out=self._out)
             if self._releases_gathered:
                 _free(self._gathered)
@@ -258,7 +258,7 @@ class ExtensionBucket:
         return [[format.shape[0] for format in each] for each in zip(*self.formats, strict=True)]
 
     def _all_rows(self, index: int, gathered: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """View a gathered tensor as hooks get it; move rows forward over padding before them."""
+        """View a gathered tensor as hooks get it; move rows forward over gaps of padding."""
         assert self.formats is not None
         most, end = max(counts), 0
         rows = gathered.view(len(counts) * most, *self.formats[0][index].shape[1:])
@@ -271,7 +271,7 @@ class ExtensionBucket:
     # The unsharded parameter ----------------------------------------------------------------
 
     def _checked(self, result: Any) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Return the result of a post hook; raise unless it is a tensor and its inner tensors."""
+        """Return the result of a post hook; raise if it is not a tensor and its inner tensors."""
         got = type(result).__name__
         if isinstance(result, tuple) and len(result) == 2:
             tensor, inner = result
@@ -299,15 +299,15 @@ class ExtensionBucket:
         self._out = tensor if is_padded else unsharded
         gathered, of_inner = storage_views(self._gathered), storage_views(inner)
         known = {*gathered, *storage_views([param.local])}
-        besides = {number: of_inner[number] for number in of_inner if number not in known}
-        self._inner = list(besides.values())
+        others = {number: of_inner[number] for number in of_inner if number not in known}
+        self._inner = list(others.values())
         read = [*self._inner, *self._read_after_post(gathered, inner)]
-        self._read = [memory.view(torch.uint8) for memory in read]
+        self._read_in_backward = [memory.view(torch.uint8) for memory in read]
         leaves = _torch.leaves(unsharded)
         if _torch.is_subclass(unsharded):
-            freed = {*gathered, *besides}
+            freed = {*gathered, *others}
             param.freed_inner = [leaf for leaf in leaves if _torch.storage_number(leaf) in freed]
-        self._kept_parts = [param.unsharded, self._out, *leaves, *inner]
+        self._versioned = [param.unsharded, self._out, *leaves, *inner]
 
     def _read_after_post(self, gathered: StorageViews, inner: Sequence[torch.Tensor]) -> Tensors:
         """Return the gathered memory that is needed after the post hook, the same on all ranks.
@@ -324,7 +324,7 @@ class ExtensionBucket:
 
     def memory_for_backward(self) -> Sequence[torch.Tensor]:
         """Return the memory of the unsharded parameter."""
-        return self._read
+        return self._read_in_backward
 
     def _asks_to_release(self, shard: Any) -> bool:
         """Return whether the gathered tensors may be freed once the post hook has run."""
@@ -341,7 +341,7 @@ class ExtensionBucket:
 def _post_all_gather(
     outputs: tuple[torch.Tensor, ...], _: None, dtype: torch.dtype, *, out: Any = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
-    """Build or fill the unsharded tensor of a wrapper subclass without hooks."""
+    """Build or fill the unsharded tensor of a wrapper subclass that has no hooks."""
     (whole,) = outputs
     if out is not None:
         pairs = zip(_torch.leaves(out), _torch.leaves(whole), strict=True)
@@ -387,7 +387,7 @@ def _agree_on_formats(buckets: Sequence[ExtensionBucket]) -> None:
         bucket.formats = [by_rank[rank] for rank in ranks]
 
 
-def gather_unknown(buckets: Sequence[Bucket], channels: dict[ShardMesh, Channel]) -> None:
+def run_first_gathers(buckets: Sequence[Bucket], channels: dict[ShardMesh, Channel]) -> None:
     """Run the first gather of buckets without an unsharded parameter.
 
     Collective: for each mesh, an all-gather of a small object for each axis, and an all-gather of
@@ -427,16 +427,16 @@ def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]
 def create_unsharded(buckets: Sequence[Bucket], channels: dict[ShardMesh, Channel]) -> None:
     """Make the unsharded parameters of buckets, before their first gather.
 
-    Collective: for tensor subclasses alone; see :func:`gather_unknown`.
+    Collective: for tensor subclasses only; see :func:`run_first_gathers`.
     """
     for bucket in buckets:
         if isinstance(bucket, FlatBucket) and not hasattr(bucket, "unsharded"):
             bucket.create_unsharded()
-    gather_unknown(buckets, channels)
+    run_first_gathers(buckets, channels)
 
 
-def are_of_kind(buckets: Sequence[Bucket]) -> bool:
-    """Return whether all shards of flat buckets still need no all-gather hooks."""
+def have_plain_shards(buckets: Sequence[Bucket]) -> bool:
+    """Return whether all shards of flat buckets are still plain tensors."""
     flat = (bucket for bucket in buckets if isinstance(bucket, FlatBucket))
     return not any(needs_extension(param.local) for bucket in flat for param in bucket.params)
 
@@ -444,7 +444,7 @@ def are_of_kind(buckets: Sequence[Bucket]) -> bool:
 # Gradients that are tensor subclasses -------------------------------------------------------------
 
 _codecs: weakref.WeakKeyDictionary[ShardedParam, Codec | None] = weakref.WeakKeyDictionary()
-"""The codecs that rebuild gradients of parameters; ``None`` for plain gradients."""
+"""The codec of each parameter's gradients; ``None`` if they are plain tensors."""
 
 
 def _is_unknown(param: ShardedParam) -> bool:
@@ -453,7 +453,7 @@ def _is_unknown(param: ShardedParam) -> bool:
 
 
 def num_tensors(param: ShardedParam) -> int:
-    """Return the number of inner tensors of a gradient; 1 if it is not known yet."""
+    """Return the number of inner tensors of a gradient; 1 if the number is not known yet."""
     codec = _codecs.get(param)
     return 1 if codec is None else len(codec.names)
 
@@ -466,11 +466,11 @@ def _agree_on_codecs(params: Sequence[ShardedParam], grads: Sequence[Any], mesh:
     known: dict[int, Codec | None] = {}
     unknown = [index for index, param in enumerate(params) if _is_unknown(param)]
     for index in unknown:
-        waiting: Any = params[index].sharded.grad
+        old_grad: Any = params[index].sharded.grad
         if grads[index] is not None:
             known[index] = codec_of(grads[index])
-        elif stage_of(params[index], waiting) == "unreplicated":
-            known[index] = codec_of(_torch.local_tensor(waiting))
+        elif stage_of(params[index], old_grad) == "unreplicated":
+            known[index] = codec_of(_torch.local_tensor(old_grad))
     if unknown:
         op = "agreeing on the inner tensors of gradients"
         for theirs in collect(known, mesh.process_groups, op).values():
@@ -507,20 +507,20 @@ class SplitReduction(Reduction):
         if not self._all_known:
             _agree_on_codecs(self.params, self._grads, self._mesh)
             self._plan_members()
-        parts: list[torch.Tensor | None] = []
+        inner: list[torch.Tensor | None] = []
         for (_, codec, span), grad in zip(self._spans, self._grads, strict=True):
             if grad is None or codec is None:
-                parts += [grad] * (span.stop - span.start)
+                inner += [grad] * (span.stop - span.start)
             else:
-                parts += codec.inner_tensors(grad)
-        self._grads = parts
+                inner += codec.inner_tensors(grad)
+        self._grads = inner
         super().launch()
 
     def _take_unreplicated(self) -> Iterator[tuple[int, torch.Tensor]]:
         for index, grad in super()._take_unreplicated():
             _, codec, span = self._spans[index]
-            parts = [grad] if codec is None else codec.inner_tensors(grad)
-            yield from zip(range(span.start, span.stop), parts, strict=True)
+            inner = [grad] if codec is None else codec.inner_tensors(grad)
+            yield from zip(range(span.start, span.stop), inner, strict=True)
 
     def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
         shards = self._shards_of(self.reduced)
@@ -538,19 +538,19 @@ class SplitReduction(Reduction):
             yield param.sharded, grad, self._specs[span.start], self._differ_in_dtype[span.start]
 
 
-# Gradients that hooks of the class encode ---------------------------------------------------------
+# Gradients that hooks encode ----------------------------------------------------------------------
 
 
 class GradExtension:
     """The hooks of one parameter, for gradients of one dtype.
 
     Attributes:
-        formats: The formats of the tensors that one rank sends another; agreed once some rank has
-            had a gradient.
+        formats: The formats of the tensors that each rank sends; ``None`` until a rank has had a
+            gradient and the ranks have exchanged the formats.
     """
 
     def __init__(self, param: ShardedParam) -> None:
-        self.param: ShardedParam = weakref.proxy(param)  # weak, since it is a weak key of this
+        self.param: ShardedParam = weakref.proxy(param)  # weak, since `param` is the key of this
         self.formats: Formats | None = None
         self._metadata: Any = None
 
@@ -565,11 +565,11 @@ class GradExtension:
         shapes = [list(tensor.shape) for tensor in tensors]
         if any(shape[:1] != [len(parts)] for shape in shapes):
             expected = f"tensors with a row for each of {len(parts)} ranks"
-            raise self._broken(expected, shapes)
+            raise self._error(expected, shapes)
         formats = formats_of(tensors)
         if self.formats is not None and self.formats != formats:
             expected = f"{to_text(self.formats)} as before"
-            raise self._broken(expected, to_text(formats))
+            raise self._error(expected, to_text(formats))
         return list(tensors)
 
     def decode(self, received: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
@@ -585,7 +585,7 @@ class GradExtension:
         local = self.param.local
         return bound_hook(getattr(local, name), local)
 
-    def _broken(self, expected: str, got: object) -> ExtensionError:
+    def _error(self, expected: str, got: object) -> ExtensionError:
         return ExtensionError(
             f"Expected {GRAD_PRE} of {self.param.name} to return {expected}, got {got}"
         )
@@ -647,7 +647,7 @@ class EncodedReduction(Reduction):
     def _encode_and_agree(
         self, grads: Sequence[torch.Tensor | None]
     ) -> list[list[torch.Tensor] | None]:
-        """Encode, and exchange the formats of the encoded tensors.
+        """Encode the gradients, and exchange the formats of the encoded tensors.
 
         Raises:
             ExtensionError: On all ranks, if a hook failed on one, a gradient is a tensor subclass,
@@ -680,7 +680,7 @@ class EncodedReduction(Reduction):
         if failures:
             raise ExtensionError("; ".join(dict.fromkeys(failures))) from cause
         for index, param in enumerate(self.params):
-            sent = {rank: found[index] for rank, found in results.items() if index in found}
+            sent = {rank: formats[index] for rank, formats in results.items() if index in formats}
             if sent:
                 check_same_formats(GRAD_PRE, param.name, sent)
                 self._extensions[index].formats = next(iter(sent.values()))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.extension import are_of_kind, build_buckets, create_unsharded
+from composable_shard.core.extension import build_buckets, create_unsharded, have_plain_shards
 from composable_shard.core.plugins import Op, Plugins
 from composable_shard.core.program import Mode, Program
 from composable_shard.core.reduction import Reduction
@@ -273,7 +273,7 @@ class ParamGroup:
         with torch.inference_mode(False), torch.no_grad():
             adopt_registered(self.params, self.label)
             check_materialized(self.params, self.label)
-            if self._has_outside_shards() or not are_of_kind(self.buckets):
+            if self._has_outside_shards() or not have_plain_shards(self.buckets):
                 self._rebuild()
             create_unsharded(self.buckets, self.channels)
         self.compile()

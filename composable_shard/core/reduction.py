@@ -1,11 +1,11 @@
-"""Reduces gradients, from the unsharded parameters to ``.grad`` of the sharded ones.
+"""Reduces gradients, from the unsharded parameters to ``.grad`` of the sharded parameters.
 
 Imports storage and the transport. The methods of `Reduction` are operations of the phases
-``reduce`` and ``deliver``. The placements of a gradient say how far it is reduced: ``Partial`` on
-all data-parallel axes (not at all), ``Partial`` on the replicate axis alone (over the shards), or
+``reduce`` and ``deliver``. The placements of a gradient show how far it is reduced: ``Partial`` on
+all data-parallel axes (not at all), ``Partial`` on the replicate axis only (over the shards), or
 the placements of the parameter (completely).
 
-One flag per parameter is sent after the packed gradients. If the reduced flag is zero, no rank
+A flag for each parameter is sent after the packed gradients. If the reduced flag is zero, no rank
 had a gradient, and ``.grad`` stays as it was.
 """
 
@@ -41,7 +41,7 @@ from composable_shard.policy import copies_overlap_compute
 
 _grad = attrgetter("grad")
 _dtype = attrgetter("dtype")
-_is_there = partial(is_not, None)
+_is_not_none = partial(is_not, None)
 _is_sparse = attrgetter("is_sparse")
 _hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _no_hooks = (None, None)
@@ -53,12 +53,12 @@ _flattened = methodcaller("reshape", -1)
 
 @dataclass(frozen=True)
 class Scale:
-    """Divide by ``before``, reduce with ``divisor``, divide by ``after``.
+    """The division of a sum of gradients, in up to three steps.
 
     Attributes:
-        before: A divisor that keeps sums of float16 in range.
+        before: The divisor before the reduction; it keeps sums of float16 in range.
         divisor: The divisor that the reduction itself applies; ``None`` for a sum.
-        after: The rest of the divisor, which `Reduction.average` applies.
+        after: The divisor after the reduction, which `Reduction.average` applies.
     """
 
     before: float
@@ -73,8 +73,8 @@ def plan_scale(
 
     Args:
         total: The divisor of the sum over the ranks.
-        dtype: The dtype of the sum. Sums of ``float16`` overflow early, so about the square root of
-            ``total``, a power of two, is divided by beforehand.
+        dtype: The dtype of the sum. Since ``float16`` overflows early, its gradients are divided
+            before the sum by a power of two, about the square root of ``total``.
         is_mean: Whether ``total`` is the number of ranks.
         averages: Whether the reduction can average.
         divides: Whether the reduction can divide by any number before it rounds.
@@ -96,11 +96,11 @@ class Reduction:
 
     Attributes:
         reduced: One flat buffer with the reduced shards and flags, from launch to write.
-        num_flags: How many elements at its end are flags.
-        params: The parameters, in the order of the buffer.
-        members: The parameter of each tensor in the buffer. A subclass may repeat a parameter, once
-            for each inner tensor of its gradient.
-        is_offloaded: Whether ``.grad`` is on the host, and compute is not.
+        num_flags: The number of flags at the end of ``reduced``.
+        params: The parameters, in the order of ``reduced``.
+        members: The parameter of each tensor in ``reduced``. `SplitReduction` may repeat a
+            parameter, once for each inner tensor of its gradient.
+        is_offloaded: Whether ``.grad`` is not on the compute device.
         is_late: Whether the host waits for copies before ``.grad`` is written, at the end of a
             backward.
         waits_for_autograd: Whether to write by :meth:`write_after_autograd`.
@@ -139,9 +139,10 @@ class Reduction:
         self._num_direct = sum(param in direct for param in params)
         self._sent_dtype = sent_dtype(buckets, dtype, channel)
         self._unsharded = tuple(param.unsharded for param in self.params)
-        # Rounded to the parameter's own reduce dtype, if other parameters widen the reduction.
-        own = [(i, reduce_dtype(p), p.compute_dtype) for i, p in enumerate(self.params)]
-        self._to_round = [(i, to) for i, to, at in own if to != dtype and to.itemsize < at.itemsize]
+        # If other parameters widen the reduction, gradients are first rounded to their own dtype.
+        dtypes = [(reduce_dtype(param), param.compute_dtype) for param in self.params]
+        narrow = [(i, to) for i, (to, at) in enumerate(dtypes) if to.itemsize < at.itemsize]
+        self._to_round = [(i, to) for i, to in narrow if to != dtype]
         self._sharded = tuple(param.sharded for param in self.params)
         self._is_tensor_parallel = any(p.placement.unsharded_spec is not None for p in self.params)
         self.waits_for_autograd = any(
@@ -190,18 +191,18 @@ class Reduction:
         if self._is_plain and has_single_rows(packed, device):
             self._packed = _torch.empty(*self._packed_shape, dtype=self._dtype, device=device)
             numels = [*(layout.inner for layout in packed), self.num_flags]
-            *columns, of_flags = self._packed.split_with_sizes(numels, 1)
-            rows = zip(columns, packed, strict=True)
-            self._rows = [column[: one.num_rows].view(one.shape) for column, one in rows]
-            self._rows.append(of_flags)
+            *columns, flags_column = self._packed.split_with_sizes(numels, 1)
+            pairs = zip(columns, packed, strict=True)
+            self._rows = [column[: layout.num_rows].view(layout.shape) for column, layout in pairs]
+            self._rows.append(flags_column)
             _torch.free(self._packed)
 
     def _plan_results(self) -> None:
         flat, start, rank = torch.empty(self._numel, device="meta"), 0, self._mesh.shard_rank
-        self._places, self._starts = [], []
+        self._view_args, self._starts = [], []
         for index, param in enumerate(self.members):
             shard = param.layout.local(flat[start:], rank)
-            self._places.append((shard.shape, shard.stride(), shard.storage_offset()))
+            self._view_args.append((shard.shape, shard.stride(), shard.storage_offset()))
             self._starts.append(start)
             step = 1 if index < self._num_direct else self._step
             start += aligned(param.layout.param.shard_numel, step)
@@ -242,9 +243,9 @@ class Reduction:
                 None if grad is None else param.placement.local_grad(grad)
                 for param, grad in zip(self.params, self._grads, strict=True)
             ]
-        for index, own in self._to_round:
+        for index, dtype in self._to_round:
             grad = self._grads[index]
-            self._grads[index] = None if grad is None else grad.to(own)
+            self._grads[index] = None if grad is None else grad.to(dtype)
 
     def take_with_unsynced(self) -> None:
         """Take the gradients, and add unreduced gradients of earlier backwards."""
@@ -304,17 +305,17 @@ class Reduction:
         to_pack = grads[num_direct:]
         if self._step > 1:
             padded = chain.from_iterable(zip(to_pack, self._paddings, strict=True))
-            to_pack = list(filter(_is_there, padded))
-        messages = [*direct, self._packed_of([*to_pack, flags]).view(-1)]
+            to_pack = list(filter(_is_not_none, padded))
+        messages = [*direct, self._pack_shards([*to_pack, flags]).view(-1)]
         if self.scale.before != 1:
             _torch.divide_all_(messages, self.scale.before)
         return messages
 
-    def _packed_of(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Cut each tensor along dim 0, pad and cast it; row i of the result gets the shards i.
+    def _pack_shards(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Cut each tensor along dim 0, pad and cast it; row i of the result has all shards i.
 
-        On devices this is one kernel. On the CPU, that kernel pads tensor by tensor, which takes
-        longer than copies of single rows to their places.
+        On devices this is one kernel. On the CPU, the kernel pads tensor by tensor, which takes
+        longer than copies of single rows.
         """
         if self._rows:
             _torch.allocate(self._packed)
@@ -410,10 +411,10 @@ class Reduction:
             note_unreduced(param, stage_of(param, param.sharded.grad))
 
     def launch_over_replicas(self) -> None:
-        """Launch the reduction over the replicas, with shards in ``.grad`` that still need it."""
+        """Launch the reduction over the replicas; include the unreplicated shards in ``.grad``."""
         self._specs = self._specs_of("sharded")
         flags, added = self.reduced[-self.num_flags :], list[torch.Tensor]()
-        shards = list(starmap(self.reduced.as_strided, self._places))
+        shards = list(starmap(self.reduced.as_strided, self._view_args))
         for index, grad in self._take_unreplicated():
             added.append(grad.to(self.reduced.device))
             shards[index].add_(added[-1])
@@ -423,7 +424,7 @@ class Reduction:
         self._pending = Pending(works, self._channel.reducing, stream, added)
 
     def _take_unreplicated(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Take the shards in ``.grad`` that still need a reduction over the replicas, by index."""
+        """Take the shards in ``.grad`` that are not reduced over the replicas, by index."""
         for index, param in enumerate(self.params):
             grad: Any = param.sharded.grad
             if stage_of(param, grad) == "unreplicated":
@@ -443,14 +444,14 @@ class Reduction:
             self._flags = download(self.reduced[-self.num_flags :])
 
     def write_downloaded(self) -> None:
-        """Write ``.grad`` if :meth:`download` has not, once the copies are there."""
+        """Wait for the copies and write ``.grad``, unless :meth:`download` has written it."""
         if "reduced" in self.__dict__:
             host.synchronize()
             self.write_grads()
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        is_beside = copies_overlap_compute(self.params[0].offload, self._mesh.device)
-        return download(tensor) if is_beside else tensor.cpu()
+        overlaps = copies_overlap_compute(self.params[0].offload, self._mesh.device)
+        return download(tensor) if overlaps else tensor.cpu()
 
     def call_hook(self) -> None:
         """Call the user's hook with the reduced shards."""
@@ -473,7 +474,7 @@ class Reduction:
                 self._add(sharded, grad)
 
     def write_after_autograd(self) -> None:
-        """Write, at the end of the backward if autograd will still write to the same ``.grad``.
+        """Write ``.grad``; if autograd will write it, too, do so at the end of the backward.
 
         Autograd writes the gradient of a penalty on the sharded parameters. DTensor cannot add it
         to a reduced gradient if a rank has no rows, but the reduced gradient can be added to it.
@@ -485,15 +486,15 @@ class Reduction:
             self.write_grads()
 
     def _add(self, sharded: nn.Parameter, grad: Any) -> None:
-        """Add a reduced gradient, unless ``.grad`` has other rows than those of this rank."""
+        """Add a reduced gradient; raise if ``.grad`` has other rows than those of this rank."""
         old_grad: Any = sharded.grad
         if old_grad is not None and old_grad.placements == grad.placements:
-            shape, found = (list(_torch.local_tensor(one).shape) for one in (grad, old_grad))
-            if shape != found:
+            shape, old_shape = (list(_torch.local_tensor(g).shape) for g in (grad, old_grad))
+            if shape != old_shape:
                 name = next(param.name for param in self.params if param.sharded is sharded)
                 raise ShardError(
                     f"Expected a gradient of local shape {shape} in .grad of '{name}', got "
-                    f"{found}; assign one with the rows of this rank"
+                    f"{old_shape}; assign one with the rows of this rank"
                 )
         add_grad(sharded, grad)
 
@@ -513,8 +514,8 @@ class Reduction:
         dtypes = self._final_dtypes
         if dtypes.count(dtypes[0]) == len(dtypes):
             reduced = reduced.to(dtypes[0])
-            return list(starmap(reduced.as_strided, self._places))
-        shards = starmap(reduced.as_strided, self._places)
+            return list(starmap(reduced.as_strided, self._view_args))
+        shards = starmap(reduced.as_strided, self._view_args)
         return [shard.to(dtype) for shard, dtype in zip(shards, dtypes, strict=True)]
 
     def discard(self) -> None:
@@ -556,13 +557,12 @@ class LocalReduction(Reduction):
 
     def launch(self) -> None:
         """Keep the gradients: they are the result."""
-        self._results_here = self._grads
+        self._local_grads = self._grads
         if self._fills_zeros:
-            pairs = zip(self.params, self._grads, strict=True)
-            flat = self._all_flags
-            self._results_here = [
-                one.layout.new_zeros(flat, self._dtype) if grad is None else grad
-                for one, grad in pairs
+            like, pairs = self._all_flags, zip(self.params, self._grads, strict=True)
+            self._local_grads = [
+                param.layout.new_zeros(like, self._dtype) if grad is None else grad
+                for param, grad in pairs
             ]
         del self._grads
 
@@ -571,25 +571,25 @@ class LocalReduction(Reduction):
 
     def average(self) -> None:
         """Divide the gradients by the divisor that was set."""
-        _torch.divide_all_([g for g in self._results_here if g is not None], self._divisor)
+        _torch.divide_all_([g for g in self._local_grads if g is not None], self._divisor)
 
     def download(self) -> None:
-        """Copy the gradients to the host, if ``.grad`` is there; otherwise write it."""
+        """Copy the gradients to the host if ``.grad`` is there; otherwise write ``.grad``."""
         if self.is_offloaded:
-            grads = self._results_here
-            self._results_here = [grad if grad is None else self._to_host(grad) for grad in grads]
+            grads = self._local_grads
+            self._local_grads = [grad if grad is None else self._to_host(grad) for grad in grads]
         else:
             self.write_grads()
 
     def write_downloaded(self) -> None:
-        """Write ``.grad`` if :meth:`download` has not, once the copies are there."""
-        if "_results_here" in self.__dict__:
+        """Wait for the copies and write ``.grad``, unless :meth:`download` has written it."""
+        if "_local_grads" in self.__dict__:
             host.synchronize()
             self.write_grads()
 
     def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
-        grads = self._results_here
-        del self._results_here
+        grads = self._local_grads
+        del self._local_grads
         rows = zip(self._sharded, grads, self._specs, self._differ_in_dtype, strict=True)
         dtypes = iter(self._final_dtypes)
         for sharded, grad, spec, differs_in_dtype in rows:
@@ -600,7 +600,7 @@ class LocalReduction(Reduction):
     def discard(self) -> None:
         """Drop all gradients that are not in ``.grad`` yet."""
         super().discard()
-        self.__dict__.pop("_results_here", None)
+        self.__dict__.pop("_local_grads", None)
 
 
 def refuse_sparse(params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]) -> None:
@@ -639,13 +639,13 @@ def stage_of(param: ShardedParam, grad: Any) -> GradStage | None:
 
 
 def note_unreduced(param: ShardedParam, stage: GradStage | None) -> None:
-    """Record whether an unreduced gradient is added to a reduced one, given its present stage."""
+    """Record that an unreduced gradient is added to a gradient at ``stage``."""
     if stage != "unreplicated":
         param.adds_to_synced = stage == "sharded"
 
 
 def with_own_message(buckets: Iterable[Bucket], dtype: torch.dtype) -> set[ShardedParam]:
-    """Return the parameters whose gradients are too large to pack, in the dtype of a reduction."""
+    """Return the parameters with gradients that are too large to pack, in a reduction's dtype."""
     return {
         param
         for bucket in buckets
@@ -665,7 +665,7 @@ def has_single_rows(layouts: Sequence[ParamLayout], device: torch.device) -> boo
 def packing_step(dtypes: Iterable[torch.dtype], device: torch.device) -> int:
     """Return the alignment of packed shards, in elements of the narrowest of their dtypes.
 
-    Devices read and write fastest where shards begin at multiples of some bytes.
+    Devices read and write fastest if shards begin at multiples of ``PACKED_ALIGNMENT_NBYTES``.
     """
     narrowest = min(dtype.itemsize for dtype in dtypes)
     return max(1, PACKED_ALIGNMENT_NBYTES // narrowest) if _torch.aligns(device) else 1
@@ -673,18 +673,18 @@ def packing_step(dtypes: Iterable[torch.dtype], device: torch.device) -> int:
 
 def sent_dtype(buckets: Sequence[Bucket], reduced: torch.dtype, channel: Channel) -> torch.dtype:
     """Return the dtype in which gradients with their own message are sent."""
-    grads = {bucket.compute_dtype for bucket in buckets}
-    grad = grads.pop()
-    is_wider = not grads and torch.promote_types(grad, reduced) == reduced
-    return grad if is_wider and channel.reduce_scatter.widens else reduced
+    dtypes = {bucket.compute_dtype for bucket in buckets}
+    dtype = dtypes.pop()
+    is_narrower = not dtypes and torch.promote_types(dtype, reduced) == reduced
+    return dtype if is_narrower and channel.reduce_scatter.widens else reduced
 
 
 def reduce_dtype(param: ShardedParam) -> torch.dtype:
-    """Return the dtype in which a parameter's gradient would be reduced if it were alone."""
-    has_asked, asked = user_grad_dtype(param.sharded)
-    if has_asked and asked is None and param.policy.reduce_dtype is None:
+    """Return the dtype in which a parameter's gradient would be reduced alone."""
+    is_set, user_dtype = user_grad_dtype(param.sharded)
+    if is_set and user_dtype is None and param.policy.reduce_dtype is None:
         return param.compute_dtype
-    return param.policy.reduction_dtype(param.dtype, asked)
+    return param.policy.reduction_dtype(param.dtype, user_dtype)
 
 
 def wide_dtype(param: ShardedParam) -> torch.dtype:
@@ -695,19 +695,19 @@ def wide_dtype(param: ShardedParam) -> torch.dtype:
 
 def final_grad_dtype(param: ShardedParam, reduced: torch.dtype) -> torch.dtype:
     """Return the dtype of a parameter's reduced gradient in ``.grad``."""
-    has_asked, asked = user_grad_dtype(param.sharded)
-    if has_asked and asked is None:
+    is_set, user_dtype = user_grad_dtype(param.sharded)
+    if is_set and user_dtype is None:
         return reduced
-    return asked or param.policy.grad_dtype or param.dtype
+    return user_dtype or param.policy.grad_dtype or param.dtype
 
 
 def assign_grad(sharded: nn.Parameter, grad: torch.Tensor) -> None:
     """Set ``.grad``, also to a dtype that torch would refuse."""
-    asked = sharded.grad_dtype
-    if asked is not None and asked != grad.dtype:
+    dtype = sharded.grad_dtype
+    if dtype is not None and dtype != grad.dtype:
         sharded.grad = None
-        is_default = asked == sharded.dtype
-        sharded.__dict__[USER_GRAD_DTYPE] = (False, None) if is_default else (True, asked)
+        is_default = dtype == sharded.dtype
+        sharded.__dict__[USER_GRAD_DTYPE] = (False, None) if is_default else (True, dtype)
         sharded.grad_dtype = None
     sharded.grad = grad
 
@@ -718,11 +718,11 @@ def redistributed_grad(param: ShardedParam) -> Any:
     A loss on the sharded parameters, such as a penalty, gives gradients with other placements.
     """
     grad: Any = param.sharded.grad
-    place = param.placement
-    if grad is None or grad.placements in (place.sharded, place.unreplicated, place.unreduced):
+    known = param.placement
+    if grad is None or grad.placements in (known.sharded, known.unreplicated, known.unreduced):
         return grad
     with torch.no_grad():
-        param.sharded.grad = grad.redistribute(placements=place.sharded)
+        param.sharded.grad = grad.redistribute(placements=known.sharded)
     return param.sharded.grad
 
 
@@ -732,7 +732,7 @@ def add_grad(sharded: nn.Parameter, grad: Any) -> None:
     if old_grad is None:
         assign_grad(sharded, grad)
         return
-    if is_partial(grad) and not is_partial(old_grad):  # all replicas are equal to their mean
+    if is_partial(grad) and not is_partial(old_grad):  # equal replicas are equal to their mean
         local, spec = _torch.local_tensor(old_grad), _torch.spec_of(grad)
         old_grad = _torch.from_local(local, _torch.spec_with_dtype(spec, local.dtype))
         sharded.grad = old_grad
@@ -742,7 +742,7 @@ def add_grad(sharded: nn.Parameter, grad: Any) -> None:
     _torch.local_tensor(old_grad).add_(_torch.local_tensor(grad))
 
 
-def clear(leaf: torch.Tensor, *, to_none: bool) -> None:
+def clear_grad(leaf: torch.Tensor, *, to_none: bool) -> None:
     """Drop the gradient of a parameter, or fill it with zeros."""
     grad = leaf.grad
     if grad is None or to_none:

@@ -1,4 +1,4 @@
-"""The steps of ``fully_shard``: collect the parameters, check and plan, shard, and commit.
+"""The steps of ``fully_shard``: collect the parameters, check, plan, shard and commit.
 
 Imports group, storage, ties, extension. Every step that can fail runs before the module changes.
 """
@@ -26,13 +26,13 @@ from composable_shard.mesh import ShardMesh, ShardPlacementFn, own_mesh_of, plac
 from composable_shard.policy import MixedPrecisionPolicy, Offload, check_names, offload_of
 
 
-def is_taken(module: nn.Module) -> bool:
-    """Return whether ``fully_shard``, ours or torch's, or ``replicate`` was applied to a module."""
+def is_parallelized(module: nn.Module) -> bool:
+    """Return whether ``fully_shard`` (ours or torch's) or ``replicate`` was applied to a module."""
     return "fully_shard" in _torch.composable_functions(module) or _torch.is_replicated(module)
 
 
 def top_modules(module: object) -> tuple[nn.Module, ...]:
-    """Return the modules of the argument, without modules inside another of them.
+    """Return the modules of the argument, without those inside other modules of it.
 
     Raises:
         TypeError: If it is not a module or a list of modules.
@@ -60,11 +60,11 @@ def top_modules(module: object) -> tuple[nn.Module, ...]:
     return tuple(unique.values())
 
 
-def check_not_taken(modules: Iterable[nn.Module]) -> None:
+def check_not_parallelized(modules: Iterable[nn.Module]) -> None:
     """Refuse modules with gradients that another call or function already reduces.
 
     Raises:
-        ValueError: If ``fully_shard``, ours or torch's, or ``replicate`` was applied to a module,
+        ValueError: If ``fully_shard`` (ours or torch's) or ``replicate`` was applied to a module,
             or if torch's ``fully_shard`` was applied to a module around it.
     """
     for module in modules:
@@ -75,7 +75,7 @@ def check_not_taken(modules: Iterable[nn.Module]) -> None:
                 f"{kind}; leave that out, or apply fully_shard first, to modules inside of it, or "
                 "to a module around it"
             )
-        if is_taken(module):
+        if is_parallelized(module):
             raise ValueError(
                 f"Expected a module that is not sharded, got {kind}, which fully_shard was "
                 "applied to before; shard modules that were added since, such as new adapters, "
@@ -84,7 +84,7 @@ def check_not_taken(modules: Iterable[nn.Module]) -> None:
         if not any(isinstance(param, DTensor) for param in module.parameters()):
             continue
         for outer in _torch.modules_with_state():
-            is_of_torch = group_of(outer) is None and is_taken(outer)
+            is_of_torch = group_of(outer) is None and is_parallelized(outer)
             if is_of_torch and any(module is inner for inner in outer.modules()):
                 raise ValueError(
                     f"Expected fully_shard of {kind} before torch has converted the parameters "
@@ -117,7 +117,7 @@ def find_managed(
         for name, child in module.named_children():
             if _torch.is_replicated(child):
                 ignored_ids.update(map(id, child.parameters()))
-            elif not is_taken(child) and child not in planned:
+            elif not is_parallelized(child) and child not in planned:
                 visit(child, f"{prefix}{name}.")
 
     for top in modules:
@@ -155,16 +155,15 @@ def plan_params(
                 "got an uninitialized one; run a forward of the model before fully_shard"
             )
         placement, own_mesh = placement_of(name, param, shard_placement_fn)
-        over = mesh
+        param_mesh = mesh
         if own_mesh is not None:
             if own_mesh not in meshes:
                 meshes[own_mesh] = own_mesh_of(name, own_mesh)
-            over = meshes[own_mesh]
-        _check_param(name, param, over)
+            param_mesh = meshes[own_mesh]
+        _check_param(name, param, param_mesh)
         dim = shard_dim(name, param, placement)
-        dtypes = policy.for_parameter(name, param)
-        how = offload_of(name, offload)
-        planned.append(ShardedParam(name, slots, param, dim, over, dtypes, how))
+        policies = policy.for_parameter(name, param), offload_of(name, offload)
+        planned.append(ShardedParam(name, slots, param, dim, param_mesh, *policies))
     return planned
 
 
@@ -196,10 +195,10 @@ def build_group(
     Collective: for tensor subclasses, one small object for each mesh axis.
     """
     with torch.no_grad():
-        shards = _own_shards(planned, list(managed.slots))
+        shards = _cut_shards(planned, list(managed.slots))
     group: ParamGroup = object.__new__(ParamGroup)
-    made_of = dict(zip(planned, zip(shards, managed.slots, strict=True), strict=True))
-    init_group(group, modules, planned, mesh, policy, made_of)
+    sources = dict(zip(planned, zip(shards, managed.slots, strict=True), strict=True))
+    init_group(group, modules, planned, mesh, policy, sources)
     return group
 
 
@@ -210,33 +209,33 @@ def init_group(
     params: Sequence[ShardedParam],
     mesh: ShardMesh,
     policy: MixedPrecisionPolicy,
-    made_of: Mapping[ShardedParam, tuple[torch.Tensor, nn.Parameter]] | None = None,
+    sources: Mapping[ShardedParam, tuple[torch.Tensor, nn.Parameter]] | None = None,
 ) -> None:
     """Initialize an empty group; move the shards into buckets.
 
-    With ``made_of`` (the shard and the original of each parameter), make the sharded parameters,
-    too.
+    With ``sources`` (the shard and the original of each parameter), make the sharded parameters,
+    too. Without, ``params`` have them already.
     """
     with torch.inference_mode(False):
-        if made_of is None:
+        if sources is None:
             shards = [_torch.local_tensor(param.sharded) for param in params]
         else:
-            shards = [shard for shard, _ in made_of.values()]
+            shards = [shard for shard, _ in sources.values()]
         buckets = build_buckets(params, shards)
         for bucket in buckets:
             for param, local in zip(bucket.params, bucket.locals, strict=True):
-                if made_of is None:
+                if sources is None:
                     param.set_local(local)
-                else:  # wraps the view of the bucket, so the DTensor has its storage offset
-                    param.create_sharded(local, made_of[param][1])
+                else:  # the DTensor wraps the view of the bucket
+                    param.create_sharded(local, sources[param][1])
     group.__init__(modules, buckets, mesh, policy.without_override())  # type: ignore[misc]
     group.params = list(params)  # in the order of the modules, not of the buckets
 
 
-def _own_shards(
+def _cut_shards(
     planned: Sequence[ShardedParam], originals: Sequence[nn.Parameter]
 ) -> list[torch.Tensor]:
-    """Cut this rank's shards; those of tensor subclasses are copies.
+    """Cut this rank's shards: copies of tensor subclasses, and views or copies of plain tensors.
 
     Collective: one small object for each mesh axis if there are tensor subclasses, else none.
     """
@@ -251,7 +250,7 @@ def _own_shards(
             continue
         meshes[param.placement.mesh] = None
         try:
-            shards.append(_cut(param, whole))
+            shards.append(_cut_subclass(param, whole))
         except ExtensionError as error:
             failure = failure or error
     if meshes:
@@ -259,35 +258,35 @@ def _own_shards(
     return shards
 
 
-def _cut(param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
-    """Copy this rank's shard out of a tensor subclass; a tensor on the meta device stays there.
+def _cut_subclass(param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
+    """Copy this rank's shard of a tensor subclass; a tensor on the meta device stays there.
 
     Raises:
         ExtensionError: If the class cannot be cut that way, copied or gathered, or if an operation
             does not return its own class.
     """
     kind = type(whole)
-    is_kept = _torch.is_subclass(whole) or hasattr(kind, PRE) or hasattr(kind, GRAD_PRE)
+    keeps_class = _torch.is_subclass(whole) or hasattr(kind, PRE) or hasattr(kind, GRAD_PRE)
 
-    def kept(op: str, made: torch.Tensor) -> torch.Tensor:
-        if is_kept and not isinstance(made, kind):
-            name, got = kind.__name__, type(made).__name__
+    def checked(op: str, result: torch.Tensor) -> torch.Tensor:
+        if keeps_class and not isinstance(result, kind):
+            name, got = kind.__name__, type(result).__name__
             raise ExtensionError(f"Expected {op} of {name} to return its own class, got {got}")
-        return made
+        return result
 
     try:
-        shard = kept("split", param.layout.shard_of(whole, param.mesh.shard_rank))
-        shard = kept("detach", shard.detach())
+        shard = checked("split", param.layout.shard_of(whole, param.mesh.shard_rank))
+        shard = checked("detach", shard.detach())
         viewed = shard
-        with contextlib.suppress(Exception):  # a class may refuse view by an error
+        with contextlib.suppress(Exception):  # a class may refuse `view` by an error
             viewed = shard.view(shard.shape)
-        kept("view", viewed)
+        checked("view", viewed)
         if not has_extension(shard):
             flatten([shard])
             dtype = param.policy.compute_dtype(shard.dtype)
-            kept(f"to({dtype})", shard.to(dtype))
+            checked(f"to({dtype})", shard.to(dtype))
         is_meta = shard.device.type == "meta"
-        return kept("new_zeros", _torch.cloned(shard if is_meta else shard.to(param.device)))
+        return checked("new_zeros", _torch.cloned(shard if is_meta else shard.to(param.device)))
     except Exception as error:
         is_ours = isinstance(error, ExtensionError)
         got = str(error) if is_ours else f"{type(error).__name__}: {error}"
@@ -312,8 +311,8 @@ def _agree_on_shards(failure: ExtensionError | None, meshes: Sequence[DeviceMesh
     Collective: an all-gather of a small object over each axis.
     """
     text = None if failure is None else str(failure)
-    axes = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
-    groups = [one for one in dict.fromkeys(axes) if one.size() > 1 and not _torch.is_fake(one)]
+    axes = [mesh.get_group(index) for mesh in meshes for index in range(mesh.ndim)]
+    groups = [axis for axis in dict.fromkeys(axes) if axis.size() > 1 and not _torch.is_fake(axis)]
     texts = collect(text, groups, "agreeing on how tensor subclasses are cut")
     failures = {rank: text for rank, text in texts.items() if text is not None}
     if not failures:
@@ -332,7 +331,7 @@ def check_subclasses(planned: Sequence[ShardedParam], managed: Managed) -> None:
     """
     pairs = zip(planned, managed.slots, strict=True)
     cut = [(p, full) for p, full in pairs if needs_extension(p.tensor_parallel_part(full))]
-    _own_shards([param for param, _ in cut], [full for _, full in cut])
+    _cut_shards([param for param, _ in cut], [full for _, full in cut])
 
 
 def commit(group: ParamGroup, managed: Managed, planned: Sequence[ShardedParam]) -> None:

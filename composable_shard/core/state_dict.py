@@ -1,4 +1,4 @@
-"""State dicts: saving returns the shards as they are; loading cuts full tensors to shards.
+"""State dicts: saving returns the shards unchanged; loading cuts full tensors to shards.
 
 Nothing here communicates, except that loaded DTensors with other placements are redistributed.
 """
@@ -19,7 +19,7 @@ from composable_shard.core.user_changes import carry_over
 from composable_shard.errors import ShardError
 
 _PARAMS = "_composable_shard_params"
-"""The attribute of a module with its sharded parameters."""
+"""The attribute of a module that records its sharded parameters."""
 
 
 class _Params(dict[str, ShardedParam]):
@@ -36,8 +36,8 @@ class _Params(dict[str, ShardedParam]):
         return _Params, ()
 
 
-def list_params(group: ParamGroup) -> list[nn.Module]:
-    """List the parameters of a group on their modules; return the modules without a list before."""
+def record_params(group: ParamGroup) -> list[nn.Module]:
+    """Record the parameters of a group on their modules; return modules that had no record yet."""
     slots = [(slot, param) for param in group.params for slot in param.slots]
     modules = dict.fromkeys(slot.module for slot, _ in slots)
     new = [module for module in modules if _PARAMS not in module.__dict__]
@@ -49,10 +49,10 @@ def list_params(group: ParamGroup) -> list[nn.Module]:
 def install_state_dict_hooks(group: ParamGroup) -> None:
     """Make state dicts of the group's modules contain shards, and accept shards or full tensors.
 
-    User hooks that were registered earlier run after these in a save, and before them in a load. So
-    they see the shards that are saved, and the values to load before they are cut.
+    User hooks that were registered earlier run after these hooks in a save, and before them in a
+    load. So they see the shards that are saved, and the values to load before they are cut.
     """
-    for module in list_params(group):
+    for module in record_params(group):
         for handle in (
             module.register_state_dict_pre_hook(_before_save),
             module.register_state_dict_post_hook(_after_save),
@@ -70,7 +70,7 @@ def _params_of(module: nn.Module) -> list[tuple[str, ShardedParam]]:
 
 
 def _before_save(module: nn.Module, *_: object) -> None:
-    """Register the sharded parameters; for this call only during compute or after ``unshard()``."""
+    """Register the sharded parameters; during compute or after ``unshard()`` for this call only."""
     for name, param in _params_of(module):
         group: ParamGroup = param.group
         group.check_in_memory("for a state dict")
@@ -92,7 +92,7 @@ def _after_save(module: nn.Module, *_: object) -> None:
 def _is_computing(group: ParamGroup) -> bool:
     """Return whether a forward of the group, or any backward, is running on this thread.
 
-    An interrupted forward leaves its calls on the stack, but then no module call is running.
+    An interrupted forward leaves calls on the stack, but then no module call is running.
     """
     if _torch.current_backward() != -1:
         return True
@@ -110,7 +110,7 @@ def _before_load(
     local_metadata: dict[str, Any],
     *rest: Any,
 ) -> None:
-    """Replace full tensors by this rank's rows of them; torch passes a copy of the user's dict.
+    """Replace full tensors by this rank's rows; torch passes a copy of the user's dict.
 
     A value of the wrong shape is left unchanged, and torch reports it.
     """
@@ -135,14 +135,14 @@ def _before_load(
             value = value[0]  # as torch does for plain tensors; it cannot for a DTensor
         if value.shape != param.shape:
             continue
-        model = param.placement.unsharded_spec
+        spec = param.placement.unsharded_spec
         if not isinstance(value, DTensor):
             state_dict[key] = _shard_of(param, value, current, assign)
         elif value.device_mesh == param.sharded_spec.mesh:
             if value.placements != param.sharded_spec.placements:
                 state_dict[key] = value.redistribute(placements=param.sharded_spec.placements)
-        elif model is not None and value.device_mesh == model.mesh:
-            value = value.redistribute(placements=model.placements)
+        elif spec is not None and value.device_mesh == spec.mesh:
+            value = value.redistribute(placements=spec.placements)
             state_dict[key] = _shard_of(param, value, current, assign)
         else:
             state_dict[key] = current
@@ -170,7 +170,7 @@ def _shard_of(param: ShardedParam, full: torch.Tensor, current: DTensor, assign:
 
 
 def _after_load(module: nn.Module, *_: object) -> None:
-    """Register an assigned parameter in all places of the one that it replaces; keep attributes."""
+    """Register an assigned parameter in all slots of the replaced one, with its attributes."""
     for attribute, param in _params_of(module):
         current = module._parameters.get(attribute)
         if isinstance(current, DTensor) and current.__dict__ is not param.state_before_load[0]:

@@ -52,7 +52,7 @@ from composable_shard.policy import (
 # One parameter ------------------------------------------------------------------------------------
 
 USER_GRAD_DTYPE = "_composable_shard_user_grad_dtype"
-"""The attribute with the ``grad_dtype`` of the user, if the library has set it to ``None``."""
+"""The attribute that records the user's ``grad_dtype`` while the library has set it to ``None``."""
 
 _UNSAFE_VARIABLES = ("COMPOSABLE_SHARD_UNSAFE_SETATTR", "FSDP_USE_UNSAFE_SETATTR")
 
@@ -211,7 +211,7 @@ class ShardedParam:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the sharded parameter alone."""
-        left_out = {
+        omitted = {
             "group",
             "local",
             "flat_position",
@@ -221,11 +221,11 @@ class ShardedParam:
             "attributes",
             "state_before_load",
         }
-        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        return {**state, "asked": user_grad_dtype(self.sharded)}  # torch does not pickle it
+        state = {name: value for name, value in self.__dict__.items() if name not in omitted}
+        return {**state, "user_grad_dtype": user_grad_dtype(self.sharded)}  # torch loses it
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        has_asked, asked = state.pop("asked")
+        is_set, grad_dtype = state.pop("user_grad_dtype")
         self.__dict__.update(state)
         self.flat_position = None
         self.forget_unsharded()
@@ -241,8 +241,8 @@ class ShardedParam:
         _torch.rebind(self.placement.mesh)
         self.register(self.sharded)
         self.sharded.__dict__.pop(USER_GRAD_DTYPE, None)
-        if has_asked:
-            self.sharded.grad_dtype = asked
+        if is_set:
+            self.sharded.grad_dtype = grad_dtype
 
     def __deepcopy__(self, memo: object) -> ShardedParam:
         """Return itself; `copying.py` copies the parameters of a group."""
@@ -250,9 +250,9 @@ class ShardedParam:
 
     def facts(self) -> tuple[Sequence[int], int | None, object]:
         """Return the facts that ranks compare: shape, sharded dim, ``grad_dtype`` of the user."""
-        has_asked, asked = user_grad_dtype(self.sharded)
-        takes_any = has_asked and asked is None and self.policy.reduce_dtype is None
-        return self.layout.shape, self.layout.dim, "any dtype" if takes_any else asked
+        is_set, grad_dtype = user_grad_dtype(self.sharded)
+        takes_any = is_set and grad_dtype is None and self.policy.reduce_dtype is None
+        return self.layout.shape, self.layout.dim, "any dtype" if takes_any else grad_dtype
 
     @property
     def shape(self) -> torch.Size:
@@ -286,7 +286,7 @@ class ShardedParam:
         return _torch.make_spec(self.placement.mesh, getattr(self.placement, stage), meta)
 
     def create_sharded(self, local: torch.Tensor, original: nn.Parameter) -> None:
-        """Make the sharded parameter around ``local``; take over the hooks of the original."""
+        """Make the sharded parameter around ``local``; keep the original's hooks and attributes."""
         tensor = _torch.from_local(local, self.spec("sharded", local.dtype))
         self.sharded = _torch.parameter_of(tensor, original.requires_grad)
         self.set_local(local)
@@ -297,7 +297,7 @@ class ShardedParam:
 
     def set_local(self, local: torch.Tensor) -> None:
         """Make ``local`` this rank's shard."""
-        # The same tensor object, so that `local` shares the version counter of its bucket.
+        # Not a copy of the tensor object, so that `local` shares the version counter of its bucket.
         _torch.set_local_tensor(self.sharded, local)
         self.register(self.sharded)
 
@@ -382,8 +382,8 @@ def _contiguous(shape: torch.Size) -> tuple[int, ...]:
 def user_grad_dtype(sharded: nn.Parameter) -> tuple[bool, torch.dtype | None]:
     """Return whether the user has set ``grad_dtype`` of a sharded parameter, and to what."""
     if USER_GRAD_DTYPE in sharded.__dict__:
-        asked: tuple[bool, torch.dtype | None] = sharded.__dict__[USER_GRAD_DTYPE]
-        return asked
+        recorded: tuple[bool, torch.dtype | None] = sharded.__dict__[USER_GRAD_DTYPE]
+        return recorded
     dtype = sharded.grad_dtype
     return (False, None) if dtype == sharded.dtype else (True, dtype)
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.reduction import clear
+from composable_shard.core.reduction import clear_grad
 from composable_shard.core.storage import USER_GRAD_DTYPE, ShardedParam, user_grad_dtype
 from composable_shard.errors import MaterializationError, ShardError
 
@@ -214,7 +214,7 @@ class UnshardedSnapshot:
             if mark is None:
                 continue
             if leaf.grad is None or not _torch.sparse_values(mark).numel():
-                clear(param.sharded, to_none=leaf.grad is None)
+                clear_grad(param.sharded, to_none=leaf.grad is None)
             elif mark._version:
                 lost.append(f"{param.name}.grad")
             if leaf.grad is mark:

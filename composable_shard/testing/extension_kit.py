@@ -45,7 +45,7 @@ from composable_shard.core.codec import (
     needs_extension,
     to_text,
 )
-from composable_shard.core.extension import ExtensionBucket, GradExtension, gather_unknown
+from composable_shard.core.extension import ExtensionBucket, GradExtension, run_first_gathers
 from composable_shard.core.group import group_of
 from composable_shard.errors import ExtensionError
 from composable_shard.testing.oracle import apart
@@ -241,7 +241,7 @@ class Gathers:
 
     def first(self) -> torch.Tensor:
         """Gather for the first time; return the unsharded tensor."""
-        gather_unknown([self.bucket], self._channels)
+        run_first_gathers([self.bucket], self._channels)
         return self.bucket.param.unsharded_local
 
     def again(self, shard: torch.Tensor) -> None:

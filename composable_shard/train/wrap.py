@@ -10,7 +10,7 @@ from torch import nn
 
 from composable_shard.api import check_calls, fully_shard
 from composable_shard.arguments import check_module
-from composable_shard.core.shard import is_taken, top_modules
+from composable_shard.core.shard import is_parallelized, top_modules
 
 Policy = (
     int
@@ -102,7 +102,7 @@ def _choose(
 ) -> dict[nn.Module, dict[str, Any]]:
     """Return the picked modules, inner modules first, with their arguments."""
     chosen: dict[nn.Module, dict[str, Any]] = {}
-    for inner in inside_out(module, set(filter(is_taken, module.modules()))):
+    for inner in inside_out(module, set(filter(is_parallelized, module.modules()))):
         answer = policy(inner)
         if not isinstance(answer, (bool, dict)):
             raise TypeError(
@@ -111,7 +111,7 @@ def _choose(
             )
         if answer is not False and has_forward(inner):
             chosen[inner] = answer if isinstance(answer, dict) else {}
-    if not chosen and not any(map(is_taken, module.modules())):
+    if not chosen and not any(map(is_parallelized, module.modules())):
         classes = ", ".join(dict.fromkeys(type(inner).__name__ for inner in module.modules()))
         raise ValueError(
             f"Expected policy to pick a module that has a forward, got none of the classes in the "
@@ -148,7 +148,7 @@ def _plan_groups(module: nn.Module, budget: int, ignored: set[int]) -> list[list
 
     def visit(inner: nn.Module) -> tuple[list[tuple[nn.Module, int]], int]:
         """Return modules that may join a group, and the elements left for the module around."""
-        if inner in seen or is_taken(inner):
+        if inner in seen or is_parallelized(inner):
             return [], 0
         seen.add(inner)
         visited = [visit(child) for child in inner.children()]
