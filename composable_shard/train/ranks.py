@@ -80,14 +80,12 @@ class Ranks:
 
         Args:
             own: The object of this rank.
-            number: The global rank; the first one if absent.
+            number: The global rank in ``group``; the first one, of meshes too, if absent.
         """
-        if self.group is None:
-            return own
-        box = [own]
-        with naming_failures(self.doing):
-            source = self.numbers[0] if number is None else number
-            dist.broadcast_object_list(box, src=source, group=self.group)
+        box, source = [own], 0 if number is None else self.numbers.index(number)
+        for group in self.groups:  # after k axes, all ranks that begin like the first have it
+            with naming_failures(self.doing):
+                dist.broadcast_object_list(box, group=group, group_src=source)
         return box[0]
 
     @contextlib.contextmanager

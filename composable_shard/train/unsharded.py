@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -129,7 +128,7 @@ class _Opened:
     def _shard_of(self, full: torch.Tensor | None, of_first: bool) -> torch.Tensor:
         """Cut this rank's part out of a full tensor; may be a view."""
         if of_first:  # it is pickled, and other ranks may lack a device of that index
-            full = _said_by_first(None if full is None else full.detach().cpu(), self.mesh)
+            full = _ranks_of(self.mesh).from_one(None if full is None else full.detach().cpu())
         assert full is not None
         return _torch.cut(full.detach().to(self.mesh.device_type), self.mesh, self._placements)
 
@@ -172,7 +171,7 @@ def _write_back(opened: Sequence[_Opened], *, rank0_only: bool) -> None:
     if rank0_only:
         edits = [item.edit for item in opened]
         meshes = dict.fromkeys(item.mesh for item in opened)
-        edits_of_first = {mesh: _said_by_first(edits, mesh) for mesh in meshes}
+        edits_of_first = {mesh: _ranks_of(mesh).from_one(edits) for mesh in meshes}
         for index, item in enumerate(opened):
             item.edit = edits_of_first[item.mesh][index]
     for item in opened:
@@ -181,12 +180,8 @@ def _write_back(opened: Sequence[_Opened], *, rank0_only: bool) -> None:
         item.write_back(of_first=rank0_only)
 
 
-def _said_by_first(value: Any, mesh: DeviceMesh) -> Any:
-    """Return the object of the first rank of a mesh. Collective: a broadcast along each axis."""
-    box = [value]
-    for axis in range(mesh.ndim):  # after axis k, all ranks that begin like the first have it
-        dist.broadcast_object_list(box, group=mesh.get_group(axis), group_src=0)
-    return box[0]
+def _ranks_of(*meshes: DeviceMesh) -> Ranks:
+    return Ranks(None, "writing back the edits of unsharded()", meshes)
 
 
 # The context --------------------------------------------------------------------------------------
@@ -277,9 +272,8 @@ def unsharded(
         group.tree.agree()
     slots = _slots_in(modules, groups)
     opened = [_Opened(param, places, writeback) for param, places in slots.items()]
-    meshes = [item.mesh for item in opened if rank0_only and writeback]
     expected = "all ranks to write back the edits of unsharded()"
-    ranks = Ranks(None, f"waiting for {expected}", meshes)
+    ranks = _ranks_of(*(item.mesh for item in opened if rank0_only and writeback))
     for group in groups:
         group.is_in_unsharded_context = True
     try:

@@ -184,7 +184,7 @@ def _asked_device(choices: Choices, current: torch.device) -> torch.device | Non
         warnings.warn(
             f"device_id {asked} of {_rank()} does not have an explicit index: the current device, "
             f"{current}, is used; pass it, or set another device first",
-            stacklevel=4,
+            stacklevel=5,
         )
         return current
     return asked
@@ -431,99 +431,115 @@ def chosen_below(
     ]
 
 
-def check_all(
-    root: nn.Module,
-    scope: Scope,
-    below: Below,
-    layout: Layout,
-    choices: Choices,
-    wrapper_class: type[nn.Module],
-) -> None:
-    """Raise the errors of wrapping before anything is wrapped, initialized or sharded.
+class Plan:
+    """The construction of one wrapper.
+
+    Args:
+        module: The module to wrap.
+        choices: Its arguments.
+        ignored: ``ignored_modules`` and ``ignored_states``.
+        policy: Selects modules below to wrap with the same arguments.
+
+    Attributes:
+        device: The device of compute.
+        layout: The ranks.
 
     Raises:
-        TypeError: If an argument of a wrapper has the wrong type or an unknown name.
-        ValueError: If a module cannot be sharded by its arguments.
-        MaterializationError: If a module on the meta device cannot be initialized.
+        RuntimeError: If parameters lie on several devices.
+        TypeError: If an argument has the wrong type.
+        ValueError: If arguments, the module and the current device conflict.
     """
-    calls, has_own = [], set[nn.Module]()
-    for module, arguments in below:
-        signature(wrapper_class).bind(module, **arguments)
-        chosen = Choices.of(arguments)
-        ignored = scope_of(module, arguments.get("ignored_modules"), arguments["ignored_states"])
-        over = layout
-        if chosen.sharding_strategy is not choices.sharding_strategy:
-            over = resolve_layout(chosen, layout.mesh.device_type, wraps_below=False)
-        calls.append(([module], _arguments(ignored, over, chosen)))
-        if chosen.param_init_fn is not None:
-            has_own.update(module.modules())
-    calls.append((_plain(root), _arguments(scope, layout, choices)))
-    check_calls((modules, arguments) for modules, arguments in calls if modules)
-    for module in scope.on_meta() - has_own if choices.param_init_fn is None else ():
-        if not callable(getattr(module, "reset_parameters", None)):
-            raise MaterializationError(
-                f"Expected {type(module).__name__} on the meta device to have reset_parameters(), "
-                "got none; pass param_init_fn"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        choices: Choices,
+        ignored: tuple[Any, Any],
+        policy: AutoWrapPolicy | None,
+    ) -> None:
+        self._module, self._choices = module, choices
+        self._scope = scope_of(module, *ignored)
+        self.device = resolve_device(self._scope, choices)
+        self.layout = resolve_layout(choices, self.device.type, policy is not None)
+        self._below: Below = []
+        if policy is not None:
+            # Inner wrappers have the ranks and the device of the outer one.
+            arguments = vars(choices).copy()
+            arguments["ignored_states"] = self._scope.ignored_modules or self._scope.ignored_params
+            if choices.device_id is not None:
+                arguments["device_id"] = self.device
+            if self.layout.strategy.is_hybrid:
+                arguments |= {"process_group": None, "device_mesh": self.layout.mesh}
+            self._below = chosen_below(module, self._scope, policy, arguments)
+
+    def check(self, wrapper_class: type[nn.Module]) -> None:
+        """Raise the errors of wrapping before anything is wrapped, initialized or sharded.
+
+        Raises:
+            TypeError: If an argument of a wrapper has the wrong type or an unknown name.
+            ValueError: If a module cannot be sharded by its arguments.
+            MaterializationError: If a module on the meta device cannot be initialized.
+        """
+        calls, has_own = [], set[nn.Module]()
+        for module, arguments in self._below:
+            signature(wrapper_class).bind(module, **arguments)
+            chosen, layout = Choices.of(arguments), self.layout
+            scope = scope_of(module, arguments.get("ignored_modules"), arguments["ignored_states"])
+            if chosen.sharding_strategy is not self._choices.sharding_strategy:
+                layout = resolve_layout(chosen, layout.mesh.device_type, wraps_below=False)
+            calls.append(([module], _arguments(scope, layout, chosen)))
+            if chosen.param_init_fn is not None:
+                has_own.update(module.modules())
+        calls.append((_plain(self._module), self._arguments))
+        check_calls((modules, arguments) for modules, arguments in calls if modules)
+        for module in self._scope.on_meta() - has_own:
+            resets = callable(getattr(module, "reset_parameters", None))
+            if self._choices.param_init_fn is None and not resets:
+                raise MaterializationError(
+                    f"Expected {type(module).__name__} on the meta device to have "
+                    "reset_parameters(), got none; pass param_init_fn"
+                )
+
+    def wrap_below(self, wrapper_class: type[nn.Module]) -> None:
+        """Replace the chosen modules by wrappers."""
+        places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+        for parent in self._module.modules():
+            for name, child in vars(parent)["_modules"].items():
+                places.setdefault(child, []).append((parent, name))
+        for module, arguments in self._below:
+            wrapper = wrapper_class(module, **arguments)
+            for parent, name in places[module]:
+                setattr(parent, name, wrapper)
+        modules = tuple(_walk(self._module, self._scope.ignored_modules))
+        self._scope = replace(self._scope, modules=modules)
+
+    def shard(self) -> tuple[nn.Module, ...]:
+        """Shard the module, or the modules in a container; return the sharded modules."""
+        module, scope, choices = self._module, self._scope, self._choices
+        if not has_forward(module):
+            warnings.warn(
+                f"{type(module).__name__} has no forward, so it cannot gather the parameters in "
+                "it: calls of its modules gather them; wrap these modules one by one",
+                stacklevel=3,
             )
+        materialize(scope, choices.param_init_fn, self.device)
+        stays = stays_on_cpu(scope, choices, self.device)
+        if choices.sync_module_states:
+            synchronize(scope, self.layout.mesh)
+        kept = [(inner, dict(inner._buffers)) for inner in scope.ignored_modules]
+        if plain := _plain(module):
+            fully_shard(plain, **self._arguments)
+        for inner, buffers in kept:
+            inner._buffers.update(buffers)
+        if stays:
+            params = set(scope.params())
+            for inner in scope.modules:
+                inner._apply(lambda t: t.cpu() if t in params else t, recurse=False)
+        return tuple(_tops(module))
 
-
-def wrap_below(
-    root: nn.Module, scope: Scope, below: Below, wrapper_class: type[nn.Module]
-) -> Scope:
-    """Replace modules below ``root`` by wrappers.
-
-    Returns:
-        The remaining scope of ``root``.
-    """
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-    for parent in root.modules():
-        for name, child in vars(parent)["_modules"].items():
-            places.setdefault(child, []).append((parent, name))
-    for module, arguments in below:
-        wrapper = wrapper_class(module, **arguments)
-        for parent, name in places[module]:
-            setattr(parent, name, wrapper)
-    return replace(scope, modules=tuple(_walk(root, scope.ignored_modules)))
-
-
-def arguments_below(
-    choices: Choices, scope: Scope, layout: Layout, device: torch.device
-) -> dict[str, Any]:
-    """Return the arguments of inner wrappers, with the ranks and the device of the outer one."""
-    arguments = vars(choices).copy()
-    arguments["ignored_states"] = scope.ignored_modules or scope.ignored_params
-    if choices.device_id is not None:
-        arguments["device_id"] = device
-    if layout.strategy.is_hybrid:
-        arguments |= {"process_group": None, "device_mesh": layout.mesh}
-    return arguments
-
-
-def shard(
-    module: nn.Module, scope: Scope, layout: Layout, choices: Choices, device: torch.device
-) -> tuple[nn.Module, ...]:
-    """Shard a module, or the modules in a container; return the sharded modules."""
-    if not has_forward(module):
-        warnings.warn(
-            f"{type(module).__name__} has no forward, so it cannot gather the parameters in it: "
-            "calls of its modules gather them; wrap these modules one by one",
-            stacklevel=3,
-        )
-    materialize(scope, choices.param_init_fn, device)
-    stays = stays_on_cpu(scope, choices, device)
-    if choices.sync_module_states:
-        synchronize(scope, layout.mesh)
-    kept = [(inner, dict(inner._buffers)) for inner in scope.ignored_modules]
-    plain = _plain(module)
-    if plain:
-        fully_shard(plain, **_arguments(scope, layout, choices))
-    for inner, buffers in kept:
-        inner._buffers.update(buffers)
-    if stays:
-        params = set(scope.params())
-        for inner in scope.modules:
-            inner._apply(lambda t: t.cpu() if t in params else t, recurse=False)
-    return tuple(_tops(module))
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        return _arguments(self._scope, self.layout, self._choices)
 
 
 def _arguments(scope: Scope, layout: Layout, choices: Choices) -> dict[str, Any]:

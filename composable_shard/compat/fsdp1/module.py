@@ -179,19 +179,12 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         self.fsdp_full_precision_in_eval = any(
             os.environ.get(name) == "1" for name in _EVAL_VARIABLES
         )
-        scope = construction.scope_of(module, ignored_modules, ignored_states)
-        self.compute_device = construction.resolve_device(scope, choices)
-        layout = construction.resolve_layout(
-            choices, self.compute_device.type, auto_wrap_policy is not None
-        )
-        self.sharding_strategy = layout.strategy
-        below: construction.Below = []
-        if auto_wrap_policy is not None:
-            arguments = construction.arguments_below(choices, scope, layout, self.compute_device)
-            below = construction.chosen_below(module, scope, auto_wrap_policy, arguments)
-        construction.check_all(module, scope, below, layout, choices, type(self))
-        scope = construction.wrap_below(module, scope, below, type(self))
-        self._tops = construction.shard(module, scope, layout, choices, self.compute_device)
+        ignored = ignored_modules, ignored_states
+        plan = construction.Plan(module, choices, ignored, auto_wrap_policy)
+        self.compute_device, self.sharding_strategy = plan.device, plan.layout.strategy
+        plan.check(type(self))
+        plan.wrap_below(type(self))
+        self._tops = plan.shard()
         self._fsdp_wrapped_module = module
         self.training = module.training
 
