@@ -223,11 +223,6 @@ def optimizers_in_backward(param: torch.Tensor) -> list[torch.optim.Optimizer]:
     return getattr(param, "_in_backward_optimizers", [])
 
 
-def accumulate_node(param: nn.Parameter) -> Node:
-    """Return the node that accumulates into the ``grad`` of a leaf."""
-    return accumulate_nodes([param])[0]
-
-
 def accumulate_nodes(params: Sequence[nn.Parameter]) -> list[Node]:
     """Return the nodes that accumulate into the ``grad`` of leaves."""
     with torch.inference_mode(False), torch.enable_grad():

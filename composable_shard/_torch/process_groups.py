@@ -23,16 +23,14 @@ from composable_shard._torch.streams import has_streams
 
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
 
-_ALL_GATHER = (
-    "all_gather_single_coalesced"
-    if hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
-    else "allgather_into_tensor_coalesced"
-)
-_REDUCE_SCATTER = (
-    "reduce_scatter_single_coalesced"
-    if hasattr(dist.ProcessGroup, "reduce_scatter_single_coalesced")
-    else "reduce_scatter_tensor_coalesced"
-)
+
+def _first_of(*names: str) -> str:
+    """Return the name of a method in this version of torch."""
+    return next(name for name in names if hasattr(dist.ProcessGroup, name))
+
+
+_ALL_GATHER = _first_of("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+_REDUCE_SCATTER = _first_of("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 
 
 def all_gather_flat(
@@ -181,28 +179,21 @@ def symmetric_memory_of_nccl() -> tuple[Allocate, Callable[[torch.Tensor, dist.P
 _Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
 
 
-class _MeansGloo(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        return _Gloo is not None and isinstance(instance, _Gloo)
+class _GlooOfOneWorker(_Gloo or object):  # type: ignore[misc]
+    """Torch's ``ProcessGroupGloo`` with one worker."""
 
-    def __getattr__(cls, name: str) -> Any:
-        return getattr(_Gloo, name)
-
-
-class _GlooOfOneWorker(metaclass=_MeansGloo):
-    """Replaces torch's ``ProcessGroupGloo``, and makes groups of that class with one worker."""
-
-    def __new__(
-        cls, store: dist.Store, rank: int, num_ranks: int, timeout: timedelta, **more: Any
-    ) -> Any:
+    def __init__(
+        self, store: dist.Store, rank: int, num_ranks: int, timeout: timedelta, **more: Any
+    ) -> None:
         if any(more.values()):  # arguments that only the plain constructor takes
-            return _Gloo(store, rank, num_ranks, timeout=timeout, **more)
+            super().__init__(store, rank, num_ranks, timeout=timeout, **more)
+            return
         options = _Gloo._Options()
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
         options._devices = [_gloo_device(name, os.getpid()) for name in interfaces]
         options._timeout = timeout
         options._threads = 1
-        return _Gloo(store, rank, num_ranks, options)
+        super().__init__(store, rank, num_ranks, options)
 
 
 @functools.cache

@@ -170,7 +170,7 @@ class Program:
             if not param.policy.rounds_gradients:
                 unsharded.grad_dtype = None if is_wider else unsharded.dtype
             if sharded.requires_grad:
-                self.accumulators.append(_torch.accumulate_node(unsharded))
+                self.accumulators.append(*_torch.accumulate_nodes([unsharded]))
                 if not param.is_counted:
                     param.is_counted = True
                     unsharded.register_post_accumulate_grad_hook(group.count_gradient)
