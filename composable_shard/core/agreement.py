@@ -222,7 +222,7 @@ def _warn_of_same_rows(ranks: dist.ProcessGroup, device: torch.device, filled: _
 
 
 def _facts(group: Any, mesh: ShardMesh) -> list[str]:
-    """Describe a group and its parameters on a mesh, as all ranks should."""
+    """Return the facts about a group and its parameters on a mesh that all ranks must share."""
     name = group.label
     policy = group.policy
     replicas = f" times {mesh.num_replicas} replicas" if mesh.num_replicas > 1 else ""

@@ -36,8 +36,8 @@ class GroupProgress:
         expected_nodes: For each graph task, how many nodes of the group it will run: gradient
             accumulations and input markers. Each adds an entry to ``group.finished_nodes``. A
             reentrant checkpoint runs one graph task inside another.
-        awaits_inner_task: Whether a checkpoint has recomputed the group and may start a graph task
-            whose nodes are not counted yet.
+        awaits_inner_task: Whether a checkpoint has recomputed the group and may start a graph task,
+            so that its nodes are not counted yet.
         num_recomputes: How many calls of the group checkpoints have recomputed. A recomputation
             inside another checkpoint does not count, because the outer one repeats it.
         has_input_markers: Whether every call reached so far has input markers. Without them, a node
@@ -60,7 +60,7 @@ class Backward:
         steps: The remaining steps of the plan, the next step last.
         is_inner: Whether it is an inner backward, which runs inside a forward.
         kept: The groups that it leaves unsharded, because of ``settings.reshard_after_backward``.
-        launched: The groups whose reductions it has launched.
+        launched: The groups with reductions that it has launched.
     """
 
     def __init__(

@@ -49,8 +49,8 @@ _GROUP = "_composable_shard_group"
 
 def group_of(module: nn.Module) -> ParamGroup | None:
     """Return the group of a sharded module."""
-    found: ParamGroup | None = module.__dict__.get(_GROUP)
-    return found
+    group: ParamGroup | None = module.__dict__.get(_GROUP)
+    return group
 
 
 def set_group(module: nn.Module, group: ParamGroup) -> None:
@@ -74,7 +74,7 @@ class State(enum.Enum):
     SHARDED = enum.auto()
     UNSHARDING = enum.auto()  # the all-gather is in flight
     UNSHARDED = enum.auto()
-    PARTLY_SHARDED = enum.auto()  # some neighbours together hold the unsharded parameters
+    PARTLY_SHARDED = enum.auto()  # neighbouring ranks hold parts of the unsharded parameters
 
 
 @dataclass
@@ -345,7 +345,7 @@ class ParamGroup:
             successors: Pairs of an old mesh and the new mesh that replaces it. The channel of the
                 new mesh takes over the choice of collectives.
 
-        Collective: makes a process group if reductions have one of their own.
+        Collective: makes a process group if reductions use a separate one.
         """
         choices = {new: self.channels[old].saved() for old, new in successors}
         self.mesh, self.buckets = mesh, buckets
@@ -356,7 +356,7 @@ class ParamGroup:
         self.why_absent, self._gathered_version = None, -1
 
     def move_away(self) -> None:
-        """Drop the buckets, because the group moves to other ranks and leaves this one."""
+        """Drop the buckets, because the group moves to other ranks."""
         self.buckets, self.why_absent = [], ON_OTHER_RANKS
 
     def unshard(self) -> None:
@@ -564,8 +564,8 @@ class ParamGroup:
         """Set the divisor of gradient sums; rescale accumulated gradients that are not reduced yet.
 
         Raises:
-            ShardError: On all ranks, if an unreduced gradient was added to a reduced one, which is
-                divided already.
+            ShardError: On all ranks, if an unreduced gradient was added to a reduced gradient,
+                which is already divided.
         """
         self.tree.in_flight.finish()
         to_scale: list[tuple[torch.Tensor, float]] = []
@@ -709,7 +709,7 @@ class ReductionQueue:
             self._delivering = [reduction for reduction in delivering if reduction.advance()]
 
     def discard(self, group: ParamGroup) -> None:
-        """Drop the reductions of a group whose backward has failed."""
+        """Drop the reductions of a group, after its backward has failed."""
         for reductions in (self._holding_grads, self._delivering):
             for reduction in [other for other in reductions if other.group is group]:
                 reductions.remove(reduction)

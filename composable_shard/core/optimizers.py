@@ -111,7 +111,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _refuse_unreduced(kind: str, params: Sequence[DTensor]) -> None:
-    """Raise if the gradient of one of ``params``, which are not contiguous, is not reduced.
+    """Raise if any gradient of parameters that are not contiguous is not reduced.
 
     DTensor would reduce it to a contiguous shard. Fused kernels traverse memory in order, so they
     would update an element by the gradient of another element.

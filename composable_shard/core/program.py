@@ -263,8 +263,8 @@ class Program:
         stream = side_stream(group.mesh.device)
         if stream is not None and all(type(each) is Reduction for each in reductions):
             split = tuple(partial(each.split_wait, stream) for each in reductions)
-            beside = _within(lambda: _torch.on_stream(stream), (*average, *launches))
-            self.over_replicas = (*split, *beside, *ops("all_reduced"))
+            on_side = _within(lambda: _torch.on_stream(stream), (*average, *launches))
+            self.over_replicas = (*split, *on_side, *ops("all_reduced"))
             wait = (*ops("await_reduction"), *(each.wait_for_shards for each in reductions))
             first = (*wait, *ops("averaged"), *ops("scattered"))
         await_replicas = (each.wait for each in replicated)

@@ -102,7 +102,7 @@ class Claims:
 
 
 def claim_ties(managed: Managed, modules: Sequence[nn.Module]) -> tuple[Managed, Claims]:
-    """Complete the parameters of a call: add the tied ones it owns, remove those it does not own.
+    """Add the tied parameters that a call owns to its parameters; remove those it does not own.
 
     Raises:
         ValueError: If an inner group would lose a parameter that was used or changed.
