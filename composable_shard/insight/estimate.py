@@ -296,7 +296,7 @@ def estimate(
     shards = shard or shard_by_policy
     try:
         with rehearsed(build_model, shards, batch, loss, shape, device_type) as rehearsal:
-            return _weigh(rehearsal, shape, optimizer, speeds, is_accelerator=device_type != "cpu")
+            return _weigh(rehearsal, shape, optimizer, speeds)
     except _torch.ReadsValues as error:
         error.add_note(
             "estimate runs the model on tensors without values, but the model or the loss "
@@ -318,10 +318,8 @@ def _weigh(
     shape: tuple[int, ...],
     optimizer: OptimizerFactory | Mapping[Fits, Layout] | None,
     speeds: dict[str, float] | None,
-    *,
-    is_accelerator: bool,
 ) -> Estimate:
-    groups, away = rehearsal.groups, rehearsal.away
+    groups, away, at_once = rehearsal.groups, rehearsal.away, rehearsal.is_accelerator
     used = [param for param in rehearsal.params if param in rehearsal.used]  # in the user's order
     layouts, kept, offloaded = None, OptimizerBytes(), OptimizerBytes()
     if isinstance(optimizer, Mapping):
@@ -331,10 +329,10 @@ def _weigh(
                 f"'{next(iter(away)).name}', which is offloaded; leave out the offload_policy, or "
                 "pass a function that makes an optimizer from parameters"
             )
-        layouts, kept = plan_layouts(rehearsal.model, optimizer, at_once=is_accelerator)
+        layouts, kept = plan_layouts(rehearsal.model, optimizer, at_once=at_once)
     elif optimizer is not None:
         here = [param.local for param in used if param not in away]
-        kept = optimizer_bytes(optimizer, here, at_once=is_accelerator)
+        kept = optimizer_bytes(optimizer, here, at_once=at_once)
         there = [param.local for param in used if param in away]
         offloaded = optimizer_bytes(optimizer, there, at_once=False)
     fullest = max(rehearsal.moments, key=lambda moment: moment.peak.total)
@@ -357,7 +355,7 @@ def _weigh(
         on_cpu=rehearsal.on_cpu + offloaded.state + offloaded.besides,
         traffic=sum(traffics.values(), StepTraffic()),
         flops=sum(moment.flops for moment in rehearsal.moments),
-        time=None if speeds is None else _time_of(rehearsal.moments, traffics, **speeds),
+        time=None if speeds is None else _time_of(rehearsal.moments, traffics, speeds),
         optimizer=None if layouts is None else explain_layouts(layouts),
     )
 
@@ -366,7 +364,7 @@ def _weigh(
 
 
 def _checked_speeds(**given: float | None) -> dict[str, float] | None:
-    """Return the arguments of :func:`_time_of` that are speeds; ``None`` if none are given.
+    """Return the speeds with their defaults; ``None`` if none are given.
 
     Raises:
         TypeError: If a speed is no number.
@@ -384,36 +382,30 @@ def _checked_speeds(**given: float | None) -> dict[str, float] | None:
 def _time_of(
     moments: Iterable[Moment],
     traffics: Mapping[ParamGroup, StepTraffic],
-    *,
-    flops: float,
-    bandwidth: float,
-    replica_bandwidth: float,
-    latency: float,
+    speeds: Mapping[str, float],
 ) -> StepTime:
     """Replay a recorded step: one lane computes, one communicates, each in order.
 
     Args:
         moments: The step.
         traffics: The traffic of each group.
-        flops: Floating-point operations of a device per second.
-        bandwidth: Bytes per second that a rank sends to ranks that share its parameters.
-        replica_bandwidth: The same to ranks that hold the same shards.
-        latency: Additional seconds per launch.
+        speeds: The arguments of :func:`estimate` that are speeds, by name.
     """
     compute = clock = lane = communication = 0.0
     done: dict[tuple[ParamGroup | None, str], float] = {}
     is_backward = False
     for event, group, _, operations in moments:
-        compute, clock = compute + operations / flops, clock + operations / flops
+        seconds = operations / speeds["flops"]
+        compute, clock = compute + seconds, clock + seconds
         is_backward = is_backward or event == "pre_backward"
         if group is not None and event in ("all_gather", "reduce_scatter", "all_reduce"):
-            traffic, rate = traffics[group], bandwidth
+            traffic, rate = traffics[group], speeds["bandwidth"]
             sent = traffic.backward_gathers if is_backward else traffic.forward_gathers
             if event == "reduce_scatter":
                 sent = traffic.reductions
             elif event == "all_reduce":
-                sent, rate = traffic.all_reduces, replica_bandwidth
-            seconds = sent.launches * latency + (sent.nbytes or 0) / rate
+                sent, rate = traffic.all_reduces, speeds["replica_bandwidth"]
+            seconds = sent.launches * speeds["latency"] + (sent.nbytes or 0) / rate
             communication += seconds
             lane = done[group, event] = max(lane, clock) + seconds
         elif event.startswith("wait_for_"):
@@ -736,6 +728,7 @@ class Rehearsal:
     Attributes:
         model: The sharded model.
         groups: Its groups.
+        is_accelerator: Whether the ranks have accelerators.
         params: Their parameters.
         moments: The step.
         away: The parameters with shards on the CPU while compute is on a device.
@@ -748,6 +741,7 @@ class Rehearsal:
         self, model: nn.Module, groups: Sequence[ParamGroup], batch: Any, *, is_accelerator: bool
     ) -> None:
         self.model, self.groups, self._live = model, groups, LiveBytes()
+        self.is_accelerator = is_accelerator
         self.params = [param for group in groups for param in group.params]
         offloaded = [param for param in self.params if param.offload is not None]
         self.away = dict.fromkeys(offloaded if is_accelerator else ())
