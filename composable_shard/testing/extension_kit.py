@@ -105,11 +105,9 @@ class Report:
 
     def __str__(self) -> str:
         num, bad = len(self.findings), len(self.failures)
-        head = f"{self.kind}: " + (
-            f"{bad} of {num} checks fail" if bad else f"all {num} checks pass"
-        )
+        result = f"{bad} of {num} checks fail" if bad else f"all {num} checks pass"
         lines = (f"  {'ok   ' if f.ok else 'FAILS'} {f.check}: {f.sentence}" for f in self)
-        return "\n".join([head, *lines])
+        return "\n".join([f"{self.kind}: {result}", *lines])
 
 
 # The tensor subclass under test, and a model with one weight of it --------------------------------
@@ -186,8 +184,9 @@ class Case:
         for mine, theirs in zip(found, expected, strict=True):
             error, largest = apart(mine, theirs)
             off = error / largest if largest else math.inf
-            got = f"values that are off by {off:.1e} of the largest, where {self.tolerance:g} is"
-            expect(error <= self.tolerance * largest, what, f"{got} allowed")
+            got = f"values that are off by {off:.1e} of the largest"
+            fits = error <= self.tolerance * largest
+            expect(fits, what, f"{got}, where {self.tolerance:g} is allowed")
 
 
 class OneWeight(nn.Module):
@@ -348,14 +347,13 @@ def out(case: Case) -> None:
         freed = set(map(storage_number, gathers.bucket.param.freed_inner or [tensor]))
         gathers.again(other.bucket.param.local)
         found, expected = gathers.outputs(tensor), other.outputs(other.first())
-        what, remedy = f"{POST} to write the received values into out", "fill out where it is not"
+        what = f"{POST} to write the received values into out"
         got = "those of the last gather" if all(map(torch.equal, found, old)) else "other values"
-        is_new = all(map(torch.equal, found, expected))
-        expect(is_new, what, got, f"{remedy} the all-gather outputs themselves")
+        remedy = "fill out where it is not the all-gather outputs themselves"
+        expect(all(map(torch.equal, found, expected)), what, got, remedy)
         after = map(storage_number, leaves(tensor))
-        kept = all(
-            now == then or then not in freed for then, now in zip(before, after, strict=True)
-        )
+        pairs = zip(before, after, strict=True)
+        kept = all(now == then or then not in freed for then, now in pairs)
         what = f"{POST} to keep the storages of out, which are freed and refilled"
         expect(kept, what, "another one", "copy into out instead of replacing its inner tensors")
 
@@ -432,11 +430,8 @@ def no_gradient(case: Case) -> None:
             f"got {type(error).__name__}: {error}"
         ) from error
     largest = max(map(abs, total.tolist()), default=0)
-    what, remedy = (
-        f"{GRAD_POST} to make zeros of zero bytes",
-        "a rank without a gradient sends zero",
-    )
-    expect(not largest, what, f"values up to {largest:.3g}", f"{remedy} bytes")
+    what, got = f"{GRAD_POST} to make zeros of zero bytes", f"values up to {largest:.3g}"
+    expect(not largest, what, got, "a rank without a gradient sends zero bytes")
 
 
 GRADIENT_CHECKS = (gradient_sent, gradient_summed, no_gradient)
