@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from composable_shard.core.transport.gloo import point_to_point
-from composable_shard.core.transport.gloo.mailbox import near_ranks, why_apart
+from composable_shard.core.transport.gloo.mailbox import near_ranks, why_not_shared
 from composable_shard.testing import run_ranks
 
 Result = TypeVar("Result")
@@ -52,7 +52,7 @@ def kept_apart(steps: int | None = None) -> Iterator[None]:
 
 def reasons() -> dict[int, str]:
     assert dist.group.WORLD is not None
-    return why_apart(dist.group.WORLD)
+    return why_not_shared(dist.group.WORLD)
 
 
 @pytest.fixture(scope="session")

@@ -179,7 +179,7 @@ def beyond_floor(name: str, policy: str) -> tuple[dict[str, float], Any]:
 
 def counted_late(name: str, spec: Any) -> Any:
     """Count what two steps copy where every rank is the first to launch, and has to wait."""
-    with mock.patch.object(Exchange, "is_there", lambda _: False):
+    with mock.patch.object(Exchange, "all_published", lambda _: False):
         return copies.count(name, spec, 2)
 
 

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard.cli import installed_version, positive
 from composable_shard.core.transport.channel import Channel
-from composable_shard.core.transport.gloo.mailbox import why_apart
+from composable_shard.core.transport.gloo.mailbox import why_not_shared
 from composable_shard.core.transport.gloo.shared_memory import SWITCH
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.insight.report import counted
@@ -272,7 +272,7 @@ def worst(device: torch.device, *figures: float) -> list[float]:
 
 def _transports(group: dist.ProcessGroup) -> dict[str, str]:
     """Return the transport of each pair of ranks. Collective: an all-gather of small objects."""
-    reasons, rank = why_apart(group), group.rank()
+    reasons, rank = why_not_shared(group), group.rank()
     ways = [SENDS + reasons[peer] if peer in reasons else SHARES for peer in range(group.size())]
     told: list[Any] = [None] * group.size()
     dist.all_gather_object(

@@ -306,7 +306,7 @@ FAULTS: dict[str, Fault | Plant] = {
         skipped(_torch, "num_uses", 0), apart=True
     ),
     "a slab is free before all have read it": Fault(
-        Mailbox, "_take_back", "if not published.ranks and", "if True and"
+        Mailbox, "_reclaim_slabs", "if not published.ranks and", "if True and"
     ),
     "what is published is not filled in": Fault(
         DirectAllGather, "launch", "(shards, addresses, own_places)", "(shards, own_places)"

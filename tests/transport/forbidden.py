@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard import fully_shard
-from composable_shard.core.transport.gloo.mailbox import why_apart
+from composable_shard.core.transport.gloo.mailbox import why_not_shared
 
 SET_DUMPABLE, SET_NO_NEW_PRIVILEGES, SET_FILTER = 4, 38, 22
 CALLS = {
@@ -71,7 +71,7 @@ def main() -> None:
             optimizer.zero_grad()
     same = torch.equal(model.weight.full_tensor(), whole.weight)
     assert dist.group.WORLD is not None
-    shares = why_apart(dist.group.WORLD) == {}
+    shares = why_not_shared(dist.group.WORLD) == {}
     print(f"refused: {refused}; {'shares' if shares else 'sends'}; {'exact' if same else 'wrong'}")
     dist.destroy_process_group()
 

@@ -99,12 +99,12 @@ def reduced(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str) -> boo
         for numel in NUMELS
     ]
     reduction, same = getattr(dist.ReduceOp, op), []
-    for is_there in (all_come, lambda _: False):
+    for all_published in (all_come, lambda _: False):
         inputs = [parts[rank].flatten().clone() for parts in full]
         outputs = [torch.empty(numel, dtype=dtype) for numel in NUMELS]
         with (
             mock.patch.object(point_to_point, "CHUNK_NUMEL", 16),
-            mock.patch.object(Exchange, "is_there", is_there),
+            mock.patch.object(Exchange, "all_published", all_published),
         ):
             Pending(DirectReduceScatter().launch(outputs, inputs, world(), reduction, TAG)).wait()
         for out, parts in zip(outputs, full, strict=True):
@@ -204,7 +204,7 @@ def test_shards_may_change_as_soon_as_a_pass_has_ended(
         assert torch.equal(seen, torch.full((1, WIDTH), float(WIDTH)))
 
 
-not_at_once = mock.patch.object(Exchange, "is_there", lambda _: False)
+not_at_once = mock.patch.object(Exchange, "all_published", lambda _: False)
 """Whoever comes last finds what the others have published, and reads it when it launches."""
 
 
@@ -248,20 +248,20 @@ def unread() -> int:
     """How much of what this rank has published is never read, when all have come here."""
     gc.collect()
     dist.barrier()
-    box().let_go()
+    box().process_given_up()
     dist.barrier()
     for peer in box().peers.values():
-        box().take_note(peer)
+        box().read_entries(peer)
     dist.barrier()
-    count = num_unread(box()) + sum(len(peer.arrived) for peer in box().peers.values())
+    count = num_unread(box()) + sum(len(peer.unread) for peer in box().peers.values())
     dist.barrier()  # the others count, too, before any goes on
     return count
 
 
 def num_unread(mine: Mailbox) -> int:
-    mine.let_go()
-    mine._take_back()
-    return len(mine._unread)
+    mine.process_given_up()
+    mine._reclaim_slabs()
+    return len(mine._unacknowledged)
 
 
 @on_ranks(2)
@@ -313,12 +313,12 @@ def one_is_late(num: int, sign: Path) -> tuple[list[bool], bool]:
         num: How many.
         sign: A file that is there once the first rank waits for room.
     """
-    make_room = Mailbox.make_room
+    poll_room = Mailbox.poll_room
 
     def told(self: Mailbox, ranks: list[int]) -> bool:
         if dist.get_rank() == 0:
             sign.touch()
-        return make_room(self, ranks)
+        return poll_room(self, ranks)
 
     box()
     with mock.patch.object(background, "_periodic", []):  # where it would take note
@@ -328,7 +328,7 @@ def one_is_late(num: int, sign: Path) -> tuple[list[bool], bool]:
             end = time.monotonic() + 10
             while not sign.exists() and time.monotonic() < end:
                 time.sleep(0.001)
-    with mock.patch.object(Mailbox, "make_room", told):
+    with mock.patch.object(Mailbox, "poll_room", told):
         launched = [(number, *gather(float(number))) for number in range(num)]
     exact = []
     for number, output, pending in launched:
@@ -361,7 +361,7 @@ def test_what_nobody_reads_is_freed(launch: Launch, first: int | None, ranks: in
     assert run_ranks(dropped, ranks, launch, first) == [([True] * 3, 0)] * ranks
 
 
-PLACES = [(Mailbox, "look"), (Mailbox, "has_read"), (Mailbox, "_acknowledge"), (Exchange, "read")]
+PLACES = [(Mailbox, "find_entry"), (Mailbox, "acknowledge"), (Mailbox, "_ack"), (Exchange, "read")]
 
 
 @contextlib.contextmanager
@@ -430,7 +430,7 @@ def interrupted_at_launch(name: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("name", ["take_slab", "publish"])
+@pytest.mark.parametrize("name", ["allocate_slab", "publish"])
 def test_a_rank_that_is_interrupted_before_it_publishes_is_missed_at_once(name: str) -> None:
     _, (missed, refused) = run_ranks(interrupted_at_launch, 2, name)
     expected = "Expected rank 0 to take part in a collective, got word that it has given up"

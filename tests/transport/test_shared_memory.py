@@ -26,7 +26,7 @@ from warm import Warm
 
 from composable_shard.core.transport.gloo import mailbox, shared_memory
 from composable_shard.core.transport.gloo.exchange import Exchange
-from composable_shard.core.transport.gloo.mailbox import mailbox_of, near_ranks, why_apart
+from composable_shard.core.transport.gloo.mailbox import mailbox_of, near_ranks, why_not_shared
 from composable_shard.core.transport.gloo.point_to_point import DirectAllGather
 from composable_shard.core.transport.gloo.shared_memory import (
     SWITCH,
@@ -87,7 +87,7 @@ def met() -> tuple[list[int], dict[int, str], list[str], list[str], bool]:
         log.setLevel(before)
     texts = [text.partition(": ")[2] for text in lines.texts]
     said = [str(one.message) for one in warned if "share no memory" in str(one.message)]
-    return near_ranks(groups[0]), why_apart(groups[0]), texts[: len(texts) // 2], said, exact
+    return near_ranks(groups[0]), why_not_shared(groups[0]), texts[: len(texts) // 2], said, exact
 
 
 @pytest.mark.usefixtures("sharing")
@@ -192,7 +192,7 @@ def met_with_few_descriptors(rank: int, count: int) -> tuple[list[int], dict[int
     with descriptors_left(count) if dist.get_rank() == rank else contextlib.nullcontext():
         near = near_ranks(group)
     is_slow = time.monotonic() - start > 10.0
-    return near, why_apart(group), is_slow, gathers(group)
+    return near, why_not_shared(group), is_slow, gathers(group)
 
 
 @pytest.mark.usefixtures("sharing")
@@ -310,7 +310,7 @@ def test_a_slab_is_read_where_it_was_written() -> None:
     peer = PeerFile(os.dup(own.file), 8)
     own.words[7] = -5
     assert peer.words[7] == -5
-    slabs = [own.take(nbytes) for nbytes in (PAGE, 3 * PAGE + 1)]
+    slabs = [own.allocate(nbytes) for nbytes in (PAGE, 3 * PAGE + 1)]
     for number, slab in enumerate(slabs):
         ctypes.memset(slab.address + 64, number + 1, 5)
     for number, slab in enumerate(slabs):
@@ -321,7 +321,7 @@ def test_a_slab_is_read_where_it_was_written() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int16])
 def test_a_view_has_tensors_of_every_dtype(dtype: torch.dtype) -> None:
     own = OwnFile(8)
-    slab, written = own.take(PAGE), torch.arange(5).to(dtype)
+    slab, written = own.allocate(PAGE), torch.arange(5).to(dtype)
     ctypes.memmove(slab.address + 16, written.data_ptr(), written.nbytes)
     view = PeerFile(os.dup(own.file), 8).view(slab.start, slab.nbytes)
     assert torch.equal(view.tensor(16, 5, dtype), written)
@@ -344,7 +344,7 @@ def lines_of_mapping(address: int, name: str) -> list[str]:
 
 def test_what_was_looked_at_is_no_memory_of_this_process_in_the_end() -> None:
     own = OwnFile(8)
-    slab = own.take(8 * PAGE)
+    slab = own.allocate(8 * PAGE)
     peer, seen = PeerFile(os.dup(own.file), 8), []
     for value in (1, 2):
         ctypes.memset(slab.address, value, slab.nbytes)
@@ -373,7 +373,7 @@ def test_what_has_ended_forgets_no_pages_of_others(monkeypatch: pytest.MonkeyPat
     libc = mock.Mock(wraps=real)
     libc.munmap.side_effect = munmap
     own = OwnFile(8)
-    slab = own.take(PAGE)
+    slab = own.allocate(PAGE)
     monkeypatch.setattr(shared_memory, "_libc", lambda: libc)
     view = PeerFile(os.dup(own.file), 8).view(slab.start, PAGE)
     expected = view.tensor(0, 1, torch.uint8).data_ptr()
@@ -388,7 +388,7 @@ def test_what_has_ended_forgets_no_pages_of_others(monkeypatch: pytest.MonkeyPat
 
 def test_as_many_slabs_stay_mapped_as_are_used_in_turns() -> None:
     own = OwnFile(8)
-    slabs, peer = [own.take(PAGE) for _ in range(17)], PeerFile(os.dup(own.file), 8)
+    slabs, peer = [own.allocate(PAGE) for _ in range(17)], PeerFile(os.dup(own.file), 8)
     for number, slab in enumerate(slabs):
         ctypes.memset(slab.address, number, 1)
     views = [peer.view(slab.start, slab.nbytes) for slab in slabs]  # in use, one more than stays
@@ -412,12 +412,12 @@ def test_what_cannot_be_mapped_is_an_error() -> None:
 
 def test_free_slabs_are_used_again_the_smallest_that_fits_first() -> None:
     own = OwnFile(8)
-    small, large = own.take(PAGE), own.take(8 * PAGE)
+    small, large = own.allocate(PAGE), own.allocate(8 * PAGE)
     for slab in (large, small):
-        own.give_back(slab)
-    assert own.take(PAGE - 1) is small
-    assert own.take(2 * PAGE) is large
-    assert own.take(1) not in (small, large)
+        own.free(slab)
+    assert own.allocate(PAGE - 1) is small
+    assert own.allocate(2 * PAGE) is large
+    assert own.allocate(1) not in (small, large)
 
 
 def blocks(own: OwnFile) -> int:
@@ -429,14 +429,14 @@ def test_memory_that_was_not_used_for_long_goes_back_to_the_system(
 ) -> None:
     monkeypatch.setattr(shared_memory, "IDLE_USES", 5)
     own = OwnFile(8)
-    own.give_back(own.take(64 * PAGE))
+    own.free(own.allocate(64 * PAGE))
     with_it = blocks(own)
-    held = [own.take(65 * PAGE)]
+    held = [own.allocate(65 * PAGE)]
     assert blocks(own) == with_it + 65 * PAGE  # not yet: it may be wanted soon
     for _ in range(6):
-        own.give_back(held.pop())
-        held.append(own.take(65 * PAGE))
-    own.take(66 * PAGE)
+        own.free(held.pop())
+        held.append(own.allocate(65 * PAGE))
+    own.allocate(66 * PAGE)
     assert blocks(own) == with_it + (65 + 66 - 64) * PAGE
 
 
@@ -451,8 +451,8 @@ def test_big_slabs_have_huge_pages_as_far_as_they_go(nbytes: int) -> None:
     own = OwnFile(8)
     peer = PeerFile(os.dup(own.file), 8)
     before = blocks(own)
-    own.take(PAGE)  # so that the next does not begin on a huge page by luck
-    slab = own.take(nbytes)
+    own.allocate(PAGE)  # so that the next does not begin on a huge page by luck
+    slab = own.allocate(nbytes)
     assert blocks(own) == before + PAGE + nbytes  # all of it is there, and no more
     assert slab.address % HUGE == slab.start % HUGE == 0
     if num_huge_bytes(slab.address) == 0:
@@ -461,7 +461,7 @@ def test_big_slabs_have_huge_pages_as_far_as_they_go(nbytes: int) -> None:
     for place in (0, HUGE - 1, nbytes - 1):
         ctypes.memset(slab.address + place, 7, 1)
         assert peer.view(slab.start, nbytes).tensor(place, 1, torch.uint8).item() == 7
-    own.give_back(slab)
+    own.free(slab)
     own._return(slab)
     assert blocks(own) == before + PAGE
 
@@ -472,7 +472,7 @@ def test_a_system_that_makes_no_huge_pages_has_small_ones(monkeypatch: pytest.Mo
     monkeypatch.setattr(shared_memory, "_libc", lambda: libc)
     own = OwnFile(8)
     before = blocks(own)
-    slab = own.take(2 * HUGE + PAGE)
+    slab = own.allocate(2 * HUGE + PAGE)
     assert libc.madvise.call_args.args == (slab.address, 2 * HUGE, 25)
     assert blocks(own) == before + 2 * HUGE + PAGE
     ctypes.memset(slab.address, 1, slab.nbytes)
@@ -485,7 +485,7 @@ def test_a_lack_of_memory_is_an_error_and_no_signal(monkeypatch: pytest.MonkeyPa
     own = OwnFile(8)
     monkeypatch.setattr(os, "posix_fallocate", lack)
     with pytest.raises(ShardError) as caught:
-        own.take(5 * PAGE - 1)
+        own.allocate(5 * PAGE - 1)
     assert str(caught.value) == (
         f"Expected {5 * PAGE} bytes of memory to share with the other ranks of this host, got the "
         f"error 'No space left on device'; {SWITCH}=0 on all ranks sends everything through sockets"
@@ -539,7 +539,7 @@ def forked() -> tuple[str, str, bool]:
     group = fresh_group()
     assert gathers(group)
     output, own = torch.empty(4), torch.full((2,), 9.0)
-    with mock.patch.object(Exchange, "is_there", lambda _: False):  # or the last one reads at once
+    with mock.patch.object(Exchange, "all_published", lambda _: False):  # else it reads at once
         pending = Pending(DirectAllGather().launch([output], [own], group, TAG))
     launched = child_that(lambda: gathers(group))()
     waited = child_that(pending.wait)()
@@ -579,7 +579,7 @@ def test_a_forked_process_writes_nowhere_that_its_parent_has_taken_since() -> No
         return launch(50.0)
 
     answer = child_that(later)
-    with mock.patch.object(Exchange, "is_there", lambda _: False):
+    with mock.patch.object(Exchange, "all_published", lambda _: False):
         output, pending = launch(10.0)
     os.write(told, b"1")
     said = answer()

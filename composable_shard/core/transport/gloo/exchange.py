@@ -1,7 +1,7 @@
 """A collective of ranks of one host: each rank publishes tensors, and reads those of the others.
 
-A message is a slab: a table of its tensors, and then the tensors. ``mailbox.py`` publishes it, and
-tracks when its memory is free again.
+A message is a slab that holds a table of its tensors, and then the tensors. ``mailbox.py``
+publishes the message, and tracks when its memory is free again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ALIGNMENT = 64  # bytes
 
 
 class Form(NamedTuple):
-    """The tensors of a message: ``num_parts`` equal parts of each.
+    """The form of the tensors of a message, which has ``num_parts`` equal parts of each tensor.
 
     Attributes:
         numels: The number of elements of a part of each tensor.
@@ -51,12 +51,12 @@ class Form(NamedTuple):
         return cls(tuple(t.numel() for t in tensors), tuple(t.dtype for t in tensors), 1)
 
 
-class _Plan(NamedTuple):
-    """The places of a form's tensors in a slab.
+class _SlabLayout(NamedTuple):
+    """The layout of a message in a slab.
 
     Attributes:
         table: The table at the beginning, which lists the tensors.
-        offsets: The offset of each tensor.
+        offsets: The offset of each tensor, in bytes.
         nbytes: The size of the slab.
     """
 
@@ -66,7 +66,7 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _plan(form: Form) -> _Plan:
+def _plan_slab(form: Form) -> _SlabLayout:
     words = [len(form.numels)]
     for numel, dtype in zip(form.numels, form.dtypes, strict=True):
         words += [_DTYPES.index(dtype), numel]
@@ -75,15 +75,15 @@ def _plan(form: Form) -> _Plan:
     for numel, dtype in zip(form.numels, form.dtypes, strict=True):
         offsets.append(end + -end % _ALIGNMENT)
         end = offsets[-1] + form.num_parts * numel * dtype.itemsize
-    return _Plan(table, tuple(offsets), end)
+    return _SlabLayout(table, tuple(offsets), end)
 
 
 # One collective -----------------------------------------------------------------------------------
 
-_NUM_YIELDS = 20  # polls before the first nap
-_NAPS = 2e-5, 1e-3  # seconds of the shortest and the longest nap
-_NAP_SHARE = 0.1  # the length of a nap, as a share of the time waited so far
-_LONG = 0.05  # seconds between two checks whether the other rank has ended
+_NUM_YIELDS = 20  # polls before the first sleep
+_SLEEPS = 2e-5, 1e-3  # seconds of the shortest and the longest sleep
+_SLEEP_SHARE = 0.1  # the length of a sleep, as a share of the time waited so far
+_CHECK_INTERVAL = 0.05  # seconds between two checks whether the other rank has ended
 
 
 class Exchange:
@@ -94,14 +94,14 @@ class Exchange:
         tag: The tag of the messages, which the ranks have agreed on.
         ranks: The ranks to exchange with; each of them exchanges with this one.
         form: The form of this rank's message.
-        fill: Writes the message, given the address of each tensor; ``None`` if no rank reads it.
+        fill: Writes the tensors to these addresses; ``None`` if no rank reads them.
 
     Attributes:
         form: The form of this rank's message.
 
     Raises:
         ShardError: Here and in all methods, if a rank has ended, has given up, or does not publish
-            within the time-out of the process group. The group is then lost.
+            within the time-out of the process group. Then the process group is lost.
     """
 
     def __init__(
@@ -114,32 +114,34 @@ class Exchange:
     ) -> None:
         self._unread: list[int] = []
         self._views: list[View] = []
-        self._is_published = True  # nothing to give up before it has begun
+        self._is_published = True  # so that `__del__` gives up nothing if the next lines fail
         mailbox = mailbox_of(group)
         assert mailbox is not None
         self._group, self.form = group, form
         self._mailbox: Mailbox = mailbox
-        self._note = mailbox.given_up.append  # globals may be gone when the interpreter ends
-        mailbox.go_on()
+        self._record_given_up = (
+            mailbox.given_up.append
+        )  # globals may be gone when the interpreter ends
+        mailbox.catch_up()
         self._key = mailbox.next_key(tag)
-        self._unread = list(ranks)  # from here on, an unfinished exchange is given up
+        self._unread = list(ranks)  # from here on, `__del__` gives up an unfinished exchange
         self._is_published = False
-        self._plan = plan = _plan(form)
-        slab = mailbox.take_slab(len(plan.table) if fill is None else plan.nbytes)
-        ctypes.memmove(slab.address, plan.table, len(plan.table))
+        self._layout = layout = _plan_slab(form)
+        slab = mailbox.allocate_slab(len(layout.table) if fill is None else layout.nbytes)
+        ctypes.memmove(slab.address, layout.table, len(layout.table))
         if fill is not None:
-            fill([slab.address + offset for offset in plan.offsets])
+            fill([slab.address + offset for offset in layout.offsets])
         publish = partial(mailbox.publish, self._key, slab, list(ranks))
         if not publish():
-            for rank in ranks:  # one by one, to name a late rank
-                self._wait(rank, partial(mailbox.make_room, [rank]))
+            for rank in ranks:  # one by one, so that the error names a late rank
+                self._wait(rank, partial(mailbox.poll_room, [rank]))
             self._wait(ranks[0], publish)
         self._is_published = True
 
-    def is_there(self) -> bool:
+    def all_published(self) -> bool:
         """Return whether all other ranks have published."""
         mailbox, key = self._mailbox, self._key
-        return all(mailbox.look(mailbox.peers[rank], key) for rank in tuple(self._unread))
+        return all(mailbox.find_entry(mailbox.peers[rank], key) for rank in tuple(self._unread))
 
     def read(
         self, rank: int, part: int = 0, dtypes: Sequence[torch.dtype] = ()
@@ -158,26 +160,26 @@ class Exchange:
         entry = self._entry(rank)
         view = self._mailbox.peers[rank].file.view(entry.start, entry.nbytes)
         self._views.append(view)
-        form, plan = self.form, self._plan
-        if view.bytes(len(plan.table)) != plan.table:
+        form, layout = self.form, self._layout
+        if view.bytes(len(layout.table)) != layout.table:
             form = self._form_of(view, rank, entry.nbytes)
-            plan, wanted = _plan(form), tuple(dtypes) or form.dtypes
-            if form.numels != self.form.numels or form.dtypes != wanted:
+            layout, expected = _plan_slab(form), tuple(dtypes) or form.dtypes
+            if form.numels != self.form.numels or form.dtypes != expected:
                 raise failures.mismatch(
                     self._group,
                     rank,
-                    f"{list(self.form.numels)} elements of {list(wanted)}",
+                    f"{list(self.form.numels)} elements of {list(expected)}",
                     f"{list(form.numels)} elements of {list(form.dtypes)}",
                 )
         return [
             view.tensor(offset + part * numel * dtype.itemsize, numel, dtype)
-            for offset, numel, dtype in zip(plan.offsets, form.numels, form.dtypes, strict=True)
+            for offset, numel, dtype in zip(layout.offsets, form.numels, form.dtypes, strict=True)
         ]
 
     def _entry(self, rank: int) -> Entry:
         """Wait for the entry of a rank's message."""
-        look = partial(self._mailbox.look, self._mailbox.peers[rank], self._key)
-        entry: Entry = look() or self._wait(rank, look)
+        find = partial(self._mailbox.find_entry, self._mailbox.peers[rank], self._key)
+        entry: Entry = find() or self._wait(rank, find)
         if entry.nbytes == GIVEN_UP:
             raise failures.missing_rank(self._group, rank, "word that it has given up")
         return entry
@@ -191,19 +193,19 @@ class Exchange:
         dtypes = tuple(_DTYPES[number] for number in words[::2])
         return Form(tuple(words[1::2]), dtypes, self.form.num_parts)
 
-    def copy_to(self, rank: int, places: Sequence[int]) -> None:
+    def copy_to(self, rank: int, addresses: Sequence[int]) -> None:
         """Wait for a rank's message; copy each tensor to an address.
 
         Args:
             rank: The rank.
-            places: The addresses, in this process.
+            addresses: The addresses, in this process.
 
         Raises:
             RankMismatchError: See :meth:`read`.
         """
         published = self.read(rank, dtypes=self.form.dtypes)
-        for tensor, place in zip(published, places, strict=True):
-            ctypes.memmove(place, tensor.data_ptr(), tensor.nbytes)
+        for tensor, address in zip(published, addresses, strict=True):
+            ctypes.memmove(address, tensor.data_ptr(), tensor.nbytes)
 
     def forget_pages(self) -> None:
         """Release the read pages from the resident memory of this rank, until the next read."""
@@ -215,30 +217,30 @@ class Exchange:
         self.forget_pages()
         self._views.clear()
         if self._unread:
-            self._mailbox.has_read(self._key, self._unread)
+            self._mailbox.acknowledge(self._key, self._unread)
 
     def __del__(self) -> None:
         """Record that this rank gives up an unfinished exchange."""
         if self._views:
             self.forget_pages()
         if self._unread or not self._is_published:
-            self._note((self._key, self._unread, self._is_published))
+            self._record_given_up((self._key, self._unread, self._is_published))
 
-    def _wait(self, rank: int, look: Callable[[], Any]) -> Any:
-        """Poll until ``look`` returns something; return it."""
+    def _wait(self, rank: int, poll: Callable[[], Any]) -> Any:
+        """Poll until a result of ``poll`` is true; return this result."""
         for _ in range(_NUM_YIELDS):
-            if seen := look():
-                return seen
+            if result := poll():
+                return result
             os.sched_yield()
         failures.refuse_lost(self._group)
         peer, start = self._mailbox.peers[rank], time.monotonic()
-        last = now = start
-        shortest, longest = _NAPS
+        last_check = now = start
+        shortest, longest = _SLEEPS
         while True:
-            time.sleep(min(longest, max(shortest, _NAP_SHARE * (now - start))))
+            time.sleep(min(longest, max(shortest, _SLEEP_SHARE * (now - start))))
             now, got = time.monotonic(), None
-            if now - last > _LONG:
-                last = now
+            if now - last_check > _CHECK_INTERVAL:
+                last_check = now
                 failure = failures.failure_in(self._group)
                 if failure is not None:
                     got = f"word that {failure}"
@@ -246,7 +248,7 @@ class Exchange:
                     got = failures.ENDED
                 elif now - start > (time_out := _torch.timeout_of(self._group)):
                     got = f"no sign of it within the time-out of {time_out:.0f} s"
-            if seen := look():  # a rank that has ended may have published before
-                return seen
+            if result := poll():  # a rank that has ended may have published before
+                return result
             if got is not None:
                 raise failures.missing_rank(self._group, rank, got)

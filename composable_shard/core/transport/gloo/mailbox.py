@@ -1,19 +1,19 @@
 """Messages that ranks of one host publish for each other in shared memory.
 
 To publish a message, a rank copies tensors into a slab of its own memory and appends an entry to
-its ring. Each of the other ranks reads the slab when it needs the values, and acknowledges that
-with a word in its own memory. Then the slab is free again. A message is a copy, so its source may
-be changed or freed at once.
+its ring buffer. Each of the other ranks reads the slab when it needs the values, and then
+acknowledges the message by a word in its own memory. After all acknowledgements, the slab is free
+again. A message is a copy, so its source may be changed or freed at once.
 
 An entry names its collective: the tag, which the ranks have agreed on, and the number among the
-collectives of that tag. So no collective reads a message of an interrupted one. A rank that gives
+collectives of this tag. So no collective reads a message of an interrupted one. A rank that gives
 up a collective before it has published appends an entry without a slab.
 
 Each rank writes only its own memory. The control words in the memory of a rank are:
 
 - the number of entries that it has published;
-- for each other rank, the number of that rank's entries that this rank has taken note of;
-- the ring of entries;
+- for each other rank, the number of entries of that rank that this rank has read;
+- the ring buffer of entries;
 - for each other rank, the acknowledgements of its messages.
 """
 
@@ -45,10 +45,10 @@ from composable_shard.core.transport.gloo.shared_memory import (
 )
 from composable_shard.errors import ShardError
 
-NUM_ENTRIES = 256  # in the ring
+NUM_ENTRIES = 256  # in the ring buffer
 NUM_ACKS = 1 << 14  # the most unread messages at a time
-_ENTRY = 6  # words: its number, tag, number of its tag, place of the acknowledgement, start, nbytes
-GIVEN_UP = -1  # in the place of nbytes
+_ENTRY = 6  # words: number, tag, number among the tag, index of acknowledgements, start, nbytes
+GIVEN_UP = -1  # in place of nbytes
 
 _log = logging.getLogger("composable_shard")
 _fence = threading.Lock()
@@ -56,12 +56,12 @@ _fence = threading.Lock()
 Key = tuple[int, int]  # a tag, and the number of the collective among those of the tag
 
 
-def _order_memory() -> None:
+def _memory_barrier() -> None:
     """Act as a memory barrier for this thread.
 
     Hazard: on processors other than x86, a control word may become visible before the memory that
-    it announces. Guard: a release and an acquire of a lock. No test, which would need such a
-    processor, and luck.
+    it announces. Guard: a release and an acquire of a lock. There is no test, since it would need
+    such a processor, and luck.
     """
     with _fence:
         pass
@@ -74,7 +74,7 @@ class Entry(NamedTuple):
 
     Attributes:
         number: Its number, from 1.
-        ack: The place of its acknowledgements.
+        ack: The index of its acknowledgements.
         start: The start of the slab in the file of that rank.
         nbytes: The size of the slab; :data:`GIVEN_UP` if there is none.
     """
@@ -90,30 +90,31 @@ class Peer:
 
     Attributes:
         rank: The rank.
+        file: The file with its memory.
         words: Its control words.
-        num_taken: The number of its entries that this rank has taken note of.
-        arrived: The entries of messages that this rank has not read.
-        unwanted: Collectives with a message that this rank has not seen yet and will not read.
+        num_read: The number of its entries that this rank has read.
+        unread: The entries, already read, of messages that this rank has not read.
+        unwanted: Collectives with a message that is still to come and that this rank will not read.
     """
 
-    def __init__(self, rank: int, file: PeerFile, end: int) -> None:
+    def __init__(self, rank: int, file: PeerFile, pidfd: int) -> None:
         self.rank = rank
         self.file = file
         self.words = file.words
-        self.num_taken = 0
-        self.arrived: dict[Key, Entry] = {}
+        self.num_read = 0
+        self.unread: dict[Key, Entry] = {}
         self.unwanted: set[Key] = set()
-        self._end = end
+        self._pidfd = pidfd
 
     def ends_within(self, seconds: float) -> bool:
         """Wait for the end of the peer's process; return whether it has ended."""
-        return has_ended(self._end, seconds)
+        return has_ended(self._pidfd, seconds)
 
 
 class Mailbox:
     """The messages that this rank publishes and reads in one process group.
 
-    Hazard: two threads take note of the same entry. Guard: a lock.
+    Hazard: two threads read the same entry. Guard: a lock.
 
     Hazard: a forked process writes to the memory of its parent. Guard: every access raises an error
     in a forked process. Test:
@@ -129,9 +130,8 @@ class Mailbox:
 
     def __init__(self, group: dist.ProcessGroup, shared: Shared) -> None:
         assert shared.own is not None
-        self.peers = {
-            rank: Peer(rank, shared.files[rank], shared.ends[rank]) for rank in sorted(shared.files)
-        }
+        files, pidfds = shared.files, shared.pidfds
+        self.peers = {rank: Peer(rank, files[rank], pidfds[rank]) for rank in sorted(files)}
         self._own: OwnFile = shared.own
         self._words = shared.own.words
         self._rank, self._num_ranks = group.rank(), group.size()
@@ -140,8 +140,8 @@ class Mailbox:
         self._counts: dict[int, int] = {}  # of collectives, by tag
         self._num_published = 0
         self._free_acks: list[int] = []
-        self._num_acks = 0  # the number that were ever used
-        self._unread: list[_Published] = []
+        self._num_acks = 0  # the number of acknowledgements ever used
+        self._unacknowledged: list[_Published] = []
         self.given_up: deque[tuple[Key, list[int], bool]] = deque()  # appended to by any thread
 
     @staticmethod
@@ -156,7 +156,7 @@ class Mailbox:
         return tag, count
 
     def publish(self, key: Key, slab: Slab, ranks: Sequence[int]) -> bool:
-        """Publish a slab; return ``False`` if the ring or the acknowledgements are full.
+        """Publish a slab; return ``False`` if no entry or no acknowledgement is free.
 
         Args:
             key: The collective.
@@ -167,50 +167,50 @@ class Mailbox:
             if not self.has_room(ranks):
                 return False
             if not self._free_acks:
-                self._take_back()
+                self._reclaim_slabs()
             if not self._free_acks:
                 if self._num_acks == NUM_ACKS:
                     return False
                 self._free_acks.append(self._num_acks)
                 self._num_acks += 1
             ack = heappop(self._free_acks)
-            self._unread.append(_Published(self._num_published + 1, ack, slab, list(ranks)))
-            self._write(key, ack, slab.start, slab.nbytes)
+            self._unacknowledged.append(_Published(self._num_published + 1, ack, slab, list(ranks)))
+            self._append_entry(key, ack, slab.start, slab.nbytes)
         return True
 
-    def take_slab(self, nbytes: int) -> Slab:
+    def allocate_slab(self, nbytes: int) -> Slab:
         """Return a free slab to fill and publish."""
         with self._lock:
-            self._take_back()
-            return self._own.take(nbytes)
+            self._reclaim_slabs()
+            return self._own.allocate(nbytes)
 
-    def look(self, peer: Peer, key: Key) -> Entry | None:
-        """Return a peer's entry for a collective; ``None`` if it has not published one."""
+    def find_entry(self, peer: Peer, key: Key) -> Entry | None:
+        """Return a peer's entry for a collective; ``None`` if the peer has not published it."""
         self.refuse_fork()
-        entry = peer.arrived.get(key)
+        entry = peer.unread.get(key)
         if entry is None:
-            self.take_note(peer)
-            entry = peer.arrived.get(key)
+            self.read_entries(peer)
+            entry = peer.unread.get(key)
         return entry
 
-    def take_note(self, peer: Peer) -> None:
-        """Take note of the entries that a peer has published."""
+    def read_entries(self, peer: Peer) -> None:
+        """Read the entries that a peer has published."""
         words, own_place = peer.words, 1 + peer.rank
         count = words[0]
-        if count == peer.num_taken:
+        if count == peer.num_read:
             return
         with self._lock:
-            _order_memory()
+            _memory_barrier()
             ring = 1 + self._num_ranks
-            while peer.num_taken < count:
-                start = ring + peer.num_taken % NUM_ENTRIES * _ENTRY
+            while peer.num_read < count:
+                start = ring + peer.num_read % NUM_ENTRIES * _ENTRY
                 number, tag, index, *rest = words[start : start + _ENTRY]
-                self._arrive(peer, (tag, index), Entry(number, *rest))
-                peer.num_taken += 1
-            _order_memory()
-            self._words[own_place] = peer.num_taken
+                self._add_entry(peer, (tag, index), Entry(number, *rest))
+                peer.num_read += 1
+            _memory_barrier()
+            self._words[own_place] = peer.num_read
 
-    def has_read(self, key: Key, ranks: list[int]) -> None:
+    def acknowledge(self, key: Key, ranks: list[int]) -> None:
         """Acknowledge the messages of a collective.
 
         Args:
@@ -218,34 +218,34 @@ class Mailbox:
             ranks: The ranks that sent them; each is removed once its message is acknowledged.
         """
         with self._lock:
-            _order_memory()
+            _memory_barrier()
             while ranks:
                 peer = self.peers[ranks[-1]]
-                entry = peer.arrived.get(key)
+                entry = peer.unread.get(key)
                 if entry is None:
                     peer.unwanted.add(key)
                 else:
-                    self._acknowledge(peer, entry)
-                    del peer.arrived[key]
+                    self._ack(peer, entry)
+                    del peer.unread[key]
                 ranks.pop()
 
-    def go_on(self) -> None:
-        """Take note of all entries, and acknowledge messages of collectives that were given up."""
-        self.catch_up()
-        self.let_go()
-
     def catch_up(self) -> None:
-        """Take note of the entries of all peers.
+        """Read all entries, and process the collectives that this rank has given up."""
+        self.read_all_entries()
+        self.process_given_up()
 
-        Hazard: a rank that reads no messages never takes note, and the rings of its peers fill up.
-        Guard: this call, at the start of every collective and periodically on the thread of
-        ``background.py``. Test: ``test_a_rank_that_gets_nothing_takes_note``.
+    def read_all_entries(self) -> None:
+        """Read the entries of all peers.
+
+        Hazard: a rank that needs no messages reads no entries, and the ring buffers of its peers
+        fill up. Guard: this call, at the start of every collective and periodically on the
+        background thread. Test: ``test_a_rank_that_gets_nothing_takes_note``.
         """
         self.refuse_fork()
         for peer in self.peers.values():
-            self.take_note(peer)
+            self.read_entries(peer)
 
-    def let_go(self) -> None:
+    def process_given_up(self) -> None:
         """Publish the collectives that this rank has given up, and acknowledge their messages.
 
         Hazard: the garbage collector may delete an exchange on any thread, also while the lock is
@@ -260,52 +260,52 @@ class Mailbox:
                     return
                 if not is_published and not self.has_room(self.peers):
                     return  # try again the next time
-                self.has_read(key, ranks)
+                self.acknowledge(key, ranks)
                 if not is_published:
-                    self._write(key, -1, 0, GIVEN_UP)
+                    self._append_entry(key, -1, 0, GIVEN_UP)
                 self.given_up.popleft()
 
-    def _arrive(self, peer: Peer, key: Key, entry: Entry) -> None:
+    def _add_entry(self, peer: Peer, key: Key, entry: Entry) -> None:
         if key in peer.unwanted:
             peer.unwanted.discard(key)
-            self._acknowledge(peer, entry)
-        elif entry.nbytes != GIVEN_UP or key not in peer.arrived:
-            peer.arrived[key] = entry
+            self._ack(peer, entry)
+        elif entry.nbytes != GIVEN_UP or key not in peer.unread:
+            peer.unread[key] = entry
 
-    def _acknowledge(self, peer: Peer, entry: Entry) -> None:
+    def _ack(self, peer: Peer, entry: Entry) -> None:
         if entry.nbytes >= 0:
             acks = 1 + self._num_ranks + NUM_ENTRIES * _ENTRY
             self._words[acks + peer.rank * NUM_ACKS + entry.ack] = entry.number
 
-    def _take_back(self) -> None:
-        """Take back the slabs that all ranks have read."""
+    def _reclaim_slabs(self) -> None:
+        """Free the slabs that all ranks have read."""
         acks, peers = 1 + self._num_ranks + NUM_ENTRIES * _ENTRY + self._rank * NUM_ACKS, self.peers
-        for published in list(self._unread):
+        for published in list(self._unacknowledged):
             place, number, ranks = acks + published.ack, published.number, published.ranks
             while ranks and peers[ranks[-1]].words[place] == number:
                 ranks.pop()
             if not published.ranks:
-                _order_memory()
-                self._unread.remove(published)
-                self._own.give_back(published.slab)
+                _memory_barrier()
+                self._unacknowledged.remove(published)
+                self._own.free(published.slab)
                 heappush(self._free_acks, published.ack)
 
-    def make_room(self, ranks: Iterable[int]) -> bool:
-        """Take note of all entries, since other ranks may wait for it; see :meth:`has_room`."""
-        self.catch_up()
+    def poll_room(self, ranks: Iterable[int]) -> bool:
+        """Read all entries, since other ranks may wait for that; then return :meth:`has_room`."""
+        self.read_all_entries()
         return self.has_room(ranks)
 
     def has_room(self, ranks: Iterable[int]) -> bool:
-        """Return whether the ranks have taken note of the entry that the next entry overwrites."""
+        """Return whether the ranks have read the entry that the next entry overwrites."""
         place, most = 1 + self._rank, self._num_published - NUM_ENTRIES
         return most < 0 or all(self.peers[rank].words[place] > most for rank in ranks)
 
-    def _write(self, key: Key, ack: int, start: int, nbytes: int) -> None:
+    def _append_entry(self, key: Key, ack: int, start: int, nbytes: int) -> None:
         number = self._num_published + 1
         place = 1 + self._num_ranks + self._num_published % NUM_ENTRIES * _ENTRY
         for offset, word in enumerate((number, *key, ack, start, nbytes)):
             self._words[place + offset] = word
-        _order_memory()
+        _memory_barrier()
         self._num_published = self._words[0] = number
 
     def refuse_fork(self) -> None:
@@ -319,7 +319,7 @@ class Mailbox:
 
 @dataclass(eq=False)
 class _Published:
-    """A message that some ranks have not acknowledged yet."""
+    """A message that some of its ``ranks`` have not acknowledged yet."""
 
     number: int
     ack: int
@@ -348,28 +348,34 @@ def mailbox_of(group: dist.ProcessGroup) -> Mailbox | None:
         with watched(group, "finding the ranks of this host"):
             shared = share(group, Mailbox.num_words(group.size()))
         _reasons[group] = shared.reasons
-        _mailboxes[group] = box = Mailbox(group, shared) if shared.files else None
-        if box is not None:
-            call_periodically(box.catch_up)
+        _mailboxes[group] = mailbox = Mailbox(group, shared) if shared.files else None
+        if mailbox is not None:
+            call_periodically(mailbox.read_all_entries)
             ensure_thread()
         _log_peers(group, shared)
     return _mailboxes[group]
 
 
 def near_ranks(group: dist.ProcessGroup) -> list[int]:
-    """Return the ranks within ``group`` that share memory with this one. See mailbox_of."""
+    """Return the ranks within ``group`` that share memory with this one.
+
+    Collective: see :func:`mailbox_of`.
+    """
     mailbox = mailbox_of(group)
     return [] if mailbox is None else list(mailbox.peers)
 
 
-def why_apart(group: dist.ProcessGroup) -> dict[int, str]:
-    """Return the reasons why other ranks of ``group`` share no memory with this one, by rank."""
+def why_not_shared(group: dist.ProcessGroup) -> dict[int, str]:
+    """Return the reasons why other ranks of ``group`` share no memory with this one, by rank.
+
+    Collective: see :func:`mailbox_of`.
+    """
     mailbox_of(group)
     return _reasons[group]
 
 
 def _log_peers(group: dist.ProcessGroup, shared: Shared) -> None:
-    """Log how this rank communicates with each other rank; warn once if that could be faster."""
+    """Log how this rank communicates with each other rank; warn once about a slow pair."""
     ranks = dist.get_process_group_ranks(group)
     rank, name = ranks[group.rank()], group.group_name
     if shared.files:

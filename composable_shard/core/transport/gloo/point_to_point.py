@@ -1,7 +1,7 @@
 """Point-to-point all-gather and reduce-scatter on the CPU, since those of gloo are slow.
 
 Ranks of one host read the messages of the others from shared memory (``exchange.py``). Between
-hosts, every rank sends its shard to every other, straight into place.
+hosts, every rank sends its shard to every other rank, which receives it straight into place.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DirectAllGather(AllGatherLaunch):
         rank, shards = group.rank(), _sendable(inputs)
         sizes = [shard.nbytes for shard in shards]
         receives = to is None or to == rank
-        own_places = [_places(outputs, sizes, rank)] if receives else []
+        outputs_here = [_addresses(outputs, sizes, rank)] if receives else []
         works: list[Waitable] = []
         if far:
             messages = _Messages(group, tag)
@@ -60,34 +60,34 @@ class DirectAllGather(AllGatherLaunch):
                     messages.send(shard, peer)
             works.append(messages)
         if not near or to == rank:
-            _copy_shards(shards, *own_places)
+            _copy_shards(shards, *outputs_here)
         if not near:
             return works
         # All ranks that share memory take part, so that all number their collectives alike.
         published = [] if to in far else shards
 
         def fill(addresses: list[int]) -> None:
-            _copy_shards(published, addresses, *own_places)
+            _copy_shards(published, addresses, *outputs_here)
 
         exchange = Exchange(group, tag, near, Form.of(published), None if to == rank else fill)
         if not receives:
             exchange.finish()  # this rank needs none of the published shards
             return works
         reading = Then(None, partial(_read_shards, exchange, near, outputs, sizes))
-        if exchange.is_there():  # an early read frees the shared memory early
+        if exchange.all_published():  # an early read frees the shared memory early
             reading.wait()
         return [*works, reading]
 
 
-def _places(outputs: Tensors, nbytes: Sequence[int], rank: int) -> list[int]:
-    """Return the address in the outputs of each shard of a rank, given the sizes in bytes."""
+def _addresses(outputs: Tensors, nbytes: Sequence[int], rank: int) -> list[int]:
+    """Return the address of each shard of a rank in the outputs, given the sizes in bytes."""
     return [out.data_ptr() + rank * size for out, size in zip(outputs, nbytes, strict=True)]
 
 
 def _copy_shards(shards: Tensors, *into: list[int]) -> None:
     """Copy each shard to its address in every list."""
-    for shard, *places in zip(shards, *into, strict=True):
-        copy_bytes(shard.data_ptr(), shard.nbytes, *places)
+    for shard, *addresses in zip(shards, *into, strict=True):
+        copy_bytes(shard.data_ptr(), shard.nbytes, *addresses)
 
 
 def copy_bytes(source: int, nbytes: int, *into: int) -> None:
@@ -102,8 +102,8 @@ def copy_bytes(source: int, nbytes: int, *into: int) -> None:
 class _Messages:
     """Messages to and from ranks of other hosts, and the wait for all of them.
 
-    :meth:`wait` raises all failures, also those of launches. So every rank first sends its message
-    to the ranks that are alive, and they blame the right rank.
+    :meth:`wait` raises all failures, including those of launches. So every rank first sends its
+    message to the ranks that are alive, and their errors name the right rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
@@ -125,13 +125,13 @@ class _Messages:
     def send(self, tensor: torch.Tensor, peer: int) -> None:
         self._launch(self._group.send, tensor, peer)  # keeps the tensor
 
-    def _launch(self, how: Callable[..., dist.Work], tensor: torch.Tensor, peer: int) -> None:
+    def _launch(self, launch: Callable[..., dist.Work], tensor: torch.Tensor, peer: int) -> None:
         try:
-            self._works.append((how([tensor], peer, self._tag), peer))
+            self._works.append((launch([tensor], peer, self._tag), peer))
         except RuntimeError as error:
-            self._note(error, peer)
+            self._record_failure(error, peer)
 
-    def _note(self, error: RuntimeError, peer: int) -> None:
+    def _record_failure(self, error: RuntimeError, peer: int) -> None:
         self._failures.append((missing_rank(self._group, peer, f"the error '{error}'"), error))
 
     def wait(self) -> bool:
@@ -147,7 +147,7 @@ class _Messages:
             try:
                 work.wait()
             except RuntimeError as error:
-                self._note(error, peer)
+                self._record_failure(error, peer)
             del work
         for failure, cause in self._failures:
             raise failure from cause
@@ -157,7 +157,7 @@ class _Messages:
 def _read_shards(exchange: Exchange, near: list[int], outputs: Tensors, sizes: list[int]) -> None:
     """Copy the published shards of ranks of this host into place, given the sizes in bytes."""
     for peer in near:
-        exchange.copy_to(peer, _places(outputs, sizes, peer))
+        exchange.copy_to(peer, _addresses(outputs, sizes, peer))
     exchange.finish()
 
 
@@ -210,17 +210,17 @@ class DirectReduceScatter(ReduceScatterLaunch):
                     copy_bytes(full.data_ptr() + end, full.nbytes - end, address + begin)
 
             exchange = Exchange(group, tag, near, form, fill)
-        is_there = exchange is not None and not far and exchange.is_there()
+        are_published = exchange is not None and not far and exchange.all_published()
         for total, full, out in zip(sums, inputs, outputs, strict=True):
             part = full.detach().view(num_ranks, -1)[rank]
-            total.parts[rank] = part if is_there else _kept(part, out)
-        summing = Then(None, partial(_take_sums, sums, exchange, near, rank))
-        if is_there:
+            total.parts[rank] = part if are_published else _keep_in_output(part, out)
+        summing = Then(None, partial(_compute_sums, sums, exchange, near, rank))
+        if are_published:
             summing.wait()
         return [*works, summing]
 
 
-def _kept(part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def _keep_in_output(part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Keep this rank's part in the output until the other parts have arrived."""
     if part.dtype != out.dtype:
         return out.copy_(part)
@@ -228,14 +228,14 @@ def _kept(part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _take_sums(
+def _compute_sums(
     sums: list[_RankOrderSum], exchange: Exchange | None, near: list[int], rank: int
 ) -> None:
     """Compute the sums, after the wait for the messages of other hosts."""
     for peer in near:
         assert exchange is not None
-        place = rank - (rank > peer)  # a message leaves out the part of its sender
-        for total, part in zip(sums, exchange.read(peer, place), strict=True):
+        index = rank - (rank > peer)  # a message leaves out the part of its sender
+        for total, part in zip(sums, exchange.read(peer, index), strict=True):
             total.parts[peer] = part
     longest = min(CHUNK_NUMEL, max((total.out.numel() for total in sums), default=0))
     scratch = {
@@ -243,9 +243,9 @@ def _take_sums(
         for dtype in {sum_dtype(total.out.dtype) for total in sums}
     }
     for total in sums:
-        total.take(scratch)
+        total.compute(scratch)
         if exchange is not None and total.out.numel() > CHUNK_NUMEL:
-            exchange.forget_pages()  # so that the pages of only one tensor are resident
+            exchange.forget_pages()  # so that only the pages of one tensor are resident
     if exchange is not None:
         exchange.finish()
 
@@ -269,7 +269,7 @@ class _RankOrderSum:
         self.parts: dict[int, torch.Tensor] = {}
         self._divisor = divisor
 
-    def take(self, scratch: Mapping[torch.dtype, torch.Tensor]) -> None:
+    def compute(self, scratch: Mapping[torch.dtype, torch.Tensor]) -> None:
         """Compute the sum, given a scratch buffer for each dtype."""
         parts = [self.parts.pop(rank) for rank in sorted(self.parts)]
         wide = sum_dtype(self.out.dtype)
@@ -296,9 +296,9 @@ def _as_tensor(number: float, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _peers_of(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
-    """Return the other ranks: those that share memory with this one, and those that do not.
+    """Return the near ranks, which share memory with this one, and the far ranks, which do not.
 
-    Both lists begin with the next rank, so that not all ranks begin with the same one.
+    Both lists begin with the next rank, so that the ranks do not all begin with the same peer.
     """
     refuse_lost(group)
     rank, num_ranks, near = group.rank(), group.size(), near_ranks(group)

@@ -1,8 +1,9 @@
-"""Shared memory between ranks of one host: each rank writes its own and reads that of the others.
+"""Shared memory between ranks of one host: each writes its own and reads that of the others.
 
-For every process group a rank has an anonymous file in memory (``memfd``). Through a Unix socket it
-sends a read-only descriptor of the file to the other ranks of the host, and a pidfd, which signals
-the end of its process. This needs no privileges, and no rank writes the memory of another.
+For every process group, a rank has an anonymous file in memory (``memfd``). Through a Unix socket,
+it sends a read-only descriptor of the file to the other ranks of the host, and a pidfd, which
+signals the end of its process. This needs no privileges, and no rank can write the memory of
+another.
 
 The file begins with the control words, which ``mailbox.py`` explains. After them come slabs, which
 hold tensors until the other ranks have read them.
@@ -36,11 +37,12 @@ from composable_shard.errors import ShardError
 
 SWITCH = "COMPOSABLE_SHARD_SHARED_MEMORY"
 IDLE_USES = 8
-"""The memory of a free slab is returned to the system after more than this many takes of others.
-Forward uses fewer slabs than backward, and memory use is highest at the start of backward."""
+"""The memory of a free slab is returned to the system after more than this many allocations of
+other slabs. Forward uses fewer slabs than backward, and memory use is highest when backward
+starts."""
 
 _MAP_FIXED = 0x10  # of mmap(2)
-_NUM_MAPPED = 16  # pieces of a peer's file that stay mapped while they are not in use
+_NUM_MAPPED = 16  # unused pieces of a peer's file that stay mapped
 _DONTNEED, _COLLAPSE = mmap.MADV_DONTNEED, 25  # of madvise(2)
 _HUGE_NBYTES = 2 * 1024 * 1024  # of a huge page on most processors; others get small pages
 
@@ -124,7 +126,7 @@ class Slab:
         start: Its start in the file.
         nbytes: Its size.
         address: Its address.
-        last_use: The number of takes from the file, up to the last take of this slab.
+        last_use: The number of allocations from the file, up to the last one of this slab.
     """
 
     def __init__(self, file: int, start: int, nbytes: int, alignment: int) -> None:
@@ -158,36 +160,36 @@ class OwnFile:
         os.ftruncate(self.file, self._end)
         both = mmap.PROT_READ | mmap.PROT_WRITE
         self.words = memoryview(_Piece(self.file, 0, self._end, both).memory).cast("B").cast("q")
-        self._free: list[Slab] = []
+        self._free_slabs: list[Slab] = []
         self._num_uses = 0
 
-    def take(self, nbytes: int) -> Slab:
+    def allocate(self, nbytes: int) -> Slab:
         """Return the smallest free slab with at least ``nbytes`` bytes, or a new one.
 
         Raises:
             ShardError: If there is no memory left.
         """
         self._num_uses += 1
-        fitting = [slab for slab in self._free if slab.nbytes >= nbytes]
-        slab = min(fitting, key=lambda one: (one.nbytes, -one.last_use), default=None)
+        fitting = [slab for slab in self._free_slabs if slab.nbytes >= nbytes]
+        slab = min(fitting, key=lambda fit: (fit.nbytes, -fit.last_use), default=None)
         if slab is None:
             slab = self._new(_round_up(max(nbytes, 1)))
         else:
-            self._free.remove(slab)
+            self._free_slabs.remove(slab)
         slab.last_use = self._num_uses
         self._return_idle()
         return slab
 
-    def give_back(self, slab: Slab) -> None:
-        """Take back a slab that no rank reads any more."""
+    def free(self, slab: Slab) -> None:
+        """Free a slab that no rank reads any more."""
         _torch.poison(slab.address, slab.nbytes)
-        self._free.append(slab)
+        self._free_slabs.append(slab)
 
     def _new(self, nbytes: int) -> Slab:
         """Append a slab to the file, of huge pages where possible.
 
-        Huge pages are read three times as fast and allocated in a quarter of the time. A huge page
-        is made of a range in which at least one small page is allocated.
+        Huge pages are read three times as fast and allocated in a quarter of the time. The system
+        makes a huge page of a range in which at least one small page is allocated.
         """
         num_huge = nbytes // _HUGE_NBYTES
         alignment = _HUGE_NBYTES if num_huge else mmap.PAGESIZE
@@ -197,7 +199,7 @@ class OwnFile:
             for number in range(num_huge):
                 os.posix_fallocate(self.file, start + number * _HUGE_NBYTES, mmap.PAGESIZE)
             _libc().madvise(slab.address, num_huge * _HUGE_NBYTES, _COLLAPSE)
-            os.posix_fallocate(self.file, start, nbytes)  # the rest, in small pages
+            os.posix_fallocate(self.file, start, nbytes)  # the rest in small pages
         except OSError as error:
             _libc().madvise(slab.address, nbytes, mmap.MADV_REMOVE)  # free what was allocated
             raise _no_memory(nbytes, error) from error
@@ -206,12 +208,12 @@ class OwnFile:
 
     def _return_idle(self) -> None:
         """Return the memory of slabs that have long been idle to the system."""
-        for slab in list(self._free):
+        for slab in list(self._free_slabs):
             if self._num_uses - slab.last_use > IDLE_USES:
                 self._return(slab)
 
     def _return(self, slab: Slab) -> None:
-        self._free.remove(slab)
+        self._free_slabs.remove(slab)
         _libc().madvise(slab.address, slab.nbytes, mmap.MADV_REMOVE)
 
 
@@ -257,8 +259,9 @@ class PeerFile:
 class View:
     """A slab of another rank.
 
-    Pages that were read also count as resident memory of this process until :meth:`forget_pages`.
-    No ``__del__`` calls that here, since Python ignores a ``KeyboardInterrupt`` in ``__del__``.
+    Pages that were read count as resident memory of this process, too, until :meth:`forget_pages`.
+    There is no ``__del__`` that calls it, since Python ignores a ``KeyboardInterrupt`` in
+    ``__del__``.
     """
 
     def __init__(self, piece: _Piece) -> None:
@@ -288,16 +291,16 @@ class Shared:
     """The memory that a rank shares with others of its process group.
 
     Attributes:
-        own: Its own file; ``None`` if it can share with no rank.
+        own: The file of this rank; ``None`` if it can share with no rank.
         files: The files of other ranks, by rank.
-        ends: By rank, the pidfd of its process.
-        reasons: By rank, the reason for not sharing memory with it.
+        pidfds: The pidfds of other ranks, by rank.
+        reasons: The reasons for not sharing memory with other ranks, by rank.
         on_this_host: The other ranks that run on this host.
     """
 
     own: OwnFile | None
     files: dict[int, PeerFile] = field(default_factory=dict)
-    ends: dict[int, int] = field(default_factory=dict)
+    pidfds: dict[int, int] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     on_this_host: list[int] = field(default_factory=list)
 
@@ -345,7 +348,7 @@ def _all_gather(own: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def _exchange_reasons(shared: Shared, group: dist.ProcessGroup) -> None:
-    """Exchange reasons; adopt those of other ranks for not sharing with this rank."""
+    """Exchange the reasons; adopt those of other ranks for not sharing with this rank."""
     rank = group.rank()
     for peer, reasons in enumerate(_all_gather(shared.reasons, group)):
         if rank in reasons:
@@ -364,7 +367,7 @@ def _host() -> int:
 
 
 def _open_listener(num_ranks: int, num_words: int) -> tuple[_Listener | None, str]:
-    """Return a listening socket, or ``None`` and the reason why there is none."""
+    """Return a listening socket; ``None`` and the reason if it is not possible."""
     if os.environ.get(SWITCH) == "0":
         return None, f"{SWITCH}=0 is set"
     needs = "memfd_create", "pidfd_open", "posix_fallocate"
@@ -398,12 +401,12 @@ class _Listener:
             self._socket = stack.enter_context(_new_socket())
             self._socket.bind(_name_of(self.endpoint))
             self._socket.listen(num_ranks)
-            self._own_end = os.pidfd_open(os.getpid())
-            stack.callback(os.close, self._own_end)
-            own = f"/proc/self/fd/{self.own.file}"
-            to_read = os.open(own, os.O_RDONLY | os.O_CLOEXEC)
+            self._own_pidfd = os.pidfd_open(os.getpid())
+            stack.callback(os.close, self._own_pidfd)
+            path = f"/proc/self/fd/{self.own.file}"
+            to_read = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             stack.callback(os.close, to_read)
-            self._passed = [to_read, self._own_end]
+            self._passed = [to_read, self._own_pidfd]
             self.close = stack.pop_all().close
 
     def send_files(self, endpoint: tuple[str, bytes], rank: int) -> str | None:
@@ -442,8 +445,8 @@ class _Listener:
                     continue  # not from an expected rank
                 for file in found:
                     os.set_inheritable(file, False)
-                file, shared.ends[peer] = found
-                weakref.finalize(self.own, os.close, shared.ends[peer]).atexit = False
+                file, shared.pidfds[peer] = found
+                weakref.finalize(self.own, os.close, shared.pidfds[peer]).atexit = False
                 shared.files[peer] = PeerFile(file, num_words)
                 del expected[secret]
         except (OSError, ShardError) as error:
@@ -469,8 +472,8 @@ def _secret_of(endpoint: tuple[str, bytes], rank: int) -> bytes:
     return hashlib.sha256(endpoint[1] + str(rank).encode()).digest()
 
 
-def has_ended(end: int, seconds: float) -> bool:
-    """Wait at most ``seconds`` for the end of the process of a pidfd; return whether it ended."""
+def has_ended(pidfd: int, seconds: float) -> bool:
+    """Wait at most ``seconds`` for the end of a process; return whether it has ended."""
     poll = select.poll()
-    poll.register(end, select.POLLIN)
+    poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(1000 * seconds))
