@@ -317,16 +317,15 @@ def optim_state_dict(
     kind, config = settings.state_dict_type, settings.optim_state_dict_config
     states = optim.state_dict() if optim_state_dict is None else optim_state_dict
     names = list(_named_params(model, optim))
-    named: dict[str, Any] = {"state": {}, "param_groups": []}
-    places: list[tuple[dict[str, Any], str]] = []
-    for index, name in enumerate(names):
-        saved = states["state"].get(index, states["state"].get(name))  # by name if it was converted
-        if saved is not None:
-            state = named["state"][name] = dict(saved)
-            places += [(state, key) for key, v in state.items() if isinstance(v, torch.Tensor)]
-    found = converted([state[key] for state, key in places], kind, config)
-    for (state, key), value in zip(places, found, strict=True):
-        state[key] = value
+    saved = states["state"]  # by name if it was converted
+    known = {name: saved.get(n, saved.get(name)) for n, name in enumerate(names)}
+    known = {name: state for name, state in known.items() if state is not None}
+    tensors = _torch.tensors_of(known)
+    found: dict[int, Any] = dict(
+        zip(map(id, tensors), converted(tensors, kind, config), strict=True)
+    )
+    state = _torch.map_tensors(lambda tensor: found[id(tensor)], known)
+    named: dict[str, Any] = {"state": state, "param_groups": []}
     for param_group in states["param_groups"]:
         keys = [key if isinstance(key, str) else names[key] for key in param_group["params"]]
         named["param_groups"].append({**param_group, "params": keys})

@@ -91,17 +91,14 @@ def _by_index(index: Path) -> list[Stored]:
         raise ValueError(
             f"Expected an index with a weight_map in '{index}', got {type(error).__name__}: {error}"
         ) from error
-    found: list[Stored] = []
-    for file_name in files:
-        there = {stored.name: stored for stored in _in_file(index.parent / file_name)}
-        for name in [name for name, home in weight_map.items() if home == file_name]:
-            if name not in there:
-                raise ValueError(
-                    f"Expected '{name}' in {file_name}, as {index.name} says, got none; copy the "
-                    "whole checkpoint anew"
-                )
-            found.append(there[name])
-    return found
+    inside = {file: {item.name: item for item in _in_file(index.parent / file)} for file in files}
+    for name, file in weight_map.items():
+        if name not in inside[file]:
+            raise ValueError(
+                f"Expected '{name}' in {file}, as {index.name} says, got none; copy the whole "
+                "checkpoint anew"
+            )
+    return [inside[file][name] for name, file in weight_map.items()]
 
 
 def _in_file(place: Path) -> list[Stored]:
