@@ -59,7 +59,7 @@ from composable_shard.core.storage import Bucket, FlatBucket, GatherOps, Sharded
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import Tensors
 from composable_shard.core.transport.pending import Pending, launching_stream
-from composable_shard.core.transport.process_groups import collect
+from composable_shard.core.transport.process_groups import gather_by_rank
 from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh
 
@@ -375,7 +375,7 @@ def _agree_on_formats(buckets: Sequence[ExtensionBucket]) -> None:
         result = [bucket.encode(bucket.param.local) for bucket in buckets]
     except Exception as error:  # noqa: BLE001 - any failure of user code is raised on all ranks
         result, cause = f"{type(error).__name__}: {error}", error
-    sent = collect(result, mesh.process_groups, "agreeing on the tensors of subclasses")
+    sent = gather_by_rank(result, mesh.process_groups, "agreeing on the tensors of subclasses")
     failures = [f"rank {rank}: {text}" for rank, text in sent.items() if isinstance(text, str)]
     if failures:
         raise ExtensionError(f"{PRE} failed on " + "; ".join(failures)) from cause
@@ -473,7 +473,7 @@ def _agree_on_codecs(params: Sequence[ShardedParam], grads: Sequence[Any], mesh:
             known[index] = codec_of(_torch.local_tensor(old_grad))
     if unknown:
         op = "agreeing on the inner tensors of gradients"
-        for theirs in collect(known, mesh.process_groups, op).values():
+        for theirs in gather_by_rank(known, mesh.process_groups, op).values():
             known |= theirs
     for index, codec in known.items():
         _codecs[params[index]] = codec
@@ -675,7 +675,7 @@ class EncodedReduction(Reduction):
             if encoded[-1] is not None:
                 result[index] = formats_of(encoded[-1])
         op = "agreeing on the formats of encoded gradients"
-        results = collect(result, self._mesh.process_groups, op)
+        results = gather_by_rank(result, self._mesh.process_groups, op)
         failures = [text for text in results.values() if isinstance(text, str)]
         if failures:
             raise ExtensionError("; ".join(dict.fromkeys(failures))) from cause

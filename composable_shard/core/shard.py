@@ -20,7 +20,7 @@ from composable_shard.core.extension import build_buckets
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.storage import ShardedParam, Slot, owner_of_sharded
 from composable_shard.core.ties import Managed, record_original
-from composable_shard.core.transport.process_groups import collect
+from composable_shard.core.transport.process_groups import gather_by_rank
 from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh, ShardPlacementFn, own_mesh_of, placement_of, shard_dim
 from composable_shard.policy import MixedPrecisionPolicy, Offload, check_names, offload_of
@@ -313,7 +313,7 @@ def _agree_on_shards(failure: ExtensionError | None, meshes: Sequence[DeviceMesh
     text = None if failure is None else str(failure)
     axes = [mesh.get_group(index) for mesh in meshes for index in range(mesh.ndim)]
     groups = [axis for axis in dict.fromkeys(axes) if axis.size() > 1 and not _torch.is_fake(axis)]
-    texts = collect(text, groups, "agreeing on how tensor subclasses are cut")
+    texts = gather_by_rank(text, groups, "agreeing on how tensor subclasses are cut")
     failures = {rank: text for rank, text in texts.items() if text is not None}
     if not failures:
         return

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_shard import _torch
 from composable_shard.arguments import check_process_group
 from composable_shard.core.transport.failures import with_op
-from composable_shard.core.transport.process_groups import collect, first_difference
+from composable_shard.core.transport.process_groups import first_difference, gather_by_rank
 from composable_shard.errors import RankMismatchError, ShardError
 
 
@@ -63,7 +63,7 @@ class Ranks:
 
     def gather(self, own: Any) -> dict[int, Any]:
         """Return the objects of all ranks by number. Collective: an all-gather of an object."""
-        return collect(own, self.groups, self.doing) if self.groups else {0: own}
+        return gather_by_rank(own, self.groups, self.doing) if self.groups else {0: own}
 
     def say(self, word: int) -> int:
         """Return the largest word of any rank. Collective: an all-reduce of 8 bytes."""

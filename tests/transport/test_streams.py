@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import AllGather, ReduceScatter, fully_shard
 from composable_shard.core.transport.channel import Channel
-from composable_shard.core.transport.collectives import Memory
+from composable_shard.core.transport.collectives import BackendMemory
 from composable_shard.mesh import resolve_mesh
 from composable_shard.testing import fake_ranks, run_ranks
 
@@ -37,7 +37,7 @@ def test_gloo_sends_memory_of_the_host_alone_from_rank_to_rank() -> None:
     direct = ["DirectAllGather", "DirectReduceScatter"]
     assert (
         [[type(c).__name__ for c in (one.all_gather, one.reduce_scatter)] for one in channels]
-    ) == ([direct, ["EachAllGather", "CoalescedReduceScatter"]])
+    ) == ([direct, ["UncoalescedAllGather", "CoalescedReduceScatter"]])
 
 
 def note(group: Any, names: set[str], name: str, real: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,9 @@ def test_gloo_launches_no_coalesced_all_gather() -> None:
     mesh, names = resolve_mesh(init_device_mesh("cpu", (2,))), set[str]()
     every = [name for name in dir(dist.ProcessGroup) if "gather" in name]
     ways = [Channel(mesh), *(Channel(dataclasses.replace(mesh, device=CUDA)) for _ in range(2))]
-    ways[2].use_memory(Memory(lambda shape, dtype, _: torch.empty(tuple(shape), dtype=dtype)))
+    ways[2].use_memory(
+        BackendMemory(lambda shape, dtype, _: torch.empty(tuple(shape), dtype=dtype))
+    )
     found = []
     for channel in ways:
         names.clear()

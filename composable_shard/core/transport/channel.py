@@ -13,18 +13,18 @@ from composable_shard import _torch
 from composable_shard.core.transport.collectives import (
     AllGather,
     AllGatherLaunch,
+    BackendMemory,
     CoalescedAllGather,
     CoalescedReduceScatter,
     CustomAllGather,
     CustomReduceScatter,
-    EachAllGather,
-    InMemory,
-    Memory,
+    InBackendMemory,
     ReduceScatter,
     ReduceScatterLaunch,
     Tensors,
-    Then,
-    gather_each,
+    UncoalescedAllGather,
+    WaitThenCall,
+    gather_on_rank,
     may_read_padding,
     sum_dtype,
 )
@@ -88,8 +88,8 @@ class Channel:
             self.all_gather, self.reduce_scatter = DirectAllGather(), DirectReduceScatter()
             self._gather_to = DirectAllGather().launch
         else:
-            self._gather_to = gather_each
-            self.all_gather = EachAllGather() if backend == "gloo" else CoalescedAllGather()
+            self._gather_to = gather_on_rank
+            self.all_gather = UncoalescedAllGather() if backend == "gloo" else CoalescedAllGather()
             self.reduce_scatter = CoalescedReduceScatter(reads_padding=may_read_padding(device))
 
     def use_all_gather(self, comm: AllGather) -> None:
@@ -108,29 +108,35 @@ class Channel:
                 "choose the memory in their allocate method"
             )
 
-    def use_memory(self, memory: Memory | None) -> None:
+    def use_memory(self, memory: BackendMemory | None) -> None:
         """Run collectives in memory of the backend; in place if ``memory`` is ``None``."""
         if memory is None:
             self._use_fastest()
         else:
-            self.all_gather = CustomAllGather(InMemory(memory, _torch.all_gather_single))
-            reduce_scatter = InMemory(memory, _torch.reduce_scatter_single)
+            self.all_gather = CustomAllGather(InBackendMemory(memory, _torch.all_gather_single))
+            reduce_scatter = InBackendMemory(memory, _torch.reduce_scatter_single)
             self.reduce_scatter = CustomReduceScatter(reduce_scatter)
 
     def separate_reductions(self, enable: bool) -> None:
-        """Set whether reductions use a separate process group. Collective: makes it, once."""
+        """Set whether reductions use a separate process group.
+
+        Collective: makes the group at the first call.
+        """
         group = self.mesh.shard_group
         if group is not None:
             self._reduce_group = subgroup(group, group.size()) if enable else group
 
     def saved(self) -> tuple[dict[str, Any], bool]:
-        """Return the settings to pickle; the pickle leaves out the memory of a backend."""
+        """Return the settings to pickle, without the memory of a backend."""
         names = ("all_gather", "reduce_scatter", "_is_custom") if self._is_custom else ()
         custom = {name: getattr(self, name) for name in names}
         return custom, self._reduce_group is not self.mesh.shard_group
 
     def restore(self, custom: dict[str, Any], is_separate: bool) -> None:
-        """Restore the settings of :meth:`saved`. Collective: see separate_reductions."""
+        """Restore the settings of :meth:`saved`.
+
+        Collective: see :meth:`separate_reductions`.
+        """
         self.__dict__.update(custom)
         self.separate_reductions(is_separate)
 
@@ -182,8 +188,8 @@ class Channel:
         Args:
             outputs: The tensors to write.
             inputs: The tensors to reduce.
-            divisor: The divisor of the sum; ``None`` keeps the sum. Any other number than that of
-                the ranks needs a reduce-scatter that ``divides``.
+            divisor: The divisor of the sum; ``None`` keeps the sum. Unless it is the number of
+                ranks, it needs a reduce-scatter that ``divides``.
         """
         group = self._reduce_group
         op: Any = dist.ReduceOp.SUM if divisor is None else dist.ReduceOp.AVG
@@ -229,7 +235,7 @@ class Channel:
             work = dist.all_reduce(summed, op, group=group, async_op=True)
             if work is None or not divides:
                 return [] if work is None else [work]
-            return [Then(work, lambda: tensor.copy_(summed.div_(group.size())))]
+            return [WaitThenCall(work, lambda: tensor.copy_(summed.div_(group.size())))]
 
         return self._launch(launch, group, self.reducing)
 
@@ -244,11 +250,11 @@ class Channel:
     def _launch(
         self, launch: Callable[[], list[Waitable]], group: dist.ProcessGroup, op: str
     ) -> list[Waitable]:
-        """Launch collectives; if that fails, name the operation and publish the failure."""
+        """Launch collectives; if that fails, name the operation and announce the failure."""
         if announced:
             withdraw_failures()
         is_watched = status_of(group) is not None
-        # Replicas may have agreed on other tags.
+        # Replicas may have different tags, and so different keys.
         has_key = is_watched and group is not self.mesh.replica_group
         key = f"{self.tags[0]} {op}" if has_key else ""
         number = count_launch(group, key) if key else 0
@@ -268,7 +274,7 @@ class Channel:
 
 
 class _Launched:
-    """The launched collectives of one call; watches the wait for them."""
+    """The collectives of one launch. The background thread watches the wait for them."""
 
     def __init__(self, works: list[Waitable], watch: Callable[[], watched]) -> None:
         self._works = works[::-1]

@@ -1,9 +1,9 @@
-"""Collectives of many tensors in one launch, by c10d or custom ones.
+"""Collectives of many tensors in one launch, built-in or custom.
 
 A launch returns at once; ``Pending`` waits.
 
-Built-in collectives read and write in place. A custom collective reads one flat tensor and writes
-another, which takes a copy-in and a copy-out.
+Built-in collectives read and write tensors in place. A custom collective reads one flat tensor and
+writes another, which takes a copy-in and a copy-out.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class ReduceScatterLaunch(Protocol):
     """Reduces many tensors at once.
 
     Attributes:
-        widens: Whether inputs may have a narrower dtype than the outputs, even a different one on
-            each rank. The sum has the dtype of the outputs.
-        divides: Whether it can divide a sum by any number before it rounds.
+        widens: Whether inputs may have narrower dtypes than the outputs, which may differ between
+            ranks. The sum has the dtype of the outputs.
+        divides: Whether it can divide a sum by any number before it rounds the sum.
         reads_padding: Whether it may read padding, which must then be zeros.
-        keeps_inputs: Whether the launched work keeps the inputs as long as it needs them; if not,
+        keeps_inputs: Whether the launched work keeps the inputs as long as it needs them. If not,
             the caller must keep them until the wait.
-        copies_out: Whether the wait copies out of memory that belongs to the launching stream.
+        copies_out: Whether the wait copies from memory that belongs to the launching stream.
     """
 
     widens: bool = False
@@ -82,7 +82,7 @@ class ReduceScatterLaunch(Protocol):
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to sum tensors of ``dtype`` in, so that the sum is rounded only once."""
+    """Return the dtype in which to sum tensors of ``dtype``, so that the sum is rounded once."""
     is_half = dtype.is_floating_point and dtype.itemsize < 4
     return torch.float32 if is_half else dtype
 
@@ -90,12 +90,12 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def may_read_padding(device: torch.device) -> bool:
     """Return whether a backend may read padding, as NCCL does with ``TORCH_NCCL_NAN_CHECK=1``.
 
-    CPU backends never do.
+    CPU backends never read it.
     """
     return _torch.has_streams(device)
 
 
-class EachAllGather(AllGatherLaunch):
+class UncoalescedAllGather(AllGatherLaunch):
     """One c10d launch for each tensor.
 
     Hazard: two coalesced all-gathers in flight on one gloo process group corrupt its memory.
@@ -122,7 +122,7 @@ class CoalescedAllGather(AllGatherLaunch):
         return [_torch.all_gather_flat(outputs, inputs, group)]
 
 
-def gather_each(
+def gather_on_rank(
     outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, _: int, to: int
 ) -> list[Waitable]:
     """Launch the gather of each input [n] into its output [N * n] on rank ``to`` of ``group``."""
@@ -227,32 +227,32 @@ class ReduceScatter(_Allocates):
         """Reduce ``input_tensor`` [N * numel] by ``op`` and scatter it to ``output_tensor``."""
 
 
-class Then:
+class WaitThenCall:
     """Waits for a collective, if there is one, then calls a function, once.
 
     It keeps the sent tensor until then: a custom collective may run on a stream of its own, and
-    nothing else orders that stream before the next use of the memory.
+    only the wait orders that stream before the next use of the memory.
     """
 
     def __init__(
-        self, work: Waitable | None, then: Callable[[], object], sent: torch.Tensor | None = None
+        self, work: Waitable | None, call: Callable[[], object], sent: torch.Tensor | None = None
     ) -> None:
         self._work, self._sent = work, sent
-        self._then: Callable[[], object] | None = then
+        self._call: Callable[[], object] | None = call
 
     def wait(self) -> bool:
         if self._work is not None:
             self._work.wait()
-        then, self._then, self._sent = self._then, None, None
-        if then is not None:
-            then()
+        call, self._call, self._sent = self._call, None, None
+        if call is not None:
+            call()
         return True
 
 
 class CustomAllGather(AllGatherLaunch):
     """Calls a custom all-gather once for each dtype."""
 
-    def __init__(self, comm: AllGather | InMemory) -> None:
+    def __init__(self, comm: AllGather | InBackendMemory) -> None:
         self.comm = comm
 
     def launch(
@@ -267,7 +267,7 @@ class CustomReduceScatter(ReduceScatterLaunch):
     reads_padding = True
     copies_out = True
 
-    def __init__(self, comm: ReduceScatter | InMemory) -> None:
+    def __init__(self, comm: ReduceScatter | InBackendMemory) -> None:
         self.comm = comm
 
     def launch(
@@ -292,7 +292,7 @@ def _launch_custom(
         group: The ranks.
         op: The reduce op of a reduce-scatter.
     """
-    (places, num_arriving), (sources, num_sent) = outputs, inputs
+    (targets, num_received), (sources, num_sent) = outputs, inputs
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index, source in enumerate(sources):
         by_dtype.setdefault(source.dtype, []).append(index)
@@ -301,43 +301,43 @@ def _launch_custom(
         rows = [sources[index].view(num_sent, -1) for index in indices]
         numels = [source.shape[1] for source in rows]
         allocate = partial(comm.allocate, dtype=dtype, device=rows[0].device)
-        sent, arrived = (allocate((num * sum(numels),)) for num in (num_sent, num_arriving))
+        sent, received = (allocate((num * sum(numels),)) for num in (num_sent, num_received))
         torch.cat(rows, dim=1, out=sent.view(num_sent, -1))
-        work = comm(arrived, sent, group, *op, async_op=True)
-        parts = arrived.view(num_arriving, -1).split(numels, dim=1)
-        into = [places[index].view(num_arriving, -1) for index in indices]
-        works.append(Then(work, partial(_copy_each, into, parts), sent))
+        work = comm(received, sent, group, *op, async_op=True)
+        parts = received.view(num_received, -1).split(numels, dim=1)
+        into = [targets[index].view(num_received, -1) for index in indices]
+        works.append(WaitThenCall(work, partial(_copy_each, into, parts), sent))
     return works
 
 
 def _copy_each(into: Tensors, parts: Sequence[torch.Tensor]) -> None:
-    for place, part in zip(into, parts, strict=True):
-        place.copy_(part)
+    for target, part in zip(into, parts, strict=True):
+        target.copy_(part)
 
 
 @dataclass(frozen=True)
-class Memory:
+class BackendMemory:
     """Memory that a backend uses without a staging copy.
 
     Attributes:
-        allocate: Takes shape, dtype and device; returns a buffer.
-        register: Takes a buffer and the process group, before a collective uses the buffer.
+        allocate: Called with shape, dtype and device; returns a buffer.
+        register: Called with a buffer and the process group, before a collective uses the buffer.
     """
 
     allocate: Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
     register: Callable[[torch.Tensor, dist.ProcessGroup], object] = lambda *_: None
 
 
-class InMemory(_Allocates):
-    """A collective of c10d in memory that the backend allocates; always asynchronous.
+class InBackendMemory(_Allocates):
+    """A collective of c10d in memory that the backend allocates; it is always asynchronous.
 
     Args:
         memory: The memory.
-        launch: Launches the collective, given output, input, process group, and the reduce op of a
-            reduction.
+        launch: Launches the collective. It is called with the output, the input, the process group
+            and, for a reduction, the reduce op.
     """
 
-    def __init__(self, memory: Memory, launch: Callable[..., dist.Work]) -> None:
+    def __init__(self, memory: BackendMemory, launch: Callable[..., dist.Work]) -> None:
         self._memory, self._launch = memory, launch
 
     def allocate(
@@ -359,7 +359,7 @@ class InMemory(_Allocates):
         return self._launch(output, source, group, *op)
 
 
-def backend_memory(mesh: ShardMesh, label: str) -> Memory:
+def backend_memory(mesh: ShardMesh, label: str) -> BackendMemory:
     """Return the memory allocator of the backend of a mesh.
 
     Raises:
@@ -372,10 +372,10 @@ def backend_memory(mesh: ShardMesh, label: str) -> Memory:
         raise ShardError(
             f"Expected a backend that allocates memory for {label}, got {name}, which does not"
         )
-    return Memory(allocate)
+    return BackendMemory(allocate)
 
 
-def symmetric_memory(mesh: ShardMesh, label: str) -> Memory:
+def symmetric_memory(mesh: ShardMesh, label: str) -> BackendMemory:
     """Return the symmetric memory of NCCL.
 
     Raises:
@@ -385,4 +385,4 @@ def symmetric_memory(mesh: ShardMesh, label: str) -> Memory:
     name = "no process group" if group is None else _torch.backend_name(group, device)
     if name != "nccl":
         raise ShardError(f"Expected {label} on NCCL, the backend with symmetric memory, got {name}")
-    return Memory(*_torch.symmetric_memory_of_nccl())
+    return BackendMemory(*_torch.symmetric_memory_of_nccl())

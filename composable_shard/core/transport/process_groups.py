@@ -1,4 +1,4 @@
-"""Process groups that the library makes, and small objects and numbers that ranks exchange."""
+"""Process groups that the library makes. Small objects and numbers that ranks exchange."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from composable_shard.mesh import ShardMesh
 
 # Process groups that the library creates, and their destruction -----------------------------------
 
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]
-_made = weakref.WeakKeyDictionary()
+_subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]
+_subgroups = weakref.WeakKeyDictionary()
 _creator_pids: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _EXIT_TIMEOUT = 30.0  # seconds that the interpreter waits for gloo's threads at its end, at most
 
 
 def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
-    """Return the process group of ``num_ranks`` consecutive ranks of ``group``, with this one.
+    """Return the process group of this rank and its neighbours, ``num_ranks`` ranks of ``group``.
 
-    If ``num_ranks`` is the size of ``group``, it is a second process group of the same ranks. Its
-    collectives run concurrently with those of ``group``.
+    If ``num_ranks`` is the size of ``group``, the result is a second process group of the same
+    ranks. Its collectives run concurrently with those of ``group``.
 
     Args:
         group: A process group.
@@ -38,21 +38,21 @@ def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
 
     Collective: makes the group at the first call for ``group`` and ``num_ranks``.
     """
-    made = _made.setdefault(group, {})
-    if num_ranks not in made:
+    existing = _subgroups.setdefault(group, {})
+    if num_ranks not in existing:
         first = group.rank() // num_ranks * num_ranks
         ranks = dist.get_process_group_ranks(group)[first : first + num_ranks]
         name = f"{group.group_name}/{num_ranks} from {first}"
         is_gloo = _torch.backend_name(group, torch.device("cpu")) == "gloo"
         timeout = _torch.timeout_of(group) if is_gloo else None
-        made[num_ranks] = _torch.new_local_group(ranks, dist.get_backend(group), name, timeout)
-        _creator_pids[made[num_ranks]] = os.getpid()
-    return made[num_ranks]
+        existing[num_ranks] = _torch.new_local_group(ranks, dist.get_backend(group), name, timeout)
+        _creator_pids[existing[num_ranks]] = os.getpid()
+    return existing[num_ranks]
 
 
 def subgroups_of(group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
     """Return the process groups of this rank that :func:`subgroup` has made from ``group``."""
-    return [] if group is None else list(_made.get(group, {}).values())
+    return [] if group is None else list(_subgroups.get(group, {}).values())
 
 
 def end_process_groups() -> None:
@@ -83,11 +83,11 @@ atexit.register(end_process_groups)
 # Small objects and numbers that ranks exchange ----------------------------------------------------
 
 
-def gather_objects(own: object, group: dist.ProcessGroup, op: str) -> list[Any]:
+def gather_objects(local: object, group: dist.ProcessGroup, op: str) -> list[Any]:
     """Return the objects of all ranks of ``group``, in rank order.
 
     Args:
-        own: The object of this rank, which is pickled.
+        local: The object of this rank, which is pickled.
         group: The ranks.
         op: The operation, such as "agreeing on what is sent", for error messages.
 
@@ -98,34 +98,34 @@ def gather_objects(own: object, group: dist.ProcessGroup, op: str) -> list[Any]:
     """
     gathered: list[Any] = [None] * group.size()
     with watched(group, op):
-        dist.all_gather_object(gathered, own, group=group)
+        dist.all_gather_object(gathered, local, group=group)
     return gathered
 
 
-def collect(own: object, groups: Iterable[dist.ProcessGroup], op: str) -> dict[int, Any]:
+def gather_by_rank(local: object, groups: Iterable[dist.ProcessGroup], op: str) -> dict[int, Any]:
     """Return the objects of all ranks of some process groups, by global rank.
 
     Args:
-        own: The object of this rank, which is pickled.
-        groups: The axes of a mesh.
+        local: The object of this rank, which is pickled.
+        groups: The process groups of the axes of a mesh.
         op: See :func:`gather_objects`.
 
     Collective: an all-gather of the objects over each group.
     """
-    found = {dist.get_rank(): own}
+    objects = {dist.get_rank(): local}
     for group in groups:
-        gathered = gather_objects(found, group, op)
+        gathered = gather_objects(objects, group, op)
         for rank, theirs in zip(dist.get_process_group_ranks(group), gathered, strict=True):
-            found |= {rank: own, **theirs}  # simulated ranks have the object of this one
-    return dict(sorted(found.items()))
+            objects |= {rank: local, **theirs}  # simulated ranks have the object of this rank
+    return dict(sorted(objects.items()))
 
 
 class SmallAllReduce:
-    """An all-reduce of a few numbers over all ranks of a mesh, which is launched at once.
+    """An all-reduce of a few numbers over all ranks of a mesh. The constructor launches it.
 
     Args:
         numbers: The numbers of this rank, on the device of the mesh or on the host. If the groups
-            have gloo, numbers on the host are reduced by gloo, so that they wait for no kernel.
+            have gloo, it reduces numbers on the host, so that they wait for no kernel.
         op: The reduce op.
         mesh: The ranks.
         doing: The operation, for error messages.
@@ -150,10 +150,10 @@ class SmallAllReduce:
     def wait(self) -> list[Any]:
         """Return the reduced numbers; the host does not wait for later compute."""
         device = self._numbers.device
-        beside: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        new_stream: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if _torch.has_streams(device):
-            beside = _torch.on_stream(_torch.make_stream(device))
-        with beside:
+            new_stream = _torch.on_stream(_torch.make_stream(device))
+        with new_stream:
             while self._work is not None:
                 with watched(self._groups[0], self._doing, self._doing, self._number):
                     self._work.wait()
@@ -185,23 +185,23 @@ def compare(
     return largest == -negated_smallest, most
 
 
-def first_difference(heard: Sequence[Sequence[str]], ranks: Sequence[int], what: str) -> str:
+def first_difference(facts: Sequence[Sequence[str]], ranks: Sequence[int], subject: str) -> str:
     """Return a message that names the first difference between the facts of two ranks.
 
     Args:
-        heard: The facts of each rank, in rank order; they must differ between some ranks.
+        facts: The facts of each rank, in rank order; they must differ between some ranks.
         ranks: The rank numbers to show in the message.
-        what: The subject of the facts, such as "model".
+        subject: The subject of the facts, such as "model".
     """
-    first = heard[0]
-    place = next(place for place, theirs in enumerate(heard) if theirs != first)
-    theirs = heard[place]
+    first = facts[0]
+    other = next(index for index, theirs in enumerate(facts) if theirs != first)
+    both = first, facts[other]
     index = next(
-        (i for i, (a, b) in enumerate(zip(first, theirs, strict=False)) if a != b),
-        min(len(first), len(theirs)),
+        (i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b),
+        min(map(len, both)),
     )
-    said = [facts[index] if index < len(facts) else "nothing more" for facts in (first, theirs)]
+    texts = [theirs[index] if index < len(theirs) else "nothing more" for theirs in both]
     return (
-        f"Expected the same {what} on all ranks, got on rank {ranks[0]}: {said[0]}; on rank "
-        f"{ranks[place]}: {said[1]}"
+        f"Expected the same {subject} on all ranks, got on rank {ranks[0]}: {texts[0]}; on rank "
+        f"{ranks[other]}: {texts[1]}"
     )

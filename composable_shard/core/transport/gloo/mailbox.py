@@ -93,8 +93,8 @@ class Peer:
         file: The file with its memory.
         words: Its control words.
         num_read: The number of its entries that this rank has read.
-        unread: The entries, already read, of messages that this rank has not read.
-        unwanted: Collectives with a message that is still to come and that this rank will not read.
+        unread: The known entries of messages that this rank has not read.
+        unwanted: The keys of future messages that this rank will not read.
     """
 
     def __init__(self, rank: int, file: PeerFile, pidfd: int) -> None:

@@ -19,7 +19,7 @@ from composable_shard.core.transport.collectives import (
     AllGatherLaunch,
     ReduceScatterLaunch,
     Tensors,
-    Then,
+    WaitThenCall,
     sum_dtype,
 )
 from composable_shard.core.transport.failures import missing_rank, refuse_lost
@@ -73,7 +73,7 @@ class DirectAllGather(AllGatherLaunch):
         if not receives:
             exchange.finish()  # this rank needs none of the published shards
             return works
-        reading = Then(None, partial(_read_shards, exchange, near, outputs, sizes))
+        reading = WaitThenCall(None, partial(_read_shards, exchange, near, outputs, sizes))
         if exchange.all_published():  # an early read frees the shared memory early
             reading.wait()
         return [*works, reading]
@@ -214,7 +214,7 @@ class DirectReduceScatter(ReduceScatterLaunch):
         for total, full, out in zip(sums, inputs, outputs, strict=True):
             part = full.detach().view(num_ranks, -1)[rank]
             total.parts[rank] = part if are_published else _keep_in_output(part, out)
-        summing = Then(None, partial(_compute_sums, sums, exchange, near, rank))
+        summing = WaitThenCall(None, partial(_compute_sums, sums, exchange, near, rank))
         if are_published:
             summing.wait()
         return [*works, summing]
