@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, SupportsFloat, TypeVar
 
 import torch
@@ -99,6 +99,15 @@ def checked_number(name: str, value: Any) -> float:
 def check_function(name: str, value: object) -> None:
     """Raise ``TypeError`` unless an argument is callable or ``None``."""
     check_type(name, value, value is None or callable(value), "a function or None")
+
+
+def call_for_parameter(what: str, fn: Callable[[Any], Any] | None, name: str, param: Any) -> Any:
+    """Call a function of the user, if there is one; a note in its errors names the parameter."""
+    try:
+        return None if fn is None else fn(param)
+    except Exception as error:
+        error.add_note(f"raised by {what} for parameter '{name}'")
+        raise
 
 
 def check_dtype(name: str, value: Any) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from composable_shard import _torch
-from composable_shard.arguments import check_type
+from composable_shard.arguments import call_for_parameter, check_type
 
 
 @dataclass(frozen=True)
@@ -329,13 +329,7 @@ def placement_of(
     name: str, param: nn.Parameter, shard_placement_fn: ShardPlacementFn | None
 ) -> tuple[Shard | None, DeviceMesh | None]:
     """Call ``shard_placement_fn`` for a parameter; return the placement and mesh that it chose."""
-    result: Any = None
-    if shard_placement_fn is not None:
-        try:
-            result = shard_placement_fn(param)
-        except Exception as error:
-            error.add_note(f"raised by shard_placement_fn for parameter '{name}'")
-            raise
+    result = call_for_parameter("shard_placement_fn", shard_placement_fn, name, param)
     placement, mesh = (None, result) if isinstance(result, DeviceMesh) else (result, None)
     if isinstance(result, ShardPlacementResult):
         placement, mesh = result.placement, result.mesh

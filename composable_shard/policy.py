@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.arguments import check_dtype, check_type
+from composable_shard.arguments import call_for_parameter, check_dtype, check_type
 
 ParamDtypeOverride = Callable[[nn.Parameter], torch.dtype | None]
 
@@ -94,11 +94,7 @@ class MixedPrecisionPolicy:
                 and ``param_dtype`` would cast it.
         """
         override = self.param_dtype_override_fn
-        try:
-            asked = None if override is None else override(param)
-        except Exception as error:
-            error.add_note(f"raised by param_dtype_override_fn for parameter '{name}'")
-            raise
+        asked = call_for_parameter("param_dtype_override_fn", override, name, param)
         if asked not in (None, self.param_dtype, param.dtype):
             got = asked if isinstance(asked, torch.dtype) else f"{type(asked).__name__}: {asked!r}"
             raise ValueError(

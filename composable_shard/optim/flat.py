@@ -187,16 +187,13 @@ class _Member:
             states but their elements.
     """
 
-    start: int
-    following: int | None
-    kind: Any
-
     def __init__(self, param: torch.Tensor, index: int, group: int, is_fused: bool) -> None:
         self.param, self.index, self.group = param, index, group
         self.local = local = _torch.local_part(param)
         self.buffer: torch.Tensor | None = None
-        self.start, self.following, self.first = 0, None, index
-        self.multiple, self.kind = _multiple_of(local, is_fused), None
+        self.start, self.first, self.multiple = 0, index, _multiple_of(local, is_fused)
+        self.following: int | None = None
+        self.kind: Any = None
         self.places: dict[str, Any] = {}
         is_plain = type(local) in (torch.Tensor, nn.Parameter) and local.is_contiguous()
         if not is_plain or not isinstance(param, DTensor) or is_partial(param):
