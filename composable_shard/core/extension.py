@@ -109,7 +109,7 @@ class ExtensionBucket:
     @property
     def reduction(self) -> type[Reduction]:
         """The class that reduces the gradient; valid once the unsharded parameter exists."""
-        is_shared = self.mesh.num_shards > 1 and self.param.layout.param.numel > 0
+        is_shared = self.mesh.num_shards > 1 and self.param.layout.flat.numel > 0
         encodes = is_shared and has_grad_extension(self.param.local)
         return EncodedReduction if encodes else SplitReduction
 
@@ -642,7 +642,7 @@ class EncodedReduction(Reduction):
         if grad is None:
             return None
         layout = self.params[index].layout
-        return self._extensions[index].encode(layout.stacked(grad.to(self._dtype)))
+        return self._extensions[index].encode(layout.padded_shards(grad.to(self._dtype)))
 
     def _encode_and_agree(
         self, grads: Sequence[torch.Tensor | None]
@@ -708,7 +708,7 @@ class EncodedReduction(Reduction):
         for param, start, extension, places in zip(
             self.params, self._starts, self._extensions, self._row_places, strict=True
         ):
-            part = self.reduced[start : start + param.layout.param.shard_numel]
+            part = self.reduced[start : start + param.layout.flat.shard_numel]
             if extension.formats is not None:
                 total = part.to(torch.promote_types(part.dtype, torch.float32))
                 extension.decode(tuple(_view(rows, *place) for place in places), total)

@@ -8,7 +8,7 @@ One parameter of 5 rows over 2 shards of 3 rows (ceil division), with one row of
 One bucket with large parameters A, B and small ones c, d, over 2 shards::
 
     sharded (on rank r)   | A_r     | B_r     | c_r d_r |
-    messages                one       one       one, packed
+    messages                first     second    third, packed
     unsharded             | A_0 A_1 | B_0 B_1 | c_0 c_1 | d_0 d_1 |
 
 The padding of a parameter comes after its rows, so a large parameter is gathered straight into
@@ -221,7 +221,7 @@ def plan_bucket(
         gathered.append(max(count * param.shard_numel * param.gathers_in_place, param.numel))
     unsharded_offsets, unsharded_numel = _end_to_end(gathered, step)
     num_shards = params[0].num_shards if params else 1
-    total = aligned(unsharded_numel, num_shards)  # any subgroup can share it evenly
+    total = aligned(unsharded_numel, num_shards)  # so that neighbours keep equal parts
     ends = map(add, unsharded_offsets, gathered)
     return BucketLayout(
         order=tuple(order),

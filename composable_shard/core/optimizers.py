@@ -26,7 +26,7 @@ from composable_shard.core.group import ParamGroup
 from composable_shard.core.reduction import is_partial
 from composable_shard.core.storage import (
     num_full_tensors,
-    num_registered,
+    num_sharded_changes,
     owner_of_sharded,
 )
 from composable_shard.core.ties import num_replaced
@@ -44,7 +44,7 @@ class _Params:
     """
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        self._params, self._num_registered = params, num_registered()
+        self._params, self._num_sharded_changes = params, num_sharded_changes()
         self.ids = set(map(id, params))
         sharded = [param for param in params if isinstance(param, DTensor)]
         self.scalars = [param for param in sharded if not _torch.spec_of(param).shape]
@@ -63,7 +63,7 @@ class _Params:
 
     def is_of(self, params: Sequence[torch.Tensor]) -> bool:
         """Return whether ``params`` are these parameters, with the same groups and kinds."""
-        if self._num_registered != num_registered() or len(params) != len(self._params):
+        if self._num_sharded_changes != num_sharded_changes() or len(params) != len(self._params):
             return False
         return all(map(is_, params, self._params))
 

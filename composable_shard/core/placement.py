@@ -35,38 +35,38 @@ class TensorLayout:
         shape: The shape of the user's tensor.
         dim: Its sharded dim; ``None`` for a scalar, which every rank holds.
         order: Its dims by descending stride; ``None`` if they are in that order already.
-        param: The layout of the rows, with dims in memory order.
+        flat: The layout of its rows in flat buffers, with dims in memory order.
     """
 
     shape: tuple[int, ...]
     dim: int | None
     order: tuple[int, ...] | None
-    param: ParamLayout
+    flat: ParamLayout
 
-    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
+    def in_memory_order(self, tensor: torch.Tensor) -> torch.Tensor:
         """View a whole tensor, or a local shard, with its dims in memory order."""
         if self.dim is None:
-            return tensor.expand(self.param.num_shards)
+            return tensor.expand(self.flat.num_shards)
         return tensor if self.order is None else tensor.permute(self.order)
 
     def whole(self, flat: torch.Tensor) -> torch.Tensor:
         """View the first elements of a flat buffer as the whole tensor."""
         if self.dim is None:
             return flat[0]
-        return self._in_user_order(flat[: self.param.numel].view(self.param.shape))
+        return self._in_user_order(flat[: self.flat.numel].view(self.flat.shape))
 
     def local(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
         """View the first elements of a flat buffer as the local shard of ``rank``."""
         if self.dim is None:
             return flat[0]
-        numel = self.param.local_numel(rank)
-        return self._in_user_order(flat[:numel].view(self.param.local_shape(rank)))
+        numel = self.flat.local_numel(rank)
+        return self._in_user_order(flat[:numel].view(self.flat.local_shape(rank)))
 
     def shard_of(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """View the rows of ``rank`` in a whole tensor."""
         if self.dim is None:
             return tensor
-        layout = self.param
+        layout = self.flat
         if _torch.is_subclass_of_user(tensor):
             # torch's fully_shard calls chunk, so subclasses implement it; few implement narrow.
             shards = tensor.chunk(layout.num_shards, self.dim)
@@ -77,9 +77,9 @@ class TensorLayout:
 
     def _check(self, shards: Sequence[torch.Tensor]) -> None:
         """Raise ``ExtensionError`` unless ``chunk`` of a subclass has returned the right shapes."""
-        dim, count = self.dim, self.param.num_nonempty
+        dim, count = self.dim, self.flat.num_nonempty
         assert dim is not None
-        rows = [self.param.local_rows(rank) for rank in range(max(count, len(shards)))]
+        rows = [self.flat.local_rows(rank) for rank in range(max(count, len(shards)))]
         expected = [(*self.shape[:dim], num, *self.shape[dim + 1 :]) for num in rows]
         shapes = [tuple(shard.shape) for shard in shards]
         if shapes != expected:
@@ -89,11 +89,12 @@ class TensorLayout:
                 f"{list(map(list, shapes))} of {kind}"
             )
 
-    def stacked(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a whole tensor to its padded shards, [num_shards, shard_numel]."""
-        layout = self.param
+    def padded_shards(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a whole tensor to its padded shards: [num_shards, shard_numel]."""
+        layout = self.flat
         stack = tensor.new_zeros((layout.num_shards, layout.shard_numel))
-        for whole, shards in matching_pieces(layout, self.rows(tensor).reshape(-1), stack):
+        flat = self.in_memory_order(tensor).reshape(-1)
+        for whole, shards in matching_pieces(layout, flat, stack):
             shards.copy_(whole)
         return stack
 
@@ -101,7 +102,7 @@ class TensorLayout:
         """Return a whole tensor of zeros, of the class and on the device of ``like``."""
         if self.order is None:
             return like.new_zeros(self.shape, dtype=dtype)
-        return self.whole(like.new_zeros(self.param.numel, dtype=dtype))
+        return self.whole(like.new_zeros(self.flat.numel, dtype=dtype))
 
     def _in_user_order(self, rows: torch.Tensor) -> torch.Tensor:
         if self.order is None:
@@ -255,6 +256,7 @@ _Axis = tuple[Placement, Role]
 
 
 def _axes(mesh: ShardMesh, dim: int | None, num_parts: int = 1) -> list[_Axis]:
+    """Return the data-parallel axes of a parameter, if other axes cut ``dim`` into parts."""
     axes: list[_Axis] = []
     if mesh.replica_group is not None:
         axes.append((Replicate(), "replicate"))
@@ -271,6 +273,7 @@ def _shard(dim: int | None, num_parts: int) -> Placement:
 
 
 def _num_parts(placements: Any, mesh: DeviceMesh, dim: int | None, after: int = -1) -> int:
+    """Return the number of parts into which the axes behind ``after`` cut ``dim``."""
     parts = 1
     for axis, placement in enumerate(placements):
         if axis > after and dim is not None and _torch.shards_dim(placement, dim):
@@ -284,6 +287,7 @@ def _complete(
     unsharded_spec: _torch.DTensorSpec | None,
     unsharded_grad: tuple[Placement | None, ...] = (),
 ) -> ParamPlacement:
+    """Add the placements of gradients to those of a parameter."""
     average = Partial("avg")
     return ParamPlacement(
         mesh=mesh,

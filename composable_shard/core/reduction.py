@@ -133,7 +133,7 @@ class Reduction:
         )
         self.is_late = self.is_offloaded or self._has_streams
         large = with_own_message(buckets, dtype)
-        direct = {param for param in large if param.layout.param.is_even}  # sent without a copy
+        direct = {param for param in large if param.layout.flat.is_even}  # sent without a copy
         self.params = sorted(params, key=lambda param: param not in direct)
         self.members = self.params
         self._num_direct = sum(param in direct for param in params)
@@ -146,10 +146,10 @@ class Reduction:
         self._sharded = tuple(param.sharded for param in self.params)
         self._is_tensor_parallel = any(p.placement.unsharded_spec is not None for p in self.params)
         self.waits_for_autograd = any(
-            p.layout.param.num_nonempty < p.layout.param.num_shards for p in self.params
+            p.layout.flat.num_nonempty < p.layout.flat.num_shards for p in self.params
         )
         self._is_plain = all(
-            p.layout.dim == 0 and p.layout.order is None and p.layout.param.numel
+            p.layout.dim == 0 and p.layout.order is None and p.layout.flat.numel
             for p in self.params
         )
         self._plan_messages()
@@ -171,7 +171,7 @@ class Reduction:
 
     def _plan_messages(self) -> None:
         device, num_shards = self._mesh.device, self._mesh.num_shards
-        layouts = [param.layout.param for param in self.members]
+        layouts = [param.layout.flat for param in self.members]
         self.num_flags = len(layouts)
         self._final_dtypes = [final_grad_dtype(param, self._dtype) for param in self.members]
         self._step = packing_step((self._dtype, *self._final_dtypes), device)
@@ -205,7 +205,7 @@ class Reduction:
             self._view_args.append((shard.shape, shard.stride(), shard.storage_offset()))
             self._starts.append(start)
             step = 1 if index < self._num_direct else self._step
-            start += aligned(param.layout.param.shard_numel, step)
+            start += aligned(param.layout.flat.shard_numel, step)
         self._specs = self._specs_of("sharded")
         self._differ_in_dtype = [
             user_grad_dtype(param.sharded)[1] not in (None, dtype) or param.sharded.dtype != dtype
@@ -293,11 +293,11 @@ class Reduction:
         if not self._is_plain:
             layouts = [param.layout for param in self.members]
             grads = [
-                layout.rows(grad).flatten(0, layout.param.dim)
-                if layout.param.outer == 1
-                else layout.stacked(grad)
+                layout.in_memory_order(grad).flatten(0, layout.flat.dim)
+                if layout.flat.outer == 1
+                else layout.padded_shards(grad)
                 for layout, grad in zip(layouts, grads, strict=True)
-                if layout.param.numel  # parameters without elements are not sent
+                if layout.flat.numel  # parameters without elements are not sent
             ]
         direct = list(map(_flattened, grads[:num_direct]))
         if not all(map(is_, map(_dtype, direct), repeat(self._sent_dtype))):
@@ -651,7 +651,7 @@ def with_own_message(buckets: Iterable[Bucket], dtype: torch.dtype) -> set[Shard
         for bucket in buckets
         for param in bucket.params
         if bucket.message_cost is not None
-        and not is_packed(param.layout.param, dtype.itemsize, bucket.message_cost)
+        and not is_packed(param.layout.flat, dtype.itemsize, bucket.message_cost)
     }
 
 

@@ -60,12 +60,12 @@ _UNSAFE_VARIABLES = ("COMPOSABLE_SHARD_UNSAFE_SETATTR", "FSDP_USE_UNSAFE_SETATTR
 _sharded: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
 """The owners of sharded tensors, by id of the tensor. Another tensor may have the id by now."""
 
-_num_registered = 0  # increased whenever `_sharded` changes
+_num_sharded_changes = 0  # increased whenever `_sharded` changes
 
 
-def num_registered() -> int:
+def num_sharded_changes() -> int:
     """Return a number that changes when the results of :func:`owner_of_sharded` may change."""
-    return _num_registered
+    return _num_sharded_changes
 
 
 def owner_of_sharded(tensor: torch.Tensor) -> ShardedParam | None:
@@ -159,6 +159,7 @@ class ShardedParam:
         offload: The offload policy; ``None`` if its shard is not kept on the CPU.
         device: The device on which its shard belongs.
         layout: Its layout in flat buffers.
+        dtype: The dtype of its shard.
         placement: The mesh and placements of its DTensors.
         began_on_meta: Whether it was on the meta device when it was sharded.
         local: This rank's shard; outside of loads and conversions, a view of the bucket.
@@ -167,6 +168,8 @@ class ShardedParam:
         sharded: The DTensor that is registered outside forward and backward.
         unsharded: The parameter used in compute.
         unsharded_local: Its plain tensor: itself, except under tensor parallelism.
+        is_counted: Whether a hook counts the gradient accumulations of ``unsharded``.
+        shares_storage: Whether ``unsharded`` is a view of the sharded buffer.
         adds_to_synced: Whether unreduced gradients were added to a reduced gradient.
         group: Its group.
         freed_inner: Inner tensors of a subclass that are freed, too, and that autograd may save.
@@ -239,7 +242,7 @@ class ShardedParam:
             if spec is not None:
                 _torch.rebind(spec.mesh)
         _torch.rebind(self.placement.mesh)
-        self.register(self.sharded)
+        self.set_sharded(self.sharded)
         self.sharded.__dict__.pop(USER_GRAD_DTYPE, None)
         if is_set:
             self.sharded.grad_dtype = grad_dtype
@@ -299,15 +302,15 @@ class ShardedParam:
         """Make ``local`` this rank's shard."""
         # Not a copy of the tensor object, so that `local` shares the version counter of its bucket.
         _torch.set_local_tensor(self.sharded, local)
-        self.register(self.sharded)
+        self.set_sharded(self.sharded)
 
-    def register(self, sharded: nn.Parameter) -> None:
+    def set_sharded(self, sharded: nn.Parameter) -> None:
         """Make a DTensor the sharded parameter."""
-        global _num_registered
+        global _num_sharded_changes
         self.sharded, self.local = sharded, _torch.local_tensor(sharded)
         self.dtype, self.outer_storage = self.local.dtype, _torch.storage_number(sharded)
         _sharded[id(sharded)] = self
-        _num_registered += 1
+        _num_sharded_changes += 1
 
     def version(self) -> int:
         """Return a number that grows when the shard changes in place."""
@@ -560,7 +563,7 @@ class FlatBucket:
             backend, is_aligned=_torch.aligns(self.mesh.device)
         )
         self.layout = plan_bucket(
-            tuple(param.layout.param for param in params),
+            tuple(param.layout.flat for param in params),
             self.compute_dtype.itemsize,
             self.message_cost,
             min(self.dtype.itemsize, self.compute_dtype.itemsize),

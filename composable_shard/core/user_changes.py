@@ -96,7 +96,7 @@ def adopt_registered(params: Sequence[ShardedParam], label: str) -> None:
         if tensor is not param.sharded:
             carry_over(param.sharded.__dict__, user_grad_dtype(param.sharded), tensor)
             param.put(tensor)
-        param.register(tensor)
+        param.set_sharded(tensor)
 
 
 def carry_over(

@@ -442,7 +442,7 @@ def _padded(
     """Yield the parameters that some ranks pad, their layouts, and the padding of a gather."""
     params = (param for bucket in group.buckets for param in bucket.params)
     for param, told in zip(params, explanation.parameters, strict=True):
-        layout = param.layout.param
+        layout = param.layout.flat
         if told.travels != "as a subclass" and not layout.is_even:
             unpadded = layout.numel * param.compute_dtype.itemsize
             yield told, layout, (told.gathered_nbytes or 0) - unpadded

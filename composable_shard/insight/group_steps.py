@@ -214,7 +214,7 @@ def messages_of(bucket: Bucket) -> list[int] | None:
     if has_extension(bucket.param.local):
         return None
     inner, _ = flatten([bucket.param.local])
-    return [bucket.param.layout.param.shard_numel * tensor.itemsize for tensor in inner]
+    return [bucket.param.layout.flat.shard_numel * tensor.itemsize for tensor in inner]
 
 
 def num_neighbours(group: ParamGroup) -> int:
@@ -287,13 +287,13 @@ class ReductionPlan:
         self.grad_dtype = buckets[0].compute_dtype
         self.sent_dtype = sent_dtype(buckets, dtype, channel)
         self.large = with_own_message(buckets, dtype)
-        even = {param for param in self.large if param.layout.param.is_even}
+        even = {param for param in self.large if param.layout.flat.is_even}
         members = [param for param in params for _ in range(num_tensors(param))]
         self.members = sorted(members, key=lambda param: param not in even)
         self.direct = [param for param in members if param in even]
         self.finals = [final_grad_dtype(param, dtype) for param in self.members]
         numels = message_numels(
-            [param.layout.param for param in self.members],
+            [param.layout.flat for param in self.members],
             len(self.direct),
             packing_step((dtype, *self.finals), mesh.device),
         )
@@ -443,7 +443,7 @@ def _explain_param(bucket: Bucket, index: int, name: str) -> ParameterExplanatio
     param = bucket.params[index]
     sharded, gathered = sharded_nbytes(bucket), unsharded_nbytes(bucket)
     if isinstance(bucket, FlatBucket):
-        numel = param.layout.param.shard_numel
+        numel = param.layout.flat.shard_numel
         sharded = numel * bucket.dtype.itemsize
         gathered = bucket.mesh.num_shards * numel * bucket.compute_dtype.itemsize
     dims = [getattr(placement, "dim", None) for placement in param.placement.sharded]
@@ -468,7 +468,7 @@ def _travels(bucket: Bucket, index: int) -> str:
         return "not at all"
     if index < bucket.layout.num_direct:
         return "in place"
-    return "packed" if bucket.params[index].layout.param.gathers_in_place else "permuted"
+    return "packed" if bucket.params[index].layout.flat.gathers_in_place else "permuted"
 
 
 # Copies of one step, and the reasons --------------------------------------------------------------
@@ -513,10 +513,10 @@ def _copies_of_gather(group: ParamGroup, bucket: FlatBucket) -> Iterator[_Copy]:
     ways: dict[str, list[ShardedParam]] = defaultdict(list)
     for index, param in enumerate(bucket.params):
         ways[_travels(bucket, index)].append(param)
-    numel = sum(param.layout.param.numel for param in ways["permuted"])
+    numel = sum(param.layout.flat.numel for param in ways["permuted"])
     why = "sharded on an inner dim, so concatenated shards are not the parameter yet"
     yield "permuted", ways["permuted"], numel * itemsize, why
-    packed = [param.layout.param for param in ways["packed"]]
+    packed = [param.layout.flat for param in ways["packed"]]
     numel = sum(param.num_nonempty * param.shard_numel for param in packed)
     why = "too small for messages of their own: they share one and are copied out of it"
     yield "packed", ways["packed"], numel * itemsize, why
@@ -530,16 +530,16 @@ def _copies_of_reduction(of: ReductionPlan) -> Iterator[_Copy]:
     """Yield the copies of gradients before they are sent, and of the result."""
     dtype, itemsize, num_shards = short(of.dtype), of.dtype.itemsize, of.mesh.num_shards
     if of.sent_dtype != of.grad_dtype:
-        numel = sum(param.layout.param.numel for param in of.direct)
+        numel = sum(param.layout.flat.numel for param in of.direct)
         why = f"gradients are cast to {dtype}, in which they are summed"
         yield "cast", of.direct, numel * itemsize, why
-    permuted = [param for param in of.members if param.layout.param.outer > 1]
-    numel = sum(param.layout.param.numel for param in permuted)
+    permuted = [param for param in of.members if param.layout.flat.outer > 1]
+    numel = sum(param.layout.flat.numel for param in permuted)
     why = "gradients of parameters sharded on an inner dim are laid out shard by shard"
     yield "permuted", permuted, numel * of.grad_dtype.itemsize, why
     packed = of.members[len(of.direct) :]
     padded = [param for param in packed if param in of.large]
-    numel = num_shards * sum(param.layout.param.shard_numel for param in padded)
+    numel = num_shards * sum(param.layout.flat.shard_numel for param in padded)
     why = "rows do not divide evenly over the ranks, so the gradient is padded before it is sent"
     yield "padded", padded, numel * itemsize, why
     small = [param for param in packed if param not in of.large]
@@ -548,8 +548,8 @@ def _copies_of_reduction(of: ReductionPlan) -> Iterator[_Copy]:
         why = f"gradients too small for messages of their own share one, and {why}"
     yield "packed", small, (num_shards * of.packed_numel - numel) * itemsize, why
     layouts = [param.layout for param in of.members]
-    is_plain = all(one.dim == 0 and one.order is None and one.param.numel for one in layouts)
-    if is_plain and has_single_rows([param.layout.param for param in packed], of.mesh.device):
+    is_plain = all(one.dim == 0 and one.order is None and one.flat.numel for one in layouts)
+    if is_plain and has_single_rows([param.layout.flat for param in packed], of.mesh.device):
         why = "each rank gets one row or none of a gradient, so zeros fill the message first"
         yield "padded", small, num_shards * of.packed_numel * itemsize, why
     if num_shards == 1:
@@ -563,7 +563,7 @@ def _copies_of_reduction(of: ReductionPlan) -> Iterator[_Copy]:
         yield "cast", of.members, of.numel * (itemsize + of.replica_dtype.itemsize), why
     away, pairs = is_away(of.members[0]), zip(of.members, of.finals, strict=True)
     changed = [(param, final) for param, final in pairs if away or final != of.dtype]
-    nbytes = sum(param.layout.param.shard_numel * final.itemsize for param, final in changed)
+    nbytes = sum(param.layout.flat.shard_numel * final.itemsize for param, final in changed)
     finals = sorted({short(final) for final in of.finals})
     if changed and len(finals) == 1:  # all at once, with padding and flags
         nbytes = of.numel * of.finals[0].itemsize

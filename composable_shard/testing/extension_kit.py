@@ -379,7 +379,7 @@ class Reductions:
     def __init__(self, case: Case, dtype: torch.dtype = torch.float32) -> None:
         self._rank, self._gathers = dist.get_rank(), Gathers(case)
         param = self._gathers.bucket.param
-        self._hooks, self._numel = GradExtension(param), param.layout.param.shard_numel
+        self._hooks, self._numel = GradExtension(param), param.layout.flat.shard_numel
         generator = torch.Generator().manual_seed(self._rank)
         self.parts = torch.randn(case.num_ranks, self._numel, generator=generator).to(dtype)
 

@@ -315,7 +315,7 @@ class _Holder:
         param.mesh, param.placement, param.flat_position = mesh, self.placements[index], None
         param.device = torch.device("cpu") if param.offload is not None else mesh.device
         param.forget_unsharded()
-        numel = param.layout.param.local_numel(mesh.shard_rank)
+        numel = param.layout.flat.local_numel(mesh.shard_rank)
         like = param.layout.local(torch.empty(numel, device="meta"), mesh.shard_rank)
         dtype = items["parameter", index].dtype
         return torch.zeros((), dtype=dtype, device=param.device).expand(like.shape)
@@ -454,7 +454,7 @@ def _sizes(item: Item, placement: ParamPlacement) -> tuple[int, ...]:
 
 def _whole_on_meta(param: ShardedParam) -> torch.Tensor:
     """Return a meta tensor like the full parameter."""
-    return param.layout.whole(torch.empty(param.layout.param.numel, device="meta"))
+    return param.layout.whole(torch.empty(param.layout.flat.numel, device="meta"))
 
 
 # The move, on all ranks ---------------------------------------------------------------------------

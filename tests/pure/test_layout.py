@@ -102,11 +102,11 @@ def test_a_tensor_of_any_strides_lies_in_flat_buffers_as_in_memory(
     tensor = torch.arange(cut.numel).view(cut.shape).permute(order)
     dim = order.index(cut.dim)
     layout = plan_tensor(tensor, dim, num_shards)
-    flat = layout.rows(tensor).reshape(-1)
+    flat = layout.in_memory_order(tensor).reshape(-1)
     assert torch.equal(layout.whole(flat), tensor)
     if tensor.numel() and min(tensor.shape) > 1:
         assert layout.whole(flat).stride() == tensor.stride()
-    stack = layout.stacked(tensor)
+    stack = layout.padded_shards(tensor)
     for rank in range(num_shards):
         assert torch.equal(layout.local(stack[rank], rank), layout.shard_of(tensor, rank))
 
