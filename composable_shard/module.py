@@ -255,7 +255,7 @@ class FSDPModule(TorchFSDPModule):
             group.tree.prepare_gather()
         group.refresh()
         group.unshard()
-        group.is_held = True
+        group.is_kept_by_user = True
         handle = UnshardHandle(group)
         if not async_op:
             handle.wait()

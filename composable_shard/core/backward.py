@@ -309,7 +309,7 @@ class Backward:
         for group in self._groups:
             if group in self._planned:
                 continue
-            if group.is_unsharded_registered and not group.is_held:  # not planned: it is frozen
+            if group.is_unsharded_registered and not group.is_kept_by_user:  # it is frozen
                 self.kept.append(group)
                 group.register_sharded()
             # Earlier backwards may have accumulated gradients of this group without sync.
@@ -353,7 +353,7 @@ def _refuse_leaves(group: ParamGroup) -> None:
     It may return unreduced gradients inside a forward, and after the user has called ``unshard()``.
     """
     reduces = group.settings.reduce_grads and group.mesh.num_ranks > 1
-    if reduces and not group.tree.call_stack and not group.is_held:
+    if reduces and not group.tree.call_stack and not group.is_kept_by_user:
         raise ShardError(
             f"Expected loss.backward() for the parameters of {group.label}, got torch.autograd."
             "grad, which returns the gradients of this rank alone; call loss.backward() and read "

@@ -128,7 +128,7 @@ class ParamGroup:
         state: Whether the unsharded parameters exist.
         is_unsharded_registered: Whether the modules hold the unsharded parameters, and not the
             sharded ones.
-        is_held: Whether the user has called ``unshard()`` since the group was freed.
+        is_kept_by_user: Whether the user has called ``unshard()`` since the group was freed.
         is_partly_run: Whether some of several ``modules`` have run, and others not yet.
         unsharded_version: Grows when a gather brings new values. It is the version counter of the
             unsharded parameters.
@@ -170,7 +170,7 @@ class ParamGroup:
         self.settings = Settings()
         self.plugins = Plugins()
         self.state = State.SHARDED
-        self.is_unsharded_registered = self.is_held = self.is_partly_run = False
+        self.is_unsharded_registered = self.is_kept_by_user = self.is_partly_run = False
         self.is_in_unsharded_context = self.awaits_weight_half = False
         self._why_absent: str | None = None
         self._modules_run: set[nn.Module] = set()  # if there are several, since the last gather
@@ -416,7 +416,7 @@ class ParamGroup:
         """
         if self._snapshot is not None:
             self.apply_user_changes()
-        self.is_held = self.is_partly_run = self.awaits_weight_half = False
+        self.is_kept_by_user = self.is_partly_run = self.awaits_weight_half = False
         if self._modules_run:
             self._modules_run.clear()
         if self.state is not State.SHARDED:
@@ -464,7 +464,7 @@ class ParamGroup:
         snapshot, self._snapshot = self._snapshot, None
         assert snapshot is not None
         lost = snapshot.apply_user_changes()
-        if not lost or self.is_held:
+        if not lost or self.is_kept_by_user:
             return
         self.reshard()
         if snapshot.has_new_memory:

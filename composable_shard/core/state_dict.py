@@ -76,7 +76,7 @@ def _before_save(module: nn.Module, *_: object) -> None:
         group.check_in_memory("for a state dict")
         if not group.is_unsharded_registered:
             continue
-        if group.is_held or any(map(_is_computing, group.tree.groups)):
+        if group.is_kept_by_user or any(map(_is_computing, group.tree.groups)):
             module._parameters[name] = param.sharded
         else:
             group.register_sharded()

@@ -172,7 +172,7 @@ class Tree:
                 group.record_run(module)
             freeable = group.program.freeable
             call.version_sum = group.unsharded_version * len(freeable)
-            if group.is_held:  # users may have written to the unsharded parameters
+            if group.is_kept_by_user:  # users may have written to the unsharded parameters
                 call.version_sum = sum(map(_version, freeable))
             checkpoints = _torch.notes_of_checkpoints(with_graph_around=self._grad_enabled)
             if checkpoints or torch.is_grad_enabled():
@@ -249,7 +249,7 @@ class Tree:
     def _is_kept(self, group: ParamGroup) -> bool:
         """Return whether a gathered group stays gathered when a forward begins."""
         settings = group.settings
-        if settings.reshard_after_forward is False or group.is_held or group.is_partly_run:
+        if settings.reshard_after_forward is False or group.is_kept_by_user or group.is_partly_run:
             return True
         return not settings.reshard_after_backward and self.is_accumulating
 
@@ -339,18 +339,18 @@ class Tree:
     def _free(self, group: ParamGroup, *, may_have_backward: bool) -> None:
         """Free a group after its call, unless this forward or a backward needs it soon."""
         stays = group.stays_after_forward
-        if stays and not group.is_trained and not group.is_held:
+        if stays and not group.is_trained and not group.is_kept_by_user:
             may_have_backward = may_have_backward and any(map(_is_trained, self.groups))
         if group.is_partly_run:
             return
-        if stays and (may_have_backward or group.is_held):
+        if stays and (may_have_backward or group.is_kept_by_user):
             if group.is_unsharded_registered:
                 group.take_snapshot()
             return
         keeps_memory = self.tape.upcoming is group or (stays and group is not self.root)
         if keeps_memory:
             self._to_free[group] = None
-        if may_have_backward and not group.is_held:
+        if may_have_backward and not group.is_kept_by_user:
             keeps_memory = keeps_memory or self.tape.is_turning_point(group)
         if not keeps_memory:
             group.reshard(keeps_part=may_have_backward)
@@ -401,7 +401,7 @@ class Tree:
     def free_after_inner_backward(self, group: ParamGroup) -> None:
         """Free a group after its inner backward, unless the forward around it needs the group."""
         is_running = any(call.group is group for call in self.call_stack)
-        if is_running or group.is_held or not group.settings.reshard_after_backward:
+        if is_running or group.is_kept_by_user or not group.settings.reshard_after_backward:
             return
         if self.tape.upcoming is group:
             self._to_free[group] = None
