@@ -148,6 +148,7 @@ class Reduction:
         self.waits_for_autograd = any(
             p.layout.flat.num_nonempty < p.layout.flat.num_shards for p in self.params
         )
+        # Plain gradients are sent as they are: sharded along dim 0, in memory order, not empty.
         self._is_plain = all(
             p.layout.dim == 0 and p.layout.order is None and p.layout.flat.numel
             for p in self.params
@@ -276,7 +277,7 @@ class Reduction:
         self._pending = Pending(works, self._channel.reducing, stream, owned)
 
     def _pack(self) -> list[torch.Tensor]:
-        """Return the messages: direct gradients, then the packed ones with the flags."""
+        """Return the messages: large gradients, then one for all other gradients and the flags."""
         grads: list[Any] = self._grads
         flags = self._all_flags
         del self._grads
@@ -367,6 +368,7 @@ class Reduction:
                 assign_grad(sharded, _torch.from_local(grad, param.spec("unreduced", grad.dtype)))
 
     def _num_ranks_per_divisor(self) -> float:
+        """Return the factor of unreduced gradients: their mean must be the sum by the divisor."""
         divisor = self._group.settings.divisor
         return 1.0 if divisor is None else self._mesh.num_ranks / divisor
 
@@ -391,7 +393,7 @@ class Reduction:
             _torch.free(self._packed)
 
     def average(self) -> None:
-        """Divide the sum over the ranks by the rest of the divisor; compiled if there is one."""
+        """Divide the sum over the ranks by ``scale.after``; compiled only if this is not 1."""
         self.reduced.div_(self.scale.after)
 
     def split_wait(self, stream: torch.Stream) -> None:
@@ -432,7 +434,7 @@ class Reduction:
                 yield index, _torch.local_tensor(grad)
 
     def download(self) -> None:
-        """Copy the flags, or offloaded gradients, to the host; if neither is needed, write now.
+        """Copy the flags, or offloaded gradients, to the host; write ``.grad`` if it needs neither.
 
         Reading the flags would make the host wait for the device.
         """
@@ -656,10 +658,10 @@ def with_own_message(buckets: Iterable[Bucket], dtype: torch.dtype) -> set[Shard
 
 
 def has_single_rows(layouts: Sequence[ParamLayout], device: torch.device) -> bool:
-    """Return whether gradients are packed by a copy of each: on the CPU, if all shards are rows."""
+    """Return whether to pack gradients one by one: on the CPU, if every shard has one row."""
     are_cut = all(layout.num_shards > 1 for layout in layouts)
-    is_row_each = {layout.rows_per_shard for layout in layouts} == {1}
-    return are_cut and is_row_each and not _torch.aligns(device)
+    have_one_row = {layout.rows_per_shard for layout in layouts} == {1}
+    return are_cut and have_one_row and not _torch.aligns(device)
 
 
 def packing_step(dtypes: Iterable[torch.dtype], device: torch.device) -> int:
@@ -702,7 +704,7 @@ def final_grad_dtype(param: ShardedParam, reduced: torch.dtype) -> torch.dtype:
 
 
 def assign_grad(sharded: nn.Parameter, grad: torch.Tensor) -> None:
-    """Set ``.grad``, also to a dtype that torch would refuse."""
+    """Set ``.grad``, even if torch would refuse its dtype."""
     dtype = sharded.grad_dtype
     if dtype is not None and dtype != grad.dtype:
         sharded.grad = None
@@ -732,7 +734,7 @@ def add_grad(sharded: nn.Parameter, grad: Any) -> None:
     if old_grad is None:
         assign_grad(sharded, grad)
         return
-    if is_partial(grad) and not is_partial(old_grad):  # equal replicas are equal to their mean
+    if is_partial(grad) and not is_partial(old_grad):  # replicas are equal, so each is the mean
         local, spec = _torch.local_tensor(old_grad), _torch.spec_of(grad)
         old_grad = _torch.from_local(local, _torch.spec_with_dtype(spec, local.dtype))
         sharded.grad = old_grad

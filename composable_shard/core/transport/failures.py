@@ -10,8 +10,8 @@ of ``background.py`` watches every wait (:class:`watched`): it polls the store w
 and ends the wait when another rank has failed. It only watches process groups of gloo, since waits
 of other backends do not block the host.
 
-Ranks that run different collectives wait for each other, each for a collective that the next one
-does not launch. Ranks that wait for long publish the collective that they wait for, and the
+Ranks that run different collectives wait for each other: each waits for a collective that the next
+rank does not launch. Ranks that wait for long publish the collective that they wait for, and the
 collectives that they have launched. If the waiting ranks form a cycle, it is a deadlock, and all of
 them raise, long before the time-out.
 """

@@ -341,9 +341,9 @@ def share(group: dist.ProcessGroup, num_words: int) -> Shared:
     return shared
 
 
-def _all_gather(own: Any, group: dist.ProcessGroup) -> list[Any]:
+def _all_gather(local: Any, group: dist.ProcessGroup) -> list[Any]:
     gathered: list[Any] = [None] * group.size()
-    dist.all_gather_object(gathered, own, group=group)
+    dist.all_gather_object(gathered, local, group=group)
     return gathered
 
 
@@ -435,17 +435,17 @@ class _Listener:
                 connection, _ = self._socket.accept()
                 with connection:
                     connection.settimeout(_CONNECT_TIMEOUT)
-                    secret, found, flags, _ = socket.recv_fds(connection, _SECRET_NBYTES, 2)
+                    secret, files, flags, _ = socket.recv_fds(connection, _SECRET_NBYTES, 2)
                 peer, is_cut = expected.get(secret), bool(flags & socket.MSG_CTRUNC)
-                if peer is None or is_cut or len(found) < 2:
-                    for file in found:
+                if peer is None or is_cut or len(files) < 2:
+                    for file in files:
                         os.close(file)
                     if peer is not None and is_cut:
                         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                     continue  # not from an expected rank
-                for file in found:
+                for file in files:
                     os.set_inheritable(file, False)
-                file, shared.pidfds[peer] = found
+                file, shared.pidfds[peer] = files
                 weakref.finalize(self.own, os.close, shared.pidfds[peer]).atexit = False
                 shared.files[peer] = PeerFile(file, num_words)
                 del expected[secret]
@@ -459,9 +459,9 @@ _SECRET_NBYTES = 32
 
 
 def _new_socket() -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    made.settimeout(_CONNECT_TIMEOUT)
-    return made
+    new = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    new.settimeout(_CONNECT_TIMEOUT)
+    return new
 
 
 def _name_of(endpoint: tuple[str, bytes]) -> bytes:
