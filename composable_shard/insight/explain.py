@@ -118,12 +118,12 @@ class OptimizerExplanation(Report):
             sentences = ["shards that lie side by side are stepped as one tensor; nothing is sent"]
         elif self.traffic.launches:
             sentences = [
-                f"matrices in flight occupy at most {nbytes_text(self.held_nbytes)} of this rank, "
-                "in at most two buckets",
-                f"the busiest rank has {self.imbalance:.3g} times the mean work",
+                "at most two buckets of matrices are in flight; they need at most "
+                f"{nbytes_text(self.held_nbytes)} on this rank",
+                f"work of the busiest rank / mean work of all ranks: {self.imbalance:.3g}",
             ]
         told = [Sentences("Optimizer", sentences)] if sentences else []
-        return [Table(title, ("parameter group", "as", *counts), rows, num_words=2), *told]
+        return [Table(title, ("parameter group", "layout", *counts), rows, num_words=2), *told]
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def _traffic_text(traffic: Traffic) -> str:
 
 
 def _copy_text(copy: Copy) -> str:
-    times = "" if copy.times == 1 else f" {copy.times} times a step"
+    times = "" if copy.times == 1 else f", {copy.times} times a step"
     names = names_text(copy.parameters)
     of_whom = f" ({names})" if names else ""
     return f"{copy.kind}{of_whom}, {nbytes_text(copy.nbytes)}{times}: {copy.why}"

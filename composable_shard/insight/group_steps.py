@@ -132,18 +132,21 @@ def residence_of(group: ParamGroup) -> tuple[str, str]:
     """
     settings, reshard = group.settings, group.settings.reshard_after_forward
     if not group.params:
-        return "unread", "it has no parameters of its own, so it sends nothing"
+        return "unread", "the group has no parameters of its own, so it sends nothing"
     if not settings.unshard_in_backward:
         return "unread", "set_unshard_in_backward(False): backward gathers nothing"
     if not _has_backward(group):
-        return "unread", "backward does not reach it: nothing in it or before it is trained"
+        why = "backward does not reach the group: no parameter in it or before it is trained"
+        return "unread", why
     if reshard is False:
         return "kept", "reshard_after_forward=False keeps the parameters until backward"
     if group.stays_after_forward:
-        return "kept", "it is the root, and backward needs its parameters first, so they are kept"
+        return "kept", "backward needs the parameters of the root first, so they are kept"
     if _ends_forward_and_begins_backward(group):
-        why = "it is last in forward and first in backward, so from the second step on it is kept"
-        return "kept", why
+        return "kept", (
+            "the group is last in forward and first in backward, so its parameters are kept from "
+            "the second step on"
+        )
     if reshard is not None and reshard is not True:
         return "regathered", (
             f"after forward each of {reshard} neighbours keeps a part of all parameters, from "
@@ -518,7 +521,9 @@ def _copies_of_gather(group: ParamGroup, bucket: FlatBucket) -> Iterator[_Copy]:
     yield "permuted", ways["permuted"], numel * itemsize, why
     packed = [param.layout.flat for param in ways["packed"]]
     numel = sum(param.num_nonempty * param.shard_numel for param in packed)
-    why = "too small for messages of their own: they share one and are copied out of it"
+    why = (
+        "parameters too small for messages of their own share one message, and are copied out of it"
+    )
     yield "packed", ways["packed"], numel * itemsize, why
     if residence_of(group)[0] == "regathered":
         count = num_neighbours(group)
@@ -545,7 +550,7 @@ def _copies_of_reduction(of: ReductionPlan) -> Iterator[_Copy]:
     small = [param for param in packed if param not in of.large]
     why = "one flag for each gradient shows whether any rank has it"
     if small:
-        why = f"gradients too small for messages of their own share one, and {why}"
+        why = f"gradients too small for messages of their own share one message, and {why}"
     yield "packed", small, (num_shards * of.packed_numel - numel) * itemsize, why
     layouts = [param.layout for param in of.members]
     is_plain = all(one.dim == 0 and one.order is None and one.flat.numel for one in layouts)

@@ -29,16 +29,16 @@ One step: launches x messages, and the bytes that this rank sends and copies
   all groups                                                                                      1.76 MiB  2.28 MiB
 
 (root)
-  - it is the root, and backward needs its parameters first, so they are kept
-  - packed (after.weight, after.bias), 8.03 KiB: too small for messages of their own: they share one and are copied out of it
-  - packed (after.weight, after.bias), 8.05 KiB: gradients too small for messages of their own share one, and one flag for each gradient shows whether any rank has it
+  - backward needs the parameters of the root first, so they are kept
+  - packed (after.weight, after.bias), 8.03 KiB: parameters too small for messages of their own share one message, and are copied out of it
+  - packed (after.weight, after.bias), 8.05 KiB: gradients too small for messages of their own share one message, and one flag for each gradient shows whether any rank has it
 
 layers.0 to layers.1 (2 alike)
   - the parameters are freed after forward and gathered again for backward
-  - cast (layers.0.up.weight, layers.0.up.bias, layers.0.down.weight and 1 more), 193 KiB 2 times a step: shards stored as float32 are cast to bfloat16 in one kernel before each gather, so that fewer bytes travel
-  - packed (layers.0.up.bias, layers.0.down.bias), 1.25 KiB 2 times a step: too small for messages of their own: they share one and are copied out of it
+  - cast (layers.0.up.weight, layers.0.up.bias, layers.0.down.weight and 1 more), 193 KiB, 2 times a step: shards stored as float32 are cast to bfloat16 in one kernel before each gather, so that fewer bytes travel
+  - packed (layers.0.up.bias, layers.0.down.bias), 1.25 KiB, 2 times a step: parameters too small for messages of their own share one message, and are copied out of it
   - cast (layers.0.up.weight, layers.0.down.weight), 768 KiB: gradients are cast to float32, in which they are summed
-  - packed (layers.0.up.bias, layers.0.down.bias), 2.53 KiB: gradients too small for messages of their own share one, and one flag for each gradient shows whether any rank has it"""  # noqa: E501
+  - packed (layers.0.up.bias, layers.0.down.bias), 2.53 KiB: gradients too small for messages of their own share one message, and one flag for each gradient shows whether any rank has it"""  # noqa: E501
 
 
 def model_of_text() -> nn.Module:
@@ -126,9 +126,10 @@ def test_reasons() -> None:
         for layer in model:
             fully_shard(layer)
         fully_shard(model)
-        assert reasons(model, 0) == ("it has no parameters of its own, so it sends nothing",)
+        assert reasons(model, 0) == ("the group has no parameters of its own, so it sends nothing",)
         assert reasons(model, 2) == (
-            "it is last in forward and first in backward, so from the second step on it is kept",
+            "the group is last in forward and first in backward, so its parameters are kept from "
+            "the second step on",
         )
     with fake_ranks(1):
         assert reasons(shard(Stack()))[1:] == (

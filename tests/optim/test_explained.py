@@ -166,13 +166,13 @@ def test_tensors_are_those_that_are_stepped(
 
 TEXT = """\
 A step of with_layout: tensors to step, messages and bytes to send, on this rank
-  parameter group  as       parameters  elements  tensors  launches  messages    sent
+  parameter group  layout   parameters  elements  tensors  launches  messages    sent
   0                Owned             4    6.14 k        2         2         2  18 KiB
   1                Sharded           7    1.45 k        5         0         0     0 B
 
 Optimizer
-  - matrices in flight occupy at most 36 KiB of this rank, in at most two buckets
-  - the busiest rank has 1 times the mean work"""
+  - at most two buckets of matrices are in flight; they need at most 36 KiB on this rank
+  - work of the busiest rank / mean work of all ranks: 1"""
 
 
 def test_the_text() -> None:
