@@ -28,11 +28,8 @@ class TrainingState(Enum):
     IDLE = auto()
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Enum)
-            and type(other).__name__ == type(self).__name__
-            and other.name == self.name
-        )
+        names = type(self).__name__, self.name
+        return isinstance(other, Enum) and (type(other).__name__, other.name) == names
 
     def __hash__(self) -> int:
         return hash(self.name)

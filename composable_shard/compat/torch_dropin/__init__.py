@@ -60,9 +60,8 @@ def _translated_value(value: Any) -> Any:
     for ours in _POLICIES:
         torch_class = getattr(_torch_fsdp, ours.__name__, None)  # not in every torch
         if torch_class is not None and isinstance(value, torch_class):
-            fields = {
-                field.name: getattr(value, field.name) for field in dataclasses.fields(torch_class)
-            }
+            names = [field.name for field in dataclasses.fields(torch_class)]
+            fields = {name: getattr(value, name) for name in names}
             if ours is MixedPrecisionPolicy and not _torch.REDUCES_IN_GRAD_DTYPE:
                 fields["reduce_dtype"] = fields["reduce_dtype"] or fields["param_dtype"]
                 return _EarlierPolicy(**fields)
