@@ -30,6 +30,7 @@ _EXPECTED = (
     "no optimizer step and no other mesh or divide factor inside weigh(), where gradients are sums",
     "finished reductions at the end of weigh(); end the last backward with "
     "set_is_last_backward(True), or call finalize_backward() and wait for its handle",
+    "a weight above 0 on any rank inside of weigh(), since without tokens there is no mean",
 )
 
 
@@ -113,14 +114,9 @@ class Weighing:
         add: Any = dist.ReduceOp.SUM
         sums = SmallAllReduce(torch.cat([self._sums, flags]), add, self._mesh, "ending weigh()")
         total, loss, *problems = sums.wait()
-        for num_wrong, expected in zip(problems, _EXPECTED, strict=True):
+        for num_wrong, expected in zip([*problems, not total], _EXPECTED, strict=True):
             if num_wrong:
                 raise ShardError(f"Expected {expected}; got others on some rank. {_UNDIVIDED}")
-        if not total:
-            raise ShardError(
-                "Expected a weight above 0 from any rank inside of weigh(), got none: without "
-                f"tokens there is no mean. {_UNDIVIDED}"
-            )
         self._divide(total)
         self._known = total, loss
 

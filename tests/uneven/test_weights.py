@@ -237,8 +237,8 @@ def test_reductions_under_way_moves_and_scopes_without_tokens_are_errors_on_all_
     model.reset_iter_state()
     model.zero_grad()
     expected = (
-        "Expected a weight above 0 from any rank inside of weigh(), got none: without tokens there "
-        f"is no mean. {SUMS}"
+        "Expected a weight above 0 on any rank inside of weigh(), since without tokens there is no "
+        f"mean; got others on some rank. {SUMS}"
     )
     with expect_refusal(expected):
         train(model, [(0, 0)])

@@ -342,22 +342,21 @@ def resolve_layout(choices: Choices, device_type: str, wraps_below: bool) -> Lay
         process groups for a hybrid strategy without any.
     """
     strategy, mesh, group = choices.sharding_strategy, choices.device_mesh, choices.process_group
-    if mesh is not None:
-        if group is not None:
-            raise ValueError("Expected process_group or device_mesh, got both; pass one of them")
-        axes = "2 axes (replicate, shard)" if strategy.is_hybrid else "1 axis"
-        fits = mesh.ndim == 1 + strategy.is_hybrid
-        check_value("device_mesh", mesh, fits, f"to have {axes} for {strategy}")
-    elif strategy.is_hybrid and group is None and not wraps_below:
-        raise ValueError(
-            f"Expected process groups or a device_mesh for {strategy} without an "
-            "auto_wrap_policy, got none; pass the same ones to all nested wrappers"
-        )
-    elif group is None:
+    if mesh is not None and group is not None:
+        raise ValueError("Expected process_group or device_mesh, got both; pass one of them")
+    if mesh is None and group is None:
+        if strategy.is_hybrid and not wraps_below:
+            raise ValueError(
+                f"Expected process groups or a device_mesh for {strategy} without an "
+                "auto_wrap_policy, got none; pass the same ones to all nested wrappers"
+            )
         start_process_group()
         mesh = _mesh_of_nodes(device_type) if strategy.is_hybrid else None
     if mesh is None:
         mesh = _mesh_of_groups(group or dist.group.WORLD, strategy, device_type)
+    axes = "2 axes (replicate, shard)" if strategy.is_hybrid else "1 axis"
+    fits = mesh.ndim == 1 + strategy.is_hybrid
+    check_value("device_mesh", mesh, fits, f"to have {axes} for {strategy}")
     is_replicated = strategy is ShardingStrategy.NO_SHARD and mesh.size() > 1
     if mesh.mesh_dim_names is None and (strategy.is_hybrid or is_replicated):
         groups, names = [mesh.get_group(axis) for axis in range(mesh.ndim)], _NAMES[: mesh.ndim]
