@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from composable_shard import _torch
-from composable_shard.arguments import call_for_parameter, check_type
+from composable_shard.arguments import call_for_parameter, check_type, check_value
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class DataParallelMeshDims:
             raise ValueError("Expected shard or replicate to name a mesh axis, got neither")
         for name in names:
             check_type("the name of a mesh axis", name, isinstance(name, str), "a str")
-        if len(set(names)) < len(names):
-            raise ValueError(f"Expected each mesh axis to be named once, got {tuple(names)}")
+        is_once = len(set(names)) == len(names)
+        check_value("each mesh axis", tuple(names), is_once, "to be named once")
 
     @property
     def shard_names(self) -> tuple[str, ...]:
@@ -210,8 +210,7 @@ def _from_names(mesh: DeviceMesh, dims: DataParallelMeshDims) -> ShardMesh:
     check_type("dp_mesh_dims", dims, is_kind, "a DataParallelMeshDims")
     known = mesh.mesh_dim_names or ()
     for name in (*dims.shard_names, *dims.replicate_names):
-        if name not in known:
-            raise ValueError(f"Expected dp_mesh_dims to name axes out of {known}, got '{name}'")
+        check_value("dp_mesh_dims", name, name in known, f"to name axes out of {known}")
     if not dims.replicate_names:
         return _shard_mesh(_torch.flat_axis(mesh, dims.shard_names), 0, None, dims, mesh)
     replicas = _torch.flat_axis(mesh, dims.replicate_names)
@@ -353,11 +352,8 @@ def shard_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int | 
     """Return the dim to shard; ``None`` for a scalar."""
     if placement is None:
         return 0 if param.ndim else None
-    if not -param.ndim <= placement.dim < param.ndim:
-        raise ValueError(
-            f"Expected shard_placement_fn to return a dim within the {param.ndim} dims of "
-            f"parameter '{name}', got {placement}"
-        )
+    fits, what = -param.ndim <= placement.dim < param.ndim, f"within the {param.ndim} dims of"
+    check_value("shard_placement_fn", placement, fits, f"to return a dim {what} parameter '{name}'")
     return placement.dim % param.ndim
 
 

@@ -141,10 +141,8 @@ def groups_of(name: str, modules: Iterable[nn.Module]) -> list[ParamGroup]:
 
 
 def _check_comm(what: str, comm: Any) -> None:
-    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
-        raise TypeError(
-            f"Expected a custom {what} with allocate and __call__, got {type(comm).__name__}"
-        )
+    fits = callable(comm) and callable(getattr(comm, "allocate", None))
+    check_type("comm", comm, fits, f"a custom {what} with allocate and __call__")
 
 
 _Conversion = Callable[[torch.Tensor], torch.Tensor]
@@ -1016,8 +1014,7 @@ class FSDPModule(TorchFSDPModule):
             Traceback (most recent call last):
             composable_shard.errors.ShardError: Expected group '0' on NCCL, ...
         """
-        if backend != "NCCL":
-            raise ValueError(f"Expected the symmetric memory of 'NCCL', got {backend!r}")
+        check_value("the symmetric memory", backend, backend == "NCCL", "of 'NCCL'")
         self._use_memory(symmetric_memory)
 
     def set_separate_reduce_scatter_group(

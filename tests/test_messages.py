@@ -273,7 +273,7 @@ fully_shard(plain(), shard_placement_fn=lambda _: 1)
     None for parameter 'weight', got int: 1
 fully_shard(plain(), shard_placement_fn=lambda _: Shard(-3))
     ValueError: Expected shard_placement_fn to return a dim within the 2 dims of parameter 'weight',
-    got S(-3)
+    got Shard(dim=-3)
 fully_shard(replicated())
     ValueError: Expected the mesh of the DTensor parameter 'weight' and the data-parallel mesh to be
     parts of one mesh with named axes, got DeviceMesh((2,), 'cpu', stride=(1,)) and DeviceMesh((2,),
@@ -341,10 +341,11 @@ sharded().set_post_optim_event('event')
     TypeError: Expected event to be an object with a method wait, such as a torch.Event, got str:
     'event'
 sharded().set_custom_all_gather(print)
-    TypeError: Expected a custom all-gather with allocate and __call__, got
-    builtin_function_or_method
+    TypeError: Expected comm to be a custom all-gather with allocate and __call__, got
+    builtin_function_or_method: <built-in function print>
 sharded().set_custom_reduce_scatter(None)
-    TypeError: Expected a custom reduce-scatter with allocate and __call__, got NoneType
+    TypeError: Expected comm to be a custom reduce-scatter with allocate and __call__, got NoneType:
+    None
 fully_shard(plain(), mesh=mesh(2, 2))
     ValueError: Expected a 2-D mesh to name its axes (replicate, shard), got none: DeviceMesh((2,
     2), 'cpu', stride=(2, 1)); pass mesh_dim_names to init_device_mesh

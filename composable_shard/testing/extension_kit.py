@@ -15,7 +15,6 @@ ranks are threads of this process. The hooks are called by the code that calls t
 from __future__ import annotations
 
 import copy
-import io
 import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -48,7 +47,7 @@ from composable_shard.core.codec import (
 from composable_shard.core.extension import ExtensionBucket, GradExtension, run_first_gathers
 from composable_shard.core.group import group_of
 from composable_shard.errors import ExtensionError
-from composable_shard.testing.oracle import apart
+from composable_shard.testing.oracle import apart, written_and_read
 from composable_shard.testing.ranks import RankError, run_threads
 
 # Findings -----------------------------------------------------------------------------------------
@@ -539,12 +538,9 @@ def full_state_dict(case: Case) -> None:
 
 
 def _expect_loaded(case: Case, states: dict[str, Any], when: str) -> None:
-    file = io.BytesIO()
-    torch.save(states, file)
-    file.seek(0)
-    model = case.sharded(seed=1)
+    states, model = written_and_read(states), case.sharded(seed=1)
     _forward(case, model)
-    model.load_state_dict(torch.load(file, weights_only=False))
+    model.load_state_dict(states)
     _expect_forward(case, model, when)
 
 

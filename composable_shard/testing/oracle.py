@@ -8,6 +8,7 @@ the sharded model can be wrong in the same way.
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -185,6 +186,14 @@ def new_model(build: Build, seed: int = 0) -> nn.Module:
     """Build a model from the same random state each time."""
     torch.manual_seed(seed)
     return build()
+
+
+def written_and_read(states: Any) -> Any:
+    """Save states to a file, and return the content of the file."""
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

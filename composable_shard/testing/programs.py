@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from composable_shard.api import fully_shard
+from composable_shard.arguments import check_value
 
 # Values as Python expressions that a person can paste into a test ---------------------------------
 
@@ -337,8 +338,7 @@ def check_program(program: Sequence[Step]) -> tuple[Step, ...]:
         ('backward', 'step')
     """
     for place, word in enumerate(program):
-        if word not in STEPS:
-            raise ValueError(f"Expected step {place} to be one of {STEPS}, got {word!r}")
+        check_value(f"step {place}", word, word in STEPS, f"to be one of {STEPS}")
     if not program:
         raise ValueError("Expected a program of at least one step, got none")
     return tuple(program)

@@ -483,8 +483,7 @@ def run_ranks(
         [0, 1]
     """
     check_int("num_ranks", num_ranks, 1)
-    if timeout <= 0:
-        raise ValueError(f"Expected a timeout of more than 0 s, got {timeout}")
+    check_value("a timeout", timeout, timeout > 0, "of more than 0 s")
     try:
         payload = pickle.dumps((fn, args, kwargs))
     except Exception as error:
@@ -602,8 +601,7 @@ def fake_ranks(num_ranks: int, rank: int = 0) -> Iterator[None]:
         7 512
     """
     check_int("num_ranks", num_ranks, 1)
-    if not 0 <= rank < num_ranks:
-        raise ValueError(f"Expected a rank from 0 to {num_ranks - 1}, got {rank}")
+    check_value("a rank", rank, 0 <= rank < num_ranks, f"from 0 to {num_ranks - 1}")
     if dist.is_initialized():
         raise RuntimeError(
             "Expected no process group, got one of backend "

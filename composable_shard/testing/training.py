@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,8 @@ from composable_shard.api import fully_shard
 from composable_shard.arguments import check_value, checked_number
 from composable_shard.module import FSDPModule
 from composable_shard.policy import MixedPrecisionPolicy
-from composable_shard.testing.oracle import Build, Comparison, MakeOptimizer, Unsharded, new_model
+from composable_shard.testing import oracle
+from composable_shard.testing.oracle import Build, Comparison, MakeOptimizer, Unsharded
 from composable_shard.testing.programs import (
     Step,
     TreeLoss,
@@ -35,7 +35,6 @@ from composable_shard.testing.ranks import RankError, run_ranks
 
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
 Within = Callable[[], contextlib.AbstractContextManager[list[str] | None]]
-Result = TypeVar("Result")
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
@@ -171,7 +170,7 @@ class Rehearsal:
 
     def _checkpoint(self) -> None:
         self._kept = []
-        states = _written_and_read((self.model.state_dict(), self.optimizer.state_dict()))
+        states = oracle.written_and_read((self.model.state_dict(), self.optimizer.state_dict()))
         self.model, self.optimizer = self._new_sharded(seed=self.num_steps + 1)
         self._sharded_params = dict(self.model.named_parameters())
         self.model.load_state_dict(states[0])
@@ -216,7 +215,7 @@ class Rehearsal:
         options = dict(self.plan.options, mp_policy=self.plan.policy)
         if self.plan.mesh is not None:
             options["mesh"] = _mesh(self.plan.mesh)
-        model = new_model(self.plan.build, seed)
+        model = oracle.new_model(self.plan.build, seed)
         shard: Any = shard_tree if isinstance(self.plan.build, TreeSpec) else shard_children
         (self.plan.shard or shard)(model, **options)
         if not isinstance(model, FSDPModule):
@@ -253,13 +252,6 @@ class Rehearsal:
 def _mesh(extents: tuple[int, ...]) -> DeviceMesh:
     names = ("replicate", "shard")[-len(extents) :]
     return init_device_mesh("cpu", extents, mesh_dim_names=names)
-
-
-def _written_and_read(states: Result) -> Result:
-    file = io.BytesIO()
-    torch.save(states, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def _raise_planned(*_: object) -> None:

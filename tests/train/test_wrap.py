@@ -220,7 +220,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         "TypeError: Expected mp_policy to be a composable_shard.MixedPrecisionPolicy, got "
         "torch.dtype",
     ),
-    (Block, {"shard_placement_fn": second_dim_of_three_rows}, f"{DIM}'out.bias', got S(1)"),
+    (Block, {"shard_placement_fn": second_dim_of_three_rows}, f"{DIM}'out.bias', got Shard(dim=1)"),
     (30, {"shard_placement_fn": second_dim_of_three_rows}, DIM),
     *(
         (policy, {}, f"TypeError: {NOT_A_POLICY.format(type(policy).__name__, repr(policy))}")
