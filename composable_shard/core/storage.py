@@ -492,23 +492,23 @@ class Regather:
         parts, count = self._kept, self._num_ranks
         for whole in self._memory:
             _torch.allocate(whole)
-        self._arrived = [
+        self._outputs = [
             whole
             if whole.numel() == count * part.numel()
             else _torch.empty(count * part.numel(), dtype=part.dtype, device=part.device)
             for whole, part in zip(self._memory, parts, strict=True)
         ]
-        works = self._channel.gather(self._arrived, parts, count)
+        works = self._channel.gather(self._outputs, parts, count)
         stream = launching_stream(self._channel.mesh.device)
         self._pending = Pending(works, self._channel.gathering, stream, parts)
 
     def wait(self) -> None:
         """Wait for the all-gather, and copy parameters that could not arrive in place."""
         self._pending.wait()
-        for whole, arrived in zip(self._memory, self._arrived, strict=True):
-            if arrived is not whole:
-                whole.copy_(arrived[: whole.numel()])
-        del self._pending, self._arrived
+        for whole, output in zip(self._memory, self._outputs, strict=True):
+            if output is not whole:
+                whole.copy_(output[: whole.numel()])
+        del self._pending, self._outputs
         self.free()
 
     def drop(self) -> None:
@@ -516,7 +516,7 @@ class Regather:
         pending = self.__dict__.pop("_pending", None)
         if pending is not None:  # otherwise no gather was launched
             pending.drop()
-            del self._arrived
+            del self._outputs
         self.free()
 
     def free(self) -> None:
@@ -685,25 +685,25 @@ class _AllGather:
         self._bucket, self._channel = bucket, channel
         self._has_streams = _torch.has_streams(bucket.mesh.device)
         layout, mesh = bucket.layout, bucket.mesh
-        self._in_place = all(map(is_, shards, bucket.locals))
+        self._are_in_bucket = all(map(is_, shards, bucket.locals))
         is_cast = bucket.dtype != bucket.compute_dtype
-        self._casts = is_cast or not self._in_place or bucket.is_offloaded
+        self._casts = is_cast or not self._are_in_bucket or bucket.is_offloaded
         self._shards = shards
-        self._source = bucket.sharded
+        self._flat_input = bucket.sharded
         if self._casts:
             numel, dtype = layout.shard_numel, bucket.compute_dtype
-            self._source = _torch.empty(numel, dtype=dtype, device=mesh.device)
-        self._inputs = [self._source[start : start + n] for start, n in layout.message_spans]
+            self._flat_input = _torch.empty(numel, dtype=dtype, device=mesh.device)
+        self._inputs = [self._flat_input[start : start + n] for start, n in layout.message_spans]
         self._uploads: CopyStream | None = None
         if self._casts:
-            _torch.free(self._source)
+            _torch.free(self._flat_input)
 
     def ops(self, *, keeps_storage: bool) -> GatherOps:
         """Return the operations.
 
         Memory that may stay allocated is not resized by builtins, since they always reallocate.
         """
-        bucket, source, staging = self._bucket, self._source, self._bucket.staging
+        bucket, flat_input, staging = self._bucket, self._flat_input, self._bucket.staging
         allocate, free = _memory_ops(bucket.unsharded, may_stay=keeps_storage or bucket.has_arrays)
         if bucket.mesh.num_shards == 1:
             copy = partial(self._copy_in, bucket.copy_output)
@@ -713,10 +713,10 @@ class _AllGather:
         wait: list[Op] = [self.wait]
         drop: list[Op] = [self.drop]
         if self._casts:
-            allocate_source, free_source = _memory_ops(source)
-            gather += [allocate_source, partial(self._copy_in, source)]
-            wait += [free_source]
-            drop += [free_source]
+            allocate_input, free_input = _memory_ops(flat_input)
+            gather += [allocate_input, partial(self._copy_in, flat_input)]
+            wait += [free_input]
+            drop += [free_input]
         if staging is not None:
             allocate_staging, free_staging = _memory_ops(staging.flat)
             gather += [allocate_staging]
@@ -724,17 +724,17 @@ class _AllGather:
             drop += [free_staging]
         return GatherOps([*gather, self.launch], wait, drop, [free])
 
-    def _copy_in(self, source: torch.Tensor) -> None:
-        """Fill the input of the all-gather, in the compute dtype and on the compute device."""
+    def _copy_in(self, into: torch.Tensor) -> None:
+        """Copy the shards to ``into``, in the compute dtype and on the compute device."""
         flat = self._bucket.sharded
-        if not self._in_place:  # users have replaced sharded parameters
+        if not self._are_in_bucket:  # users have replaced sharded parameters
             flat = torch.zeros_like(flat)
             _torch.copy_all_(self._bucket.shard_views(flat), self._shards)
         if self._bucket.is_uploaded:
-            self._uploads = upload_stream(source.device)  # first: a failed copy is awaited, too
-            upload(flat, source)
+            self._uploads = upload_stream(into.device)  # first: a failed copy is awaited, too
+            upload(flat, into)
         else:
-            source.copy_(flat)
+            into.copy_(flat)
 
     def _wait_for_copy(self) -> None:
         assert self._uploads is not None
@@ -779,38 +779,39 @@ class Staging:
         params = layout.params[layout.num_direct :]
         in_place = sum(param.shard_numel for param in params if param.gathers_in_place)
         rest = num_ranks * (layout.packed_numel - in_place) if is_fused else 0
-        kind = bucket.unsharded.dtype, bucket.unsharded.device
-        self.flat = _torch.empty(numel + rest, dtype=kind[0], device=kind[1])
+        dtype, device = bucket.unsharded.dtype, bucket.unsharded.device
+        self.flat = _torch.empty(numel + rest, dtype=dtype, device=device)
         self.message = self.flat[:numel]
         columns, end = self.message.view(num_ranks, -1), numel
-        pairs, split = [], []
+        pairs, outputs = [], []
 
-        def spare(width: int) -> torch.Tensor:
+        def rest_columns(width: int) -> torch.Tensor:
             nonlocal end
             end += num_ranks * width
             return self.flat[end - num_ranks * width : end].view(num_ranks, width)
 
         for index, param in enumerate(params, layout.num_direct):
-            place = bucket.unsharded[layout.unsharded_offsets[index] :]
+            target = bucket.unsharded[layout.unsharded_offsets[index] :]
             offset, width = layout.shard_offsets[index] - layout.packed_offset, param.shard_numel
             column = columns[:, offset : offset + width]
             if is_fused:
-                split += [spare(offset - start), column]
+                outputs += [rest_columns(offset - start), column]
                 start = offset + width
                 if param.gathers_in_place:
-                    split[-1] = place[: num_ranks * width].view(num_ranks, width)
+                    outputs[-1] = target[: num_ranks * width].view(num_ranks, width)
                     continue
-                split[-1] = column = spare(width)
+                outputs[-1] = column = rest_columns(width)
             if param.gathers_in_place:  # padding follows the rows: one copy includes it
                 count = param.num_nonempty
-                pairs.append((place[: count * width].view(count, width), column[:count]))
+                pairs.append((target[: count * width].view(count, width), column[:count]))
             else:
-                pairs += matching_pieces(param, place, column)
+                pairs += matching_pieces(param, target, column)
         if is_fused:
-            split = [part for part in (*split, spare(layout.packed_numel - start)) if part.numel()]
-            sizes = [part.shape[1] for part in split]
+            outputs.append(rest_columns(layout.packed_numel - start))
+            outputs = [output for output in outputs if output.numel()]
+            sizes = [output.shape[1] for output in outputs]
             kernel = torch.split_with_sizes_copy
-            self.copy_out.append(partial(kernel, columns, sizes, dim=1, out=split))
+            self.copy_out.append(partial(kernel, columns, sizes, dim=1, out=outputs))
         pairs = [(into, source) for into, source in pairs if into.numel()]
         if pairs:
             into, sources = map(list, zip(*pairs, strict=True))
