@@ -70,7 +70,7 @@ def check_class(module: nn.Module) -> None:
 
 @cache
 def _sharded_class(original: type) -> type:
-    methods = ((name, inspect.getattr_static(original, name)) for name in dir(original))
+    methods = ((name, inspect.getattr_static(original, name, None)) for name in dir(original))
     explained = {name: _explained(name, m) for name, m in methods if _is_own(name, m)}
     sharded = type(f"FSDP{original.__name__}", (FSDPModule, original), explained)
     sharded.__module__, sharded.__qualname__ = original.__module__, sharded.__name__
