@@ -114,7 +114,7 @@ class ExtensionBucket:
         return EncodedReduction if encodes else SplitReduction
 
     @property
-    def is_known(self) -> bool:
+    def has_unsharded(self) -> bool:
         """Whether a gather has made the unsharded parameter."""
         return self._out is not None
 
@@ -136,7 +136,7 @@ class ExtensionBucket:
         self._is_gathered = True
 
     def encode(self, shard: Any) -> Formats:
-        """Call the pre hook; return the formats of the tensors that this rank will send."""
+        """Call the pre hook and keep the result; return the formats of the tensors to send."""
         inputs, metadata = self.call_pre(shard)
         flat, rebuild = flatten(inputs)
         tensors = [self._gathered_dim_first(tensor) for tensor in flat]
@@ -182,11 +182,11 @@ class ExtensionBucket:
         if self._message is None:
             self.encode(shard)
         assert self._message is not None
-        agreed, now = self.formats[self.mesh.shard_rank], formats_of(self._message.tensors)
-        if now != agreed:
+        agreed, current = self.formats[self.mesh.shard_rank], formats_of(self._message.tensors)
+        if current != agreed:
             raise ExtensionError(
                 f"Expected {PRE} of {self.param.name} to return the same tensors as at the first "
-                f"unshard, {to_text(agreed)}, got {to_text(now)}"
+                f"unshard, {to_text(agreed)}, got {to_text(current)}"
             )
         pairs = zip(self._message.tensors, self._num_rows(), strict=True)
         inputs = [padded(tensor, max(counts)) for tensor, counts in pairs]
@@ -224,8 +224,8 @@ class ExtensionBucket:
         del self._pending
         assert self._message is not None
         (shard, _, rebuild, metadata), self._message = self._message, None
-        arrived = zip(self._gathered, self._num_rows(), strict=True)
-        outputs = rebuild([self._all_rows(i, *each) for i, each in enumerate(arrived)])
+        pairs = zip(self._gathered, self._num_rows(), strict=True)
+        outputs = rebuild([self._all_rows(i, *pair) for i, pair in enumerate(pairs)])
         # A refill must not bump versions of inner tensors, since autograd may have saved them.
         _torch.set_versions(tuple(self._gathered), self._versions)
         has_hooks = has_extension(shard)
@@ -260,11 +260,12 @@ class ExtensionBucket:
     def _all_rows(self, index: int, gathered: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """View a gathered tensor as hooks get it; move rows forward over gaps of padding."""
         assert self.formats is not None
-        most, end = max(counts), 0
-        rows = gathered.view(len(counts) * most, *self.formats[0][index].shape[1:])
+        num_padded, end = max(counts), 0
+        rows = gathered.view(len(counts) * num_padded, *self.formats[0][index].shape[1:])
         for rank, count in enumerate(counts):
-            if count and end != rank * most:
-                rows[end : end + count] = rows[rank * most : rank * most + count].clone()
+            start = rank * num_padded
+            if count and end != start:
+                rows[end : end + count] = rows[start : start + count].clone()
             end += count
         return rows[:end].movedim(0, self._dim_of(rows))
 
@@ -395,7 +396,7 @@ def run_first_gathers(buckets: Sequence[Bucket], channels: dict[ShardMesh, Chann
     """
     by_mesh: dict[ShardMesh, list[ExtensionBucket]] = {}
     for bucket in buckets:
-        if isinstance(bucket, ExtensionBucket) and not bucket.is_known:
+        if isinstance(bucket, ExtensionBucket) and not bucket.has_unsharded:
             by_mesh.setdefault(bucket.mesh, []).append(bucket)
     for mesh, unknown in by_mesh.items():
         _agree_on_formats(unknown)

@@ -119,9 +119,7 @@ class Exchange:
         assert mailbox is not None
         self._group, self.form = group, form
         self._mailbox: Mailbox = mailbox
-        self._record_given_up = (
-            mailbox.given_up.append
-        )  # globals may be gone when the interpreter ends
+        self._record_given_up = mailbox.given_up.append  # globals may be gone at exit
         mailbox.catch_up()
         self._key = mailbox.next_key(tag)
         self._unread = list(ranks)  # from here on, `__del__` gives up an unfinished exchange
