@@ -26,9 +26,9 @@ ATOMS: frozenset[type] = frozenset(
         *(FunctionType, BuiltinFunctionType, MethodType, ModuleType),
     ]
 )
-"""Frequent types without tensors inside, which are skipped without further checks."""
+"""Frequent types that contain no tensors; they are skipped without further checks."""
 
-_CHANGEABLE = (list, set, deque, Mapping)
+_MUTABLE = (list, set, deque, Mapping)
 
 _VALUES: Any = type({}.values())
 _ITEMS: Any = type({}.items())
@@ -80,24 +80,24 @@ def map_tensors(
     for known in seen or ():
         if known.original is value:  # the same container occurs twice
             return known.passed
-    opened = _opened(value)
-    if opened is None:
+    flattened = _flatten(value)
+    if flattened is None:
         return value
-    items, make = opened
+    items, rebuild = flattened
     enclosing[id(value)] = False
     mapped = [map_tensors(change, item, seen, enclosing) for item in items]
-    holds_itself = enclosing.pop(id(value))
+    contains_itself = enclosing.pop(id(value))
     passed = value
     if not all(map(is_, mapped, items)):
-        if holds_itself:
+        if contains_itself:
             raise ShardError(
                 "Expected inputs and outputs without containers that contain themselves, got a "
                 f"{type(value).__name__} that does, with a tensor to cast or to hook; pass its "
                 "tensors separately"
             )
-        passed = make(mapped)
-    # Containers registered with pytree may create new items each time they are flattened.
-    if seen is not None and (isinstance(value, _CHANGEABLE) or dataclasses.is_dataclass(value)):
+        passed = rebuild(mapped)
+    # Other containers may create new items each time pytree flattens them.
+    if seen is not None and (isinstance(value, _MUTABLE) or dataclasses.is_dataclass(value)):
         seen.append(InputContainer(value, passed, mapped))
     return passed
 
@@ -117,11 +117,11 @@ def find_changes(
     """
     added, error = list[Any](), None
     for original, passed, before in containers:
-        now, _ = _opened(passed) or ([], None)
-        if len(now) == len(before) and all(map(is_, now, before)):
+        after, _ = _flatten(passed) or ([], None)
+        if len(after) == len(before) and all(map(is_, after, before)):
             continue
-        known = set(map(id, before))
-        added += [item for item in now if id(item) not in known]
+        ids_before = set(map(id, before))
+        added += [item for item in after if id(item) not in ids_before]
         if passed is not original:
             error = ShardError(
                 f"Expected forward of {label} not to change a {type(original).__name__} with "
@@ -141,13 +141,13 @@ def tensors_in(value: Any, enclosing: tuple[int, ...] = ()) -> Iterator[torch.Te
     if isinstance(value, torch.Tensor):
         yield value
     elif type(value) not in ATOMS and id(value) not in enclosing:
-        items, _ = _opened(value) or ([], None)
+        items, _ = _flatten(value) or ([], None)
         for item in items:
             yield from tensors_in(item, (*enclosing, id(value)))
 
 
-def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Return the items of a container, and a function that makes such a container of new items."""
+def _flatten(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """Return the items of a container, and a function that rebuilds it with other items."""
     registered = _torch.registered_container(value)
     if registered is not None:
         return registered
@@ -188,7 +188,7 @@ def _copy_with(value: Any, named: Mapping[Any, Any], items: list[Any]) -> Any:
 class CastBuffers:
     """Replaces floating-point buffers by copies in another dtype while forward runs.
 
-    At the end, elements that forward wrote are copied back. The others keep their precision.
+    At the end, elements that forward has written are copied back. Others keep their precision.
     """
 
     def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
@@ -215,7 +215,7 @@ class CastBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the buffers back, with written elements, unless forward removed or resized them."""
+        """Restore the buffers, with written elements, unless forward removed or resized them."""
         for module, name, buffer in self._replaced:
             current = module._buffers.get(name)
             if current is None:
