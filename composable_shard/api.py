@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_shard.arguments import check_module, check_type
 from composable_shard.core import optimizers  # noqa: F401 - its hooks
 from composable_shard.core.agreement import record_ignored
-from composable_shard.core.group import ParamGroup, group_of
+from composable_shard.core.group import group_of
 from composable_shard.core.hooks import install, register_forward_method
 from composable_shard.core.shard import (
     build_group,
@@ -117,7 +117,15 @@ def fully_shard(
     group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
     plan.claims.commit()
     record_ignored(plan.managed.modules, ignored_params or ())
-    _adopt(group, plan)
+    for top in group.modules:
+        check_class(top)
+    # From here on, no error of the user can occur.
+    commit(group, plan.managed, plan.params)
+    install(group, plan.managed.modules)
+    install_state_dict_hooks(group)
+    for top in group.modules:
+        make_sharded(top, group)
+    join_tree(group)
     return module
 
 
@@ -145,12 +153,19 @@ def _planned(
     """Plan a call of ``fully_shard``; ``before`` are the modules that earlier calls shard."""
     modules = top_modules(module)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    _check_arguments(modules, policy, offload_policy, ignored_params)
+    check_not_parallelized(modules)
+    check_own_class("mp_policy", policy, MixedPrecisionPolicy)
+    check_offload(offload_policy)
+    ignored: Any = set() if ignored_params is None else ignored_params
+    check_type("ignored_params", ignored, isinstance(ignored, (set, frozenset)), "a set")
+    for param in ignored:
+        name, remedy = "each of ignored_params", "pass {module.weight}, not its name"
+        check_type(name, param, isinstance(param, nn.Parameter), "a parameter", remedy)
     fits = shard_placement_fn is None or callable(shard_placement_fn)
     what, remedy = "a function of a parameter or None", "pass lambda param: Shard(1), say"
     check_type("shard_placement_fn", shard_placement_fn, fits, what, remedy)
     shard_mesh = resolve_mesh(mesh, dp_mesh_dims)
-    managed = find_managed(modules, ignored_params or (), before)
+    managed = find_managed(modules, ignored, before)
     managed, claims = claim_ties(managed, modules)
     params = plan_params(managed, shard_mesh, shard_placement_fn, policy, offload_policy)
     return _Plan(modules, managed, claims, params, shard_mesh, policy)
@@ -207,31 +222,6 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     trees = list(dict.fromkeys(group.tree for group in groups_of("modules", modules)))
     for tree in trees[1:]:
         tree.share_reductions(trees[0])
-
-
-def _check_arguments(
-    modules: Sequence[nn.Module], policy: object, offload_policy: object, ignored_params: object
-) -> None:
-    check_not_parallelized(modules)
-    check_own_class("mp_policy", policy, MixedPrecisionPolicy)
-    check_offload(offload_policy)
-    ignored: Any = set() if ignored_params is None else ignored_params
-    check_type("ignored_params", ignored, isinstance(ignored, (set, frozenset)), "a set")
-    for param in ignored:
-        name, remedy = "each of ignored_params", "pass {module.weight}, not its name"
-        check_type(name, param, isinstance(param, nn.Parameter), "a parameter", remedy)
-
-
-def _adopt(group: ParamGroup, plan: _Plan) -> None:
-    """Turn the modules into sharded ones. After the check, no error of the user can occur."""
-    for module in group.modules:
-        check_class(module)
-    commit(group, plan.managed, plan.params)
-    install(group, plan.managed.modules)
-    install_state_dict_hooks(group)
-    for module in group.modules:
-        make_sharded(module, group)
-    join_tree(group)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
