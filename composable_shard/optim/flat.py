@@ -493,12 +493,10 @@ class _Steps:
             numbers.arrange(firsts)
         self._order = [member.index for run in self._flat_runs for member in run.with_elements]
         self._run_states = defaultdict[torch.Tensor, dict[str, Any]](dict)
-        num_groups = len(self._optimizer.param_groups)
-        lists = {(index, False): list[torch.Tensor]() for index in range(num_groups)}
+        lists = defaultdict[tuple[int, bool], list[torch.Tensor]](list)
         for run in self._runs:
             first = run.members[0]
-            key = first.group, isinstance(run.tensor, DTensor)
-            lists.setdefault(key, []).append(run.tensor)
+            lists[first.group, isinstance(run.tensor, DTensor)].append(run.tensor)
             state = self._state.get(first.param)
             if run.is_flat:
                 state = {name: run.part_of(place) for name, place in first.places.items()} or None
