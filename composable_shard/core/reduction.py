@@ -359,7 +359,7 @@ class Reduction:
                 if grad is not None:
                     _torch.local_tensor(old_grad).add_(grad.to(param.local.device))
                 continue
-            note_unreduced(param, stage)
+            record_unreduced(param, stage)
             if old_grad is not None:
                 total = self._unreduced_form(param, old_grad)
                 grad = total if grad is None else total.add_(grad)
@@ -410,7 +410,7 @@ class Reduction:
         """Skip the reduction over the replicas; the reduced shards differ between replicas."""
         self._specs = self._specs_of("unreplicated")
         for param in self.params:
-            note_unreduced(param, stage_of(param, param.sharded.grad))
+            record_unreduced(param, stage_of(param, param.sharded.grad))
 
     def launch_over_replicas(self) -> None:
         """Launch the reduction over the replicas; include the unreplicated shards in ``.grad``."""
@@ -549,7 +549,7 @@ class LocalReduction(Reduction):
             return
         for param in self.params:
             if param.name not in self._group.unsynced_names:
-                note_unreduced(param, stage_of(param, redistributed_grad(param)))
+                record_unreduced(param, stage_of(param, redistributed_grad(param)))
         self.take_grads()
         self.launch()
         if self.scale.after != 1:
@@ -640,7 +640,7 @@ def stage_of(param: ShardedParam, grad: Any) -> GradStage | None:
     return "unreduced" if is_unreduced else "unreplicated"
 
 
-def note_unreduced(param: ShardedParam, stage: GradStage | None) -> None:
+def record_unreduced(param: ShardedParam, stage: GradStage | None) -> None:
     """Record that an unreduced gradient is added to a gradient at ``stage``."""
     if stage != "unreplicated":
         param.adds_to_synced = stage == "sharded"
