@@ -63,10 +63,8 @@ Tensors = dict[str, list[torch.Tensor]]
 """Plain tensors by kind, as :class:`Parked` has them."""
 
 
-def _tensors_of(
-    model: nn.Module, groups: Sequence[ParamGroup], optimizers: Sequence[Optimizer]
-) -> Tensors:
-    sharded = [param for group in groups for param in group.params]
+def _tensors_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> Tensors:
+    sharded = [param for group in groups_in(model.modules()) for param in group.params]
     stock = list(optimizers)
     for optimizer in optimizers:
         stock += optimizer.stock_optimizers() if isinstance(optimizer, LayoutOptimizer) else []
@@ -232,7 +230,7 @@ def parkable(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[st
     Collective: none.
     """
     by_device: dict[str, Tensors] = {}
-    tensors = _tensors_of(model, groups_in(model.modules()), optimizers)
+    tensors = _tensors_of(model, optimizers)
     for kind, several in tensors.items():
         for tensor in filter(_is_on_device, several):
             kinds = by_device.setdefault(str(tensor.device), {one: [] for one in tensors})
@@ -325,14 +323,14 @@ def parked(
         check_module("model", model)
         optimizers, groups = listed_optimizers(optimizer), groups_in(model.modules())
         reshard(model, "parked")  # frees gathered parameters
-        if not any(map(_is_on_device, chain(*_tensors_of(model, groups, optimizers).values()))):
+        host.synchronize()
+        tensors = _tensors_of(model, optimizers)
+        if not any(map(_is_on_device, chain(*tensors.values()))):
             raise ShardError(
                 f"Expected {type(model).__name__} on a device to be parked, got all of it in "
                 "memory of the host, which parked() does not free; save a checkpoint, delete the "
                 "model and its optimizers, and load them from it afterwards"
             )
-        host.synchronize()
-        tensors = _tensors_of(model, groups, optimizers)
     until, storages = contextlib.ExitStack(), DeviceStorages({})
     try:
         _free_kept_storage(groups, until)
