@@ -291,8 +291,8 @@ REFUSED: dict[str, Callable[[], None]] = {
     f"(_StridedShard(dim=0, sf=2), Shard(dim=0)){INSTEAD}": lambda: split_to(on_mesh(0, 1)),
     f"{BEGIN}0: ShardError: Expected parameter 'weight' {ALONE}DataParallelMeshDims(shard=('a', "
     f"'b'), replicate=None){INSTEAD}": flattened_axes,
-    f"{BEGIN}0: ShardError: Expected a mesh of ascending ranks for a model to move, got [1, 0]"
-    f"{INSTEAD}": lambda: move(plain(on_mesh(0, 1)), (), on_mesh(1, 0)),
+    f"{BEGIN}0: ShardError: Expected a mesh of ascending ranks for a model to move, got [1, 0]; "
+    "save a checkpoint instead": lambda: move(plain(on_mesh(0, 1)), (), on_mesh(1, 0)),
     f"{BEGIN}0: ShardError: Expected state 'exp_avg' of 'weight' {ALONE}[2, 6] of [4, 6], "
     f"(Shard(dim=0),) on DeviceMesh((shard=2), 'cpu', stride=(1,)){INSTEAD}": shorter_state,
     f"{BEGIN}0: ShardError: Expected 'apart' {ALONE}a DTensor of (Replicate(),){INSTEAD}": (
