@@ -411,7 +411,7 @@ def _on_giant_root(explained: Explained) -> Iterator[Advice]:
             kind, count = Counter(type(block).__name__ for block in blocks).most_common(1)[0]
             problem = (
                 f"the root group gathers {nbytes_text(nbytes)} at once, {nbytes / whole:.0%} of "
-                "the parameters, and nothing overlaps with that"
+                "the parameters, and nothing overlaps with this gather"
             )
             remedy = (
                 f"apply fully_shard to each {kind} ({count} of them) before the root, or "
@@ -430,7 +430,7 @@ def _on_small_groups(explained: Explained) -> Iterator[Advice]:
     if small:
         problem = (
             f"{counted(len(small), 'group')} of at most {nbytes_text(max(small.values()))} each: a "
-            "gather of so few bytes is all latency"
+            "gather of so few bytes costs mostly latency"
         )
         remedy = "shard the module around instead, or several in one list: fully_shard([a, b])"
         yield Advice("small group", tuple(small), problem, remedy)
@@ -492,7 +492,9 @@ def _on_narrow_sums(explained: Explained) -> Iterator[Advice]:
     if narrow:
         names, dtypes, counts = zip(*sorted(narrow), strict=True)
         listed = ", ".join(sorted(set(dtypes)))
-        problem = f"gradients of {max(counts)} ranks are summed in {listed}, rounded as they go"
+        problem = (
+            f"gradients of {max(counts)} ranks are summed in {listed}, and every sum is rounded"
+        )
         wide = "MixedPrecisionPolicy(reduce_dtype=torch.float32), for twice the bytes of reductions"
         yield Advice("narrow sums", names, problem, wide)
 
@@ -505,7 +507,7 @@ def _on_unsharded(model: nn.Module, explained: Explained) -> Iterator[Advice]:
         some = {n: p for n, p in others.items() if p.requires_grad is trained}
         if some:
             nbytes = sum(param.nbytes for param in some.values())
-            problem = f"{counted(len(some), 'parameter')} of {nbytes_text(nbytes)} not sharded"
+            problem = f"not sharded: {counted(len(some), 'parameter')} of {nbytes_text(nbytes)}"
             remedy = "apply fully_shard to a module around them"
             if trained:
                 problem += "; gradients are not averaged across ranks"
@@ -515,6 +517,8 @@ def _on_unsharded(model: nn.Module, explained: Explained) -> Iterator[Advice]:
     nbytes = sum(buffer.nbytes for buffer in buffers.values())
     shards = sum(explanation.sharded_nbytes for _, explanation in explained)
     if nbytes > max(BUFFERS_NBYTES, BUFFERS_SHARE * shards):
-        problem = f"{counted(len(buffers), 'buffer')} of {nbytes_text(nbytes)} whole on every rank"
+        problem = (
+            f"every rank holds {counted(len(buffers), 'buffer')} of {nbytes_text(nbytes)} whole"
+        )
         remedy = "compute them when they are needed, share one among modules, or narrow their dtype"
         yield Advice("unsharded buffers", tuple(buffers), problem, remedy)

@@ -595,17 +595,17 @@ def _reasons(group: ParamGroup, names: Mapping[ShardedParam, str]) -> Iterator[s
             if isinstance(bucket, ExtensionBucket):
                 yield f"{names[bucket.param]} is a tensor subclass; {_sends(bucket)}"
         if mesh.num_replicas > 1 and not settings.all_reduce_grads:
-            yield "the all-reduce over the replicas is off: gradients wait for it"
+            yield "the all-reduce over the replicas is off: gradients are only reduced over shards"
         elif mesh.num_replicas > 1 and dtypes:
             yield (
-                f"{mesh.num_replicas} replicas hold the same shards, so the reduced gradients of "
-                "this rank are reduced over them as well"
+                f"{mesh.num_replicas} replicas hold the same shards, so gradients are reduced over "
+                "the replicas as well"
             )
         customs = CustomAllGather, CustomReduceScatter
         if isinstance(channel.all_gather, customs) or isinstance(channel.reduce_scatter, customs):
             yield "custom communication copies all inputs, and all outputs, into one tensor"
     if group.params and not settings.reduce_grads:
-        yield "gradient sync is off: gradients stay unsharded on this rank until it is on"
+        yield "gradient sync is off: gradients stay unsharded on this rank until you turn it on"
 
 
 def _sends(bucket: ExtensionBucket) -> str:

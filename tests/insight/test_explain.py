@@ -119,7 +119,7 @@ def test_reasons() -> None:
         model = shard(Stack())
         model.set_requires_gradient_sync(False)
         assert reasons(model)[1:] == (
-            "gradient sync is off: gradients stay unsharded on this rank until it is on",
+            "gradient sync is off: gradients stay unsharded on this rank until you turn it on",
         )
         assert explain(model).groups[1].traffic.reductions.launches == 0
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
@@ -160,13 +160,13 @@ ADVICE: dict[str, tuple[int, Callable[[], nn.Module], tuple[str, ...], str, str]
     "giant root": (
         *(2, lambda: fully_shard(Stack(layers=6)), ("(root)",)),
         "the root group gathers 4.77 MiB at once, 100% of the parameters, and nothing overlaps "
-        "with that",
+        "with this gather",
         "apply fully_shard to each Layer (6 of them) before the root, or "
         "apply_fully_shard(model, Layer)",
     ),
     "small group": (
         *(2, with_a_small_group, ("small",)),
-        "1 group of at most 1.06 KiB each: a gather of so few bytes is all latency",
+        "1 group of at most 1.06 KiB each: a gather of so few bytes costs mostly latency",
         "shard the module around instead, or several in one list: fully_shard([a, b])",
     ),
     "uneven rows": (
@@ -182,7 +182,7 @@ ADVICE: dict[str, tuple[int, Callable[[], nn.Module], tuple[str, ...], str, str]
     ),
     "narrow sums": (
         *(8, summed_in_bf16, ("(root)",)),
-        "gradients of 8 ranks are summed in bfloat16, rounded as they go",
+        "gradients of 8 ranks are summed in bfloat16, and every sum is rounded",
         "MixedPrecisionPolicy(reduce_dtype=torch.float32), for twice the bytes of reductions",
     ),
 }
@@ -212,17 +212,17 @@ def test_what_is_whole_on_every_rank() -> None:
     assert found == [
         (
             ("before.weight",),
-            "1 parameter of 256 KiB not sharded; gradients are not averaged across ranks",
+            "not sharded: 1 parameter of 256 KiB; gradients are not averaged across ranks",
             "apply fully_shard to a module around them, or reduce their gradients yourself",
         ),
         (
             ("after.bias",),
-            "1 parameter of 32 B not sharded",
+            "not sharded: 1 parameter of 32 B",
             "apply fully_shard to a module around them",
         ),
         (
             ("table",),
-            "1 buffer of 3.81 MiB whole on every rank",
+            "every rank holds 1 buffer of 3.81 MiB whole",
             "compute them when they are needed, share one among modules, or narrow their dtype",
         ),
     ]
