@@ -446,11 +446,10 @@ def raised_templates() -> dict[str, re.Pattern[str]]:
         if "testing" in path.parts:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-                if ast.unparse(node.exc.func).startswith("_"):  # a function that makes an error
-                    continue
-                place = f"{path.relative_to(ROOT)}:{node.lineno}"
-                templates[place] = re.compile(_pattern(node.exc.args[0]) + r"\Z", re.DOTALL)
+            error = node.exc if isinstance(node, ast.Raise) else None
+            if isinstance(error, ast.Call) and not ast.unparse(error).startswith("_"):
+                place = f"{path.relative_to(ROOT)}:{error.lineno}"
+                templates[place] = re.compile(_pattern(error.args[0]) + r"\Z", re.DOTALL)
     return templates
 
 

@@ -75,10 +75,11 @@ def test_as_much_as_fits_goes_into_a_file(tmp_path: Path) -> None:
     assert names_in(tmp_path / "each") == [*SHARDS, INDEX]
 
 
-def test_a_single_file_comes_before_an_index(tmp_path: Path) -> None:
-    (tmp_path / INDEX).write_text(
-        json.dumps({"weight_map": {f"{n}.weight": "a.safetensors" for n in range(3)}})
-    )
+def test_the_one_file_of_a_folder_and_other_names(tmp_path: Path) -> None:
+    save_file(layers(2).state_dict(), tmp_path / "diffusion_pytorch_model.safetensors")
+    assert values_at(tmp_path) == {2.0}
+    weight_map = {f"{n}.weight": "a.safetensors" for n in range(3)}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     save_file(layers(3).state_dict(), tmp_path / "a.safetensors")
     assert values_at(tmp_path) == {3.0}
     save_file(layers(4).state_dict(), tmp_path / "model.safetensors")

@@ -68,16 +68,19 @@ def list_stored(source: str | os.PathLike[str]) -> list[Stored]:
         source: A file, a folder with one file or with an index of several, or such an index.
 
     Raises:
-        FileNotFoundError: If there is no checkpoint.
+        FileNotFoundError: If there is no checkpoint, or a folder has several.
         ValueError: If files and index do not match.
     """
     place = Path(source)
     if place.is_dir():
-        found = [path for path in (place / SINGLE, place / INDEX) if path.exists()]
-        if not found:
+        # A file with a number at the end of its name is a part that only an index makes whole.
+        patterns = SINGLE, INDEX, "*.safetensors.index.json", "*[!0-9].safetensors"
+        found = next(filter(None, (sorted(place.glob(pattern)) for pattern in patterns)), [])
+        if len(found) != 1:
+            names = ", ".join(path.name for path in found) or "none"
             raise FileNotFoundError(
-                f"Expected {SINGLE} or {INDEX} in '{place}', got neither; pass the path of a file "
-                "or of an index"
+                f"Expected {SINGLE} or {INDEX} in '{place}', or one other checkpoint, got {names}; "
+                "pass its path"
             )
         place = found[0]
     return _by_index(place) if place.suffix == ".json" else _in_file(place)
