@@ -277,7 +277,7 @@ fully_shard(plain(), shard_placement_fn=lambda _: Shard(-3))
 fully_shard(replicated())
     ValueError: Expected the mesh of the DTensor parameter 'weight' and the data-parallel mesh to be
     parts of one mesh with named axes, got DeviceMesh((2,), 'cpu', stride=(1,)) and DeviceMesh((2,),
-    'cpu', stride=(1,)); pass the axes of that mesh over which data is parallel, such as
+    'cpu', stride=(1,)); build both by slicing one mesh, and pass its data-parallel axes, such as
     mesh['data']
 fully_shard(on_cuda())
     ValueError: Expected parameter 'weight' on cpu, on the CPU or on the meta device, got cuda:0
@@ -379,8 +379,8 @@ by_names(square('dp', 'tp'), plain())
 by_names(square('dp', 'tp'), on_mesh(square('dp', 'cp'), Replicate()))
     ValueError: Expected parameter 'weight' on the mesh that was passed to fully_shard,
     DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1)), got one on DeviceMesh((dp=2, cp=2), 'cpu',
-    stride=(2, 1)); for a parameter on some of its axes pass the data-parallel ones alone, such as
-    mesh['data'], without dp_mesh_dims
+    stride=(2, 1)); if the parameter is on only some axes of that mesh, pass only the data-parallel
+    axes, such as mesh['data'], without dp_mesh_dims
 by_names(square('dp', 'tp'), on_mesh(square('dp', 'tp'), Shard(0)))
     ValueError: Expected parameter 'weight' to be replicated over the data-parallel axis 'dp', got
     S(0)

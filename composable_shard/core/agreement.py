@@ -78,12 +78,13 @@ def refuse_replicated(
                 )
 
 
-def warn_of_plain(modules: Iterable[nn.Module], expected: Iterable[nn.Parameter | None]) -> None:
+def warn_of_plain(modules: Iterable[nn.Module], managed: Iterable[nn.Parameter | None]) -> None:
     """Warn if trainable parameters of ``modules`` are neither sharded, replicated nor ignored.
 
     Args:
         modules: Sharded modules.
-        expected: Unsharded parameters of the library, which cause no warning.
+        managed: The unsharded parameters of the groups, which may be registered in place of the
+            sharded ones.
     """
     tops = tuple(modules)
     replicated = {
@@ -93,7 +94,7 @@ def warn_of_plain(modules: Iterable[nn.Module], expected: Iterable[nn.Parameter 
         if _torch.is_replicated(module)
         for param in module.parameters()
     }
-    known = replicated.union(map(id, expected))
+    known = replicated.union(map(id, managed))
     names = [
         f"{prefix}.{name}".lstrip(".")
         for top in tops
@@ -108,9 +109,9 @@ def warn_of_plain(modules: Iterable[nn.Module], expected: Iterable[nn.Parameter 
     if names:
         warnings.warn(
             f"Expected all trainable parameters to be sharded or ignored, got {names} added after "
-            "fully_shard, so each rank trains them by itself; add them before it, shard new "
-            "adapters of a sharded base alone, or pass them as ignored_params if their gradients "
-            "are averaged elsewhere",
+            "fully_shard, so each rank trains them by itself; add them before fully_shard, "
+            "call fully_shard on only the new modules, or pass them as ignored_params if their "
+            "gradients are averaged elsewhere",
             stacklevel=2,
         )
 
@@ -127,38 +128,39 @@ def agree_on_model(groups: Sequence[Any]) -> None:
     Collective: all-reduces of 48 and of 24 bytes for each process group of more than one rank;
         another if parameters were sharded on the meta device; more only if it raises.
     """
-    process_groups: dict[dist.ProcessGroup, _Members] = {}
+    members_of: dict[dist.ProcessGroup, _Members] = {}
     for group in groups:
         for channel in group.channels.values():
             channel.set_label(group.label)
-            for ranks in channel.mesh.process_groups:
-                process_groups.setdefault(ranks, []).append((group, channel))
-    facts_by_ranks: dict[dist.ProcessGroup, list[str]] = {}
+            for process_group in channel.mesh.process_groups:
+                members_of.setdefault(process_group, []).append((group, channel))
+    facts_of: dict[dist.ProcessGroup, list[str]] = {}
     differs = False  # passed on to the next process group
-    for ranks, members in process_groups.items():
+    for process_group, members in members_of.items():
         facts = [line for group, channel in members for line in _facts(group, channel.mesh)]
-        facts_by_ranks[ranks] = facts
+        facts_of[process_group] = facts
         filled = [
             (f"'{param.name}' of {group.label}", local)
             for group, channel in members
             for param in group.params
             if param.began_on_meta and param.mesh == channel.mesh
-            if channel.mesh.shard_group is ranks
+            if channel.mesh.shard_group is process_group
             if (local := _local_of(param)).is_cpu and not _torch.is_subclass(local)
         ]
-        tag, differs = _agree(ranks, members, facts, filled, differs)
+        tag, differs = _agree(process_group, members, facts, filled, differs)
         for place, (_, channel) in enumerate(members):
-            if channel.mesh.shard_group is ranks:
+            if channel.mesh.shard_group is process_group:
                 channel.set_tag(tag + place)
-    for ranks, members in process_groups.items():  # a second round, also from the last to the first
-        _, (any_differs,) = compare("", ranks, members[0][1].mesh.device, int(differs))
+    # Again, so that a difference in a later process group also reaches the ranks of earlier ones.
+    for process_group, members in members_of.items():
+        _, (any_differs,) = compare("", process_group, members[0][1].mesh.device, int(differs))
         differs = bool(any_differs)
     if differs:
-        raise RankMismatchError(_difference(facts_by_ranks))
+        raise RankMismatchError(_difference(facts_of))
 
 
 _Filled = list[tuple[str, torch.Tensor]]
-"""CPU shards that the user has filled after sharding on meta, by the names of parameters."""
+"""Pairs of a parameter's name and its CPU shard, for parameters that were sharded on meta."""
 
 
 _Members = list[tuple[Any, Channel]]
@@ -168,51 +170,66 @@ _OP = "comparing the model with that of the other ranks"
 
 
 def _agree(
-    ranks: dist.ProcessGroup, members: _Members, facts: list[str], filled: _Filled, differs: bool
+    process_group: dist.ProcessGroup,
+    members: _Members,
+    facts: list[str],
+    filled: _Filled,
+    differs: bool,
 ) -> tuple[int, bool]:
-    """Compare ``facts`` over ``ranks``.
+    """Compare ``facts`` between the ranks of a process group.
 
     Returns:
         The first tag of the members, and whether any rank has found a difference.
+
+    Collective: one or two all-reduces, as in :func:`agree_on_model`.
     """
     global _last_tag
     device = members[0][1].mesh.device
-    with watched(ranks, _OP):
+    with watched(process_group, _OP):
         numbers = (_last_tag, len(filled), -len(filled), int(differs))
-        is_same, (last, most, fewest, differed) = compare("\n".join(facts), ranks, device, *numbers)
+        text = "\n".join(facts)
+        is_same, (last, most, fewest, differed) = compare(text, process_group, device, *numbers)
     _last_tag = max(_last_tag, last + len(members))
-    if is_same and 0 < most == -fewest and _torch.backend_name(ranks, device) != "fake":
-        _warn_of_same_rows(ranks, device, filled)
+    if is_same and 0 < most == -fewest and _torch.backend_name(process_group, device) != "fake":
+        _warn_of_same_rows(process_group, device, filled)
     return last + 1, not is_same or bool(differed)
 
 
-def _difference(facts_by_ranks: Mapping[dist.ProcessGroup, list[str]]) -> str:
+def _difference(facts_of: Mapping[dist.ProcessGroup, list[str]]) -> str:
     """Return the text of the first difference, the same on all ranks.
 
-    Each process group passes its texts on to the next one. The second round reaches all ranks.
+    Ranks exchange their texts in each process group, twice. A rank of two process groups carries
+    the texts of one into the other. So after the second time, all ranks know the first difference.
+
+    Collective: all-gathers of objects, two for each process group.
     """
     texts: list[str] = []
-    for ranks, facts in [*facts_by_ranks.items()] * 2:
-        gathered = gather_objects((facts, texts), ranks, _OP)
+    for process_group, facts in [*facts_of.items()] * 2:
+        gathered = gather_objects((facts, texts), process_group, _OP)
         texts = [text for _, known in gathered for text in known]
         all_facts = [of_rank for of_rank, _ in gathered]
         if any(of_rank != facts for of_rank in all_facts):
-            numbers = dist.get_process_group_ranks(ranks)
-            texts.append(first_difference(all_facts, numbers, "model"))
+            ranks = dist.get_process_group_ranks(process_group)
+            texts.append(first_difference(all_facts, ranks, "model"))
     return texts[0]
 
 
-def _warn_of_same_rows(ranks: dist.ProcessGroup, device: torch.device, filled: _Filled) -> None:
-    """Warn if all ranks hold the same random numbers, as after an initialization with one seed."""
+def _warn_of_same_rows(group: dist.ProcessGroup, device: torch.device, filled: _Filled) -> None:
+    """Warn if all ranks hold the same random numbers, as after an initialization with one seed.
+
+    Collective: one all-reduce.
+    """
     digests = []
     for _, local in filled:
         first = local.detach().flatten()[:64].contiguous()
         values = first.view(torch.uint8).tolist()  # bytes, for any dtype
-        is_random = len({*values}) > max(4, len(values) / 4)  # not constants
-        digests.append(hash(tuple(values)) >> 2 if is_random else ranks.rank())
-    _, extremes = compare("", ranks, device, *digests, *(-digest for digest in digests))
-    largest_and_smallest = zip(filled, extremes, extremes[len(filled) :], strict=False)
-    same = [name for (name, _), most, least in largest_and_smallest if most == -least]
+        # Constants may be equal on all ranks. Their digest is the rank, so it differs. The shift
+        # leaves room for the negation in 64 bits.
+        is_random = len({*values}) > max(4, len(values) / 4)
+        digests.append(hash(tuple(values)) >> 2 if is_random else group.rank())
+    _, extremes = compare("", group, device, *digests, *(-digest for digest in digests))
+    by_param = zip(filled, extremes, extremes[len(filled) :], strict=False)
+    same = [name for (name, _), largest, negated in by_param if largest == -negated]
     if same:
         warnings.warn(
             f"All ranks hold the same rows of {same[0]}: on the CPU, ranks with the same seed fill "
@@ -222,7 +239,7 @@ def _warn_of_same_rows(ranks: dist.ProcessGroup, device: torch.device, filled: _
 
 
 def _facts(group: Any, mesh: ShardMesh) -> list[str]:
-    """Return the facts about a group and its parameters on a mesh that all ranks must share."""
+    """Return the facts of a group, and its parameters on ``mesh``, that all ranks must share."""
     name = group.label
     policy = group.policy
     replicas = f" times {mesh.num_replicas} replicas" if mesh.num_replicas > 1 else ""

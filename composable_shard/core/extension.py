@@ -470,7 +470,7 @@ def _agree_on_codecs(params: Sequence[ShardedParam], grads: Sequence[Any], mesh:
         old_grad: Any = params[index].sharded.grad
         if grads[index] is not None:
             known[index] = codec_of(grads[index])
-        elif stage_of(params[index], old_grad) == "unreplicated":
+        elif stage_of(params[index], old_grad) == "reduced_over_shards":
             known[index] = codec_of(_torch.local_tensor(old_grad))
     if unknown:
         op = "agreeing on the inner tensors of gradients"
@@ -517,8 +517,8 @@ class SplitReduction(Reduction):
         self._grads = inner
         super().launch()
 
-    def _take_unreplicated(self) -> Iterator[tuple[int, torch.Tensor]]:
-        for index, grad in super()._take_unreplicated():
+    def _take_reduced_over_shards(self) -> Iterator[tuple[int, torch.Tensor]]:
+        for index, grad in super()._take_reduced_over_shards():
             _, codec, span = self._spans[index]
             inner = [grad] if codec is None else codec.inner_tensors(grad)
             yield from zip(range(span.start, span.stop), inner, strict=True)

@@ -2,7 +2,8 @@
 
 A flat buffer holds the elements of a tensor in memory order. So a transposed or channels-last
 parameter is sharded, gathered and reduced without a permuting copy, and keeps its strides. A scalar
-cannot be cut: each rank has an equal row.
+cannot be cut. In flat buffers, it is a vector of equal elements, one for each rank, so each rank
+holds the whole scalar.
 
 A tensor-parallel parameter is sharded once more, within the local tensor of each rank. Its DTensor
 then spans the data-parallel axes and the tensor-parallel ones.
@@ -34,7 +35,8 @@ class TensorLayout:
     Attributes:
         shape: The shape of the user's tensor.
         dim: Its sharded dim; ``None`` for a scalar, which every rank holds.
-        order: Its dims by descending stride; ``None`` if they are in that order already.
+        order: Its dims by descending stride; ``None`` if flat buffers keep the user's order: for a
+            scalar, a contiguous tensor, or a tensor that is not dense.
         flat: The layout of its rows in flat buffers, with dims in memory order.
     """
 
@@ -44,23 +46,26 @@ class TensorLayout:
     flat: ParamLayout
 
     def in_memory_order(self, tensor: torch.Tensor) -> torch.Tensor:
-        """View a whole tensor, or a local shard, with its dims in memory order."""
+        """View a whole tensor, or a local shard, with its dims in memory order.
+
+        A scalar becomes a vector of ``num_shards`` equal elements.
+        """
         if self.dim is None:
             return tensor.expand(self.flat.num_shards)
         return tensor if self.order is None else tensor.permute(self.order)
 
-    def whole(self, flat: torch.Tensor) -> torch.Tensor:
+    def whole(self, buffer: torch.Tensor) -> torch.Tensor:
         """View the first elements of a flat buffer as the whole tensor."""
         if self.dim is None:
-            return flat[0]
-        return self._in_user_order(flat[: self.flat.numel].view(self.flat.shape))
+            return buffer[0]
+        return self._in_user_order(buffer[: self.flat.numel].view(self.flat.shape))
 
-    def local(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
+    def local(self, buffer: torch.Tensor, rank: int) -> torch.Tensor:
         """View the first elements of a flat buffer as the local shard of ``rank``."""
         if self.dim is None:
-            return flat[0]
+            return buffer[0]
         numel = self.flat.local_numel(rank)
-        return self._in_user_order(flat[:numel].view(self.flat.local_shape(rank)))
+        return self._in_user_order(buffer[:numel].view(self.flat.local_shape(rank)))
 
     def shard_of(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """View the rows of ``rank`` in a whole tensor."""
@@ -68,7 +73,8 @@ class TensorLayout:
             return tensor
         layout = self.flat
         if _torch.is_subclass_of_user(tensor):
-            # torch's fully_shard calls chunk, so subclasses implement it; few implement narrow.
+            # torch's fully_shard calls chunk, so subclasses implement it, as aten.split; few
+            # implement narrow.
             shards = tensor.chunk(layout.num_shards, self.dim)
             self._check(shards)
             if rank < len(shards):
@@ -76,7 +82,7 @@ class TensorLayout:
         return tensor.narrow(self.dim, layout.start(rank), layout.local_rows(rank))
 
     def _check(self, shards: Sequence[torch.Tensor]) -> None:
-        """Raise ``ExtensionError`` unless ``chunk`` of a subclass has returned the right shapes."""
+        """Raise ``ExtensionError`` unless ``chunk`` of a subclass returned the right shapes."""
         dim, count = self.dim, self.flat.num_nonempty
         assert dim is not None
         rows = [self.flat.local_rows(rank) for rank in range(max(count, len(shards)))]
@@ -93,8 +99,8 @@ class TensorLayout:
         """Copy a whole tensor to its padded shards: [num_shards, shard_numel]."""
         layout = self.flat
         stack = tensor.new_zeros((layout.num_shards, layout.shard_numel))
-        flat = self.in_memory_order(tensor).reshape(-1)
-        for whole, shards in matching_pieces(layout, flat, stack):
+        elements = self.in_memory_order(tensor).reshape(-1)
+        for whole, shards in matching_pieces(layout, elements, stack):
             shards.copy_(whole)
         return stack
 
@@ -164,7 +170,7 @@ Placements = tuple[Placement, ...]
 
 Role = Literal["replicate", "shard"] | None
 
-GradStage = Literal["sharded", "unreplicated", "unreduced"]
+GradStage = Literal["sharded", "reduced_over_shards", "unreduced"]
 """The stage of a gradient's reduction, which determines its placements; see ParamPlacement."""
 
 
@@ -175,17 +181,17 @@ class ParamPlacement:
     Attributes:
         mesh: The mesh of the sharded DTensor.
         sharded: Placements of the parameter and of its reduced gradient.
-        unreplicated: Placements of a gradient that is reduced over the shards only.
+        reduced_over_shards: Placements of a gradient that is reduced over the shards only.
         unreduced: Placements of a gradient that is not reduced at all.
         roles: The role of each mesh axis; ``None`` if it is not data-parallel.
         unsharded_spec: The spec of the unsharded parameter; ``None`` if it is a plain tensor.
-        unsharded_grad: The placement of the unsharded gradient on each axis of its mesh; ``None``
-            accepts any.
+        unsharded_grad: For each axis of the mesh of the unsharded parameter, the placement that
+            :meth:`local_grad` gives the gradient; ``None`` keeps the current placement.
     """
 
     mesh: DeviceMesh
     sharded: Placements
-    unreplicated: Placements
+    reduced_over_shards: Placements
     unreduced: Placements
     roles: tuple[Role, ...]
     unsharded_spec: _torch.DTensorSpec | None = None
@@ -244,8 +250,8 @@ def plan_placement(
     except Exception as error:
         raise ValueError(
             f"Expected the mesh of the DTensor parameter '{name}' and the data-parallel mesh to "
-            f"be parts of one mesh with named axes, got {tensor_parallel} and {mesh.mesh}; pass "
-            "the axes of that mesh over which data is parallel, such as mesh['data']"
+            f"be parts of one mesh with named axes, got {tensor_parallel} and {mesh.mesh}; build "
+            "both by slicing one mesh, and pass its data-parallel axes, such as mesh['data']"
         ) from error
     axes = _axes(mesh, dim, _num_parts(spec.placements, tensor_parallel, dim))
     return _complete(both, [*axes, *((p, None) for p in spec.placements)], spec, spec.placements)
@@ -256,7 +262,13 @@ _Axis = tuple[Placement, Role]
 
 
 def _axes(mesh: ShardMesh, dim: int | None, num_parts: int = 1) -> list[_Axis]:
-    """Return the data-parallel axes of a parameter, if other axes cut ``dim`` into parts."""
+    """Return the placement and the role of each data-parallel axis.
+
+    Args:
+        mesh: The data-parallel ranks.
+        dim: The dim to shard; ``None`` replicates.
+        num_parts: The number of parts into which the other axes cut ``dim``.
+    """
     axes: list[_Axis] = []
     if mesh.replica_group is not None:
         axes.append((Replicate(), "replicate"))
@@ -266,14 +278,17 @@ def _axes(mesh: ShardMesh, dim: int | None, num_parts: int = 1) -> list[_Axis]:
 
 
 def _shard(dim: int | None, num_parts: int) -> Placement:
-    """Return the placement that shards a dim, if other axes cut it into ``num_parts`` parts."""
+    """Return the placement that shards ``dim``; ``Replicate`` without a dim.
+
+    It is strided if other axes cut the dim into several parts (``num_parts``).
+    """
     if dim is None:
         return Replicate()
     return Shard(dim) if num_parts == 1 else _torch.strided_shard(dim, num_parts)
 
 
 def _num_parts(placements: Any, mesh: DeviceMesh, dim: int | None, after: int = -1) -> int:
-    """Return the number of parts into which the axes behind ``after`` cut ``dim``."""
+    """Return into how many parts the axes of ``mesh`` with an index above ``after`` cut ``dim``."""
     parts = 1
     for axis, placement in enumerate(placements):
         if axis > after and dim is not None and _torch.shards_dim(placement, dim):
@@ -292,7 +307,7 @@ def _complete(
     return ParamPlacement(
         mesh=mesh,
         sharded=tuple(placement for placement, _ in axes),
-        unreplicated=tuple(average if role == "replicate" else p for p, role in axes),
+        reduced_over_shards=tuple(average if role == "replicate" else p for p, role in axes),
         unreduced=tuple(average if role is not None else p for p, role in axes),
         roles=tuple(role for _, role in axes),
         unsharded_spec=unsharded_spec,
@@ -312,8 +327,8 @@ def _on_full_mesh(
     if full != mesh.full_mesh:
         raise ValueError(
             f"Expected parameter '{name}' on the mesh that was passed to fully_shard, "
-            f"{mesh.full_mesh}, got one on {full}; for a parameter on some of its axes pass the "
-            "data-parallel ones alone, such as mesh['data'], without dp_mesh_dims"
+            f"{mesh.full_mesh}, got one on {full}; if the parameter is on only some axes of that "
+            "mesh, pass only the data-parallel axes, such as mesh['data'], without dp_mesh_dims"
         )
     roles: dict[str, Role] = {name: "shard" for name in dims.shard_names}
     roles |= {name: "replicate" for name in dims.replicate_names}

@@ -408,16 +408,16 @@ class Reduction:
 
     def skip_replicas(self) -> None:
         """Skip the reduction over the replicas; the reduced shards differ between replicas."""
-        self._specs = self._specs_of("unreplicated")
+        self._specs = self._specs_of("reduced_over_shards")
         for param in self.params:
             record_unreduced(param, stage_of(param, param.sharded.grad))
 
     def launch_over_replicas(self) -> None:
-        """Launch the reduction over the replicas; include the unreplicated shards in ``.grad``."""
+        """Launch the reduction over the replicas; add the shards in ``.grad`` to it."""
         self._specs = self._specs_of("sharded")
         flags, added = self.reduced[-self.num_flags :], list[torch.Tensor]()
         shards = list(starmap(self.reduced.as_strided, self._view_args))
-        for index, grad in self._take_unreplicated():
+        for index, grad in self._take_reduced_over_shards():
             added.append(grad.to(self.reduced.device))
             shards[index].add_(added[-1])
             flags[index].fill_(1)
@@ -425,11 +425,11 @@ class Reduction:
         stream = launching_stream(self._mesh.device)
         self._pending = Pending(works, self._channel.reducing, stream, added)
 
-    def _take_unreplicated(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def _take_reduced_over_shards(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Take the shards in ``.grad`` that are not reduced over the replicas, by index."""
         for index, param in enumerate(self.params):
             grad: Any = param.sharded.grad
-            if stage_of(param, grad) == "unreplicated":
+            if stage_of(param, grad) == "reduced_over_shards":
                 param.sharded.grad = None
                 yield index, _torch.local_tensor(grad)
 
@@ -637,12 +637,12 @@ def stage_of(param: ShardedParam, grad: Any) -> GradStage | None:
         return "sharded"
     placement = param.placement
     is_unreduced = grad.placements == placement.unreduced
-    return "unreduced" if is_unreduced else "unreplicated"
+    return "unreduced" if is_unreduced else "reduced_over_shards"
 
 
 def record_unreduced(param: ShardedParam, stage: GradStage | None) -> None:
     """Record that an unreduced gradient is added to a gradient at ``stage``."""
-    if stage != "unreplicated":
+    if stage != "reduced_over_shards":
         param.adds_to_synced = stage == "sharded"
 
 
@@ -720,11 +720,11 @@ def redistributed_grad(param: ShardedParam) -> Any:
     A loss on the sharded parameters, such as a penalty, gives gradients with other placements.
     """
     grad: Any = param.sharded.grad
-    known = param.placement
-    if grad is None or grad.placements in (known.sharded, known.unreplicated, known.unreduced):
+    plan = param.placement
+    if grad is None or grad.placements in (plan.sharded, plan.reduced_over_shards, plan.unreduced):
         return grad
     with torch.no_grad():
-        param.sharded.grad = grad.redistribute(placements=known.sharded)
+        param.sharded.grad = grad.redistribute(placements=plan.sharded)
     return param.sharded.grad
 
 

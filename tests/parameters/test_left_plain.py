@@ -39,8 +39,8 @@ def test_a_parameter_that_is_added_later_is_warned_of_once() -> None:
         assert late(model) == [
             "Expected all trainable parameters to be sharded or ignored, got ['0.scale', "
             "'2.weight'] added after fully_shard, so each rank trains them by itself; add them "
-            "before it, shard new adapters of a sharded base alone, or pass them as ignored_params "
-            "if their gradients are averaged elsewhere"
+            "before fully_shard, call fully_shard on only the new modules, or pass them as "
+            "ignored_params if their gradients are averaged elsewhere"
         ]
 
 
@@ -106,7 +106,7 @@ def test_new_adapters_of_a_sharded_base_are_sharded_alone() -> None:
             fully_shard(wrapper)
         assert str(caught.value).endswith(f" {hint}")
     around = fully_shard(nn.Sequential(model))
-    with pytest.warns(UserWarning, match="shard new adapters of a sharded base alone"):
+    with pytest.warns(UserWarning, match="call fully_shard on only the new modules"):
         around(own_input())
     for layer in model:
         fully_shard([layer.down, layer.up])
