@@ -123,14 +123,14 @@ def num_to_run(nodes: Sequence[Node], on_leaves: Callable[[], object] = bool) ->
         return sum(map(will_run, nodes))
 
 
-def is_ahead(nodes: Iterable[Node], *, before: Iterable[Node]) -> bool:
-    """Return whether the graph below the running node contains one of ``nodes``.
+def is_reachable(nodes: Iterable[Node], *, stop_at: Iterable[Node]) -> bool:
+    """Return whether any of ``nodes`` can be reached in the graph from the running node.
 
     Args:
         nodes: The nodes to look for, whether or not the backward will execute them.
-        before: The search does not go beyond these nodes.
+        stop_at: The search does not go beyond these nodes.
     """
-    targets, seen = set(nodes), set(before)
+    targets, seen = set(nodes), set(stop_at)
     ahead: list[Node | None] = [torch._C._current_autograd_node()]
     while ahead:
         node = ahead.pop()

@@ -5,8 +5,8 @@ autograd only decide when this rank runs the next steps of the plan. If this ran
 reach a group, the rank still gathers the group in turn and reduces zeros, because another rank's
 loss may reach it.
 
-On one device, autograd runs the most recently created nodes first. So it completes a group before
-it needs a group that forward used earlier, and all ranks call collectives in the same order.
+On one device, autograd runs the most recently created nodes first. So all nodes of a group run
+before those of a group that forward used earlier, and all ranks call collectives in the same order.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ class GroupProgress:
     """The progress of one backward through one group; each backward creates a new object.
 
     Attributes:
-        expected_nodes: For each graph task, how many nodes of the group it will run: gradient
-            accumulations and input markers. Each adds an entry to ``group.finished_nodes``. A
-            reentrant checkpoint runs one graph task inside another.
-        awaits_inner_task: Whether a checkpoint has recomputed the group and may start a graph task,
-            so that its nodes are not counted yet.
-        num_recomputes: How many calls of the group checkpoints have recomputed. A recomputation
-            inside another checkpoint does not count, because the outer one repeats it.
+        expected_nodes: For each graph task (by its id), the number of nodes of the group that the
+            task will run: gradient accumulations and input markers. Each adds an entry to
+            ``group.finished_nodes``. A reentrant checkpoint runs a graph task inside another task.
+        awaits_inner_task: Whether a checkpoint has just recomputed the group. If it is reentrant,
+            it runs the backward of the recomputed calls in another graph task. Until that begins,
+            the nodes of these calls are missing from ``expected_nodes``.
+        num_recomputes: The number of calls of this group that checkpoints have recomputed so far. A
+            recomputation in a nested checkpoint does not count: the outer checkpoint repeats it.
         has_input_markers: Whether every call reached so far has input markers. Without them, a node
             may read the parameters after the last gradient is accumulated.
     """
@@ -114,8 +115,8 @@ class Backward:
     def _on_callback_freed(self, _: object) -> None:
         """If autograd has failed, register the sharded parameters and announce the failure.
 
-        On devices with streams, a thread of the engine may call this. So there, the next forward
-        registers the sharded parameters.
+        On devices with streams, a thread of the engine may call this. On such devices, the next
+        forward registers them instead.
         """
         if self._has_closed:
             return
@@ -148,7 +149,7 @@ class Backward:
     def gather_for_recompute(self, group: ParamGroup) -> None:
         """Gather ``group``, because a checkpoint recomputes it."""
         progress = self._ensure_progress(group)
-        progress.num_recomputes += not _torch.is_in_checkpoint()  # an outer one repeats it
+        progress.num_recomputes += not _torch.is_in_checkpoint()  # an outer checkpoint repeats it
         if not self._has_pending_nodes(group):
             progress.awaits_inner_task = True
         self._run_steps_to_gather(group)
@@ -159,12 +160,16 @@ class Backward:
         if progress is not None and task in progress.expected_nodes:
             group.finished_nodes.append(task)
             if group.finished_nodes.count(task) >= progress.expected_nodes[task]:
-                self._finish_complete()
+                self._finish_completed_groups()
 
     # Steps ----------------------------------------------------------------------------------
 
     def _ensure_progress(self, group: ParamGroup) -> GroupProgress:
-        """Return the progress of ``group``; count the nodes of the current graph task."""
+        """Return the progress of ``group``; count the nodes of the current graph task.
+
+        The first time, this also adds a finish step for a group outside of the plan. In an inner
+        backward, it also gathers the group.
+        """
         progress = group.progress
         if progress is None:
             progress = group.progress = GroupProgress()
@@ -172,7 +177,7 @@ class Backward:
                 self._planned.add(group)
                 self.steps.append(PlanStep(group, is_gather=False))
             if self.is_inner:
-                group.tree.tape.advance(group, 0)  # a use in the order of the forward
+                group.tree.tape.advance(group, 0)  # record it where the next forward will use it
                 _gather_now(group)
         task = _current_task()
         if task not in progress.expected_nodes:
@@ -181,7 +186,7 @@ class Backward:
                 call = ref()
                 if call is not None:
                     nodes += call.markers
-            num_nodes = _torch.num_to_run(nodes, partial(_refuse_leaves, group))
+            num_nodes = _torch.num_to_run(nodes, partial(_refuse_autograd_grad, group))
             progress.expected_nodes[task] = num_nodes
             if num_nodes and task != self._task:
                 progress.awaits_inner_task = False
@@ -230,7 +235,7 @@ class Backward:
                 planned.append(other)
         return planned
 
-    def _finish_complete(self) -> None:
+    def _finish_completed_groups(self) -> None:
         """Finish the next groups of the plan, up to the first incomplete group or gather step."""
         if self._finish_queue:
             self._finish_queued()
@@ -270,7 +275,9 @@ class Backward:
         if not group.settings.reshard_after_backward:
             self.kept.append(group)
             if not group.awaits_weight_half and all(call.is_reached for call in group.live_calls()):
-                group.register_sharded()  # otherwise a pipeline schedule needs the unsharded ones
+                # A pipeline schedule that has not run the weight half, or calls that backward has
+                # not reached, still need the unsharded ones.
+                group.register_sharded()
         elif group.progress is None or group.progress.has_input_markers:
             group.reshard()
         else:
@@ -283,10 +290,11 @@ class Backward:
     # The end --------------------------------------------------------------------------------
 
     def close(self, *, waits: bool) -> set[ParamGroup]:
-        """Run the remaining steps, free everything and, with ``waits``, deliver all gradients.
+        """Run the remaining steps, free groups and, with ``waits``, deliver all gradients.
 
-        This also finishes incomplete groups, because undefined gradients of autograd are not
-        counted. An inner backward only runs its steps.
+        This also finishes groups that still look incomplete: if autograd passes no gradient (an
+        undefined tensor) to a parameter, the hook that counts accumulations does not run. An inner
+        backward only runs its steps.
 
         Returns:
             The groups of its plan, and other groups that it has reached.
@@ -309,7 +317,8 @@ class Backward:
         for group in self._groups:
             if group in self._planned:
                 continue
-            if group.is_unsharded_registered and not group.is_kept_by_user:  # it is frozen
+            # Outside of the plan, only a frozen group still has unsharded parameters registered.
+            if group.is_unsharded_registered and not group.is_kept_by_user:
                 self.kept.append(group)
                 group.register_sharded()
             # Earlier backwards may have accumulated gradients of this group without sync.
@@ -323,8 +332,9 @@ class Backward:
         for group in self._planned:
             if group.finished_nodes and any(map(Reduction.has_unsharded_grads, group.reductions)):
                 raise ShardError(
-                    f"Expected all gradients of {group.label} before its reduction, got one after "
-                    "it, from a backward inside of this backward; run one after the other"
+                    f"Expected all gradients of {group.label} before its reduction, got a gradient "
+                    "afterwards, from a backward that ran inside this backward; run the two "
+                    "backwards one after the other"
                 )
         self._has_closed = True
         return self._planned
@@ -347,7 +357,7 @@ def _graph_error(group: ParamGroup) -> ShardError:
     )
 
 
-def _refuse_leaves(group: ParamGroup) -> None:
+def _refuse_autograd_grad(group: ParamGroup) -> None:
     """Raise if ``torch.autograd.grad`` would return gradients that should be reduced.
 
     It may return unreduced gradients inside a forward, and after the user has called ``unshard()``.
@@ -380,7 +390,7 @@ def _is_input_half(group: ParamGroup) -> bool:
     if group.is_unsharded_registered:
         return True
     markers = [node for call in group.live_calls() for node in call.markers]
-    if _torch.is_ahead(accumulators, before=markers):
+    if _torch.is_reachable(accumulators, stop_at=markers):
         raise ShardError(
             f"Expected the unsharded parameters of {group.label} to be registered in a backward of "
             "inputs alone, got the sharded ones, and their gradients would be lost; if a pipeline "

@@ -12,8 +12,10 @@ class Finalization:
     """Finishes the reductions of a tree when the user calls ``finalize_backward``.
 
     Attributes:
-        is_manual: Whether a call, and not the end of a backward, finishes the reductions.
-        handle: The handle of the last call, until its wait.
+        is_manual: Whether ``finalize_backward`` finishes the reductions, and not the end of a
+            backward.
+        handle: The handle made by the last ``finalize_backward``, until its ``wait()`` has been
+            called; otherwise ``None``.
         former_roots: Groups that were roots of their own when the user set ``is_manual``.
     """
 
@@ -22,21 +24,22 @@ class Finalization:
         self.is_manual = False
         self.handle: object = None
         self.former_roots: list[Any] = []
-        self._was_manual: bool | None = None  # ``is_manual`` at the last backward, until finished
+        # ``is_manual`` when the last unfinished backward ended; ``None`` if all are finished.
+        self._was_manual: bool | None = None
 
     @property
-    def is_open(self) -> bool:
+    def has_unfinished_backwards(self) -> bool:
         """Whether there are unfinished backwards."""
         return self._was_manual is not None or self.handle is not None
 
     def record_backward(self) -> bool:
-        """Record the end of a backward; return whether a call of the user will finish it."""
+        """Record the end of a backward; return whether ``finalize_backward`` will finish it."""
         is_unfinished = self.is_manual or not self._tree.is_last_backward
         self._was_manual = self.is_manual if is_unfinished else None
         return self.is_manual
 
     def set_manual(self, enabled: bool) -> None:
-        """Set whether a call, and not the end of a backward, finishes the reductions.
+        """Set whether ``finalize_backward`` finishes the reductions, and not the end of a backward.
 
         Raises:
             ShardError: If it changes during a backward or before an earlier one is finished.
@@ -70,7 +73,7 @@ class Finalization:
             )
 
     def start(self, handle: object) -> None:
-        """Launch the reductions that backwards have deferred, and free memory.
+        """Launch the deferred reductions; reshard the groups with ``reshard_after_backward``.
 
         Collective: the reductions.
         """

@@ -12,21 +12,21 @@ Phase = Literal[
     "pre_forward",
     "gather",
     "regather",
-    "gathered",
-    "await_gather",
-    "wait",
+    "gather_launched",
+    "before_wait_for_gather",
+    "gather_done",
     "free",
     "freed",
     "post_forward",
     "pre_backward",
     "accumulated",
     "reduce",
-    "reduced",
-    "await_reduction",
+    "reduce_launched",
+    "before_wait_for_reduction",
     "averaged",
-    "scattered",
-    "all_reduced",
-    "await_all_reduce",
+    "reduced_over_shards",
+    "all_reduce_launched",
+    "before_wait_for_all_reduce",
     "deliver",
     "delivered",
     "replicas_delivered",
@@ -35,23 +35,23 @@ Phase = Literal[
 """When the operations of a feature run, relative to those of the core:
 
 - ``pre_forward``, ``post_forward``: when a forward enters and leaves the group's module.
-- ``gather``, ``gathered``: before and after the all-gather is launched.
+- ``gather``, ``gather_launched``: before and after the all-gather is launched.
 - ``regather``: in place of ``gather``, if neighbouring ranks have kept parts of the parameters.
-- ``await_gather``, ``wait``: before and after the wait for the all-gather. After it, the unsharded
-  parameters have their values.
+- ``before_wait_for_gather``, ``gather_done``: before and after the wait for the all-gather. In
+  ``gather_done``, the unsharded parameters already have their values.
 - ``free``, ``freed``: before and after the unsharded memory is freed.
 - ``pre_backward``, ``post_backward``: when a backward first needs the group, and finishes it.
 - ``accumulated``: after gradients were accumulated without a reduction.
-- ``reduce``, ``reduced``: before and after the reduce-scatter is launched.
-- ``await_reduction``, ``averaged``: before the wait for the reduce-scatter, and after its mean is
-  in the reduced buffer.
-- ``scattered``: after ``averaged``, if a reduction over replicas follows.
-- ``all_reduced``, ``await_all_reduce``: after the reduction over replicas is launched, if there is
-  one, and before the wait for it.
+- ``reduce``, ``reduce_launched``: before and after the reduce-scatter is launched.
+- ``before_wait_for_reduction``, ``averaged``: before the wait for the reduce-scatter, and after its
+  mean is in the reduced buffer.
+- ``reduced_over_shards``: after ``averaged``, if a reduction over replicas follows.
+- ``all_reduce_launched``, ``before_wait_for_all_reduce``: after the reduction over replicas is
+  launched, if there is one, and before the wait for it.
 - ``deliver``: after the mean over all ranks is in the reduced buffer, before it is written to
   ``.grad``.
-- ``delivered``: after ``.grad`` is written without a reduction over replicas.
-- ``replicas_delivered``: after ``.grad`` is written with a reduction over replicas.
+- ``delivered``: after ``.grad`` is written, if the gradients were not reduced over replicas.
+- ``replicas_delivered``: after ``.grad`` is written, if they were also reduced over replicas.
 """
 
 
@@ -80,7 +80,8 @@ class Plugins:
 
     Attributes:
         features: The features, in the order of their installation.
-        generation: A program that was compiled under another generation is out of date.
+        generation: A counter that grows with each change of features or settings. A program with
+            another value is out of date.
     """
 
     def __init__(self, features: Sequence[Feature] = ()) -> None:

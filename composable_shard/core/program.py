@@ -190,7 +190,7 @@ class Program:
         self.pre_backward, self.post_backward = ops("pre_backward"), ops("post_backward")
         group.program = self  # features read it
         launches = (reduction.launch for reduction in reductions)
-        launch = (*ops("reduce"), *launches, *ops("reduced"))
+        launch = (*ops("reduce"), *launches, *ops("reduce_launched"))
         self.reduce: dict[Mode, tuple[Op, ...]] = {
             Mode.FRESH: (*(reduction.take_grads for reduction in reductions), *launch),
             Mode.ADDING: (*(reduction.take_with_unsynced for reduction in reductions), *launch),
@@ -220,18 +220,18 @@ class Program:
         freeable = [p.all_unsharded() for p in group.params if not p.shares_storage]
         freed = tuple(chain.from_iterable(freeable))
         mark_freed = partial(_torch.set_versions, freed, (FREED,) * len(freed))
-        await_gather, gathered = ops("await_gather"), ops("gathered")
+        before_wait, launched = ops("before_wait_for_gather"), ops("gather_launched")
         self.gather = GatherOps(
-            (*ops("gather"), *launches, *gathered),
-            (*await_gather, *waits, set_version, *ops("wait")),
+            (*ops("gather"), *launches, *launched),
+            (*before_wait, *waits, set_version, *ops("gather_done")),
             tuple(drops),
             (*ops("free"), mark_freed, *frees, *ops("freed")),
         )
         self.keep: tuple[Op, ...] = tuple(regather.keep for regather in regathers)
         regather_waits = (regather.wait for regather in regathers)
         self.regather = GatherOps(
-            (*ops("regather"), *(regather.launch for regather in regathers), *gathered),
-            (*await_gather, *regather_waits, set_version, *ops("wait")),
+            (*ops("regather"), *(regather.launch for regather in regathers), *launched),
+            (*before_wait, *regather_waits, set_version, *ops("gather_done")),
             tuple(regather.drop for regather in regathers),
             tuple(regather.free for regather in regathers),
         )
@@ -247,7 +247,7 @@ class Program:
         if group.settings.all_reduce_hook is not None:
             hooks += tuple(each.call_hook for each in reductions)
         average = tuple(each.average for each in reductions if each.scale.after != 1)
-        wait = (*ops("await_reduction"), *(each.wait for each in reductions))
+        wait = (*ops("before_wait_for_reduction"), *(each.wait for each in reductions))
         averaged = (*wait, *average, *ops("averaged"))
         replicated = [each for each in reductions if each.num_replicas > 1]
         self.has_offloaded_replicas = any(each.is_offloaded for each in replicated)
@@ -259,16 +259,19 @@ class Program:
         skips = (each.skip_replicas for each in replicated)
         without = self._with_write((*averaged, *skips), ops("delivered"))
         launches: Stage = tuple(each.launch_over_replicas for each in replicated)
-        first = (*averaged, *launches, *ops("scattered"), *ops("all_reduced"))
+        first = (*averaged, *launches, *ops("reduced_over_shards"), *ops("all_reduce_launched"))
         stream = side_stream(group.mesh.device)
         if stream is not None and all(type(each) is Reduction for each in reductions):
             split = tuple(partial(each.split_wait, stream) for each in reductions)
             on_side = _within(lambda: _torch.on_stream(stream), (*average, *launches))
-            self.over_replicas = (*split, *on_side, *ops("all_reduced"))
-            wait = (*ops("await_reduction"), *(each.wait_for_shards for each in reductions))
-            first = (*wait, *ops("averaged"), *ops("scattered"))
+            self.over_replicas = (*split, *on_side, *ops("all_reduce_launched"))
+            wait = (
+                *ops("before_wait_for_reduction"),
+                *(each.wait_for_shards for each in reductions),
+            )
+            first = (*wait, *ops("averaged"), *ops("reduced_over_shards"))
         await_replicas = (each.wait for each in replicated)
-        second = (*ops("await_all_reduce"), *await_replicas, *hooks)
+        second = (*ops("before_wait_for_all_reduce"), *await_replicas, *hooks)
         written = self._with_write(second, ops("replicas_delivered"))
         self.deliver = {False: without, True: (first, *written)}
 

@@ -256,9 +256,9 @@ class Tree:
     @property
     def is_accumulating(self) -> bool:
         """Whether the next backward probably adds to the gradients of the last one."""
-        is_open = not (self.is_last_backward or self.finalization.is_manual)
-        is_open = is_open or self.finalization.is_open
-        return is_open or any(group.unsynced_names for group in self.groups)
+        is_unfinished = not (self.is_last_backward or self.finalization.is_manual)
+        is_unfinished = is_unfinished or self.finalization.has_unfinished_backwards
+        return is_unfinished or any(group.unsynced_names for group in self.groups)
 
     def prepare_gather(self) -> None:
         """Compare the model between ranks before the first gather; wait for the optimizer event."""
@@ -487,7 +487,7 @@ class Tree:
     @property
     def is_reducing(self) -> bool:
         """Whether a reduction is in flight, or a backward is not finalized."""
-        return bool(self.in_flight) or self.finalization.is_open
+        return bool(self.in_flight) or self.finalization.has_unfinished_backwards
 
     @property
     def is_computing(self) -> bool:
