@@ -333,8 +333,7 @@ class Backward:
             if group.finished_nodes and any(map(Reduction.has_unsharded_grads, group.reductions)):
                 raise ShardError(
                     f"Expected all gradients of {group.label} before its reduction, got a gradient "
-                    "afterwards, from a backward that ran inside this backward; run the two "
-                    "backwards one after the other"
+                    "later, from a backward inside this one; run the two one after the other"
                 )
         self._has_closed = True
         return self._planned

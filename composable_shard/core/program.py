@@ -247,7 +247,8 @@ class Program:
         if group.settings.all_reduce_hook is not None:
             hooks += tuple(each.call_hook for each in reductions)
         average = tuple(each.average for each in reductions if each.scale.after != 1)
-        wait = (*ops("before_wait_for_reduction"), *(each.wait for each in reductions))
+        before_wait = ops("before_wait_for_reduction")
+        wait = (*before_wait, *(each.wait for each in reductions))
         averaged = (*wait, *average, *ops("averaged"))
         replicated = [each for each in reductions if each.num_replicas > 1]
         self.has_offloaded_replicas = any(each.is_offloaded for each in replicated)
@@ -265,10 +266,7 @@ class Program:
             split = tuple(partial(each.split_wait, stream) for each in reductions)
             on_side = _within(lambda: _torch.on_stream(stream), (*average, *launches))
             self.over_replicas = (*split, *on_side, *ops("all_reduce_launched"))
-            wait = (
-                *ops("before_wait_for_reduction"),
-                *(each.wait_for_shards for each in reductions),
-            )
+            wait = (*before_wait, *(each.wait_for_shards for each in reductions))
             first = (*wait, *ops("averaged"), *ops("reduced_over_shards"))
         await_replicas = (each.wait for each in replicated)
         second = (*ops("before_wait_for_all_reduce"), *await_replicas, *hooks)

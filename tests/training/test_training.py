@@ -109,6 +109,6 @@ def test_a_gradient_behind_the_reduction_of_its_group_is_refused() -> None:
     with pytest.raises(ShardError) as caught:
         model(torch.ones(1, 2)).backward()
     assert str(caught.value) == (
-        "Expected all gradients of group 'last' before its reduction, got a gradient afterwards, "
-        "from a backward that ran inside this backward; run the two backwards one after the other"
+        "Expected all gradients of group 'last' before its reduction, got a gradient later, from "
+        "a backward inside this one; run the two one after the other"
     )
