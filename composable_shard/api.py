@@ -273,7 +273,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if computes_later(getattr(module, method_name)):
         raise ValueError(
             f"Expected method '{method_name}' of {type(module).__name__} to return its "
-            "result, got a generator or coroutine, which computes when the parameters are freed; "
-            "register the method that it calls for each item"
+            "result, got a generator or coroutine, which computes only after the parameters have "
+            "been freed; register the method that it calls for each item"
         )
     register_forward_method(module, method_name)

@@ -219,8 +219,8 @@ def test_a_method_that_computes_later_is_refused_when_registered(name: str) -> N
             register_fsdp_forward_method(model, name)
     assert str(caught.value) == (
         f"Expected method '{name}' of FSDPEncoder to return its result, got a generator or "
-        "coroutine, which computes when the parameters are freed; register the method that it "
-        "calls for each item"
+        "coroutine, which computes only after the parameters have been freed; register the method "
+        "that it calls for each item"
     )
 
 
