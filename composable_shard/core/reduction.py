@@ -159,7 +159,8 @@ class Reduction:
         # The all-reduce hook may fill gradients that no rank had, whatever the flags say.
         self._fills_zeros = settings.zeros_for_unused or settings.all_reduce_hook is not None
         total = settings.divisor
-        self._divisor = num_shards if total is None else total / self._mesh.num_replicas
+        self.num_replicas = self._mesh.num_replicas
+        self._divisor = num_shards if total is None else total / self.num_replicas
         self.scale = plan_scale(
             self._divisor,
             dtype,
@@ -222,11 +223,6 @@ class Reduction:
         """Whether its dtype would round the sum of a reduced and an unreduced gradient."""
         added = (wide_dtype(param) for param in self.params if param.adds_to_synced)
         return any(torch.promote_types(dtype, self._dtype) != self._dtype for dtype in added)
-
-    @property
-    def num_replicas(self) -> int:
-        """The number of ranks that hold the same shards."""
-        return self._mesh.num_replicas
 
     def has_unsharded_grads(self) -> bool:
         """Return whether any unsharded parameter has a gradient."""
@@ -360,7 +356,9 @@ class Reduction:
                     _torch.local_tensor(old_grad).add_(grad.to(param.local.device))
                 continue
             record_unreduced(param, stage)
-            if old_grad is not None:
+            if old_grad is None:
+                allow_grad_dtype(sharded, self._dtype)  # even if this rank has no gradient
+            else:
                 total = self._unreduced_form(param, old_grad)
                 grad = total if grad is None else total.add_(grad)
             if grad is not None:
@@ -635,8 +633,7 @@ def stage_of(param: ShardedParam, grad: Any) -> GradStage | None:
         return None
     if not is_partial(grad):
         return "sharded"
-    placement = param.placement
-    is_unreduced = grad.placements == placement.unreduced
+    is_unreduced = grad.placements == param.placement.unreduced
     return "unreduced" if is_unreduced else "reduced_over_shards"
 
 
@@ -703,14 +700,22 @@ def final_grad_dtype(param: ShardedParam, reduced: torch.dtype) -> torch.dtype:
     return user_dtype or param.policy.grad_dtype or param.dtype
 
 
+def allow_grad_dtype(sharded: nn.Parameter, dtype: torch.dtype) -> None:
+    """Let ``.grad`` have a dtype that torch would refuse; a gradient of another dtype is dropped.
+
+    This makes the program out of date, so all ranks must call it alike.
+    """
+    allowed = sharded.grad_dtype
+    if allowed is not None and allowed != dtype:
+        sharded.grad = None
+        is_default = allowed == sharded.dtype
+        sharded.__dict__[USER_GRAD_DTYPE] = (False, None) if is_default else (True, allowed)
+        sharded.grad_dtype = None
+
+
 def assign_grad(sharded: nn.Parameter, grad: torch.Tensor) -> None:
     """Set ``.grad``, even if torch would refuse its dtype."""
-    dtype = sharded.grad_dtype
-    if dtype is not None and dtype != grad.dtype:
-        sharded.grad = None
-        is_default = dtype == sharded.dtype
-        sharded.__dict__[USER_GRAD_DTYPE] = (False, None) if is_default else (True, dtype)
-        sharded.grad_dtype = None
+    allow_grad_dtype(sharded, grad.dtype)
     sharded.grad = grad
 
 

@@ -200,14 +200,12 @@ def test_places(whole: Path) -> None:
 
     refused(gone, f"FileNotFoundError: Expected a file at '{gone}', got none")
     two.mkdir()
-    expected = (
-        "FileNotFoundError: Expected model.safetensors or model.safetensors.index.json in "
-        f"'{two}', or one other checkpoint, got {{}}; pass its path"
-    )
-    refused(two, expected.format("none"), broadcast_from_rank0=True)
+    one, index = "model.safetensors", "model.safetensors.index.json"
+    text = f"Expected {one} or {index} in '{two}', or one other checkpoint, got {{}}; pass its path"
+    refused(two, f"FileNotFoundError: {text.format('none')}", broadcast_from_rank0=True)
     save_file({"x": torch.ones(1)}, two / "b.safetensors")
     save_file({"x": torch.ones(1)}, two / "a.safetensors")
-    refused(two, expected.format("a.safetensors, b.safetensors"))
+    refused(two, f"FileNotFoundError: {text.format('a.safetensors, b.safetensors')}")
     index.write_text("{}")
     no_map = f"Expected an index with a weight_map in '{index}', got KeyError: 'weight_map'"
     refused(index, f"ValueError: {no_map}")

@@ -59,12 +59,14 @@ ALL, FIRST = (True,) * NUM_PARAMS, (True,) + (False,) * (NUM_PARAMS - 1)
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("before", ["backward", "accumulate"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_group_that_one_ranks_loss_does_not_reach_gets_the_exact_mean(
-    before: Step, ranks: int
+    before: Step, ranks: int, dtype: torch.dtype | None
 ) -> None:
+    policy = MixedPrecisionPolicy(grad_dtype=dtype)
     one_rank_differs = (FIRST,) + (ALL,) * (ranks - 1)
     loss = UsedAt((one_rank_differs, one_rank_differs[::-1], (FIRST,)))
-    Case(TREE, [before, before, "backward"], (ranks,), {"loss": loss}).check()
+    Case(TREE, [before, before, "backward"], (ranks,)).check(loss=loss, policy=policy)
 
 
 def test_a_backward_without_a_group_reduces_what_that_has_accumulated() -> None:
