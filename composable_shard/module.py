@@ -1095,6 +1095,8 @@ class GradientReductionHandle:
 
         On a device, its stream waits, and the host continues.
 
+        Collective: on the CPU, the all-reduces over the replicas, if there are any.
+
         Raises:
             ShardError: If ``reset_iter_state``, or the cleanup after a failure, has dropped the
                 reductions.

@@ -89,7 +89,7 @@ class Finalization:
             )
 
     def end(self) -> None:
-        """Wait for the reductions. Collective: none."""
+        """Wait for the reductions. Collective: on the CPU, those over the replicas."""
         self._tree.in_flight.finish()
         self.handle = None
 

@@ -200,8 +200,8 @@ def test_places(whole: Path) -> None:
 
     refused(gone, f"FileNotFoundError: Expected a file at '{gone}', got none")
     two.mkdir()
-    one, index = "model.safetensors", "model.safetensors.index.json"
-    text = f"Expected {one} or {index} in '{two}', or one other checkpoint, got {{}}; pass its path"
+    one, many = "model.safetensors", "model.safetensors.index.json"
+    text = f"Expected {one} or {many} in '{two}', or one other checkpoint, got {{}}; pass its path"
     refused(two, f"FileNotFoundError: {text.format('none')}", broadcast_from_rank0=True)
     save_file({"x": torch.ones(1)}, two / "b.safetensors")
     save_file({"x": torch.ones(1)}, two / "a.safetensors")
