@@ -480,7 +480,7 @@ def test_any_outputs_give_the_gradients_of_the_oracle(
 def test_gradients_of_another_graph_of_a_complete_group_are_refused(
     ranks: int, reshard: bool | None
 ) -> None:
-    text = "Expected all gradients of group 'layer' before its reduction, got one after it"
+    text = "Expected all gradients of group 'layer' before its reduction, got a gradient later"
     with pytest.raises(AssertionError, match=text):
         check(__name__, "OUTPUTS", "equilibrium", world_size=ranks, reshard_after_forward=reshard)
 
