@@ -81,7 +81,7 @@ class Finalization:
         self._was_manual, self.handle = None, handle
 
     def check_ended(self) -> None:
-        """Raise if nobody has waited for the reductions of :meth:`start`."""
+        """Raise if the handle of the last ``finalize_backward`` has not been waited for."""
         if self.handle is not None:
             raise ShardError(
                 "Expected a wait for the gradients of the last backward before another forward or "

@@ -45,6 +45,11 @@ class TensorLayout:
     order: tuple[int, ...] | None
     flat: ParamLayout
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a gradient is sent as it is: cut along dim 0, in memory order, not empty."""
+        return self.dim == 0 and self.order is None and self.flat.numel > 0
+
     def in_memory_order(self, tensor: torch.Tensor) -> torch.Tensor:
         """View a whole tensor, or a local shard, with its dims in memory order.
 

@@ -148,11 +148,7 @@ class Reduction:
         self.waits_for_autograd = any(
             p.layout.flat.num_nonempty < p.layout.flat.num_shards for p in self.params
         )
-        # Plain gradients are sent as they are: sharded along dim 0, in memory order, not empty.
-        self._is_plain = all(
-            p.layout.dim == 0 and p.layout.order is None and p.layout.flat.numel
-            for p in self.params
-        )
+        self._is_plain = all(param.layout.is_plain for param in self.params)
         self._plan_messages()
         self._plan_results()
         settings, num_shards = group.settings, self._mesh.num_shards
@@ -461,10 +457,10 @@ class Reduction:
 
     def write_grads(self) -> None:
         """Write the reduced shards to ``.grad`` of the sharded parameters, or add them to it."""
-        has_hooks = not all(map(_no_hooks.__eq__, map(_hooks, self._sharded)))
+        are_hooked = not all(map(_no_hooks.__eq__, map(_hooks, self._sharded)))
         for sharded, shard, spec, differs_in_dtype in self._results():
             grad = _torch.from_local(shard, spec)
-            if has_hooks:
+            if are_hooked:
                 with torch.no_grad():
                     self._add(sharded, _torch.call_grad_hooks(sharded, grad))
                     _torch.call_post_accumulate_grad_hooks(sharded)

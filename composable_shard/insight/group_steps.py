@@ -552,8 +552,7 @@ def _copies_of_reduction(of: ReductionPlan) -> Iterator[_Copy]:
     if small:
         why = f"gradients too small for messages of their own share one message, and {why}"
     yield "packed", small, (num_shards * of.packed_numel - numel) * itemsize, why
-    layouts = [param.layout for param in of.members]
-    is_plain = all(one.dim == 0 and one.order is None and one.flat.numel for one in layouts)
+    is_plain = all(param.layout.is_plain for param in of.members)
     if is_plain and has_single_rows([param.layout.flat for param in packed], of.mesh.device):
         why = "each rank gets one row or none of a gradient, so zeros fill the message first"
         yield "padded", small, num_shards * of.packed_numel * itemsize, why
