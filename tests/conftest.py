@@ -51,6 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the other tests expect the CPU by default
     if config.getoption("brief"):
         os.environ["BRIEF_EXAMPLES"] = "1"  # read where examples are generated
         settings.register_profile("brief", max_examples=15)

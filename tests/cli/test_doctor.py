@@ -68,6 +68,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(doctor, "look", lambda: found["machine"])
     monkeypatch.setattr(doctor, "measure", measure_given)
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # no driver of a GPU
     return found
 
 

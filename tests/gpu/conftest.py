@@ -13,7 +13,7 @@ import torch.distributed as dist
 @pytest.fixture(autouse=True)
 def cuda() -> None:
     if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+        pytest.skip("needs a CUDA device, and `-m gpu`, which lets tests see it")
 
 
 @pytest.fixture
