@@ -14,14 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from nets import (
-    Checkpointed,
-    Net,
-    assert_parity,
-    own_input,
-    train_step,
-    two_nets,
-)
+from nets import Checkpointed, Net, assert_parity, own_input, train_step, two_nets
 from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor
 

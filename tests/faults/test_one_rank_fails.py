@@ -17,16 +17,7 @@ from torch import nn
 
 from composable_shard import CommunicationError, _torch
 from composable_shard.testing import run_ranks
-from faults.breaking import (
-    BAD,
-    LIMIT,
-    TIME_OUT,
-    WHEREABOUTS,
-    X,
-    failures,
-    layers,
-    step,
-)
+from faults.breaking import BAD, LIMIT, TIME_OUT, WHEREABOUTS, X, failures, layers, step
 
 pytestmark = pytest.mark.usefixtures("sharing")
 

@@ -15,12 +15,7 @@ from torch import nn
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from composable_shard.policy import _warn_not_pinned
-from composable_shard.testing import (
-    ParamSpec,
-    TreeSpec,
-    assert_trains_like_unsharded,
-    fake_ranks,
-)
+from composable_shard.testing import ParamSpec, TreeSpec, assert_trains_like_unsharded, fake_ranks
 
 UNPINNED = CPUOffloadPolicy(pin_memory=False)
 

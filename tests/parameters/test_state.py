@@ -8,14 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launches import counted
-from nets import (
-    Net,
-    assert_parity,
-    own_input,
-    shard_net,
-    train_step,
-    two_nets,
-)
+from nets import Net, assert_parity, own_input, shard_net, train_step, two_nets
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard

@@ -19,11 +19,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 from training.cases import reproducible
 
-from composable_shard import (
-    ExtensionError,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from composable_shard import ExtensionError, MixedPrecisionPolicy, fully_shard
 from composable_shard.testing import (
     RankError,
     TreeLoss,

@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from nets import (
-    Block,
-    assert_parity,
-    average_gradients,
-    own_input,
-)
+from nets import Block, assert_parity, average_gradients, own_input
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor

@@ -15,15 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nets import (
-    Net,
-    assert_parity,
-    average_gradients,
-    full,
-    own_input,
-    train_step,
-    two_nets,
-)
+from nets import Net, assert_parity, average_gradients, full, own_input, train_step, two_nets
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -32,11 +24,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
 
-from composable_shard import (
-    ShardedGradScaler,
-    clip_grad_norm_,
-    fully_shard,
-)
+from composable_shard import ShardedGradScaler, clip_grad_norm_, fully_shard
 from composable_shard.testing import fake_ranks
 
 Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]

@@ -31,13 +31,7 @@ from composable_shard import (
 )
 from composable_shard._torch import poisoned_memory, set_local_tensor
 from composable_shard.testing import RankError, run_ranks, stop_ranks
-from train.moved import (
-    MiB,
-    follow_a_route,
-    memory,
-    on_mesh,
-    return_unused,
-)
+from train.moved import MiB, follow_a_route, memory, on_mesh, return_unused
 
 Where = DeviceMesh | dict[str, DeviceMesh]
 

@@ -10,14 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from nets import (
-    Net,
-    assert_parity,
-    full,
-    own_input,
-    train_step,
-    two_nets,
-)
+from nets import Net, assert_parity, full, own_input, train_step, two_nets
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard

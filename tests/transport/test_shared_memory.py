@@ -28,12 +28,7 @@ from composable_shard.core.transport.gloo import mailbox, shared_memory
 from composable_shard.core.transport.gloo.exchange import Exchange
 from composable_shard.core.transport.gloo.mailbox import mailbox_of, near_ranks, why_not_shared
 from composable_shard.core.transport.gloo.point_to_point import DirectAllGather
-from composable_shard.core.transport.gloo.shared_memory import (
-    SWITCH,
-    OwnFile,
-    PeerFile,
-    Shared,
-)
+from composable_shard.core.transport.gloo.shared_memory import SWITCH, OwnFile, PeerFile, Shared
 from composable_shard.core.transport.pending import Pending
 from composable_shard.errors import ShardError
 from composable_shard.testing import run_ranks

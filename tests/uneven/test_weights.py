@@ -19,13 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from train.moved import on_mesh
 from two_tensors import two_tensor_hooks, two_tensor_mlp
 
-from composable_shard import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    move,
-    sit_out,
-    weigh,
-)
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, move, sit_out, weigh
 from composable_shard.errors import ShardError
 from composable_shard.testing import fake_ranks, shard_children
 
