@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from composable_shard.core.transport.gloo import point_to_point
-from composable_shard.core.transport.gloo.mailbox import near_ranks, why_not_shared
+from composable_shard.core.transport.gloo.mailbox import local_ranks, why_not_shared
 from composable_shard.testing import run_ranks
 
 Result = TypeVar("Result")
@@ -44,9 +44,9 @@ def kept_apart(steps: int | None = None) -> Iterator[None]:
         if steps is None:
             return []
         apart = {(rank + steps) % count, (rank - steps) % count}
-        return [peer for peer in near_ranks(group) if peer not in apart]
+        return [peer for peer in local_ranks(group) if peer not in apart]
 
-    with mock.patch.object(point_to_point, "near_ranks", near):
+    with mock.patch.object(point_to_point, "local_ranks", near):
         yield
 
 

@@ -65,7 +65,7 @@ ON_OTHER_RANKS = "on other ranks; move() the model to a mesh with this rank firs
 def process_groups_of(groups: Iterable[ParamGroup]) -> list[dist.ProcessGroup | None]:
     """Return the process groups in which ranks may wait for this one."""
     channels = (channel for group in groups for channel in group.channels.values())
-    return [ranks for channel in channels for ranks in channel.process_groups]
+    return [process_group for channel in channels for process_group in channel.process_groups]
 
 
 class State(enum.Enum):
@@ -83,7 +83,7 @@ class Settings:
 
     Attributes:
         reshard_after_forward: Whether the parameters are freed after forward; ``None`` to free them
-            except on the root; a number if that many ranks together keep them.
+            except on the root; a number of ranks to keep them together, each rank a part.
         reshard_after_backward: Whether the parameters are freed after backward.
         reduce_grads: Whether backward reduces gradients over the ranks.
         all_reduce_grads: Whether backward also reduces them over the replicas.
@@ -91,11 +91,12 @@ class Settings:
         sums_only: Whether collectives only sum, and divisions are separate operations.
         unshard_in_backward: Whether backward gathers the group.
         keeps_storage: Whether the unsharded memory stays allocated between uses.
-        forward_prefetch: The groups to prefetch when forward uses this one; ``None`` for those
-            that the last forward used next.
-        backward_prefetch: The groups to prefetch in backward; ``None`` for the next of the plan.
-        prefetch_depth: How many groups are prefetched.
-        max_reductions: How many reductions may hold their unsharded gradients at once.
+        forward_prefetch: The groups to prefetch when forward uses this one; ``None`` for the
+            groups that the last forward used next.
+        backward_prefetch: The groups to prefetch in backward; ``None`` for the next groups of
+            the plan.
+        prefetch_depth: The number of groups to prefetch.
+        max_reductions: The number of reductions that may hold their unsharded gradients at once.
         all_reduce_hook: Called with each buffer of reduced gradients.
         hook_stream: The stream of ``all_reduce_hook``; ``None`` for the compute stream.
         zeros_for_unused: Whether a parameter that no rank used gets a gradient of zeros.
@@ -130,12 +131,12 @@ class ParamGroup:
             sharded ones.
         is_kept_by_user: Whether the user has called ``unshard()`` since the group was freed.
         is_partly_run: Whether some of several ``modules`` have run, and others not yet.
-        unsharded_version: Grows when a gather brings new values. It is the version counter of the
-            unsharded parameters.
+        unsharded_version: The version counter of the unsharded parameters. It grows when a gather
+            brings new values.
         awaits_weight_half: Whether a pipeline schedule has run the input half of a split backward,
             and not yet the weight half.
         is_in_unsharded_context: Whether ``unsharded()`` has given the modules full parameters.
-        num_optimizer_steps: How many optimizer steps have changed the shards.
+        num_optimizer_steps: The number of optimizer steps that have changed the shards.
         unsynced_names: Names of parameters that may have unreduced gradients.
         finished_nodes: The graph task of each node that has run: gradient accumulations and input
             markers.
@@ -173,7 +174,7 @@ class ParamGroup:
         self.is_unsharded_registered = self.is_kept_by_user = self.is_partly_run = False
         self.is_in_unsharded_context = self.awaits_weight_half = False
         self._why_absent: str | None = None
-        self._modules_run: set[nn.Module] = set()  # if there are several, since the last gather
+        self._modules_run: set[nn.Module] = set()  # of several modules, since the last free
         self.unsharded_version = 0
         self.num_optimizer_steps = 0
         self.unsynced_names: frozenset[str] = frozenset()
@@ -360,7 +361,10 @@ class ParamGroup:
         self.buckets, self.why_absent = [], ON_OTHER_RANKS
 
     def unshard(self) -> None:
-        """Launch the all-gather, unless the group is unsharded or unsharding."""
+        """Launch the all-gather, unless the group is unsharded or unsharding.
+
+        Collective: the all-gather.
+        """
         program = self.program
         if self._snapshot is not None:
             self.apply_user_changes()
@@ -634,7 +638,7 @@ class GroupReduction:
     Attributes:
         group: The group.
         program: The program that launched it, which may be out of date by now.
-        num_run: How many stages of its delivery have run.
+        num_run: The number of stages of its delivery that have run.
     """
 
     def __init__(self, group: ParamGroup, program: Program) -> None:
@@ -643,7 +647,10 @@ class GroupReduction:
         self.num_run = 0
 
     def advance(self) -> bool:
-        """Run the next stage, which begins with a wait; return whether stages are left."""
+        """Run the next stage, which begins with a wait; return whether stages are left.
+
+        Collective: on the CPU, the first stage launches the reduction over the replicas.
+        """
         self.group.run(self._stages[self.num_run], "reducing the gradients of")
         self.num_run += 1
         if self.num_run < len(self._stages):
@@ -666,7 +673,8 @@ class ReductionQueue:
     """The reductions in flight, of one tree or of several trees that share them.
 
     A reduction holds the unsharded gradients of its group until its first stage has run, so
-    ``max_reductions`` limits the number of these. The end of a backward runs the other stages.
+    ``max_reductions`` limits the number of such reductions. The end of a backward runs the other
+    stages.
     """
 
     def __init__(self) -> None:

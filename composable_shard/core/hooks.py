@@ -116,7 +116,7 @@ class ModuleHooks:
         self._group = group
         policy = group.policy
         casts = CastBuffers(managed, policy.buffer_dtype), PreciseNormWeights(managed)
-        self._casts = [cast for cast in casts if cast.may_substitute]
+        self._casts = [cast for cast in casts if cast.is_needed]
         self._has_streams = _torch.has_streams(group.mesh.device)
         self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
 
@@ -299,7 +299,7 @@ def _hook_outputs(call: Call, output: Any) -> bool:
 
 
 def _find_tensor_attributes(call: Call) -> None:
-    """Find the attributes in which the first forward of a program stores tensors on modules."""
+    """Record the attributes of modules in which the forward has stored tensors."""
     program = call.group.program
     program.searched_modules.add(call.module)
     program.tensor_attributes = [

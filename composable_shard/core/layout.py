@@ -163,7 +163,7 @@ class BucketLayout:
         order: For each place in the bucket, the index of its parameter in the arguments. The
             parameters with their own message come first.
         params: The parameters in that order.
-        num_direct: The number of parameters with their own message.
+        num_direct: The number of direct parameters: those with their own message.
         shard_offsets: The offset of each parameter in the sharded buffer.
         packed_offset: The offset of the packed message in the sharded buffer.
         packed_numel: Number of elements of the packed message of one rank.
@@ -215,14 +215,14 @@ def plan_bucket(
     packed_offset = aligned(end, step) if num_direct < len(params) else end
     packed_offsets, packed_numel = _end_to_end(numels[num_direct:], packed_step)
     packed_numel = aligned(packed_numel, packed_step)
-    gathered = [param.num_shards * param.shard_numel for param in ordered[:num_direct]]
+    gathered_numels = [param.num_shards * param.shard_numel for param in ordered[:num_direct]]
     for param in ordered[num_direct:]:  # if packed shards are aligned, one kernel copies all
         count = param.num_nonempty if cost.alignment_nbytes == 1 else param.num_shards
-        gathered.append(max(count * param.shard_numel * param.gathers_in_place, param.numel))
-    unsharded_offsets, unsharded_numel = _end_to_end(gathered, step)
+        gathered_numels.append(max(count * param.shard_numel * param.gathers_in_place, param.numel))
+    unsharded_offsets, unsharded_numel = _end_to_end(gathered_numels, step)
     num_shards = params[0].num_shards if params else 1
     total = aligned(unsharded_numel, num_shards)  # so that neighbours keep equal parts
-    ends = map(add, unsharded_offsets, gathered)
+    ends = map(add, unsharded_offsets, gathered_numels)
     return BucketLayout(
         order=tuple(order),
         params=ordered,

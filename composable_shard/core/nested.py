@@ -188,7 +188,8 @@ def _copy_with(value: Any, named: Mapping[Any, Any], items: list[Any]) -> Any:
 class CastBuffers:
     """Replaces floating-point buffers by copies in another dtype while forward runs.
 
-    At the end, elements that forward has written are copied back. Others keep their precision.
+    At the end, elements that forward has written are copied back. All other elements keep their
+    precision.
     """
 
     def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
@@ -197,8 +198,8 @@ class CastBuffers:
         self._replaced: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     @property
-    def may_substitute(self) -> bool:
-        """Whether buffers are to be cast at all."""
+    def is_needed(self) -> bool:
+        """Whether there is a dtype to cast buffers to."""
         return bool(self._modules)
 
     def put(self) -> None:
@@ -223,7 +224,7 @@ class CastBuffers:
             if current.shape != buffer.shape:
                 module._buffers[name] = current.to(buffer.dtype)
                 continue
-            # batch norm writes its statistics without bumping their version counters
+            # Batch norm writes its statistics without bumping their version counters.
             written = current != buffer.to(self._dtype)
             buffer.copy_(torch.where(written, current.to(buffer.dtype), buffer))
             module._buffers[name] = buffer
@@ -241,12 +242,12 @@ class PreciseNormWeights:
         self._replaced: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = []
 
     @property
-    def may_substitute(self) -> bool:
+    def is_needed(self) -> bool:
         """Whether there are batch norms."""
         return bool(self._norms)
 
     def put(self) -> None:
-        """Replace the weights by cast ones; gradients reach the parameters through the cast."""
+        """Replace the weights by cast copies; gradients reach the parameters through the cast."""
         for norm in self._norms:
             statistics = norm._buffers.get("running_mean")
             if statistics is None:
@@ -258,7 +259,7 @@ class PreciseNormWeights:
                     self._replaced.append((norm, name, param, cast))
 
     def restore(self) -> None:
-        """Register the parameters again, unless others have been registered meanwhile."""
+        """Register the parameters again, unless forward has registered others."""
         for norm, name, param, cast in self._replaced:
             if norm._parameters.get(name) is cast:
                 norm._parameters[name] = param

@@ -40,7 +40,7 @@ class Mode(enum.Enum):
     """Which gradients exist when a reduction starts."""
 
     FRESH = enum.auto()  # no sharded parameter has a gradient
-    ADDING = enum.auto()  # some have one, which may be unreduced
+    ADDING = enum.auto()  # some have a gradient, which may be unreduced
     UNSYNCED = enum.auto()  # gradients are accumulated without a reduction
 
 
@@ -57,10 +57,11 @@ class Program:
         over_replicas: On devices, operations that launch the reduction over the replicas right
             after the reduction over the shards.
         deliver: The stages that complete a reduction: ``True`` with the reduction over the
-            replicas, ``False`` without it. Each begins with a wait; the last writes ``.grad``.
+            replicas, ``False`` without it. Each stage begins with a wait; the last stage writes
+            ``.grad``.
         version_tensors: Tensors with version counters that grow when the shards change.
         slots: For each name of each parameter: the dict that holds it, the name, the sharded and
-            the unsharded parameter, and the function that registers either.
+            the unsharded parameter, and the function that registers a parameter.
         attribute_copiers: The copiers of parameters that do not share one dict between both forms.
         sharded: The sharded parameters that were registered at compile time.
         requires_grad: Whether each of them was trainable.
@@ -69,7 +70,7 @@ class Program:
         accumulators: The autograd nodes that accumulate into the trainable parameters.
         reduced_names: The parameters to reduce: trainable ones, and frozen ones that still have
             unsynced gradients.
-        reductions: One for each mesh, kind and dtype of gradients; see `reduced_together`.
+        reductions: One reduction for each mesh, class and dtype; see `reduced_together`.
         needs_reduce: Whether there are any ``reductions``.
         searched_modules: The called modules that have run since the program was compiled. After the
             first forward of each, ``tensor_attributes`` was determined.
@@ -240,7 +241,7 @@ class Program:
         """Compile the stages of the delivery, with a reduction over the replicas and without.
 
         On devices, the reduction over the replicas is launched on a stream of its own, right after
-        the reduction over the shards. On the CPU, it is launched when that is complete.
+        the reduction over the shards. On the CPU, it is launched when the latter is complete.
         """
         reductions = self.reductions
         hooks: Stage = ops("deliver")
@@ -263,9 +264,9 @@ class Program:
         first = (*averaged, *launches, *ops("reduced_over_shards"), *ops("all_reduce_launched"))
         stream = side_stream(group.mesh.device)
         if stream is not None and all(type(each) is Reduction for each in reductions):
-            split = tuple(partial(each.split_wait, stream) for each in reductions)
+            ordered = tuple(partial(each.order_after_shards, stream) for each in reductions)
             on_side = _within(lambda: _torch.on_stream(stream), (*average, *launches))
-            self.over_replicas = (*split, *on_side, *ops("all_reduce_launched"))
+            self.over_replicas = (*ordered, *on_side, *ops("all_reduce_launched"))
             wait = (*before_wait, *(each.wait_for_shards for each in reductions))
             first = (*wait, *ops("averaged"), *ops("reduced_over_shards"))
         await_replicas = (each.wait for each in replicated)
@@ -274,7 +275,7 @@ class Program:
         self.deliver = {False: without, True: (first, *written)}
 
     def _with_write(self, ops: Stage, delivered: Stage) -> tuple[Stage, ...]:
-        """Add operations that write ``.grad``, in a later stage if the host must await copies."""
+        """Add operations that write ``.grad``, in a later stage if the host waits for copies."""
         late = [each for each in self.reductions if each.is_late]
         write = tuple(
             each.download
@@ -291,8 +292,8 @@ class Program:
     def _plan_reductions(self, group: Any) -> Sequence[Reduction]:
         reduced = [param for param in group.params if param.name in self.reduced_names]
         return [
-            kind(buckets, params, dtype, group.channels[buckets[0].mesh], group)
-            for kind, buckets, params, dtype in reduced_together(group, reduced)
+            reduction(buckets, params, dtype, group.channels[buckets[0].mesh], group)
+            for reduction, buckets, params, dtype in reduced_together(group, reduced)
         ]
 
     # Streams --------------------------------------------------------------------------------
@@ -361,17 +362,17 @@ def reduced_together(
     planned: dict[tuple[Any, ...], tuple[list[Bucket], list[ShardedParam]]] = {}
     for bucket in group.buckets:
         is_local = bucket.mesh.num_ranks == 1 and group.settings.all_reduce_hook is None
-        kind = LocalReduction if is_local else bucket.reduction or Reduction
+        reduction = LocalReduction if is_local else bucket.reduction or Reduction
         for param in bucket.params:
             if param in dtypes:
                 dtype, is_offloaded = dtypes[param], param.offload is not None
-                key = bucket.mesh, kind, widest.get(dtype.is_complex, dtype), is_offloaded
+                key = bucket.mesh, reduction, widest.get(dtype.is_complex, dtype), is_offloaded
                 buckets, params = planned.setdefault(key, ([], []))
                 params.append(param)
                 if bucket not in buckets:
                     buckets.append(bucket)
-    for (_, kind, dtype, _), (buckets, params) in planned.items():
-        yield kind, buckets, params, dtype
+    for (_, reduction, dtype, _), (buckets, params) in planned.items():
+        yield reduction, buckets, params, dtype
 
 
 def _within(context: Callable[[], AbstractContextManager[object]], ops: Sequence[Op]) -> Stage:

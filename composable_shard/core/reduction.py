@@ -227,7 +227,10 @@ class Reduction:
     # Phase reduce ---------------------------------------------------------------------------
 
     def take_grads(self) -> None:
-        """Take the gradients from the unsharded parameters and clear their ``.grad``."""
+        """Take the gradients from the unsharded parameters and clear their ``.grad``.
+
+        Collective: under tensor parallelism only, see `ParamPlacement.local_grad`.
+        """
         self._grads = list(map(_grad, self._unsharded))
         for param in self._unsharded:
             param.grad = None
@@ -243,7 +246,7 @@ class Reduction:
     def take_with_unsynced(self) -> None:
         """Take the gradients, and add unreduced gradients of earlier backwards."""
         self.take_grads()
-        factor = self._num_ranks_per_divisor()
+        factor = self._unreduced_factor()
         for index, (param, sharded) in enumerate(zip(self.params, self._sharded, strict=True)):
             old_grad: Any = redistributed_grad(param)
             grad = self._grads[index]
@@ -269,7 +272,7 @@ class Reduction:
         self._pending = Pending(works, self._channel.reducing, stream, owned)
 
     def _pack(self) -> list[torch.Tensor]:
-        """Return the messages: large gradients, then one for all other gradients and the flags."""
+        """Return the messages: one for each large gradient; one for the others and the flags."""
         grads: list[Any] = self._grads
         flags = self._all_flags
         del self._grads
@@ -337,7 +340,7 @@ class Reduction:
         reduced gradient.
         """
         self.take_grads()
-        grads, factor = self._grads, self._num_ranks_per_divisor()
+        grads, factor = self._grads, self._unreduced_factor()
         del self._grads
         if self._mesh.num_ranks > 1:
             refuse_sparse(self.params, grads)
@@ -361,13 +364,13 @@ class Reduction:
                 grad = grad.to(param.local.device)
                 assign_grad(sharded, _torch.from_local(grad, param.spec("unreduced", grad.dtype)))
 
-    def _num_ranks_per_divisor(self) -> float:
-        """Return the factor of unreduced gradients: their mean must be the sum by the divisor."""
+    def _unreduced_factor(self) -> float:
+        """Return a factor for unreduced gradients: it makes their mean the sum over the divisor."""
         divisor = self._group.settings.divisor
         return 1.0 if divisor is None else self._mesh.num_ranks / divisor
 
     def _unreduced_form(self, param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
-        """Turn a reduced gradient into unreduced ones: their mean over all ranks is ``grad``."""
+        """Return this rank's unreduced form of ``grad``: the mean of all forms is ``grad``."""
         shard = _torch.local_tensor(grad).to(self._mesh.device)
         dtype = torch.promote_types(shard.dtype, self._dtype)
         full = param.layout.new_zeros(shard, dtype)
@@ -387,11 +390,14 @@ class Reduction:
             _torch.free(self._packed)
 
     def average(self) -> None:
-        """Divide the sum over the ranks by ``scale.after``; compiled only if this is not 1."""
+        """Divide the sum over the ranks by ``scale.after``; the program omits it if this is 1."""
         self.reduced.div_(self.scale.after)
 
-    def split_wait(self, stream: torch.Stream) -> None:
-        """Let ``stream`` wait for the sum over the shards too; see :meth:`wait_for_shards`."""
+    def order_after_shards(self, stream: torch.Stream) -> None:
+        """Let ``stream``, which reduces over the replicas, wait for the sum over the shards.
+
+        The stream that delivers the gradients waits in :meth:`wait_for_shards`.
+        """
         self._pending.order_before(stream)
         self._over_shards = self._pending
 
@@ -428,7 +434,7 @@ class Reduction:
                 yield index, _torch.local_tensor(grad)
 
     def download(self) -> None:
-        """Copy the flags, or offloaded gradients, to the host; write ``.grad`` if it needs neither.
+        """Copy the flags, or offloaded gradients, to the host; else write ``.grad``.
 
         Reading the flags would make the host wait for the device.
         """
@@ -533,8 +539,8 @@ class LocalReduction(Reduction):
     def accumulate_unsynced(self) -> None:
         """Add the gradients to ``.grad``: on one rank they are already reduced.
 
-        If there are hooks of users, or the final dtype rounds, wait for the sync as several ranks
-        do: hooks and rounding apply once to the accumulated gradient.
+        If there are hooks of users, or the final dtype rounds, the gradients stay unreduced until
+        the sync, as on several ranks: hooks and rounding apply once to the accumulated gradient.
         """
         finals = zip(map(reduce_dtype, self.params), self._final_dtypes, strict=True)
         rounds = any(torch.promote_types(dtype, final) != final for dtype, final in finals)
@@ -719,6 +725,8 @@ def redistributed_grad(param: ShardedParam) -> Any:
     """Return ``.grad`` of a sharded parameter, redistributed if autograd has written it.
 
     A loss on the sharded parameters, such as a penalty, gives gradients with other placements.
+
+    Collective: then, the redistribution.
     """
     grad: Any = param.sharded.grad
     plan = param.placement
@@ -730,12 +738,15 @@ def redistributed_grad(param: ShardedParam) -> Any:
 
 
 def add_grad(sharded: nn.Parameter, grad: Any) -> None:
-    """Add a reduced gradient to ``.grad``; autograd may have written one with other placements."""
+    """Add a reduced gradient to ``.grad``; autograd may have written it with other placements.
+
+    Collective: then, the redistribution.
+    """
     old_grad: Any = sharded.grad
     if old_grad is None:
         assign_grad(sharded, grad)
         return
-    if is_partial(grad) and not is_partial(old_grad):  # replicas are equal, so each is the mean
+    if is_partial(grad) and not is_partial(old_grad):  # replicas are equal, so each equals the mean
         local, spec = _torch.local_tensor(old_grad), _torch.spec_of(grad)
         old_grad = _torch.from_local(local, _torch.spec_with_dtype(spec, local.dtype))
         sharded.grad = old_grad

@@ -167,12 +167,13 @@ class ShardedParam:
             Assigning ``.data`` changes it.
         sharded: The DTensor that is registered outside forward and backward.
         unsharded: The parameter used in compute.
-        unsharded_local: Its plain tensor: itself, except under tensor parallelism.
+        unsharded_local: The plain tensor of ``unsharded``: itself, except under tensor parallelism.
         is_counted: Whether a hook counts the gradient accumulations of ``unsharded``.
         shares_storage: Whether ``unsharded`` is a view of the sharded buffer.
         adds_to_synced: Whether unreduced gradients were added to a reduced gradient.
         group: Its group.
-        freed_inner: Inner tensors of a subclass that are freed, too, and that autograd may save.
+        freed_inner: Inner tensors of a subclass, with memory that is freed, too. Autograd may save
+            these tensors.
         flat_position: The position of its shard in a flat buffer; ``None`` without such a buffer.
         state_before_load: The attributes and the ``grad_dtype`` when a load began.
         attributes: Copies attributes that users have set between the sharded and the unsharded
@@ -213,7 +214,7 @@ class ShardedParam:
         self._kind = _torch.class_in_memory(original)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the sharded parameter alone."""
+        """Pickle only the sharded parameter."""
         omitted = {
             "group",
             "local",
@@ -322,7 +323,7 @@ class ShardedParam:
             slot.put(param)
 
     def find_registered(self) -> nn.Parameter | None:
-        """Return the registered parameter: the sharded one, or the one that has replaced it."""
+        """Return the registered parameter: the sharded one, or another that has replaced it."""
         sharded, unsharded = self.sharded, self.__dict__.get("unsharded", self.sharded)
         params = (slot.get() for slot in self.slots)
         return next((p for p in params if p is not sharded and p is not unsharded), sharded)
@@ -340,7 +341,7 @@ class ShardedParam:
         return [self.unsharded, *([] if is_local else [self.unsharded_local]), *self.freed_inner]
 
     def forget_unsharded(self) -> None:
-        """Forget the unsharded parameter; the next gather makes another."""
+        """Forget the unsharded parameter; the next gather makes a new parameter."""
         self.__dict__.pop("unsharded", None)
         self.__dict__.pop("unsharded_local", None)
         self.freed_inner, self.attributes = [], None
@@ -406,7 +407,7 @@ class GatherOps(NamedTuple):
 
     Attributes:
         launch: Allocate memory and launch the all-gather.
-        wait: Wait for it and fill the unsharded parameters.
+        wait: Wait for the all-gather and fill the unsharded parameters.
         drop: Abandon the all-gather: wait until nothing writes to the memory any more.
         free: Free the memory of the unsharded parameters.
     """
@@ -422,7 +423,7 @@ class Bucket(Protocol):
 
     Attributes:
         params: Its parameters.
-        locals: The shard of each.
+        locals: The shard of each parameter.
         mesh: The data-parallel ranks.
         compute_dtype: The dtype of the unsharded parameters.
         message_cost: The cost of a message; ``None`` if all gradients share a message.
@@ -551,7 +552,7 @@ class FlatBucket:
 
         Args:
             params: The parameters, with one mesh and one compute dtype.
-            shards: This rank's shard of each, of one dtype and on one device.
+            shards: This rank's shards of them, all of one dtype and on one device.
         """
         first = params[0]
         self.mesh, self.device = first.mesh, shards[0].device
@@ -731,7 +732,8 @@ class _AllGather:
             flat = torch.zeros_like(flat)
             _torch.copy_all_(self._bucket.shard_views(flat), self._shards)
         if self._bucket.is_uploaded:
-            self._uploads = upload_stream(into.device)  # first: a failed copy is awaited, too
+            # Set before the copy, so that `drop` can wait for it even if the copy fails.
+            self._uploads = upload_stream(into.device)
             upload(flat, into)
         else:
             into.copy_(flat)

@@ -38,7 +38,8 @@ class Visit(Generic[Group]):
         self.interval = interval
         self.entered = entered  # the entry time of this call itself, even inside a checkpoint
         self.forward = forward  # the number of the forward
-        self.backward_may_read = False  # the parameters, after this call
+        # Whether backward may read the parameters after this call.
+        self.backward_may_read = False
 
 
 class PlanStep(NamedTuple, Generic[Group]):
@@ -177,7 +178,7 @@ class Tape(Generic[Group]):
         visit.backward_may_read = self._any_grad or interval.is_checkpoint
 
     def end_forward(self, outermost: Group) -> None:
-        """End a forward, and keep its order to predict that of the next one."""
+        """End a forward, and keep its order to predict the order of the next forward."""
         self._orders[outermost] = self._current_order
         _, _, module, interval, _, _ = self.calls[-1]
         self.last_calls.pop((module, interval is not None), None)
@@ -229,8 +230,8 @@ class Tape(Generic[Group]):
         return Plan(steps, set(last), num_recomputes)
 
     def _first_and_last(self) -> tuple[dict[Group, Visit[Group]], dict[Group, Visit[Group]]]:
-        """Return the first visit of each group by entry, and its last one by exit."""
-        # If a group has several visits, its last one in the order of the zip stays in the dict.
+        """Return the first visit of each group by entry, and its last visit by exit."""
+        # If a group has several visits, the dict keeps its last visit in the order of the zip.
         visits, group_of = self.visits[::-1], attrgetter("group")
         first = dict(zip(map(group_of, visits), visits, strict=True))
         read = filter(attrgetter("backward_may_read"), visits)

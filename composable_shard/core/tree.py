@@ -44,7 +44,8 @@ class Call:
         is_recomputed: Whether an activation checkpoint recomputes the module in a backward.
         exception_on_entry: The exception that was being handled when the call began.
         is_substituted: Whether it computes with the tensors of ``torch.func.functional_call``.
-        version_sum: The sum of the version counters of the unsharded parameters when it began.
+        version_sum: The sum of the version counters of the unsharded parameters when the call
+            began.
         markers: The autograd nodes of its input markers (identities around its inputs).
         containers: The containers among its inputs, and their copies with cast and marked tensors.
         is_reached: Whether a backward has reached one of its outputs.
@@ -151,7 +152,7 @@ class Tree:
         is_recomputed = _current_task() != -1 and self._is_in_backward(group)
         if not is_recomputed and (not self.call_stack or self._begins_forward(group)):
             self._begin_forward(group)
-        backward = self.begin_backward() if is_recomputed else None  # reads the stack
+        backward = self.begin_backward() if is_recomputed else None  # it must not see this call
         call = Call(group, module, is_recomputed=is_recomputed)
         self.call_stack.append(call)
         if not group.params:
@@ -182,7 +183,7 @@ class Tree:
         return call
 
     def _report_empty_group(self, group: ParamGroup, event: str) -> None:
-        """Call the listener for a group without parameters: it has no program to do that."""
+        """Call the listener for a group without parameters, which has no program to call it."""
         if self._trace.listener is not None and not group.params:
             self._trace.listener(event, group.name)
 
@@ -213,8 +214,8 @@ class Tree:
         if call.visit is not None and not has_failed:
             self.tape.leave(call.visit, needs_reduce=group.needs_reduce, needs_grad=needs_grad)
         interval = None if call.visit is None else call.visit.interval
-        facts = call.module, interval, torch.is_grad_enabled(), needs_grad
-        self.tape.calls.append((len(self.call_stack), group, *facts))
+        record = len(self.call_stack), group, call.module, interval
+        self.tape.calls.append((*record, torch.is_grad_enabled(), needs_grad))
         for outer in self.call_stack:
             if outer.group is group:  # the module has called itself
                 return
@@ -234,7 +235,7 @@ class Tree:
         for group in self.inner_backward_groups:  # the last forward had no backward itself
             group.accumulate()
         self.inner_backward_groups.clear()
-        for group in self.groups:  # may be stale: a write through ``.data`` bumps no version
+        for group in self.groups:  # they may be stale: a write through ``.data`` bumps no version
             if group.state in (State.UNSHARDED, State.PARTLY_SHARDED) and not self._is_kept(group):
                 group.reshard()
         self.finalization.check_ended()
@@ -261,7 +262,10 @@ class Tree:
         return is_unfinished or any(group.unsynced_names for group in self.groups)
 
     def prepare_gather(self) -> None:
-        """Compare the model between ranks before the first gather; wait for the optimizer event."""
+        """Compare the model between ranks before the first gather; wait for the optimizer event.
+
+        Collective: at the first gather, see `agree_on_model`.
+        """
         if not self.is_agreed:
             self.agree()
         event, self.post_optim_event = self.post_optim_event, None
@@ -273,7 +277,10 @@ class Tree:
         self.tape, self.is_agreed = Tape(), False
 
     def agree(self) -> None:
-        """Check that all ranks hold the same model, unless they have compared it before."""
+        """Check that all ranks hold the same model, unless they have compared it before.
+
+        Collective: unless they have, see `agree_on_model`.
+        """
         if not self.is_agreed:
             self._check_modules()
             agree_on_model(self.groups)
@@ -337,7 +344,7 @@ class Tree:
         return True
 
     def _free(self, group: ParamGroup, *, may_have_backward: bool) -> None:
-        """Free a group after its call, unless this forward or a backward needs it soon."""
+        """Free a group after its call, unless this forward or a backward needs the group soon."""
         stays = group.stays_after_forward
         if stays and not group.is_trained and not group.is_kept_by_user:
             may_have_backward = may_have_backward and any(map(_is_trained, self.groups))
@@ -410,7 +417,10 @@ class Tree:
             group.reshard()
 
     def _reduce_inner_backwards(self) -> None:
-        """Reduce the gradients of inner backwards: their forward will have no backward itself."""
+        """Reduce the gradients of inner backwards: their forward will have no backward itself.
+
+        Collective: the reductions.
+        """
         groups = {visit.group: None for visit in self.tape.visits[::-1]}
         for group in groups | self.inner_backward_groups:
             group.reshard()
@@ -446,7 +456,7 @@ class Tree:
         listener("wait_for_copies", self.root.name)
 
     def synchronize_gradients(self) -> None:
-        """Reduce gradients that were accumulated without sync."""
+        """Reduce gradients that were accumulated without sync. Collective: the reductions."""
         settings = [(group.settings, group.settings.all_reduce_grads) for group in self.groups]
         for setting, _ in settings:
             setting.all_reduce_grads = True
@@ -461,7 +471,10 @@ class Tree:
                 setting.all_reduce_grads = before
 
     def launch_reductions(self) -> None:
-        """Launch the deferred reductions that the settings allow; free the groups."""
+        """Launch the deferred reductions that the settings allow; free the groups.
+
+        Collective: the reductions.
+        """
         for group in self.groups:
             if group.settings.reduce_grads and group.unsynced_names:
                 self.in_flight.start(group, deferred=True)
@@ -503,7 +516,7 @@ class Tree:
         launched = self._backward.launched if self._backward is not None else set()
         for group in self.groups if self.in_flight and not drops_earlier else ():
             if group not in launched:
-                with suppress(ShardError, RuntimeError):  # the next collective raises it again
+                with suppress(ShardError, RuntimeError):  # the next collective raises the error
                     self.in_flight.finish_of(group)
         if self._backward is not None:
             self._backward = None
@@ -546,7 +559,7 @@ def join_tree(root: ParamGroup) -> Tree:
     inner = list(dict.fromkeys(group.tree for group in groups if group is not root))
     tree = Tree(list(groups))
     if inner:
-        tree.in_flight = inner[0].in_flight  # other trees may share it
+        tree.in_flight = inner[0].in_flight  # other trees may share this queue
         tree.is_last_backward = all(old.is_last_backward for old in inner)
         tree.finalization.former_roots = [old.root for old in inner if old.finalization.is_manual]
     for group, names in groups.items():

@@ -26,7 +26,7 @@ from warm import Warm
 
 from composable_shard.core.transport.gloo import mailbox, shared_memory
 from composable_shard.core.transport.gloo.exchange import Exchange
-from composable_shard.core.transport.gloo.mailbox import mailbox_of, near_ranks, why_not_shared
+from composable_shard.core.transport.gloo.mailbox import local_ranks, mailbox_of, why_not_shared
 from composable_shard.core.transport.gloo.point_to_point import DirectAllGather
 from composable_shard.core.transport.gloo.shared_memory import SWITCH, OwnFile, PeerFile, Shared
 from composable_shard.core.transport.pending import Pending
@@ -82,7 +82,7 @@ def met() -> tuple[list[int], dict[int, str], list[str], list[str], bool]:
         log.setLevel(before)
     texts = [text.partition(": ")[2] for text in lines.texts]
     said = [str(one.message) for one in warned if "share no memory" in str(one.message)]
-    return near_ranks(groups[0]), why_not_shared(groups[0]), texts[: len(texts) // 2], said, exact
+    return local_ranks(groups[0]), why_not_shared(groups[0]), texts[: len(texts) // 2], said, exact
 
 
 @pytest.mark.usefixtures("sharing")
@@ -185,7 +185,7 @@ def met_with_few_descriptors(rank: int, count: int) -> tuple[list[int], dict[int
     group, start = fresh_group(), time.monotonic()
     dist.barrier()
     with descriptors_left(count) if dist.get_rank() == rank else contextlib.nullcontext():
-        near = near_ranks(group)
+        near = local_ranks(group)
     is_slow = time.monotonic() - start > 10.0
     return near, why_not_shared(group), is_slow, gathers(group)
 
@@ -211,7 +211,7 @@ def met_with_warnings_as_errors() -> tuple[str, bool]:
         if dist.get_rank() == 1:
             warnings.simplefilter("error")
         try:
-            near_ranks(group)
+            local_ranks(group)
         except UserWarning as error:
             raised = str(error)
     return raised, gathers(group)
@@ -238,7 +238,7 @@ def test_a_program_that_a_rank_starts_inherits_no_memory_of_ranks() -> None:
     group = fresh_group()
     dist.barrier(group)
     before = inherited()
-    assert gathers(group) and near_ranks(group)
+    assert gathers(group) and local_ranks(group)
     assert (sorted(inherited() - before)) == ([])
 
 
@@ -559,7 +559,7 @@ def test_a_forked_process_publishes_nothing() -> None:
 def test_a_forked_process_writes_nowhere_that_its_parent_has_taken_since() -> None:
     """Gather while a process that was forked before gathers, too; return what both got."""
     group, rank = fresh_group(), dist.get_rank()
-    near_ranks(group)
+    local_ranks(group)
 
     def launch(value: float) -> tuple[torch.Tensor, Pending]:
         output, own = torch.empty(group.size()), torch.full((1,), value + rank)
@@ -589,7 +589,7 @@ def test_a_forked_process_writes_nowhere_that_its_parent_has_taken_since() -> No
 @on_ranks(2)
 def test_threads_gather_beside_each_other() -> None:
     group, exact = fresh_group(), list[bool]()
-    near_ranks(group)
+    local_ranks(group)
 
     def work(tag: int) -> None:
         for step in range(50):

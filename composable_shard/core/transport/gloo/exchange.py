@@ -32,8 +32,8 @@ _DTYPES = [
 _ALIGNMENT = 64  # bytes
 
 
-class Form(NamedTuple):
-    """The form of the tensors of a message, which has ``num_parts`` equal parts of each tensor.
+class MessageSpec(NamedTuple):
+    """The tensors of a message, which has ``num_parts`` equal parts of each tensor.
 
     Attributes:
         numels: The number of elements of a part of each tensor.
@@ -46,8 +46,8 @@ class Form(NamedTuple):
     num_parts: int
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> Form:
-        """Return the form of a message of these tensors, in one part each."""
+    def of(cls, tensors: Sequence[torch.Tensor]) -> MessageSpec:
+        """Return the spec of a message of these tensors, in one part each."""
         return cls(tuple(t.numel() for t in tensors), tuple(t.dtype for t in tensors), 1)
 
 
@@ -66,15 +66,15 @@ class _SlabLayout(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _plan_slab(form: Form) -> _SlabLayout:
-    words = [len(form.numels)]
-    for numel, dtype in zip(form.numels, form.dtypes, strict=True):
+def _plan_slab(spec: MessageSpec) -> _SlabLayout:
+    words = [len(spec.numels)]
+    for numel, dtype in zip(spec.numels, spec.dtypes, strict=True):
         words += [_DTYPES.index(dtype), numel]
     table = bytes(memoryview((ctypes.c_int64 * len(words))(*words)))
     end, offsets = len(table), list[int]()
-    for numel, dtype in zip(form.numels, form.dtypes, strict=True):
+    for numel, dtype in zip(spec.numels, spec.dtypes, strict=True):
         offsets.append(end + -end % _ALIGNMENT)
-        end = offsets[-1] + form.num_parts * numel * dtype.itemsize
+        end = offsets[-1] + spec.num_parts * numel * dtype.itemsize
     return _SlabLayout(table, tuple(offsets), end)
 
 
@@ -93,11 +93,11 @@ class Exchange:
         group: The process group.
         tag: The tag of the messages, which the ranks have agreed on.
         ranks: The ranks to exchange with; each of them exchanges with this one.
-        form: The form of this rank's message.
+        spec: The spec of this rank's message.
         fill: Writes the tensors to these addresses; ``None`` if no rank reads them.
 
     Attributes:
-        form: The form of this rank's message.
+        spec: The spec of this rank's message.
 
     Raises:
         ShardError: Here and in all methods, if a rank has ended, has given up, or does not publish
@@ -109,7 +109,7 @@ class Exchange:
         group: dist.ProcessGroup,
         tag: int,
         ranks: Sequence[int],
-        form: Form,
+        spec: MessageSpec,
         fill: Callable[[list[int]], object] | None,
     ) -> None:
         self._unread: list[int] = []
@@ -117,14 +117,14 @@ class Exchange:
         self._is_published = True  # so that `__del__` gives up nothing if the next lines fail
         mailbox = mailbox_of(group)
         assert mailbox is not None
-        self._group, self.form = group, form
+        self._group, self.spec = group, spec
         self._mailbox: Mailbox = mailbox
         self._record_given_up = mailbox.given_up.append  # globals may be gone at exit
         mailbox.catch_up()
         self._key = mailbox.next_key(tag)
         self._unread = list(ranks)  # from here on, `__del__` gives up an unfinished exchange
         self._is_published = False
-        self._layout = layout = _plan_slab(form)
+        self._layout = layout = _plan_slab(spec)
         slab = mailbox.allocate_slab(len(layout.table) if fill is None else layout.nbytes)
         ctypes.memmove(slab.address, layout.table, len(layout.table))
         if fill is not None:
@@ -158,20 +158,20 @@ class Exchange:
         entry = self._entry(rank)
         view = self._mailbox.peers[rank].file.view(entry.start, entry.nbytes)
         self._views.append(view)
-        form, layout = self.form, self._layout
+        spec, layout = self.spec, self._layout
         if view.bytes(len(layout.table)) != layout.table:
-            form = self._form_of(view, rank, entry.nbytes)
-            layout, expected = _plan_slab(form), tuple(dtypes) or form.dtypes
-            if form.numels != self.form.numels or form.dtypes != expected:
+            spec = self._spec_of(view, rank, entry.nbytes)
+            layout, expected = _plan_slab(spec), tuple(dtypes) or spec.dtypes
+            if spec.numels != self.spec.numels or spec.dtypes != expected:
                 raise failures.mismatch(
                     self._group,
                     rank,
-                    f"{list(self.form.numels)} elements of {list(expected)}",
-                    f"{list(form.numels)} elements of {list(form.dtypes)}",
+                    f"{list(self.spec.numels)} elements of {list(expected)}",
+                    f"{list(spec.numels)} elements of {list(spec.dtypes)}",
                 )
         return [
             view.tensor(offset + part * numel * dtype.itemsize, numel, dtype)
-            for offset, numel, dtype in zip(layout.offsets, form.numels, form.dtypes, strict=True)
+            for offset, numel, dtype in zip(layout.offsets, spec.numels, spec.dtypes, strict=True)
         ]
 
     def _entry(self, rank: int) -> Entry:
@@ -182,14 +182,14 @@ class Exchange:
             raise failures.missing_rank(self._group, rank, "word that it has given up")
         return entry
 
-    def _form_of(self, view: View, rank: int, nbytes: int) -> Form:
-        """Return the form of an unexpected message."""
+    def _spec_of(self, view: View, rank: int, nbytes: int) -> MessageSpec:
+        """Return the spec of an unexpected message."""
         num_tensors = int.from_bytes(view.bytes(8), sys.byteorder)
         if not 0 <= num_tensors <= nbytes // 16:
             raise failures.missing_rank(self._group, rank, "an incomplete message")
         words = memoryview(view.bytes(8 + 16 * num_tensors)).cast("q")[1:].tolist()
         dtypes = tuple(_DTYPES[number] for number in words[::2])
-        return Form(tuple(words[1::2]), dtypes, self.form.num_parts)
+        return MessageSpec(tuple(words[1::2]), dtypes, self.spec.num_parts)
 
     def copy_to(self, rank: int, addresses: Sequence[int]) -> None:
         """Wait for a rank's message; copy each tensor to an address.
@@ -201,7 +201,7 @@ class Exchange:
         Raises:
             RankMismatchError: See :meth:`read`.
         """
-        published = self.read(rank, dtypes=self.form.dtypes)
+        published = self.read(rank, dtypes=self.spec.dtypes)
         for tensor, address in zip(published, addresses, strict=True):
             ctypes.memmove(address, tensor.data_ptr(), tensor.nbytes)
 

@@ -47,7 +47,9 @@ from composable_shard.errors import ShardError
 
 NUM_ENTRIES = 256  # in the ring buffer
 NUM_ACKS = 1 << 14  # the most unread messages at a time
-_ENTRY = 6  # words: number, tag, number among the tag, index of acknowledgements, start, nbytes
+# The number of words of an entry: its number, the tag and the number of its collective (a `Key`),
+# the index of its acknowledgements, and the start and nbytes of its slab.
+_ENTRY_WORDS = 6
 GIVEN_UP = -1  # in place of nbytes
 
 _log = logging.getLogger("composable_shard")
@@ -135,6 +137,7 @@ class Mailbox:
         self._own: OwnFile = shared.own
         self._words = shared.own.words
         self._rank, self._num_ranks = group.rank(), group.size()
+        self._acks_start = 1 + self._num_ranks + NUM_ENTRIES * _ENTRY_WORDS
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._counts: dict[int, int] = {}  # of collectives, by tag
@@ -147,7 +150,7 @@ class Mailbox:
     @staticmethod
     def num_words(num_ranks: int) -> int:
         """Return the number of control words of each rank of a group."""
-        return 1 + num_ranks + NUM_ENTRIES * _ENTRY + num_ranks * NUM_ACKS
+        return 1 + num_ranks + NUM_ENTRIES * _ENTRY_WORDS + num_ranks * NUM_ACKS
 
     def next_key(self, tag: int) -> Key:
         """Begin a collective of a tag; return its key."""
@@ -203,8 +206,8 @@ class Mailbox:
             _memory_barrier()
             ring = 1 + self._num_ranks
             while peer.num_read < count:
-                start = ring + peer.num_read % NUM_ENTRIES * _ENTRY
-                number, tag, index, *rest = words[start : start + _ENTRY]
+                start = ring + peer.num_read % NUM_ENTRIES * _ENTRY_WORDS
+                number, tag, index, *rest = words[start : start + _ENTRY_WORDS]
                 self._add_entry(peer, (tag, index), Entry(number, *rest))
                 peer.num_read += 1
             _memory_barrier()
@@ -274,12 +277,11 @@ class Mailbox:
 
     def _ack(self, peer: Peer, entry: Entry) -> None:
         if entry.nbytes >= 0:
-            acks = 1 + self._num_ranks + NUM_ENTRIES * _ENTRY
-            self._words[acks + peer.rank * NUM_ACKS + entry.ack] = entry.number
+            self._words[self._acks_start + peer.rank * NUM_ACKS + entry.ack] = entry.number
 
     def _reclaim_slabs(self) -> None:
         """Free the slabs that all ranks have read."""
-        acks, peers = 1 + self._num_ranks + NUM_ENTRIES * _ENTRY + self._rank * NUM_ACKS, self.peers
+        acks, peers = self._acks_start + self._rank * NUM_ACKS, self.peers
         for published in list(self._unacknowledged):
             place, number, ranks = acks + published.ack, published.number, published.ranks
             while ranks and peers[ranks[-1]].words[place] == number:
@@ -302,7 +304,7 @@ class Mailbox:
 
     def _append_entry(self, key: Key, ack: int, start: int, nbytes: int) -> None:
         number = self._num_published + 1
-        place = 1 + self._num_ranks + self._num_published % NUM_ENTRIES * _ENTRY
+        place = 1 + self._num_ranks + self._num_published % NUM_ENTRIES * _ENTRY_WORDS
         for offset, word in enumerate((number, *key, ack, start, nbytes)):
             self._words[place + offset] = word
         _memory_barrier()
@@ -356,7 +358,7 @@ def mailbox_of(group: dist.ProcessGroup) -> Mailbox | None:
     return _mailboxes[group]
 
 
-def near_ranks(group: dist.ProcessGroup) -> list[int]:
+def local_ranks(group: dist.ProcessGroup) -> list[int]:
     """Return the ranks within ``group`` that share memory with this one.
 
     Collective: see :func:`mailbox_of`.

@@ -23,8 +23,8 @@ from composable_shard.core.transport.collectives import (
     sum_dtype,
 )
 from composable_shard.core.transport.failures import missing_rank, refuse_lost
-from composable_shard.core.transport.gloo.exchange import Exchange, Form
-from composable_shard.core.transport.gloo.mailbox import near_ranks
+from composable_shard.core.transport.gloo.exchange import Exchange, MessageSpec
+from composable_shard.core.transport.gloo.mailbox import local_ranks
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.errors import ShardError
 
@@ -45,35 +45,35 @@ class DirectAllGather(AllGatherLaunch):
         to: int | None = None,
     ) -> list[Waitable]:
         """Launch the all-gather, or the gather on rank ``to``; then the others have no outputs."""
-        near, far = _peers_of(group)
+        local, remote = _peers_of(group)
         rank, shards = group.rank(), _sendable(inputs)
         sizes = [shard.nbytes for shard in shards]
         receives = to is None or to == rank
         outputs_here = [_addresses(outputs, sizes, rank)] if receives else []
         works: list[Waitable] = []
-        if far:
+        if remote:
             messages = _Messages(group, tag)
             if receives:
-                messages.receive_shards(outputs, far)
-            for peer in far if to is None else {*far} & {to}:
+                messages.receive_shards(outputs, remote)
+            for peer in remote if to is None else {*remote} & {to}:
                 for shard in shards:
                     messages.send(shard, peer)
             works.append(messages)
-        if not near or to == rank:
+        if not local or to == rank:
             _copy_shards(shards, *outputs_here)
-        if not near:
+        if not local:
             return works
         # All ranks that share memory take part, so that all number their collectives alike.
-        published = [] if to in far else shards
+        sent = [] if to in remote else shards
 
         def fill(addresses: list[int]) -> None:
-            _copy_shards(published, addresses, *outputs_here)
+            _copy_shards(sent, addresses, *outputs_here)
 
-        exchange = Exchange(group, tag, near, Form.of(published), None if to == rank else fill)
+        exchange = Exchange(group, tag, local, MessageSpec.of(sent), None if to == rank else fill)
         if not receives:
             exchange.finish()  # this rank needs none of the published shards
             return works
-        reading = WaitThenCall(None, partial(_read_shards, exchange, near, outputs, sizes))
+        reading = WaitThenCall(None, partial(_read_shards, exchange, local, outputs, sizes))
         if exchange.all_published():  # an early read frees the shared memory early
             reading.wait()
         return [*works, reading]
@@ -154,9 +154,9 @@ class _Messages:
         return True
 
 
-def _read_shards(exchange: Exchange, near: list[int], outputs: Tensors, sizes: list[int]) -> None:
+def _read_shards(exchange: Exchange, local: list[int], outputs: Tensors, sizes: list[int]) -> None:
     """Copy the published shards of ranks of this host into place, given the sizes in bytes."""
-    for peer in near:
+    for peer in local:
         exchange.copy_to(peer, _addresses(outputs, sizes, peer))
     exchange.finish()
 
@@ -181,22 +181,22 @@ class DirectReduceScatter(ReduceScatterLaunch):
     ) -> list[Waitable]:
         rank, num_ranks = group.rank(), group.size()
         divisor = op if isinstance(op, float) else {_SUM: 1, _AVERAGE: num_ranks}[op]
-        near, far = _peers_of(group)
+        local, remote = _peers_of(group)
         sums = [_RankOrderSum(out, divisor) for out in outputs]
         works: list[Waitable] = []
-        if far:
+        if remote:
             messages = _Messages(group, tag)
-            for peer in far:
+            for peer in remote:
                 for total, out in zip(sums, outputs, strict=True):
                     total.parts[peer] = _torch.empty_like(out)
                     messages.receive(total.parts[peer], peer)
-            for peer in far:
+            for peer in remote:
                 for full, out in zip(inputs, outputs, strict=True):
                     messages.send(full.view(num_ranks, -1)[peer].to(out.dtype), peer)
             works.append(messages)
         exchange = None
-        if near:
-            form = Form(
+        if local:
+            spec = MessageSpec(
                 tuple(out.numel() for out in outputs),
                 tuple(full.dtype for full in inputs),
                 num_ranks - 1,
@@ -209,12 +209,12 @@ class DirectReduceScatter(ReduceScatterLaunch):
                     copy_bytes(full.data_ptr(), begin, address)
                     copy_bytes(full.data_ptr() + end, full.nbytes - end, address + begin)
 
-            exchange = Exchange(group, tag, near, form, fill)
-        are_published = exchange is not None and not far and exchange.all_published()
+            exchange = Exchange(group, tag, local, spec, fill)
+        are_published = exchange is not None and not remote and exchange.all_published()
         for total, full, out in zip(sums, inputs, outputs, strict=True):
             part = full.detach().view(num_ranks, -1)[rank]
             total.parts[rank] = part if are_published else _keep_in_output(part, out)
-        summing = WaitThenCall(None, partial(_compute_sums, sums, exchange, near, rank))
+        summing = WaitThenCall(None, partial(_compute_sums, sums, exchange, local, rank))
         if are_published:
             summing.wait()
         return [*works, summing]
@@ -229,10 +229,10 @@ def _keep_in_output(part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def _compute_sums(
-    sums: list[_RankOrderSum], exchange: Exchange | None, near: list[int], rank: int
+    sums: list[_RankOrderSum], exchange: Exchange | None, local: list[int], rank: int
 ) -> None:
     """Compute the sums, after the wait for the messages of other hosts."""
-    for peer in near:
+    for peer in local:
         assert exchange is not None
         index = rank - (rank > peer)  # a message leaves out the part of its sender
         for total, part in zip(sums, exchange.read(peer, index), strict=True):
@@ -296,16 +296,16 @@ def _as_tensor(number: float, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _peers_of(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
-    """Return the near ranks, which share memory with this one, and the far ranks, which do not.
+    """Return the local ranks, which share memory with this one, and the remote ranks, which do not.
 
     Both lists begin with the next rank, so that the ranks do not all begin with the same peer.
     """
     refuse_lost(group)
-    rank, num_ranks, near = group.rank(), group.size(), near_ranks(group)
+    rank, num_ranks, local = group.rank(), group.size(), local_ranks(group)
     others = [*range(rank + 1, num_ranks), *range(rank)]
-    if len(near) == len(others):
+    if len(local) == len(others):
         return others, []
-    return [peer for peer in others if peer in near], [peer for peer in others if peer not in near]
+    return list(filter(local.__contains__, others)), [peer for peer in others if peer not in local]
 
 
 def _sendable(tensors: Sequence[torch.Tensor]) -> Tensors:
