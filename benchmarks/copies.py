@@ -113,7 +113,7 @@ class Copies(Observer):
         self.counts.in_collectives += nbytes * len(into)
 
     def _saw_message(self, exchange: Any, *_: Any) -> None:
-        for numel, dtype in zip(exchange.form.numels, exchange.form.dtypes, strict=True):
+        for numel, dtype in zip(exchange.spec.numels, exchange.spec.dtypes, strict=True):
             self.counts.messages += 1
             self.counts.sent += numel * dtype.itemsize
 
