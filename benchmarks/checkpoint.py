@@ -1,14 +1,14 @@
 """Saving, loading and resharding with torch.distributed.checkpoint: this library and torch's FSDP2.
 
-Run `python benchmarks/checkpoint.py`. What is saved is the standard GPT with the state of its
-AdamW. "Sharded" is one file for each rank; "full" is one file that rank 0 writes after gathering
-everything, and reads and hands out again. The floor of both is torch.save and torch.load of the
-plain module in one process. Seconds on the clock are those of the slowest rank, processor time is
-that of all ranks, which other loads on the machine disturb less; ratios are ours to FSDP2, round by
-round. Memory is the growth of peak resident memory during the call, of the rank that grows most.
+Run `python benchmarks/checkpoint.py`. It saves the standard GPT and the state of its AdamW.
+"Sharded" writes one file for each rank. For "full", rank 0 gathers everything and writes one file;
+it reads the file and distributes the content. The floor of both is torch.save and torch.load of the
+plain module in one process. Wall time is that of the slowest rank. Processor time is the sum over
+all ranks; other load on the machine disturbs it less. Ratios are ours to FSDP2, round by round.
+Memory is the growth of peak resident memory during the call, on the rank on which it grows most.
 
-All that is to be loaded is wiped out before. A first round, which does not count, compares what
-was loaded with what was saved, byte by byte.
+Before a load, the benchmark overwrites all values. A first round, which does not count, compares
+the loaded bytes with the saved ones.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def steps_of(name: str, ranks: int, other: int) -> list[Step]:
-    """Return what is done with a contestant in one round, in an order in which it can be."""
+    """Return the steps of one round with a contestant, in a possible order."""
     if name == "single":
         return [
             Step("save full", "save_plain", 1, "full"),
@@ -147,10 +147,10 @@ def take(step: Step, name: str, place: Path) -> Cost:
 
 
 def take_checked(step: Step, name: str, place: Path, saved: dict[str, str]) -> None:
-    """Do one step and check that what it has loaded is what was saved.
+    """Do one step and check that it has loaded the saved bytes.
 
     Args:
-        saved: The digest of what each checkpoint holds; grows.
+        saved: The digest of each checkpoint; this adds to it.
 
     Raises:
         RuntimeError: A byte is another one.

@@ -51,7 +51,7 @@ class Cost(NamedTuple):
 
 def build(name: str, spec: Spec) -> None:
     """Build a contestant and train one step, so that its optimizer has a state."""
-    map_large_tensors()  # what is freed is given back, so the next act grows by what it takes
+    map_large_tensors()  # freed memory returns to the system, so the next act starts low
     _BUILT[name] = build_contestant(name, spec)
     _BUILT[name].step(0)
 
@@ -104,7 +104,7 @@ def save_plain(contestant: Contestant, folder: Path) -> None:
 
 
 def load_plain(contestant: Contestant, folder: Path) -> None:
-    """Read what :func:`save_plain` wrote."""
+    """Read the file that :func:`save_plain` wrote."""
     model, optimizer = torch.load(folder / FULL_FILE)
     contestant.model.load_state_dict(model)
     contestant.optimizer.load_state_dict(optimizer)
@@ -122,7 +122,7 @@ ACTS: dict[str, Callable[[Contestant, Path], None]] = {
 
 
 def perform(name: str, act: str, folder: Path) -> Cost:
-    """Do one act on this rank and tell what it took.
+    """Do one act on this rank and return its time and memory.
 
     Before an act that loads, all that it is to load is wiped out.
     """

@@ -138,7 +138,7 @@ def build_contestant(name: str, spec: Spec) -> Contestant:
     its way of training asks for.
 
     Raises:
-        ImportError: what the contestant needs cannot be imported.
+        ImportError: a package of the contestant cannot be imported.
     """
     with torch.device("meta"):
         model: nn.Module = Gpt(spec)
@@ -149,7 +149,7 @@ def build_contestant(name: str, spec: Spec) -> Contestant:
 
 
 def build_floor(spec: Spec) -> Contestant:
-    """Build what every other one computes and nothing beside it.
+    """Build the plain module, which computes what all contestants compute and nothing more.
 
     This is the plain module with its parameters in the dtype of compute, so that nothing is
     cast for it. The plain module of `build_contestant` casts its weights at every use under

@@ -1,31 +1,30 @@
-"""Bytes that a training step copies and does not compute with, and what it sends how often.
+"""Bytes that a training step copies without computing with them, and the messages that it sends.
 
-Run `python benchmarks/copies.py`. Two gloo ranks train each contestant for some steps; what
-rank 0 then does in `--rounds` further steps is watched operation by operation, and the mean is
-shown. The floor is subtracted: the plain module with its parameters in the dtype of compute.
+Run `python benchmarks/copies.py`. Two gloo ranks train each contestant for some steps. Then rank 0
+watches each operation of `--rounds` further steps, and the benchmark prints the mean. It subtracts
+the floor: the plain module with its parameters in the dtype of compute.
 
-Counted are bytes *written* by operations of torch, in these columns:
+The columns count the bytes that operations of torch *write*:
 
-- moved (forward, backward, optimizer): what copies, casts, concatenates, splits or pads, FSDP2's
-  own operators and DDP's scaled copy into its bucket included; other arithmetic is not;
-- arithmetic: the passes that divide or add in place or into a given tensor;
-- in comms: both kinds where a collective does them by operations of torch: the sum of a
-  reduce-scatter in this library's gloo collectives, the rank's own part of it where it has to
-  wait for others, and besides what these copy themselves, the own part of an all-gather, what is
-  put where other ranks read it or copied out of memory that they share, and the result that gloo's
-  own reduce-scatter, which FSDP2 uses, hands over. (FSDP2 gathers in place: its copy-in, which is
-  under moved, is what the own part is here.)
+- moved (forward, backward, optimizer): operations that copy, cast, concatenate, split or pad,
+  including FSDP2's own operators and DDP's scaled copy into its bucket; no other arithmetic;
+- arithmetic: divisions and additions in place or into a given tensor;
+- in comms: both kinds, where torch operations are a part of a collective. In this library's gloo
+  collectives, these are the sum of a reduce-scatter, the rank's own part of the sum if it must wait
+  for other ranks, the rank's own part of an all-gather, and copies into and out of shared memory.
+  In gloo's own reduce-scatter, which FSDP2 uses, it is the copy of the result. (FSDP2 gathers in
+  place: its copy-in, which counts as moved, corresponds to the own part here.)
 
-`moved/P` and `all/P` are over the bytes P of all parameters in fp32, all being the three kinds
-together. A call is one launch of a collective, a message one send between two ranks, or one read
-by a rank out of the memory of another on the same host. Not counted:
-what a collective does inside the backend, allocation, what an operation writes within itself,
-and reads. Under the bf16 policy DDP and the plain module use autocast, so they cast weights at
-every use and gradients back; FSDP2 and this library cast shards.
+`moved/P` and `all/P` divide by P, the bytes of all parameters in fp32; "all" is the sum of the
+three kinds. A call is one launch of a collective. A message is one send between two ranks, or one
+read by a rank of another rank's memory on the same host. The benchmark does not count the work of a
+collective inside the backend, allocations, writes inside of an operation, and reads. Under the bf16
+policy, DDP and the plain module use autocast, so they cast weights at every use and cast gradients
+back. FSDP2 and this library cast shards.
 
-The last row is FSDP2 by arithmetic, from the numbers of the parameters alone: a gather copies
-each shard in and each parameter out, after a cast of the shard where the policy asks for one;
-a reduction copies each gradient in, cast to fp32.
+The last row is FSDP2 by arithmetic, computed from the sizes of the parameters alone: a gather
+copies each shard in and each parameter out, after a cast of the shard if the policy asks for one; a
+reduction copies each gradient in, cast to fp32.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class Counts:
 
 
 class Copies(Observer):
-    """Counts what is moved and sent."""
+    """Counts copied bytes and sent messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +87,7 @@ class Copies(Observer):
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> Copies:
-        """Begin to watch operations, and what this library's collectives do without any."""
+        """Begin to watch operations, and copies of this library's collectives that use none."""
         from composable_shard.core.transport.gloo import exchange, point_to_point
 
         watched = {
@@ -168,7 +167,7 @@ def is_within_collective() -> bool:
 
 
 def count(name: str, spec: Spec, num_steps: int) -> Counts:
-    """Count what this rank does in some steps of a contestant, or of the floor."""
+    """Count the copies and messages of this rank in steps of a contestant, or of the floor."""
     contestant = build_floor(spec) if name == "floor" else build_contestant(name, spec)
     for step in range(NUM_WARMUP_STEPS):
         contestant.step(step)
@@ -192,7 +191,7 @@ def fsdp2_by_arithmetic(spec: Spec, num_ranks: int) -> dict[str, int]:
     """Return the bytes that FSDP2 moves in each phase of one step, if all shards are even."""
     groups = groups_of(spec)
     wire = spec.compute_dtype
-    num_casts = 1 if wire == torch.float32 else 2  # the cast, and the copy of what it made
+    num_casts = 1 if wire == torch.float32 else 2  # the cast, and the copy of its result
     gathers = {g: num_casts * g.nbytes(wire) // num_ranks + g.nbytes(wire) for g in set(groups)}
     again = sum(gathers[group] for group in groups if not group.is_root)
     return {
@@ -262,7 +261,7 @@ def show(figures: Mapping[str, Counts], spec: Spec, options: argparse.Namespace)
 
 
 def beyond_floor(counts: Counts, floor: Counts, num_steps: int) -> dict[str, float]:
-    """Return the bytes of one step by phase and kind, less those of the floor."""
+    """Return the bytes of one step by phase and kind, minus those of the floor."""
     kinds = ("arithmetic", "in_collectives")
     beyond = {phase: counts.moved[phase] - floor.moved[phase] for phase in PHASES}
     beyond |= {kind: getattr(counts, kind) - getattr(floor, kind) for kind in kinds}

@@ -30,7 +30,7 @@ def example() -> str:
 
 
 def start(script: Path, num_ranks: int) -> str:
-    """Run a script under torchrun; return what is wrong with its end, nothing if it is clean."""
+    """Run a script under torchrun; return the problems of its exit, empty if it is clean."""
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}")
     done = subprocess.run(
         [sys.executable, *launcher, str(script)],

@@ -1,13 +1,14 @@
 """Step time, host time and memory on one GPU: this library, torch's FSDP2, the plain module.
 
 Run `python benchmarks/cuda.py` on a machine with a GPU; elsewhere it says so and measures nothing.
-One process is rank 0 of 8, 64 and 512 whose collectives take no time, and the only rank of NCCL.
-So a step shows what a library costs beside communication: copies, casts, and a device that waits
-for the host. The column "beyond" is that: the step less that of the plain module in bf16.
+One process is the only rank of NCCL, and rank 0 of 8, 64 and 512 ranks whose collectives take no
+time. So a step shows the cost of a library apart from communication: copies, casts, and a device
+that waits for the host. The column "beyond" is the step time minus that of the plain module in
+bf16.
 
-Host time is that of a step on so few tokens that the device is always done first. Memory is that
-of a contestant alone: its parameters, activations, gradients, and what the library allocates.
-The values that simulated ranks gather are garbage, and nothing here depends on them (`llama.py`).
+Host time is the time of a step with so few tokens that the device is always done first. Memory is
+measured with one contestant alone: its parameters, activations, gradients, and the buffers of the
+library. Simulated ranks gather garbage; no figure depends on the values (`llama.py`).
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def facts(
     size: Size,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Return all samples with what they are of, in what JSON has."""
+    """Return all samples and the settings of the run, as values for JSON."""
     samples = {
         str(num_ranks): {
             one.name: {str(key): value for key, value in getattr(figures, one.name).items()}

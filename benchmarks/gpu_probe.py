@@ -1,4 +1,4 @@
-"""What is measured of the contestants in one world, in a process that runs nothing else."""
+"""Measures the contestants in one world, in a process that runs nothing else."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Figures:
     """Samples of seconds for each round, and bytes, by contestant.
 
     Attributes:
-        step: From the first kernel of a step to the last.
-        host: What the host takes for a step of which the device has next to nothing to do.
-        allocated: Peak of what tensors took; empty where that is not known.
-        reserved: Peak of what the allocator took for them from the device; empty likewise.
+        step: The time from the first kernel of a step to the last.
+        host: The time of the host for a step in which the device has almost nothing to do.
+        allocated: The peak of the memory of tensors; empty on the CPU.
+        reserved: The peak of the memory that the allocator reserved; empty on the CPU.
     """
 
     step: dict[Key, list[float]] = field(default_factory=dict)
@@ -119,7 +119,7 @@ def rounds_of(
 
 
 def time_step(contestant: Contestant, num_steps: int) -> float:
-    """Return the device's seconds per step; on the CPU those of the clock."""
+    """Return the seconds per step on the device; on the CPU, in wall time."""
     if contestant.batch.device.type != "cuda":
         return time_host(contestant, num_steps)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,18 +1,17 @@
-"""Host time: the processor time that sharding costs where communication costs nothing.
+"""Host time: the processor time that sharding takes if communication takes none.
 
-Run `python benchmarks/host.py`. One process pretends to be rank 0 of 2, 64, 512 and 4096 by
-torch's fake process group, a process of its own for each. Its collectives return at once, which
-the group's own do not: they copy the input once for every rank, at 4096 ranks for milliseconds.
-`--copying-collectives` lets them.
-The model is 32 blocks with the 12 parameters of a transformer block (2 LayerNorms, 4 Linears)
-at width 8, so tiny that its arithmetic is next to nothing; the blocks and a root without
-parameters are sharded. A figure is microseconds of processor time for each of the 32 groups,
-in forward or in backward; no optimizer steps.
+Run `python benchmarks/host.py`. One process pretends to be rank 0 of 2, 64, 512 and 4096 by torch's
+fake process group; each number of ranks gets a fresh process. Collectives return at once. Those of
+the fake process group do not: they copy the input once for every rank, which takes milliseconds at
+4096 ranks. `--copying-collectives` uses them all the same. The model has 32 blocks with the 12
+parameters of a transformer block (2 LayerNorms, 4 Linears) at width 8, so its arithmetic takes
+almost no time. The blocks and a root without parameters are sharded. A figure is the microseconds
+of processor time for each of the 32 groups, in forward or in backward; no optimizer steps.
 
-Two ratios are shown, both taken round by round: of the raw times, and *beyond the plain
-module*, after its time of the same round is subtracted from both. The second one compares what
-the two libraries add. Every rank holds at least one padded row of every parameter, so at 4096
-ranks a group that is gathered has a megabyte and copying it is a part of the time.
+There are two ratios, both computed round by round: of the raw times, and *beyond the plain module*,
+after subtracting the plain module's time of the same round from both. The second ratio compares the
+time that the two libraries add. Every rank holds at least one padded row of every parameter, so at
+4096 ranks a gathered group has a megabyte, and copying it is a part of the time.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def sharding(name: str) -> tuple[Callable[..., Any], Callable[..., Any], Any]:
 
 
 def time_turn(model: nn.Module, num_steps: int, width: int, dtype: torch.dtype) -> HostTime:
-    """Return what one group of a model costs, the mean of some steps."""
+    """Return the time of one group of a model, the mean of some steps."""
     x = torch.ones(2, width, dtype=dtype, requires_grad=True)
     num_groups = num_steps * len(list(model.children()))
     forward = backward = 0.0
@@ -202,7 +201,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="bf16 computes in bfloat16 and reduces in float32",
     )
     parser.add_argument(
-        "--copying-collectives", action="store_true", help="those of the fake process group"
+        "--copying-collectives", action="store_true", help="use those of the fake process group"
     )
     parser.add_argument("--json", metavar="FILE", help="write all samples to this file")
     return parser.parse_args(arguments)

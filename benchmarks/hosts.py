@@ -106,7 +106,7 @@ def be_rank(options: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def hosts(latency: float, rate: int) -> Iterator[tuple[list[list[str]], str]]:
-    """Make two hosts; yield what a command is run with to run on each, and how they are joined."""
+    """Make two hosts; yield the command prefixes that run on each, and a text about the link."""
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(sleeping(["unshare", "--user", "--map-root-user", "--net"]))
         second = stack.enter_context(sleeping([*enter(first), "unshare", "--net"]))

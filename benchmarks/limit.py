@@ -1,17 +1,17 @@
-"""What a step cannot be faster than: what it computes, and what it sends, each by itself.
+"""A lower bound of the time of a step: its compute alone, and its transfer alone.
 
-**Compute alone** is forward and backward of the plain module, its parameters in the dtype of
-compute so that nothing is cast, and the optimizer step on this rank's share: fp32 tensors of
-the first 1/N of each parameter's rows, rounded up, with gradients that are always there.
+**Compute alone** is forward and backward of the plain module, with its parameters in the dtype of
+compute so that nothing is cast, and the optimizer step on this rank's share: fp32 tensors of the
+first 1/N of each parameter's rows, rounded up, whose gradients always exist.
 
-**Transfer alone** is the bytes that sharding by block asks for: every group is gathered in
-forward and every block again in backward, and every gradient is reduced, all in the dtype of
-compute (the sums are fp32, but nobody has to send them). Of each a rank sends 1/N of the group
-to each of the N - 1 others. They go by isend and irecv in pieces of 4 MiB of which 4 are in
-flight, out of and into the same few buffers: the fastest of what was tried on gloo, and faster
-than where the bytes are new.
+**Transfer alone** sends the bytes that sharding by block needs: a gather of every group in forward,
+a gather of every block again in backward, and a reduction of every gradient, all in the dtype of
+compute. (The sums are fp32, but no rank has to send them.) For each, a rank sends 1/N of the group
+to each of the N - 1 other ranks, by isend and irecv, in pieces of 4 MiB with 4 pieces in flight.
+Sends and receives reuse a few buffers. Of the ways that were tried on gloo, this is the fastest,
+and it is faster than sending from new memory.
 
-The limit is the larger of the two, as if one hid behind the other entirely. Where the same
+The limit is the larger of the two times, as if compute and transfer overlapped fully. If the same
 cores compute and send, as on the CPU, no step reaches it.
 """
 
@@ -46,7 +46,7 @@ def build(name: str, spec: Spec) -> Steps:
 
 
 class Compute(Contestant):
-    """The plain module, whose optimizer has nothing but a share of the parameters."""
+    """The plain module, with an optimizer that steps only a share of the parameters."""
 
     def update(self) -> None:
         self.optimizer.step()
@@ -85,7 +85,7 @@ def groups_of(spec: Spec) -> list[Group]:
 
 
 def bytes_to_each_peer(spec: Spec, num_ranks: int) -> list[int]:
-    """Return what a rank sends to each other one in a step, collective by collective."""
+    """Return the bytes that a rank sends to each peer in a step, collective by collective."""
     groups = groups_of(spec)
     blocks = [group for group in reversed(groups) if not group.is_root]
     gathers = [group.nbytes(spec.compute_dtype) for group in [*groups, *blocks]]

@@ -1,7 +1,7 @@
 """A Llama-like stack of blocks, about a billion parameters, and the ways to compute with it.
 
-There is neither embedding nor head, and no optimizer: what is timed is a forward and a backward of
-blocks, as they come in the middle of a larger model.
+There is neither embedding nor head, and no optimizer: a step is a forward and a backward of blocks,
+as in the middle of a larger model.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def shard_blocks(
 
 @torch.no_grad()
 def materialize(model: nn.Module, size: Size, device: torch.device) -> None:
-    """Move a model off the meta device and fill what this rank holds of it."""
+    """Move a model off the meta device and fill the shards of this rank."""
     model.to_empty(device=device)
     for name, param in model.named_parameters():
         local = param.to_local() if isinstance(param, DTensor) else param
@@ -194,7 +194,7 @@ def materialize(model: nn.Module, size: Size, device: torch.device) -> None:
 
 
 def make_batch(size: Size, device: torch.device) -> Tensor:
-    """Return what an embedding would give: it needs a gradient.
+    """Return a batch as an embedding would, which needs a gradient.
 
     With simulated ranks the gathered weights are garbage and so is all that is computed from them.
     Multiplying garbage takes a GPU less power and so less time than multiplying weights, so the

@@ -1,13 +1,13 @@
-"""Peak memory of a training step against the least that the arithmetic allows.
+"""Peak memory of a training step, compared with the minimum that the arithmetic allows.
 
-Run `python benchmarks/memory.py`. Of each contestant three peaks are shown, in MB a rank:
+Run `python benchmarks/memory.py`. For each contestant it prints three peaks, in MB for each rank:
 
-- live: bytes of tensor storage alive at once, between the steps and at the peak of a step, exact
-  but for what an operation allocates within itself (`live_storage.py`). Gloo's reduce-scatter,
-  which FSDP2 uses, copies its input within itself; resident memory has that copy.
-- resident: how far the resident memory of a process grows, gaps in the C library's heap
-  included (`memory_probe.py`): what a user sees;
-- no gaps: the same with every large tensor mapped by itself.
+- live: bytes of tensor storage that are alive at once, between the steps and at the peak of a step.
+  This is exact except for allocations inside of an operation (`live_storage.py`). Gloo's
+  reduce-scatter, which FSDP2 uses, copies its input inside; resident memory includes this copy.
+- resident: the growth of the resident memory of a process, including gaps in the C library's heap
+  (`memory_probe.py`). This is the memory that a user sees.
+- no gaps: the same, with each large tensor in a memory mapping of its own.
 
 The minimum for N ranks, of parameters with P elements:
 
@@ -18,9 +18,9 @@ The minimum for N ranks, of parameters with P elements:
   + the larger of           the activations, all there when backward begins, and
                             4 P / N, the sharded gradients, all there when it ends
 
-Activations are measured: how far forward raises the live bytes of the plain module with its
-parameters in the dtype of compute. Contestants that keep whole parameters, DDP and the plain
-module, are compared with 4 P + 8 P + the larger of the activations and 4 P.
+The activations are measured: the rise of live bytes in a forward of the plain module with its
+parameters in the dtype of compute. DDP and the plain module keep whole parameters, so the benchmark
+compares them with 4 P + 8 P + the larger of the activations and 4 P.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Terms:
 
 @dataclass
 class Figures:
-    """What was measured: bytes by contestant, and why one is missing."""
+    """The results: bytes by contestant, and why a contestant is missing."""
 
     activations: int = 0
     between: dict[str, int] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def live_bytes(name: str, spec: Spec) -> tuple[int, int]:
         for step in range(NUM_UNCOUNTED_STEPS):
             contestant.step(step)
         gc.collect()
-        dist.barrier()  # the backend's threads let go of what they have sent
+        dist.barrier()  # the backend's threads release the sent tensors
         live.reset_peak()
         between = live.live()
         for step in range(NUM_UNCOUNTED_STEPS, NUM_LIVE_STEPS):

@@ -1,9 +1,9 @@
-"""How far a contestant's resident memory grows, seen from a process that ran nothing else.
+"""The growth of a contestant's resident memory, measured in a process that runs nothing else.
 
-Resident memory is what a contestant uses and, in the C library's heap, the gaps between what
-it uses. The gaps depend on the order of its allocations and can be half of the total. Both
-are measured: as a user's process has it, and with every large tensor mapped by itself, which
-leaves no gaps.
+Resident memory is the memory in use plus the gaps between allocations in the C library's heap. The
+gaps depend on the order of the allocations and can be half of the total. The probe measures both:
+resident memory as in a user's process, and resident memory with each large tensor in a memory
+mapping of its own, which leaves no gaps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def peak_growth(name: str, spec: Spec, num_steps: int, *, gaps: bool) -> int:
 
 
 def map_large_tensors() -> None:
-    """Fix the size from which glibc maps memory; by itself it raises it to what it has seen."""
+    """Fix the size from which glibc maps memory; by default, glibc raises it with use."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, LARGE_TENSOR)
 

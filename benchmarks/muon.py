@@ -1,8 +1,8 @@
-"""What a step of Muon costs on whole matrices, beside what is done today.
+"""The cost of a step of Muon on whole matrices, compared with other ways to step them.
 
 Run `python benchmarks/muon.py`. The parameters are the matrices of some transformer layers with a
 fused weight of queries, keys and values, sharded over ranks on the CPU; gradients are drawn once,
-and a step is that of the optimizer alone. Contestants live in the same processes and take turns:
+and a step is a step of the optimizer alone. Contestants share the processes and take turns:
 
     ours        `with_layout`, whole matrices on their owners
     dtensor     `torch.optim.Muon` on the DTensors of torch's FSDP2

@@ -1,10 +1,12 @@
-"""Time of an optimizer's step over shards: stock, over DTensors, and `flat`, over flat buffers.
+"""Time of an optimizer step over shards: a stock optimizer over DTensors, and `flat` over flat
+buffers.
 
-Run `python benchmarks/optimizer.py`. One process is rank 0 of 64, whose collectives do nothing. The
-model has 300 parameters in 30 groups, so small that their arithmetic is next to nothing: what is
-seen is host time, in milliseconds of processor time. `--width 1024` makes them large on 2 ranks,
-and the time is that of a step. Both optimizers step the same parameters in turn. Beside them a
-stock one steps as many plain tensors as the flat one, which is the least that it can take.
+Run `python benchmarks/optimizer.py`. One process is rank 0 of 64, and its collectives do nothing.
+The model has 300 small parameters in 30 groups, so their arithmetic takes almost no time. The
+benchmark measures host time, in milliseconds of processor time. With `--width 1024`, the parameters
+are large, there are 2 ranks, and the benchmark measures the time of a step. Both optimizers step
+the same parameters in turn. The lower bound is a stock optimizer over as many plain tensors as
+`flat` has.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""What a GPU would be given in a step, counted on a simulated device: no times.
+"""The work that a GPU would get in a step, counted on a simulated device; no times.
 
-Run `python benchmarks/overlap.py`. One process is rank 0 of 8, whose collectives do nothing, and
-the CPU counts as a device with streams, on which both libraries give out their work as they would
-on a GPU (`tests/support/simulated_device.py`). Shown for the third step, without optimizer:
+Run `python benchmarks/overlap.py`. One process is rank 0 of 8, and its collectives do nothing. The
+CPU counts as a device with streams, so both libraries launch their work as on a GPU
+(`tests/support/simulated_device.py`). The table is for the third step, without the optimizer:
 
-- *launches*: kernels and copies beyond those of the plain module;
-- *collectives*: of gathers and reductions;
-- *host waits*: how often the host stands still until the device has come to where it is;
-- *memory*: the most bytes of all tensors at once, in parameters of a block in the dtype of compute,
-  beyond what is there between steps;
-- *windows*: how much compute may be done while a collective is, in blocks: for a gather of forward
-  in forwards of a block, for all others in backwards of a block; the median. A collective is hidden
-  where it takes less than its window.
+- *launches*: kernels and copies in addition to those of the plain module;
+- *collectives*: gathers and reductions;
+- *host waits*: how often the host waits for the device;
+- *memory*: the peak bytes of all tensors minus the bytes between steps, in units of the parameters
+  of one block in the dtype of compute;
+- *windows*: the amount of compute that may overlap with a collective (the median), in blocks: in
+  forwards of a block for a gather in forward, in backwards of a block for all other collectives. A
+  collective that takes less time than its window is hidden.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _library(name: str) -> tuple[Callable[..., Any], Callable[..., Any], Callabl
 
 
 def step(model: nn.Module, device: SimulatedDevice, setting: Setting) -> tuple[Activity, int]:
-    """Train a step; return what was done, and how many collectives in forward."""
+    """Train a step; return its events, and the number of collectives in forward."""
     device.new_activity()
     dtype = setting.dtype if not dist.is_initialized() else torch.float32
     loss = model(torch.ones(NUM_ROWS, WIDTH, dtype=dtype), setting.scales).square().mean()
@@ -182,7 +182,7 @@ def plain(setting: Setting) -> tuple[int, int, int]:
 
 
 def measure(name: str, setting: Setting) -> Figures:
-    """Count what a device is given in the third step."""
+    """Count the work of the device in the third step."""
     num_launches, forward, backward = plain(setting)
     with fake_ranks(NUM_RANKS), SimulatedDevice() as device:
         model = shard(name, setting)

@@ -1,14 +1,15 @@
-"""Up to what size parameters are better packed into one message than sent in their own.
+"""The size up to which packing parameters into one message is faster than sending each by itself.
 
-Run `python benchmarks/packing.py`. The ranks are processes of this machine, on its accelerators if
-there are enough, else on the CPU; each with the backend that torch chooses for them. For each size
-of a parameter two groups of equal parameters are sharded, one as if messages cost nothing, so that
-each parameter has its own, and one as if they cost everything, so that all share one and are copied
-out of it. A step gathers a group and reduces its gradients, and computes nothing. Both live in the
-same processes and take turns.
+Run `python benchmarks/packing.py`. The ranks are processes on this machine, on its accelerators if
+there are enough, otherwise on the CPU, with the backend that torch chooses for them. For each size
+of a parameter, the benchmark shards two groups of equal parameters: one as if messages cost
+nothing, so that each parameter has its own message, and one as if messages cost everything, so that
+all parameters share one message and are copied out of it. A step gathers a group and reduces its
+gradients, without compute. Both groups share the processes and take turns.
 
-Where packed / own passes 1 is what a message costs, in bytes of copying: `MESSAGE_COSTS` in
-`composable_shard/core/layout.py`. With `--ranks` it is seen whether that grows with the peers.
+The size at which packed / own passes 1 is the cost of a message, in bytes of copying:
+`MESSAGE_COSTS` in `composable_shard/core/layout.py`. `--ranks` shows whether the cost grows with
+the number of peers.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Params(nn.Module):
 
 
 def device_type_for(num_ranks: int) -> str:
-    """Return what kind of device the ranks of this machine have."""
+    """Return the type of the devices of the ranks on this machine."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or torch.accelerator.device_count() < num_ranks:
         return "cpu"

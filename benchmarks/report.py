@@ -63,7 +63,7 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def write_json(path: str, figures: dict[str, Any]) -> None:
-    """Write the figures with what they were measured on."""
+    """Write the figures, and the machine on which they were measured."""
     machine = {
         "python": platform.python_version(),
         "torch": torch.__version__,

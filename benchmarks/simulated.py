@@ -1,10 +1,10 @@
-"""One process as rank 0 of any number, whose collectives take no time on the device.
+"""One process as rank 0 of any number of ranks; its collectives take no time on the device.
 
 Torch's fake process group is not free: it fills the output of a gather by one copy for each rank
-and tensor, which on a GPU is hundreds of kernels for each collective of 512 ranks. The group
-below returns at once and leaves every output as it was, so what has been gathered is whatever the
-memory held. It passes for NCCL where a library asks for the backend, so that both libraries act as
-they would there.
+and tensor. On a GPU, these are hundreds of kernels for each collective of 512 ranks. The process
+group here returns at once and leaves every output as it was, so a gathered tensor holds the
+previous content of its memory. To libraries that ask for the backend it says NCCL, so both
+libraries act as they would with NCCL.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COLLECTIVES = (  # by the names of torch 2.11 and of later versions
 
 
 class SilentGroup(dist.ProcessGroup):
-    """Rank `rank` of `num_ranks`, none of which is ever spoken to."""
+    """Rank `rank` of `num_ranks`; it never communicates with the others."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         super().__init__(rank, num_ranks)

@@ -14,7 +14,7 @@ LONGEST_CALL = 1800.0  # seconds
 
 
 def on_ranks(fn: Callable[..., Result], num_ranks: int, *args: object) -> list[Result]:
-    """Run `fn(*args)` on ranks that are kept: what `fn` leaves in its module is there next time."""
+    """Run `fn(*args)` on ranks that stay alive, so module globals that `fn` sets persist."""
     if REPOSITORY not in sys.path:
         sys.path.append(REPOSITORY)
     from composable_shard.testing import run_ranks
@@ -32,7 +32,7 @@ def on_fresh_ranks(fn: Callable[..., Result], num_ranks: int, *args: object) -> 
 
 
 def first_failure(error: RuntimeError) -> str:
-    """Return what the first failing rank said: the others mostly say the same."""
+    """Return the output of the first failing rank; the others are mostly the same."""
     failures = getattr(error, "failures", ())
     return str(failures[0]) if failures else str(error)
 

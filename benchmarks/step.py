@@ -1,11 +1,11 @@
 """Time of a training step: this library, torch's FSDP2, DDP, a plain module, and the limit.
 
-Run `python benchmarks/step.py`. `--sweep` goes from batches so small that a step mostly sends
-to ones so large that it mostly computes; `--check` compares the losses instead of the times.
-The limit is the larger of what a step computes and what it sends, each by itself; `limit.py`
-says exactly what those are. Processor time is that of one rank with all its threads; other
-loads on the machine disturb it less than they do the clock. Its limit is the sum of the two,
-since a processor that does one thing does not do the other.
+Run `python benchmarks/step.py`. `--sweep` goes from small batches, with which a step mostly sends,
+to large batches, with which it mostly computes. `--check` compares the losses instead of the times.
+The limit is the larger of the compute time and the transfer time of a step, each measured alone;
+see `limit.py`. Processor time is that of one rank with all its threads; other load on the machine
+disturbs it less than wall time. The limit of the processor time is the sum of the two times,
+because a processor does only one of them at a time.
 """
 
 from __future__ import annotations

@@ -82,14 +82,14 @@ class Peak(threading.Thread):
 
 
 def memory() -> tuple[int, ...]:
-    """Return the MiB that are resident, and those of them that no file is behind."""
+    """Return the resident MiB, and the resident MiB of anonymous memory."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     found = {line.split(":")[0]: line.split()[1] for line in lines[1:]}
     return tuple(int(found[name]) // MIB for name in ("Rss", "Anonymous"))
 
 
 def measure(rank: int, prepare: Callable[[Path], Callable[[], object]], folder: Path) -> None:
-    """Be a rank, and print what one call takes."""
+    """Run as a rank, and print the time and memory of one call."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store-{prepare.__name__}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_RANKS)

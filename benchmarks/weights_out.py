@@ -1,10 +1,11 @@
-"""Full weights out of a sharded model: time and memory, beside what torch has for it.
+"""Full weights of a sharded model: time and memory, compared with the ways that torch has.
 
-A small transformer, each block a group: `iter_full`, `DTensor.full_tensor` of one parameter after
-another, and `get_model_state_dict` with `full_state_dict=True` of torch.distributed.checkpoint.
-All of them hand every tensor to a consumer that reads its first element and lets go of it. Ranks
-are processes with gloo between them and take turns at the three, in rounds. Memory is the peak of
-what belongs to a rank alone above that before the call, in a round of its own.
+The model is a small transformer with one group for each block. The three ways are `iter_full`,
+`DTensor.full_tensor` of one parameter after another, and `get_model_state_dict` with
+`full_state_dict=True` of torch.distributed.checkpoint. Each hands every tensor to a consumer, which
+reads the first element and drops the tensor. Ranks are processes that communicate by gloo; in each
+round, the three ways take turns. Memory is the peak of the memory that only this rank uses, minus
+its value before the call, in a round of its own.
 
     python benchmarks/weights_out.py --ranks 2 4
 """
@@ -63,7 +64,7 @@ Tensors = Iterator[torch.Tensor]
 
 
 def ours(model: nn.Module, bucket_mib: int) -> Tensors:
-    """Yield what iter_full yields."""
+    """Yield the tensors of iter_full."""
     for _, full in iter_full(model, bucket_bytes=bucket_mib * MIB):
         yield full
         del full  # or it would be held while the next bucket is finished
@@ -109,7 +110,7 @@ class Peak(threading.Thread):
 
 
 def own_memory() -> int:
-    """Return the bytes that are resident, but those of files: what is published counts."""
+    """Return the resident bytes except those of files; shared memory counts."""
     lines = Path("/proc/self/status").read_text().splitlines()
     found = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith("Rss")}
     return (found["RssAnon"] + found["RssShmem"]) * 1024
@@ -137,11 +138,11 @@ def measure(rank: int, num_ranks: int, folder: str, options: argparse.Namespace)
         "full_tensor of each": partial(each, model),
         "full state dict of DCP": partial(at_once, model),
     }
-    # What is larger goes back to the system when it is freed: memory is what lives, of all three.
+    # Larger tensors return to the system when they are freed, so all three show live memory.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB // 4)
     grown = {}
     for name, contestant in contestants.items():
-        consume(contestant)  # what is made once
+        consume(contestant)  # builds caches
         peak = Peak()
         consume(contestant)
         grown[name] = peak.grown()
@@ -183,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(num_ranks: int, seconds: dict[str, list[float]], nbytes: dict[str, int]) -> None:
-    """Print medians, and what share of the others' time and memory ours takes."""
+    """Print medians, and the ratios of our time and memory to the others'."""
     own, *others = seconds
     print(f"{num_ranks} ranks")
     print(f"  {own:24} {statistics.median(seconds[own]):7.3f} s  +{nbytes[own] // MIB} MiB")
