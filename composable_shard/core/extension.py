@@ -104,7 +104,7 @@ class ExtensionBucket:
         self._inner: list[torch.Tensor] = []  # memory of the inner tensors of the post hook
         self._out: torch.Tensor | None = None  # the unsharded tensor, which the post hook fills
         self._versioned: list[torch.Tensor] = []  # a gather must not bump their versions
-        self._releases_gathered = self._is_gathered = False
+        self._releases_gathered = self._gathered_ahead = False
 
     @property
     def reduction(self) -> type[Reduction]:
@@ -133,7 +133,7 @@ class ExtensionBucket:
         """
         self.launch(shard, channel)
         self.complete()
-        self._is_gathered = True
+        self._gathered_ahead = True
 
     def encode(self, shard: Any) -> Formats:
         """Call the pre hook and keep the result; return the formats of the tensors to send."""
@@ -176,7 +176,7 @@ class ExtensionBucket:
 
     def launch(self, shard: torch.Tensor, channel: Channel) -> None:
         """Call the pre hook, allocate memory and launch the all-gather."""
-        if self._is_gathered:  # `gather_first` has gathered already
+        if self._gathered_ahead:  # `gather_first` has gathered, and no use has consumed it
             return
         assert self.formats is not None
         if self._message is None:
@@ -210,15 +210,15 @@ class ExtensionBucket:
 
     def drop(self) -> None:
         """Wait until no collective writes to the memory any more."""
-        self._is_gathered, self._message = False, None
+        self._gathered_ahead, self._message = False, None
         pending = self.__dict__.pop("_pending", None)
         if pending is not None:
             pending.drop()
 
     def complete(self) -> None:
         """Wait for the all-gather, and call the post hook on the rows of all ranks."""
-        if self._is_gathered:
-            self._is_gathered = False
+        if self._gathered_ahead:
+            self._gathered_ahead = False
             return
         self._pending.wait()
         del self._pending
@@ -226,7 +226,7 @@ class ExtensionBucket:
         (shard, _, rebuild, metadata), self._message = self._message, None
         pairs = zip(self._gathered, self._num_rows(), strict=True)
         outputs = rebuild([self._all_rows(i, *pair) for i, pair in enumerate(pairs)])
-        # A refill must not bump versions of inner tensors, since autograd may have saved them.
+        # The post hook gets views of the gathered tensors, and autograd may have saved such views.
         _torch.set_versions(tuple(self._gathered), self._versions)
         has_hooks = has_extension(shard)
         hook = bound_hook(getattr(shard, POST), shard) if has_hooks else _post_all_gather
@@ -246,9 +246,9 @@ class ExtensionBucket:
         """Free the memory that the next gather fills again.
 
         Returns:
-            ``False``: no array shares the memory.
+            Always ``False``: this bucket does not look for arrays that share its memory.
         """
-        self._is_gathered = False
+        self._gathered_ahead = False
         _free([*self._gathered, *self._inner])
         return False
 

@@ -137,7 +137,7 @@ def plan_tensor(tensor: torch.Tensor, dim: int | None, num_shards: int) -> Tenso
     if tensor.is_contiguous() or not tensor.permute(by_stride).is_contiguous():
         return TensorLayout(shape, dim, None, ParamLayout(shape, dim, num_shards))
     in_memory = ParamLayout(
-        tuple(shape[place] for place in by_stride), by_stride.index(dim), num_shards
+        tuple(shape[axis] for axis in by_stride), by_stride.index(dim), num_shards
     )
     return TensorLayout(shape, dim, by_stride, in_memory)
 
@@ -203,7 +203,7 @@ class ParamPlacement:
     unsharded_grad: tuple[Placement | None, ...] = ()
 
     def local_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of an unsharded gradient.
+        """Return the local tensor of an unsharded gradient, before it is cut into shards.
 
         Collective: for a DTensor with other placements than the parameter, the redistribution over
             the axes that are not data-parallel.

@@ -37,11 +37,11 @@ _grad = attrgetter("grad")
 
 
 class Mode(enum.Enum):
-    """Which gradients exist when a reduction starts."""
+    """The treatment of new gradients, and whether there are earlier ones."""
 
-    FRESH = enum.auto()  # no sharded parameter has a gradient
-    ADDING = enum.auto()  # some have a gradient, which may be unreduced
-    UNSYNCED = enum.auto()  # gradients are accumulated without a reduction
+    FRESH = enum.auto()  # reduce; no sharded parameter has a gradient
+    ADDING = enum.auto()  # reduce; some have a gradient, which may be unreduced
+    UNSYNCED = enum.auto()  # accumulate without a reduction
 
 
 class Program:
@@ -50,7 +50,8 @@ class Program:
     Attributes:
         generation: The generation of the features; -1 if the program is out of date.
         gather: Operations that gather the parameters, and free them.
-        keep: Operations that keep this rank's part of the unsharded memory, before it is freed.
+        keep: If ``reshard_after_forward`` is a number of ranks, operations that keep this rank's
+            part of the unsharded memory before it is freed.
         regather: Operations that gather these parts from neighbouring ranks, or free the kept part.
         pre_forward, post_forward, pre_backward, post_backward: Operations of features only.
         reduce: For each mode, operations that launch the reduction, or accumulate without sync.
@@ -72,8 +73,8 @@ class Program:
             unsynced gradients.
         reductions: One reduction for each mesh, class and dtype; see `reduced_together`.
         needs_reduce: Whether there are any ``reductions``.
-        searched_modules: The called modules that have run since the program was compiled. After the
-            first forward of each, ``tensor_attributes`` was determined.
+        searched_modules: The modules that have been searched for ``tensor_attributes``, each after
+            its first forward since the program was compiled.
         tensor_attributes: The attributes, by dict and name, in which forward stores tensors on
             modules.
     """
@@ -131,7 +132,7 @@ class Program:
         return Mode.FRESH if has_no_grads else Mode.ADDING
 
     def forget_unsynced(self) -> None:
-        """Make the program out of date if it was compiled for unsynced gradients, now reduced."""
+        """Make the program out of date if it was compiled while there were unsynced gradients."""
         if self._had_unsynced or len(self.reduced_names) > len(self.accumulators):
             self.generation = -1
 
@@ -204,15 +205,16 @@ class Program:
 
     def _compile_gather(self, group: Any, ops: Callable[[Phase], tuple[Op, ...]]) -> None:
         """Compile the operations that gather the group from its shards, and from kept parts."""
-        settings, num_ranks = group.settings, group.settings.reshard_after_forward
+        settings, keepers = group.settings, group.settings.reshard_after_forward
         keeps, regathers = settings.keeps_storage, list[Regather]()
         gathers = [GatherOps((), (), (), ())]
         for bucket in group.buckets:
             channel, shards = group.channels[bucket.mesh], [param.local for param in bucket.params]
             gathers.append(bucket.gather_ops(shards, channel, keeps_storage=keeps))
-            if num_ranks is not None and not isinstance(num_ranks, bool):
-                regathers.append(Regather(bucket, channel, num_ranks))
-        # All memory is allocated before the first collective is launched.
+            if keepers is not None and not isinstance(keepers, bool):
+                regathers.append(Regather(bucket, channel, keepers))
+        # The last launch operation of a bucket launches its collective, the others allocate. So
+        # flat buckets have their memory before the first collective is launched.
         allocations = chain.from_iterable(gather.launch[:-1] for gather in gathers)
         launches = (*allocations, *chain.from_iterable(gather.launch[-1:] for gather in gathers))
         _, waits, drops, frees = map(chain.from_iterable, zip(*gathers, strict=True))
@@ -306,16 +308,16 @@ class Program:
         reduced on the stream that computed them.
         """
         streams: UsedStreams = group.streams
-        launching: list[torch.Stream] = []
+        reduction_stream: list[torch.Stream] = []
 
         def on_gathering_stream() -> AbstractContextManager[object]:
             return on_side_stream(streams.filling_stream)
 
-        def on_launching_stream() -> AbstractContextManager[object]:
-            return on_side_stream(launching[0])
+        def on_reduction_stream() -> AbstractContextManager[object]:
+            return on_side_stream(reduction_stream[0])
 
         def record_launch() -> None:
-            launching[:] = [_torch.current_stream(group.mesh.device)]
+            reduction_stream[:] = [_torch.current_stream(group.mesh.device)]
 
         self.pre_forward = (group.follow_stream, *self.pre_forward, streams.record_use)
         self.pre_backward = (*self.pre_backward, streams.record_use)
@@ -339,9 +341,9 @@ class Program:
         for mode, ops in self.reduce.items():
             self.reduce[mode] = _within(streams.on_last_user, (*ops, record_launch))
         self.over_replicas = _within(streams.on_last_user, self.over_replicas)
-        for over_replicas, stages in self.deliver.items():
-            on_stream = tuple(_within(on_launching_stream, stage) for stage in stages)
-            self.deliver[over_replicas] = on_stream
+        for has_replicas, stages in self.deliver.items():
+            on_stream = tuple(_within(on_reduction_stream, stage) for stage in stages)
+            self.deliver[has_replicas] = on_stream
 
 
 def reduced_together(
@@ -349,7 +351,8 @@ def reduced_together(
 ) -> Iterator[tuple[type[Reduction], list[Bucket], list[ShardedParam], torch.dtype]]:
     """Yield the class of each reduction, and its buckets, parameters and dtype.
 
-    If the parameters of a group have several reduce dtypes, all use the promoted dtype.
+    If the parameters have several reduce dtypes, real ones are promoted to one dtype, and complex
+    ones too. Dtypes without a promotion stay.
     """
     unsynced = group.unsynced_names
     wide = {p for p in reduced if p.adds_to_synced and p.name in unsynced}

@@ -72,8 +72,8 @@ def check_not_parallelized(modules: Iterable[nn.Module]) -> None:
         if _torch.is_replicated(module):
             raise ValueError(
                 f"Expected a module without torch's replicate or DistributedDataParallel, got "
-                f"{kind}; leave that out, or apply fully_shard first, to modules inside of it, or "
-                "to a module around it"
+                f"{kind}; apply fully_shard to a module around it, or to modules inside of it "
+                "before you call replicate"
             )
         if is_parallelized(module):
             raise ValueError(
@@ -105,7 +105,7 @@ def find_managed(
     Args:
         modules: The top modules.
         ignored: Parameters to leave alone.
-        planned: Inner modules that earlier calls will shard.
+        planned: Inner modules that other calls will shard before this one.
     """
     ignored_ids = {id(param) for param in ignored}
     visited: dict[nn.Module, str] = {}
@@ -173,8 +173,8 @@ def _check_param(name: str, param: nn.Parameter, mesh: ShardMesh) -> None:
         raise ValueError(
             f"Expected parameter '{name}' to be sharded by one fully_shard call, got the sharded "
             f"parameter '{owner.name}' of another group; shard inner modules before outer ones, "
-            "tie parameters before either, and where a sharded base was wrapped shard the new "
-            "adapters alone"
+            "tie parameters before both, and if you added adapters to a sharded model, shard only "
+            "the adapters"
         )
     if param.device.type not in ("meta", "cpu", mesh.device.type):
         raise ValueError(
@@ -243,14 +243,14 @@ def _cut_shards(
     meshes: dict[DeviceMesh, None] = {}
     failure = None
     for param, original in zip(planned, originals, strict=True):
-        whole = param.tensor_parallel_part(original)
-        if not needs_extension(whole):
+        part = param.tensor_parallel_part(original)
+        if not needs_extension(part):
             shard = param.shard_of(original)
             shards.append(shard if shard.device.type == "meta" else shard.to(param.device))
             continue
         meshes[param.placement.mesh] = None
         try:
-            shards.append(_cut_subclass(param, whole))
+            shards.append(_cut_subclass(param, part))
         except ExtensionError as error:
             failure = failure or error
     if meshes:
@@ -258,15 +258,15 @@ def _cut_shards(
     return shards
 
 
-def _cut_subclass(param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
+def _cut_subclass(param: ShardedParam, part: torch.Tensor) -> torch.Tensor:
     """Copy this rank's shard of a tensor subclass; a tensor on the meta device stays there.
 
     Raises:
         ExtensionError: If the class cannot be cut that way, copied or gathered, or if an operation
             does not return its own class.
     """
-    kind = type(whole)
-    keeps_class = _torch.is_subclass(whole) or hasattr(kind, PRE) or hasattr(kind, GRAD_PRE)
+    kind = type(part)
+    keeps_class = _torch.is_subclass(part) or hasattr(kind, PRE) or hasattr(kind, GRAD_PRE)
 
     def checked(op: str, result: torch.Tensor) -> torch.Tensor:
         if keeps_class and not isinstance(result, kind):
@@ -275,10 +275,10 @@ def _cut_subclass(param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
         return result
 
     try:
-        shard = checked("split", param.layout.shard_of(whole, param.mesh.shard_rank))
+        shard = checked("split", param.layout.shard_of(part, param.mesh.shard_rank))
         shard = checked("detach", shard.detach())
         viewed = shard
-        with contextlib.suppress(Exception):  # a class may refuse `view` by an error
+        with contextlib.suppress(Exception):  # a class may raise in `view`
             viewed = shard.view(shard.shape)
         checked("view", viewed)
         if not has_extension(shard):
@@ -291,7 +291,7 @@ def _cut_subclass(param: ShardedParam, whole: torch.Tensor) -> torch.Tensor:
         is_ours = isinstance(error, ExtensionError)
         got = str(error) if is_ours else f"{type(error).__name__}: {error}"
         raise ExtensionError(
-            f"Expected parameter '{param.name}', a {kind.__name__} of shape {list(whole.shape)}, "
+            f"Expected parameter '{param.name}', a {kind.__name__} of shape {list(part.shape)}, "
             f"to be cut into {param.mesh.num_shards} shards along dim {param.layout.dim}, got: "
             f"{got}; shard it over a number of ranks that its class can be cut for, or pass it in "
             "ignored_params"

@@ -41,13 +41,13 @@ class _Original:
     Attributes:
         original: The parameter.
         slot_refs: Its known slots, as weak references to modules, and names.
-        owner: The sharded parameter in its group.
-        version: The version of the new shard.
+        param_ref: A weak reference to its sharded parameter, if a group owns it.
+        version: The version of the sharded parameter when it was recorded.
     """
 
     original: weakref.ref[nn.Parameter]
     slot_refs: list[tuple[weakref.ref[nn.Module], str]]
-    owner: weakref.ref[ShardedParam] | None = None
+    param_ref: weakref.ref[ShardedParam] | None = None
     version: int = 0
 
     @property
@@ -59,7 +59,7 @@ class _Original:
     @property
     def param(self) -> ShardedParam | None:
         """The sharded parameter in its group, if it has an owner."""
-        return None if self.owner is None else self.owner()
+        return None if self.param_ref is None else self.param_ref()
 
     @property
     def is_unchanged(self) -> bool:
@@ -83,7 +83,7 @@ class Claims:
 
     Attributes:
         taken_over: Parameters that inner groups lose.
-        unowned: Parameters with slots outside of the call, with all known slots.
+        unowned: Parameters with slots outside of the modules of the call, and all their slots.
     """
 
     taken_over: list[_Original] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Claims:
             assert original is not None and param is not None
             param.put(original)
             param.group.remove(param)
-            known.owner = None
+            known.param_ref = None
         for original, slots in self.unowned.items():
             record_original(original, slots)
 
@@ -150,7 +150,7 @@ def record_original(
     slot_refs = [(weakref.ref(slot.module), slot.name) for slot in slots]
     known = _originals[id(original)] = _Original(weakref.ref(original), slot_refs)
     if param is not None:
-        known.owner, known.version = weakref.ref(param), param.version()
+        known.param_ref, known.version = weakref.ref(param), param.version()
 
 
 def num_replaced(ids: set[int]) -> int:

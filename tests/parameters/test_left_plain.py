@@ -99,7 +99,7 @@ def test_new_adapters_of_a_sharded_base_are_sharded_alone() -> None:
         torch.manual_seed(1)
         one[0], one[1] = Wrapped(one[0]), Wrapped(one[1])
     for wrapper, hint in (
-        (model[0], "where a sharded base was wrapped shard the new adapters alone"),
+        (model[0], "if you added adapters to a sharded model, shard only the adapters"),
         (model, "shard modules that were added since, such as new adapters, alone"),
     ):
         with pytest.raises(ValueError) as caught:

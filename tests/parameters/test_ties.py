@@ -154,8 +154,8 @@ USED = (
 )
 SHARDED_TWICE = (
     "Expected parameter '{}' to be sharded by one fully_shard call, got the sharded parameter "
-    "'{}' of another group; shard inner modules before outer ones, tie parameters before either, "
-    "and where a sharded base was wrapped shard the new adapters alone"
+    "'{}' of another group; shard inner modules before outer ones, tie parameters before both, "
+    "and if you added adapters to a sharded model, shard only the adapters"
 )
 
 
