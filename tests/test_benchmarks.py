@@ -19,11 +19,11 @@ from composable_shard._torch import poisoned_memory
 from composable_shard.core.transport.gloo.exchange import Exchange
 from composable_shard.testing import fake_ranks, run_ranks
 
-contestants, copies, gpu, host, limit, live_storage, memory, muon, packing, report, step = map(
+contestants, copies, host, limit, live_storage, memory, muon, packing, report, step = map(
     importlib.import_module,
     [
-        *("contestants", "copies", "gpu", "host", "limit", "live_storage", "memory", "muon"),
-        *("packing", "report", "step"),
+        *("contestants", "copies", "host", "limit", "live_storage", "memory", "muon", "packing"),
+        *("report", "step"),
     ],
 )
 
@@ -106,15 +106,12 @@ def test_compute_alone_updates_one_rank_s_share_and_sends_nothing() -> None:
 
 
 SMALL = ("--layers", "1", "--width", "64", "--rounds", "2")
-NARROW = ("--layers", "2", "--width", "64", "--ffn-width", "128", "--head-width", "16")
-FEW = (*NARROW, "--kv-heads", "2", "--batch", "2", "--context", "8", "--device", "cpu")
 BLOCKS = ("--blocks", "2", "--rounds", "2", "--steps-per-round", "1")
 PROGRAMS: list[tuple[Any, tuple[str, ...], str, set[str]]] = [
     (step, (*SMALL, "--sweep", "1", "3", "--only", "ours", "ddp"), "turns", {"1", "3"}),
     (copies, (*TINY, "--dtype-policies", "fp32", "--only", "fsdp2"), "counts", {"fp32"}),
     (memory, (*TINY, "--only", "ours", "--rounds", "1"), "live", {"ours"}),
     (host, (*BLOCKS, "--ranks", "2", "64"), "seconds", {"2", "64"}),
-    (gpu, (*FEW, *BLOCKS[2:], "--ranks", "1", "8"), "worlds", {"1", "8"}),
     (packing, (*BLOCKS[2:], "--params", "2", "--sizes", "4", "512"), "seconds", {"4", "512"}),
 ]
 

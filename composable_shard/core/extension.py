@@ -226,7 +226,8 @@ class ExtensionBucket:
         (shard, _, rebuild, metadata), self._message = self._message, None
         pairs = zip(self._gathered, self._num_rows(), strict=True)
         outputs = rebuild([self._all_rows(i, *pair) for i, pair in enumerate(pairs)])
-        # The post hook gets views of the gathered tensors, and autograd may have saved such views.
+        # Autograd may have saved views of the gathered tensors, which the post hook gets, so a
+        # refill must not bump their versions.
         _torch.set_versions(tuple(self._gathered), self._versions)
         has_hooks = has_extension(shard)
         hook = bound_hook(getattr(shard, POST), shard) if has_hooks else _post_all_gather

@@ -205,14 +205,14 @@ class Program:
 
     def _compile_gather(self, group: Any, ops: Callable[[Phase], tuple[Op, ...]]) -> None:
         """Compile the operations that gather the group from its shards, and from kept parts."""
-        settings, keepers = group.settings, group.settings.reshard_after_forward
+        settings, reshard_after = group.settings, group.settings.reshard_after_forward
         keeps, regathers = settings.keeps_storage, list[Regather]()
         gathers = [GatherOps((), (), (), ())]
         for bucket in group.buckets:
             channel, shards = group.channels[bucket.mesh], [param.local for param in bucket.params]
             gathers.append(bucket.gather_ops(shards, channel, keeps_storage=keeps))
-            if keepers is not None and not isinstance(keepers, bool):
-                regathers.append(Regather(bucket, channel, keepers))
+            if reshard_after is not None and not isinstance(reshard_after, bool):
+                regathers.append(Regather(bucket, channel, reshard_after))
         # The last launch operation of a bucket launches its collective, the others allocate. So
         # flat buckets have their memory before the first collective is launched.
         allocations = chain.from_iterable(gather.launch[:-1] for gather in gathers)

@@ -434,7 +434,7 @@ class Reduction:
                 yield index, _torch.local_tensor(grad)
 
     def download(self) -> None:
-        """Copy the flags, or offloaded gradients, to the host; else write ``.grad``.
+        """Copy offloaded gradients, or flags that matter, to the host; otherwise write ``.grad``.
 
         Reading the flags would make the host wait for the device.
         """
@@ -726,7 +726,7 @@ def redistributed_grad(param: ShardedParam) -> Any:
 
     A loss on the sharded parameters, such as a penalty, gives gradients with other placements.
 
-    Collective: then, the redistribution.
+    Collective: the redistribution, if the placements differ.
     """
     grad: Any = param.sharded.grad
     plan = param.placement
@@ -740,7 +740,7 @@ def redistributed_grad(param: ShardedParam) -> Any:
 def add_grad(sharded: nn.Parameter, grad: Any) -> None:
     """Add a reduced gradient to ``.grad``; autograd may have written it with other placements.
 
-    Collective: then, the redistribution.
+    Collective: the redistribution, if the placements differ.
     """
     old_grad: Any = sharded.grad
     if old_grad is None:

@@ -305,7 +305,7 @@ def _peers_of(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
     others = [*range(rank + 1, num_ranks), *range(rank)]
     if len(local) == len(others):
         return others, []
-    return list(filter(local.__contains__, others)), [peer for peer in others if peer not in local]
+    return [p for p in others if p in local], [p for p in others if p not in local]
 
 
 def _sendable(tensors: Sequence[torch.Tensor]) -> Tensors:
