@@ -139,7 +139,7 @@ def test_the_core_imports_in_no_circle() -> None:
 CORE = [
     *("copying", "hooks", "state_dict", "shard", "tree", "finalization", "backward"),
     *("tape", "optimizers", "ties", "agreement", "group", "program"),
-    *("extension", "observers"),
+    "extension",
     *("user_changes", "reduction", "storage", "codec", "nested", "placement", "layout", "plugins"),
     *("transport.channel", "transport.gloo.point_to_point", "transport.gloo.exchange"),
     *("transport.gloo.mailbox", "transport.gloo.shared_memory"),

@@ -31,6 +31,8 @@ Phase = Literal[
     "delivered",
     "replicas_delivered",
     "post_backward",
+    "before_wait_for_copies",
+    "copies_done",
 ]
 """When the operations of a feature run, relative to those of the core:
 
@@ -52,6 +54,8 @@ Phase = Literal[
   ``.grad``.
 - ``delivered``: after ``.grad`` is written, if the gradients were not reduced over replicas.
 - ``replicas_delivered``: after ``.grad`` is written, if they were also reduced over replicas.
+- ``before_wait_for_copies``, ``copies_done``: for the root, before and after the host waits for
+  copies between host and device.
 """
 
 

@@ -17,13 +17,18 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from composable_shard import _torch
-from composable_shard.core.agreement import agree_on_model, refuse_replicated, warn_of_plain
+from composable_shard.core.agreement import (
+    OrderCheck,
+    agree_on_model,
+    order_checks,
+    refuse_replicated,
+    warn_of_plain,
+)
 from composable_shard.core.backward import Backward
 from composable_shard.core.finalization import Finalization
 from composable_shard.core.group import ParamGroup, ReductionQueue, State, group_of
 from composable_shard.core.nested import InputContainer
-from composable_shard.core.observers import Listener, OrderCheck, Trace, order_checks
-from composable_shard.core.plugins import Feature, Plugins
+from composable_shard.core.plugins import Feature, Phase, Plugins
 from composable_shard.core.tape import NO_PLAN, Interval, Plan, Tape, Visit
 from composable_shard.core.ties import refuse_unowned
 from composable_shard.core.transport import host
@@ -99,7 +104,6 @@ class Tree:
         checks = [feature for feature in features if isinstance(feature, OrderCheck)]
         others = [feature for feature in features if feature not in checks]
         self.plugins = Plugins([*others, *(checks[:1] or order_checks())])
-        self._trace = next((other for other in others if isinstance(other, Trace)), Trace())
         self.tape: Tape[ParamGroup] = Tape()
         self.call_stack: list[Call] = []
         self.in_flight = ReductionQueue()
@@ -126,19 +130,6 @@ class Tree:
         self.plugins.remove(feature)
         self._recompile()
 
-    @property
-    def listener(self) -> Listener | None:
-        """The function that is called with every event; see `observers.py`."""
-        return self._trace.listener
-
-    @listener.setter
-    def listener(self, listener: Listener | None) -> None:
-        was_set, self._trace.listener = self._trace.listener is not None, listener
-        if listener is not None:
-            self.install(self._trace)
-        elif was_set:
-            self.remove(self._trace)
-
     def _recompile(self) -> None:
         """Recompile the programs of groups that are fully sharded or fully unsharded."""
         for group in self.groups:
@@ -157,7 +148,7 @@ class Tree:
         self.call_stack.append(call)
         if not group.params:
             if not is_recomputed:
-                self._report_empty_group(group, "pre_forward")
+                self._run_without_program(group, "pre_forward")
             return call
         if backward is not None:
             backward.gather_for_recompute(group)
@@ -182,10 +173,11 @@ class Tree:
         group.register_unsharded()
         return call
 
-    def _report_empty_group(self, group: ParamGroup, event: str) -> None:
-        """Call the listener for a group without parameters, which has no program to call it."""
-        if self._trace.listener is not None and not group.params:
-            self._trace.listener(event, group.name)
+    def _run_without_program(self, group: ParamGroup, phase: Phase) -> None:
+        """Run the operations of features for a group without parameters, which has no program."""
+        if self.plugins.features and not group.params:
+            for op in self.plugins.ops(group, phase):
+                op()
 
     def _is_in_backward(self, group: ParamGroup) -> bool:
         """Return whether the running backward passes through modules of ``group``."""
@@ -210,7 +202,7 @@ class Tree:
             for op in group.program.post_forward:
                 op()
         else:
-            self._report_empty_group(group, "post_forward")
+            self._run_without_program(group, "post_forward")
         if call.visit is not None and not has_failed:
             self.tape.leave(call.visit, needs_reduce=group.needs_reduce, needs_grad=needs_grad)
         interval = None if call.visit is None else call.visit.interval
@@ -390,7 +382,7 @@ class Tree:
             self.plan = self.tape.plan_backward()
         if not self._has_streams:
             _torch.keep_spare()
-        self._report_empty_group(self.root, "pre_backward")
+        self._run_without_program(self.root, "pre_backward")
         self._backward = Backward(
             self.groups, self.plan, self.inner_backward_groups, self.in_flight, self._end_backward
         )
@@ -434,7 +426,7 @@ class Tree:
         is_manual = self.finalization.record_backward()
         with _torch.apart_from_transforms():
             backward.close(waits=self.is_last_backward and not is_manual)
-        self._report_empty_group(self.root, "post_backward")
+        self._run_without_program(self.root, "post_backward")
         self._wait_for_copies()
         self._backward = None
         self.inner_backward_groups.clear()
@@ -450,10 +442,11 @@ class Tree:
         """Wait for copies between host and device: users may write the shards from now on."""
         if not host.uploads or not host.is_busy():
             return
-        listener = self.listener or (lambda event, name: None)
-        listener("begin_wait_for_copies", self.root.name)
+        for op in self.plugins.ops(self.root, "before_wait_for_copies"):
+            op()
         host.synchronize()
-        listener("wait_for_copies", self.root.name)
+        for op in self.plugins.ops(self.root, "copies_done"):
+            op()
 
     def synchronize_gradients(self) -> None:
         """Reduce gradients that were accumulated without sync. Collective: the reductions."""

@@ -12,13 +12,15 @@ wait for copies between host and device.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from torch import nn
 
 from composable_shard.arguments import check_module, check_value
 from composable_shard.core.group import ParamGroup, group_of
-from composable_shard.core.tree import Listener, Tree
+from composable_shard.core.plugins import Feature, Op, Phase
+from composable_shard.core.tree import Tree
 
 Event = tuple[str, str]
 
@@ -37,6 +39,34 @@ EVENTS = (
     "wait_for_all_reduce",
 )
 """All events. The first four are moments of a group, the others its actions at these moments."""
+
+_EVENTS: dict[Phase, tuple[str, ...]] = {
+    "pre_forward": ("pre_forward",),
+    "gather": ("begin_all_gather",),
+    "regather": ("begin_regather",),
+    "gather_launched": ("all_gather",),
+    "before_wait_for_gather": ("begin_wait_for_all_gather",),
+    "gather_done": ("waited_for_all_gather", "wait_for_all_gather"),
+    "freed": ("reshard",),
+    "post_forward": ("post_forward",),
+    "pre_backward": ("pre_backward",),
+    "accumulated": ("accumulate",),
+    "reduce": ("begin_reduce_scatter",),
+    "reduce_launched": ("reduce_scatter",),
+    "before_wait_for_reduction": ("begin_wait_for_reduce_scatter",),
+    "averaged": ("waited_for_reduce_scatter",),
+    "reduced_over_shards": ("wait_for_reduce_scatter",),
+    "all_reduce_launched": ("all_reduce",),
+    "before_wait_for_all_reduce": ("begin_wait_for_all_reduce",),
+    "delivered": ("wait_for_reduce_scatter",),
+    "replicas_delivered": ("waited_for_all_reduce", "wait_for_all_reduce"),
+    "post_backward": ("post_backward",),
+    "before_wait_for_copies": ("begin_wait_for_copies",),
+    "copies_done": ("wait_for_copies",),
+}
+
+Hear = Callable[[str, str], None]
+"""A function that gets an event and the name of a group."""
 
 
 def groups_in(model: nn.Module) -> list[ParamGroup]:
@@ -59,21 +89,31 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
+class _Listener(Feature):
+    """Calls a function with every event of a tree, and the name of its group."""
+
+    def __init__(self, hear: Hear) -> None:
+        self.hear: Hear | None = hear
+
+    def ops(self, group: ParamGroup, phase: Phase) -> Sequence[Op]:
+        """Return a call for each event of the phase."""
+        return [partial(self._emit, event, group.name) for event in _EVENTS.get(phase, ())]
+
+    def _emit(self, event: str, name: str) -> None:
+        if self.hear is not None:
+            self.hear(event, name)
+
+
 @contextlib.contextmanager
-def listening(tree: Tree, hear: Listener) -> Iterator[None]:
-    """Call ``hear`` with every event of a tree within the context, before earlier listeners."""
-    before = tree.listener
-
-    def hear_first(event: str, name: str) -> None:
-        hear(event, name)
-        if before is not None:
-            before(event, name)
-
-    tree.listener = hear_first
+def listening(tree: Tree, hear: Hear) -> Iterator[None]:
+    """Call ``hear`` with every event of a tree within the context."""
+    listener, root = _Listener(hear), tree.root
+    tree.install(listener)
     try:
         yield
     finally:
-        tree.listener = before
+        listener.hear = None  # an operation in flight keeps its program
+        root.tree.remove(listener)  # a call of fully_shard may have put the root in another tree
 
 
 @contextlib.contextmanager

@@ -100,8 +100,8 @@ def said_by(act: Callable[[nn.Module, bool], None], model: nn.Module) -> tuple[s
 def text(step: int, first: str, second: str) -> tuple[str, str]:
     return (
         "RankMismatchError",
-        f"Expected the same order of collectives on all ranks, got at step {step} on rank 0: "
-        f"{first}; on rank 1: {second}",
+        f"Expected the same order of collectives on all ranks, got on rank 0: {first}, "
+        f"step {step}; on rank 1: {second}, step {step}",
     )
 
 
