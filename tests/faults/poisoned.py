@@ -17,6 +17,8 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard import _torch, fully_shard
+from composable_shard.core.placement import TensorLayout
+from composable_shard.core.storage import Regather
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.gloo.mailbox import Mailbox
 from composable_shard.core.transport.gloo.point_to_point import DirectAllGather
@@ -176,16 +178,12 @@ def train_and_compare(reshards: bool | int) -> None:
 
 
 class Fault(NamedTuple):
-    """A change of one line of the transport.
+    """A changed line in a method of the class ``owner``.
 
     Attributes:
-        owner: The class whose method is changed.
-        method: Which one.
-        line: What is in it.
-        instead: What is there with the fault.
-        num_ranks: On how many ranks it shows.
-        reshards: With which resharding.
-        apart: Whether ranks exchange messages.
+        line: The text to replace by ``instead``.
+        num_ranks: The number of ranks to train on.
+        reshards: The argument ``reshard_after_forward``.
     """
 
     owner: type
@@ -194,21 +192,14 @@ class Fault(NamedTuple):
     instead: str
     num_ranks: int = 2
     reshards: bool | int = True
-    apart: bool = False
 
 
 class Plant(NamedTuple):
-    """A fault from outside: an operation that is left out, or a collective.
-
-    Attributes:
-        plant: Plants it within a context.
-        num_ranks: As of :class:`Fault`, and so are the others.
-    """
+    """A fault that ``plant`` makes by patches; the other attributes are those of `Fault`."""
 
     plant: Callable[[], contextlib.AbstractContextManager[object]]
     num_ranks: int = 2
     reshards: bool | int = True
-    apart: bool = False
 
 
 class Instead(TorchDispatchMode):
@@ -249,11 +240,6 @@ def copy_too_late(into: list[torch.Tensor], sources: list[torch.Tensor]) -> None
     torch._foreach_copy_(into, sources)
 
 
-def gaps_left(tensor: torch.Tensor) -> torch.Tensor:
-    """Zero what has values alone."""
-    return tensor if tensor.isnan().any() else tensor.zero_()
-
-
 @contextlib.contextmanager
 def inner_tensors(*kinds: Any) -> Iterator[None]:
     """Let classes call all that they are made of inner tensors, which are freed with a gather."""
@@ -271,45 +257,55 @@ def inner_tensors(*kinds: Any) -> Iterator[None]:
         yield
 
 
-def not_cloned(tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """Return the tensor itself to the library."""
-    asker = sys._getframe(1).f_globals["__name__"]
-    return tensor if asker.startswith("composable_shard.") else real_clone(tensor, **kwargs)
+@contextlib.contextmanager
+def no_regather() -> Iterator[None]:
+    """Leave out the gathers of parts that neighbours have kept."""
+    gather = Channel.gather
+
+    def call(self: Channel, outputs: Any, inputs: Any, *count: int) -> Any:
+        return [] if count else gather(self, outputs, inputs)
+
+    with mock.patch.object(Channel, "gather", call):
+        yield
 
 
-real_clone = torch.Tensor.clone
-
-
-def skipped(owner: object, name: str, returned: object = None) -> Callable[[], Any]:
-    return lambda: mock.patch.object(owner, name, lambda *_, **__: returned)
-
+FILL = "_copy_shards(sent, addresses, *outputs_here)"
 
 FAULTS: dict[str, Fault | Plant] = {
     "saved scales are freed": Plant(lambda: inner_tensors(Scaled)),
     "a rank's own part of a gather is left out": Fault(
-        DirectAllGather, "launch", "(shards, addresses, own_places)", "(shards, addresses)"
+        DirectAllGather, "launch", FILL, "_copy_shards(sent, addresses)"
     ),
     "what is packed is not copied out": Plant(lambda: spoiled_arrivals(lambda *_: None)),
     "what is packed is overwritten before it is copied out": Plant(
         lambda: spoiled_arrivals(copy_too_late)
     ),
-    "a gap in a packed message is not cleared": Plant(
-        lambda: Instead(torch.ops.aten.zero_.default, gaps_left)
+    "padding is not cleared": Fault(
+        TensorLayout,
+        "padded_shards",
+        "tensor.new_zeros((layout.num_shards, layout.shard_numel))",
+        "tensor.new_full((layout.num_shards, layout.shard_numel), torch.nan)",
     ),
-    "a missing gradient is not cleared": Plant(skipped(_torch, "zero_all_")),
-    "padding of a reduced buffer is read": Plant(skipped(_torch, "zero_ranges_")),
-    "a regather is left out": Plant(skipped(Channel, "regather", []), 4, 2),
-    "parts that are regathered were freed": Plant(
-        lambda: mock.patch.object(torch.Tensor, "clone", not_cloned), 4, 2
+    "a missing gradient is not cleared": Fault(
+        TensorLayout,
+        "new_zeros",
+        "like.new_zeros(self.shape, dtype=dtype)",
+        "like.new_full(self.shape, torch.nan, dtype=dtype)",
     ),
-    "gradients are packed into memory that is being sent": Plant(
-        skipped(_torch, "num_uses", 0), apart=True
+    "a regather is left out": Plant(no_regather, 4, 2),
+    "parts that are regathered were freed": Fault(
+        Regather,
+        "keep",
+        "self._kept.append(_torch.poison_when_unused(part))",
+        "self._kept.append(source)",
+        4,
+        2,
     ),
     "a slab is free before all have read it": Fault(
-        Mailbox, "_reclaim_slabs", "if not published.ranks and", "if True and"
+        Mailbox, "_reclaim_slabs", "if not published.ranks:", "if True:"
     ),
     "what is published is not filled in": Fault(
-        DirectAllGather, "launch", "(shards, addresses, own_places)", "(shards, own_places)"
+        DirectAllGather, "launch", FILL, "_copy_shards(sent, *outputs_here)"
     ),
 }
 
