@@ -17,8 +17,6 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard import _torch, fully_shard
-from composable_shard.core.placement import TensorLayout
-from composable_shard.core.storage import Regather
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.gloo.mailbox import Mailbox
 from composable_shard.core.transport.gloo.point_to_point import DirectAllGather
@@ -257,6 +255,15 @@ def inner_tensors(*kinds: Any) -> Iterator[None]:
         yield
 
 
+def unset_zeros(applies: Callable[[int], bool]) -> Instead:
+    """Leave new tensors unset instead of zero if they have such a number of rows."""
+
+    def call(like: torch.Tensor, size: list[int], **kwargs: Any) -> torch.Tensor:
+        return like.new_full(size, torch.nan if applies(size[0]) else 0.0, **kwargs)
+
+    return Instead(torch.ops.aten.new_zeros.default, call)
+
+
 @contextlib.contextmanager
 def no_regather() -> Iterator[None]:
     """Leave out the gathers of parts that neighbours have kept."""
@@ -280,26 +287,14 @@ FAULTS: dict[str, Fault | Plant] = {
     "what is packed is overwritten before it is copied out": Plant(
         lambda: spoiled_arrivals(copy_too_late)
     ),
-    "padding is not cleared": Fault(
-        TensorLayout,
-        "padded_shards",
-        "tensor.new_zeros((layout.num_shards, layout.shard_numel))",
-        "tensor.new_full((layout.num_shards, layout.shard_numel), torch.nan)",
-    ),
-    "a missing gradient is not cleared": Fault(
-        TensorLayout,
-        "new_zeros",
-        "like.new_zeros(self.shape, dtype=dtype)",
-        "like.new_full(self.shape, torch.nan, dtype=dtype)",
-    ),
+    "padding is not cleared": Plant(lambda: unset_zeros(lambda rows: rows == 2)),
+    "a missing gradient is not cleared": Plant(lambda: unset_zeros(lambda rows: rows == WIDTH)),
     "a regather is left out": Plant(no_regather, 4, 2),
-    "parts that are regathered were freed": Fault(
-        Regather,
-        "keep",
-        "self._kept.append(_torch.poison_when_unused(part))",
-        "self._kept.append(source)",
-        4,
-        2,
+    "parts that are regathered were freed": Plant(
+        lambda: mock.patch.object(
+            _torch, "poison_when_unused", lambda part: torch.full_like(part, 255)
+        ),
+        *(4, 2),
     ),
     "a slab is free before all have read it": Fault(
         Mailbox, "_reclaim_slabs", "if not published.ranks:", "if True:"

@@ -10,7 +10,6 @@ import logging
 import mmap
 import os
 import resource
-import socket
 import threading
 import time
 import warnings
@@ -22,7 +21,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
-from warm import Warm
 
 from composable_shard.core.transport.gloo import mailbox, shared_memory
 from composable_shard.core.transport.gloo.exchange import Exchange
@@ -121,18 +119,10 @@ def refuse(*_: object, **__: object) -> None:
 
 FAILURES = {
     "memory": (os, "memfd_create", "a rank cannot set up shared memory: [Errno 1] not here"),
-    "end": (os, "pidfd_open", "a rank cannot set up shared memory: [Errno 1] not here"),
-    "socket": (
-        *(socket.socket, "connect"),
-        "a Unix socket could not connect them: [Errno 1] not here",
-    ),
-    "connection": (
-        *(socket, "recv_fds"),
-        "a rank cannot receive or map the file of another: [Errno 1] not here",
-    ),
+    "end": (os, "pidfd_open", "a rank cannot open or map the file of another: [Errno 1] not here"),
     "map": (
         *(shared_memory, "PeerFile"),
-        "a rank cannot receive or map the file of another: [Errno 1] not here",
+        "a rank cannot open or map the file of another: [Errno 1] not here",
     ),
 }
 
@@ -256,34 +246,17 @@ def test_a_rank_that_is_told_not_to_share_is_left_alone() -> None:
     assert all(one[4] for one in found)
 
 
-@pytest.mark.usefixtures("sharing")
-def test_processes_that_may_not_look_into_each_other_share_all_the_same(
-    warm: Warm, tmp_path: Path
-) -> None:
-    script = Path(__file__).with_name("forbidden.py").read_text()
-    told = warm.run(tmp_path, script)
-    assert [out for _, out, _ in told] == ["refused: EPERM EPERM EPERM; shares; exact\n"] * 2, told
-
-
-@pytest.mark.usefixtures("sharing")
-@pytest.mark.parametrize("knows", [False, True], ids=["no secret", "too little"])
-def test_a_visitor_who_does_not_know_the_secret_or_brings_too_little_is_sent_away(
-    knows: bool,
-) -> None:
-    host, guest = (shared_memory._Listener(2, 8) for _ in range(2))
-    with shared_memory._new_socket() as stranger:
-        stranger.connect(shared_memory._name_of(host.endpoint))
-        if knows:
-            stranger.send(shared_memory._secret_of(host.endpoint, 1))
-        else:
-            socket.send_fds(stranger, [b"x" * 32], [guest.own.file, guest.own.file])
-    guest.own.words[3] = 41
-    assert guest.send_files(host.endpoint, 1) is None
-    shared = Shared(host.own, on_this_host=[1])
-    host.receive_files(shared, 8)
-    assert (shared.reasons, list(shared.files), shared.files[1].words[3]) == ({}, [1], 41)
-    for listener in (host, guest):
-        listener.close()
+def test_a_rank_opens_no_file_but_that_of_the_other_rank() -> None:
+    own, other, shared = OwnFile(8), OwnFile(8), Shared(None)
+    own.words[3] = 41
+    place, num_files = (os.getpid(), own.file, os.fstat(own.file).st_ino), num_descriptors()
+    shared_memory._open(shared, 1, place, 8)
+    assert (list(shared.files), shared.files[1].words[3]) == ([1], 41)
+    with pytest.raises(OSError, match=f"process {os.getpid()} is another one here"):
+        shared_memory._open(shared, 2, (os.getpid(), other.file, place[2]), 8)
+    assert list(shared.files) == [1]
+    shared.files.clear()
+    assert num_descriptors() == num_files
 
 
 def test_nobody_but_its_owner_can_write_a_file_and_nobody_can_shorten_it() -> None:

@@ -242,7 +242,7 @@ class Exchange:
                 failure = failures.failure_in(self._group)
                 if failure is not None:
                     got = f"word that {failure}"
-                elif peer.ends_within(0):
+                elif peer.file.process_has_ended():
                     got = failures.ENDED
                 elif now - start > (time_out := _torch.timeout_of(self._group)):
                     got = f"no sign of it within the time-out of {time_out:.0f} s"

@@ -40,7 +40,6 @@ from composable_shard.core.transport.gloo.shared_memory import (
     PeerFile,
     Shared,
     Slab,
-    has_ended,
     share,
 )
 from composable_shard.errors import ShardError
@@ -99,18 +98,13 @@ class Peer:
         unwanted: The keys of future messages that this rank will not read.
     """
 
-    def __init__(self, rank: int, file: PeerFile, pidfd: int) -> None:
+    def __init__(self, rank: int, file: PeerFile) -> None:
         self.rank = rank
         self.file = file
         self.words = file.words
         self.num_read = 0
         self.unread: dict[Key, Entry] = {}
         self.unwanted: set[Key] = set()
-        self._pidfd = pidfd
-
-    def ends_within(self, seconds: float) -> bool:
-        """Wait for the end of the peer's process; return whether it has ended."""
-        return has_ended(self._pidfd, seconds)
 
 
 class Mailbox:
@@ -132,8 +126,7 @@ class Mailbox:
 
     def __init__(self, group: dist.ProcessGroup, shared: Shared) -> None:
         assert shared.own is not None
-        files, pidfds = shared.files, shared.pidfds
-        self.peers = {rank: Peer(rank, files[rank], pidfds[rank]) for rank in sorted(files)}
+        self.peers = {rank: Peer(rank, shared.files[rank]) for rank in sorted(shared.files)}
         self._own: OwnFile = shared.own
         self._words = shared.own.words
         self._rank, self._num_ranks = group.rank(), group.size()
@@ -344,7 +337,7 @@ def mailbox_of(group: dist.ProcessGroup) -> Mailbox | None:
     Args:
         group: A process group that sends tensors of the CPU.
 
-    Collective: three all-gathers of a few bytes at the first call for ``group``.
+    Collective: two all-gathers of a few bytes at the first call for ``group``.
     """
     if group not in _mailboxes:
         with watched(group, "finding the ranks of this host"):

@@ -26,7 +26,6 @@ from composable_shard.core.transport.failures import missing_rank, refuse_lost
 from composable_shard.core.transport.gloo.exchange import Exchange, MessageSpec
 from composable_shard.core.transport.gloo.mailbox import local_ranks
 from composable_shard.core.transport.pending import Waitable
-from composable_shard.errors import ShardError
 
 CHUNK_NUMEL = 1 << 17  # elements to sum at once, so that the sum fits into a cache
 CHUNK_NBYTES = 1 << 18  # bytes to copy at once, if there are several destinations
@@ -110,7 +109,7 @@ class _Messages:
         self._group = group
         self._tag = tag
         self._works: list[tuple[dist.Work, int]] = []
-        self._failures: list[tuple[ShardError, RuntimeError]] = []
+        self._failures: list[tuple[int, RuntimeError]] = []
 
     def receive(self, into: torch.Tensor, peer: int) -> None:
         self._launch(self._group.recv, into, peer)
@@ -129,10 +128,7 @@ class _Messages:
         try:
             self._works.append((launch([tensor], peer, self._tag), peer))
         except RuntimeError as error:
-            self._record_failure(error, peer)
-
-    def _record_failure(self, error: RuntimeError, peer: int) -> None:
-        self._failures.append((missing_rank(self._group, peer, f"the error '{error}'"), error))
+            self._failures.append((peer, error))
 
     def wait(self) -> bool:
         """Wait for all messages, even if one fails, since the others still arrive.
@@ -147,10 +143,10 @@ class _Messages:
             try:
                 work.wait()
             except RuntimeError as error:
-                self._record_failure(error, peer)
+                self._failures.append((peer, error))
             del work
-        for failure, cause in self._failures:
-            raise failure from cause
+        for peer, cause in self._failures:
+            raise missing_rank(self._group, peer, f"the error '{cause}'") from cause
         return True
 
 

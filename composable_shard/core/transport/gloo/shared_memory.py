@@ -1,9 +1,8 @@
 """Shared memory between ranks of one host: each writes its own and reads that of the others.
 
-For every process group, a rank has an anonymous file in memory (``memfd``). Through a Unix socket,
-it sends a read-only descriptor of the file to the other ranks of the host, and a pidfd, which
-signals the end of its process. This needs no privileges, and no rank can write the memory of
-another.
+For every process group, a rank has an anonymous file in memory (``memfd``). The other ranks of the
+host open it read-only through ``/proc``, and watch its process by a pidfd. The system allows that
+for processes of the same user; no rank can write the memory of another.
 
 The file begins with the control words, which ``mailbox.py`` explains. After them come slabs, which
 hold tensors until the other ranks have read them.
@@ -11,9 +10,7 @@ hold tensors until the other ranks have read them.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import errno
 import fcntl
 import functools
 import hashlib
@@ -21,7 +18,6 @@ import mmap
 import os
 import secrets
 import select
-import socket
 import sys
 import weakref
 from collections import OrderedDict
@@ -226,7 +222,10 @@ class PeerFile:
 
     Attributes:
         words: The control words.
+        pidfd: The pidfd of its process.
     """
+
+    pidfd: int
 
     def __init__(self, file: int, num_words: int) -> None:
         self._file = file
@@ -234,6 +233,12 @@ class PeerFile:
         self._mapped: OrderedDict[tuple[int, int], _Piece] = OrderedDict()
         piece = _Piece(file, 0, _round_up(num_words * 8), mmap.PROT_READ)
         self.words = memoryview(piece.memory).cast("B").cast("q")
+
+    def process_has_ended(self) -> bool:
+        """Return whether its process has ended."""
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
 
     def view(self, start: int, nbytes: int) -> View:
         """View a slab.
@@ -293,14 +298,12 @@ class Shared:
     Attributes:
         own: The file of this rank; ``None`` if it can share with no rank.
         files: The files of other ranks, by rank.
-        pidfds: The pidfds of other ranks, by rank.
         reasons: The reasons for not sharing memory with other ranks, by rank.
         on_this_host: The other ranks that run on this host.
     """
 
     own: OwnFile | None
     files: dict[int, PeerFile] = field(default_factory=dict)
-    pidfds: dict[int, int] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     on_this_host: list[int] = field(default_factory=list)
 
@@ -312,31 +315,30 @@ def share(group: dist.ProcessGroup, num_words: int) -> Shared:
         group: A process group that sends tensors of the CPU.
         num_words: The number of control words at the beginning of each file.
 
-    Collective: three all-gathers of small objects.
+    Collective: two all-gathers of small objects.
 
     Hazard: one rank fails, and others wait for it, or expect it to share. Guard: every failure is
     recorded as a reason, and ranks exchange their reasons, so both ranks of a pair know that they
     do not share. Test: ``test_a_rank_that_cannot_share_is_sent_messages``.
     """
-    rank, own_host = group.rank(), _host()
-    listener, refused = _open_listener(group.size(), num_words)
-    endpoints = _all_gather((own_host, listener.endpoint if listener else refused), group)
-    shared = Shared(listener.own if listener else None)
-    for peer, (host, endpoint) in enumerate(endpoints):
+    rank, host = group.rank(), _host()
+    own, refused = _new_file(num_words)
+    place = None if own is None else (os.getpid(), own.file, os.fstat(own.file).st_ino)
+    shared = Shared(own)
+    for peer, (its_host, its_place) in enumerate(_all_gather((host, place or refused), group)):
         if peer == rank:
             continue
-        if host == own_host:
+        if its_host == host:
             shared.on_this_host.append(peer)
-        if listener is None or isinstance(endpoint, str):
-            shared.reasons[peer] = refused or str(endpoint)
-        elif host != own_host:
+        if own is None or isinstance(its_place, str):
+            shared.reasons[peer] = refused or its_place
+        elif its_host != host:
             shared.reasons[peer] = "they run on different hosts"
-        elif (reason := listener.send_files(endpoint, rank)) is not None:
-            shared.reasons[peer] = reason
-    _exchange_reasons(shared, group)
-    if listener is not None:
-        listener.receive_files(shared, num_words)
-        listener.close()
+        else:
+            try:
+                _open(shared, peer, its_place, num_words)
+            except (OSError, ShardError) as error:
+                shared.reasons[peer] = f"a rank cannot open or map the file of another: {error}"
     _exchange_reasons(shared, group)
     return shared
 
@@ -366,114 +368,36 @@ def _host() -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
 
 
-def _open_listener(num_ranks: int, num_words: int) -> tuple[_Listener | None, str]:
-    """Return a listening socket; ``None`` and the reason if it is not possible."""
+def _new_file(num_words: int) -> tuple[OwnFile | None, str]:
+    """Return the file of this rank; ``None`` and the reason if it is not possible."""
     if os.environ.get(SWITCH) == "0":
         return None, f"{SWITCH}=0 is set"
     needs = "memfd_create", "pidfd_open", "posix_fallocate"
     if not sys.platform.startswith("linux") or not all(hasattr(os, name) for name in needs):
         return None, "shared memory needs Linux"
     try:
-        return _Listener(num_ranks, num_words), ""
+        return OwnFile(num_words), ""
     except (OSError, ShardError) as error:
         return None, f"a rank cannot set up shared memory: {error}"
 
 
-class _Listener:
-    """A listening Unix socket, through which other processes send their files to this one.
+def _open(shared: Shared, peer: int, place: tuple[int, int, int], num_words: int) -> None:
+    """Open the file of another rank, and a pidfd of its process.
 
-    Its name is random, but any process can list the sockets of the host. So a connecting process
-    also sends a secret, which only ranks of the process group know.
+    Hazard: ranks in two containers see different processes under one number. Guard: the number of
+    the inode. Test: ``test_a_rank_opens_no_file_but_that_of_the_other_rank``.
 
     Args:
-        num_ranks: The number of connections that may be pending.
+        shared: The memory to which to add them.
+        peer: The other rank.
+        place: Its process id, the descriptor of its file there, and the inode of the file.
         num_words: The number of control words.
-
-    Attributes:
-        own: The file of this process.
-        endpoint: The random part of the name of the socket, and the secret.
     """
-
-    def __init__(self, num_ranks: int, num_words: int) -> None:
-        with contextlib.ExitStack() as stack:
-            self.own = OwnFile(num_words)
-            self.endpoint = secrets.token_hex(16), secrets.token_bytes(16)
-            self._socket = stack.enter_context(_new_socket())
-            self._socket.bind(_name_of(self.endpoint))
-            self._socket.listen(num_ranks)
-            self._own_pidfd = os.pidfd_open(os.getpid())
-            stack.callback(os.close, self._own_pidfd)
-            path = f"/proc/self/fd/{self.own.file}"
-            to_read = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            stack.callback(os.close, to_read)
-            self._passed = [to_read, self._own_pidfd]
-            self.close = stack.pop_all().close
-
-    def send_files(self, endpoint: tuple[str, bytes], rank: int) -> str | None:
-        """Send a read-only descriptor of this rank's file, and its pidfd, to another process.
-
-        Returns:
-            The reason if that failed, otherwise ``None``.
-        """
-        try:
-            with _new_socket() as connection:
-                connection.connect(_name_of(endpoint))
-                socket.send_fds(connection, [_secret_of(endpoint, rank)], self._passed)
-        except OSError as error:
-            return f"a Unix socket could not connect them: {error}"
-        return None
-
-    def receive_files(self, shared: Shared, num_words: int) -> None:
-        """Accept connections until all expected ranks have sent their files."""
-        expected = {
-            _secret_of(self.endpoint, peer): peer
-            for peer in shared.on_this_host
-            if peer not in shared.reasons
-        }
-        try:
-            while expected:
-                connection, _ = self._socket.accept()
-                with connection:
-                    connection.settimeout(_CONNECT_TIMEOUT)
-                    secret, files, flags, _ = socket.recv_fds(connection, _SECRET_NBYTES, 2)
-                peer, is_cut = expected.get(secret), bool(flags & socket.MSG_CTRUNC)
-                if peer is None or is_cut or len(files) < 2:
-                    for file in files:
-                        os.close(file)
-                    if peer is not None and is_cut:
-                        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-                    continue  # not from an expected rank
-                for file in files:
-                    os.set_inheritable(file, False)
-                file, shared.pidfds[peer] = files
-                weakref.finalize(self.own, os.close, shared.pidfds[peer]).atexit = False
-                shared.files[peer] = PeerFile(file, num_words)
-                del expected[secret]
-        except (OSError, ShardError) as error:
-            for peer in expected.values():
-                shared.reasons[peer] = f"a rank cannot receive or map the file of another: {error}"
-
-
-_CONNECT_TIMEOUT = 30.0  # seconds to wait for a connection that another process has already made
-_SECRET_NBYTES = 32
-
-
-def _new_socket() -> socket.socket:
-    new = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    new.settimeout(_CONNECT_TIMEOUT)
-    return new
-
-
-def _name_of(endpoint: tuple[str, bytes]) -> bytes:
-    return f"\0composable_shard-{endpoint[0]}".encode()
-
-
-def _secret_of(endpoint: tuple[str, bytes], rank: int) -> bytes:
-    return hashlib.sha256(endpoint[1] + str(rank).encode()).digest()
-
-
-def has_ended(pidfd: int, seconds: float) -> bool:
-    """Wait at most ``seconds`` for the end of a process; return whether it has ended."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(1000 * seconds))
+    process, number, inode = place
+    file = os.open(f"/proc/{process}/fd/{number}", os.O_RDONLY)
+    opened = PeerFile(file, num_words)  # closes the descriptor when it is dropped
+    if os.fstat(file).st_ino != inode:
+        raise OSError(f"process {process} is another one here")
+    opened.pidfd = os.pidfd_open(process)
+    weakref.finalize(opened, os.close, opened.pidfd).atexit = False
+    shared.files[peer] = opened
