@@ -9,76 +9,45 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from composable_shard.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
-    from composable_shard.core.transport.collectives import AllGather, ReduceScatter
-    from composable_shard.errors import (
-        CommunicationError,
-        ExtensionError,
-        MaterializationError,
-        RankMismatchError,
-        ShardError,
-        StaleParameterError,
-    )
-    from composable_shard.insight.estimate import estimate
-    from composable_shard.insight.explain import explain
-    from composable_shard.insight.trace import trace
-    from composable_shard.mesh import DataParallelMeshDims, ShardPlacementResult
-    from composable_shard.module import FSDPModule, GradientReductionHandle, UnshardHandle
-    from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-    from composable_shard.train.clip import clip_grad_norm_
-    from composable_shard.train.grad_scaler import ShardedGradScaler
-    from composable_shard.train.init import init_sharded, sync_module_states
-    from composable_shard.train.moving import move
-    from composable_shard.train.parking import parked
-    from composable_shard.train.uneven import sit_out, uneven
-    from composable_shard.train.unsharded import unsharded
-    from composable_shard.train.weighing import weigh
-    from composable_shard.train.weights.load import load_sharded
-    from composable_shard.train.weights.save import save_full
-    from composable_shard.train.weights.stream import changed_since, iter_full, local_shards
-    from composable_shard.train.wrap import apply_fully_shard
-
-__all__ = [
-    "AllGather",
-    "CPUOffloadPolicy",
-    "CommunicationError",
-    "DataParallelMeshDims",
-    "ExtensionError",
-    "FSDPModule",
-    "GradientReductionHandle",
-    "MaterializationError",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "RankMismatchError",
-    "ReduceScatter",
-    "ShardError",
-    "ShardPlacementResult",
-    "ShardedGradScaler",
-    "StaleParameterError",
-    "UnshardHandle",
-    "apply_fully_shard",
-    "changed_since",
-    "clip_grad_norm_",
-    "estimate",
-    "explain",
-    "fully_shard",
-    "init_sharded",
-    "iter_full",
-    "load_sharded",
-    "local_shards",
-    "move",
-    "parked",
-    "register_fsdp_forward_method",
-    "save_full",
-    "share_comm_ctx",
-    "sit_out",
-    "sync_module_states",
-    "trace",
-    "uneven",
-    "unsharded",
-    "weigh",
-]
+if TYPE_CHECKING:  # the same as in _MODULES; "as" exports a name to the users of type checkers
+    from composable_shard.api import fully_shard as fully_shard
+    from composable_shard.api import register_fsdp_forward_method as register_fsdp_forward_method
+    from composable_shard.api import share_comm_ctx as share_comm_ctx
+    from composable_shard.core.transport.collectives import AllGather as AllGather
+    from composable_shard.core.transport.collectives import ReduceScatter as ReduceScatter
+    from composable_shard.errors import CommunicationError as CommunicationError
+    from composable_shard.errors import ExtensionError as ExtensionError
+    from composable_shard.errors import MaterializationError as MaterializationError
+    from composable_shard.errors import RankMismatchError as RankMismatchError
+    from composable_shard.errors import ShardError as ShardError
+    from composable_shard.errors import StaleParameterError as StaleParameterError
+    from composable_shard.insight.estimate import estimate as estimate
+    from composable_shard.insight.explain import explain as explain
+    from composable_shard.insight.trace import trace as trace
+    from composable_shard.mesh import DataParallelMeshDims as DataParallelMeshDims
+    from composable_shard.mesh import ShardPlacementResult as ShardPlacementResult
+    from composable_shard.module import FSDPModule as FSDPModule
+    from composable_shard.module import GradientReductionHandle as GradientReductionHandle
+    from composable_shard.module import UnshardHandle as UnshardHandle
+    from composable_shard.policy import CPUOffloadPolicy as CPUOffloadPolicy
+    from composable_shard.policy import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from composable_shard.policy import OffloadPolicy as OffloadPolicy
+    from composable_shard.train.clip import clip_grad_norm_ as clip_grad_norm_
+    from composable_shard.train.grad_scaler import ShardedGradScaler as ShardedGradScaler
+    from composable_shard.train.init import init_sharded as init_sharded
+    from composable_shard.train.init import sync_module_states as sync_module_states
+    from composable_shard.train.moving import move as move
+    from composable_shard.train.parking import parked as parked
+    from composable_shard.train.uneven import sit_out as sit_out
+    from composable_shard.train.uneven import uneven as uneven
+    from composable_shard.train.unsharded import unsharded as unsharded
+    from composable_shard.train.weighing import weigh as weigh
+    from composable_shard.train.weights.load import load_sharded as load_sharded
+    from composable_shard.train.weights.save import save_full as save_full
+    from composable_shard.train.weights.stream import changed_since as changed_since
+    from composable_shard.train.weights.stream import iter_full as iter_full
+    from composable_shard.train.weights.stream import local_shards as local_shards
+    from composable_shard.train.wrap import apply_fully_shard as apply_fully_shard
 
 _MODULES = {
     "api": ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx"),
@@ -110,9 +79,11 @@ _MODULES = {
     "train.weights.stream": ("changed_since", "iter_full", "local_shards"),
     "train.wrap": ("apply_fully_shard",),
 }
-"""Where each public name is defined; for type checkers, the imports above say the same."""
+"""Where each public name is defined."""
 
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> object:

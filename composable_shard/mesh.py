@@ -315,13 +315,20 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
             f"{mesh.device_type} devices, but none is available; make the mesh for the device type "
             "of the machine, such as init_device_mesh('cpu', ...)"
         )
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    return current_device()
 
 
 def default_device_type() -> str:
     """Return the type of the available accelerators; "cpu" if there is none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
+
+
+def current_device() -> torch.device:
+    """Return the current accelerator; the CPU if there is none."""
+    kind = default_device_type()
+    index = None if kind == "cpu" else torch.accelerator.current_device_index()
+    return torch.device(kind) if index is None else torch.device(kind, index)
 
 
 def placement_of(

@@ -127,9 +127,8 @@ def is_executing(frame: FrameType) -> bool:
     return False
 
 
-def is_batch_norm(module: nn.Module) -> bool:
-    """Return whether a module is a batch norm, of any number of dims, synchronized or not."""
-    return isinstance(module, _BatchNorm)
+BatchNorm = _BatchNorm
+"""The base of batch norms of any number of dims, synchronized or not."""
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:

@@ -238,7 +238,7 @@ class PreciseNormWeights:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._norms = [module for module in modules if _torch.is_batch_norm(module)]
+        self._norms = [module for module in modules if isinstance(module, _torch.BatchNorm)]
         self._replaced: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = []
 
     @property

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -31,10 +30,10 @@ from composable_shard.compat.fsdp1.options import (
     MixedPrecision,
     ProcessGroups,
     ShardingStrategy,
-    choose,
+    picked_by,
 )
 from composable_shard.compat.fsdp1.state_dicts import Wrapper
-from composable_shard.mesh import start_process_group
+from composable_shard.mesh import current_device, start_process_group
 from composable_shard.train.wrap import has_forward, inside_out
 
 # The modules of one wrapper, without ignored modules and those of inner wrappers ------------------
@@ -113,22 +112,23 @@ def scope_of(
         is_plain, kind = not isinstance(inner, FSDPModule), type(inner).__name__
         check_value("ignored modules", kind, is_plain, "that are not sharded")
     params += [param for inner in modules for param in inner.parameters(False)]
-    ignored = frozenset(modules)
-    return Scope(tuple(_walk(module, ignored)), ignored, frozenset(params))
+    return Scope(modules_of(module, modules), frozenset(modules), frozenset(params))
 
 
-def _walk(top: nn.Module, ignored: frozenset[nn.Module]) -> Iterator[nn.Module]:
-    """Yield modules from the top down, each once, except ignored, wrapped and sharded ones."""
-    left, seen = [top], set[nn.Module]()
-    while left:
-        module = left.pop()
-        if module in seen or module in ignored:
-            continue
-        if isinstance(module, (Wrapper, FSDPModule)) and module is not top:
-            continue
-        seen.add(module)
-        yield module
-        left += reversed(list(module.children()))
+def modules_of(top: nn.Module, left_out: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
+    """Return the modules of a wrapper from the top down, each once, in FSDP1's breadth-first order.
+
+    Args:
+        top: The wrapped module.
+        left_out: Modules to leave out with all modules below, besides wrapped and sharded ones.
+    """
+    found, seen = [top], {top, *left_out}
+    for module in found:  # grows during the loop
+        for child in module.children():
+            if child not in seen and not isinstance(child, (Wrapper, FSDPModule)):
+                seen.add(child)
+                found.append(child)
+    return tuple(found)
 
 
 # The device of compute ----------------------------------------------------------------------------
@@ -143,10 +143,7 @@ def resolve_device(scope: Scope, choices: Choices) -> torch.device:
         RuntimeError: If parameters lie on several devices.
         ValueError: If the device of the parameters, ``device_id`` and the current device differ.
     """
-    current = _CPU
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None:
-        current = torch.device(accelerator.type, torch.accelerator.current_device_index())
+    current = current_device()
     asked = _asked_device(choices, current)
     if asked == _CPU:
         current = _CPU
@@ -172,15 +169,14 @@ def _asked_device(choices: Choices, current: torch.device) -> torch.device | Non
     device_id, mesh = choices.device_id, choices.device_mesh
     if device_id is None:
         return _CPU if mesh is not None and mesh.device_type == "cpu" else None
-    if isinstance(device_id, int) and not isinstance(device_id, bool) and current != _CPU:
-        return torch.device(current.type, device_id)
-    asked = None if isinstance(device_id, int) else torch.device(device_id)
-    if asked == _CPU:
-        return _CPU
-    fits = asked is not None and asked.type == current.type
-    check_value("device_id", device_id, fits, f"to be a device of this machine, such as {current}")
-    assert asked is not None
-    if asked.index is None:
+    if isinstance(device_id, int):
+        device_id = torch.device(current.type, int(device_id))
+    asked = torch.device(device_id)
+    fits = asked == _CPU or asked.type == current.type != "cpu"
+    check_value(
+        "device_id", choices.device_id, fits, f"to be a device of this machine, such as {current}"
+    )
+    if asked.index is None and asked != _CPU:
         warnings.warn(
             f"device_id {asked} of {_rank()} does not have an explicit index: the current device, "
             f"{current}, is used; pass it, or set another device first",
@@ -212,8 +208,8 @@ def materialize(
 
     Args:
         scope: The modules of the wrapper.
-        init_fn: Called with each of the modules, in the order of FSDP1. If absent, modules on the
-            meta device are initialized by their ``reset_parameters()``.
+        init_fn: Called with each of the modules. If absent, modules on the meta device are
+            initialized by their ``reset_parameters()``.
         device: The device of the new tensors.
     """
     held, on_meta = scope.held(), scope.on_meta()
@@ -226,15 +222,10 @@ def materialize(
         if param in scope.ignored_params
     ]
     for registered, name, param in aside:  # so that it keeps its values
-        other = torch.empty(param.shape, dtype=param.dtype, device="meta")
+        other = torch.empty_like(param, device="meta")
         registered[name] = nn.Parameter(other, param.requires_grad)
-    breadth_first, left = [*scope.modules[:1]], {*scope.modules[1:]}  # the order of FSDP1
-    for module in breadth_first:  # grows during the loop
-        children = [child for child in dict.fromkeys(module.children()) if child in left]
-        breadth_first += children
-        left.difference_update(children)
     try:
-        for module in breadth_first:
+        for module in scope.modules:
             if init_fn is not None:
                 init_fn(module)
             elif module in on_meta:
@@ -244,33 +235,19 @@ def materialize(
     finally:
         for registered, name, param in aside:
             registered[name] = param
+    top = scope.modules[0]
+    order: dict[nn.Module | None, int] = {module: n for n, module in enumerate(top.modules())}
     for old, places in held.items():
-        new = _tied(old, places[0], scope.modules[0])
+        first = min(places, key=lambda place: order[place.module])
+        new = first.registered[first.name]
+        if old.is_meta and new is not old:
+            known, initialized_by = _real.setdefault(old, (new, weakref.ref(first.module)))
+            if order[first.module] < order.get(initialized_by(), 0):
+                known.data.copy_(new)  # .data: its version must not change
+                _real[old] = known, weakref.ref(first.module)
+            new = known
         for place in places:
             place.registered[place.name] = new
-
-
-def _tied(old: torch.Tensor, first: Place, root: nn.Module) -> torch.Tensor:
-    """Return the replacement of ``old``, which another wrapper may have made before.
-
-    Args:
-        old: A parameter or buffer, as it was before this wrapper initialized its modules.
-        first: The first of its places in this wrapper, which has been initialized.
-        root: The wrapped module.
-    """
-    new: torch.Tensor = first.registered[first.name]
-    if new is old or not old.is_meta:
-        return new
-    if old not in _real:
-        _real[old] = new, weakref.ref(first.module)
-        return new
-    tensor, module = _real[old]
-    order = list(root.modules())
-    if module() in order and order.index(first.module) < order.index(module()):
-        tensor.data.copy_(new)  # .data: its version must not change
-        _real[old] = tensor, weakref.ref(first.module)
-    replacement: torch.Tensor = tensor
-    return replacement
 
 
 def stays_on_cpu(scope: Scope, choices: Choices, device: torch.device) -> bool:
@@ -293,7 +270,7 @@ def stays_on_cpu(scope: Scope, choices: Choices, device: torch.device) -> bool:
     warnings.warn(
         f"The module is on CPU and stays there: move it to {device} before training, or pass "
         "device_id to have it moved now",
-        stacklevel=4,
+        stacklevel=5,
     )
     return True
 
@@ -321,10 +298,12 @@ class Layout(NamedTuple):
     Attributes:
         strategy: The strategy; ``NO_SHARD`` on one rank.
         mesh: The mesh for ``fully_shard``, with names if an axis replicates.
+        dims: The axis that replicates, if no axis shards.
     """
 
     strategy: ShardingStrategy
     mesh: DeviceMesh
+    dims: DataParallelMeshDims | None
 
 
 def resolve_layout(choices: Choices, device_type: str, wraps_below: bool) -> Layout:
@@ -354,9 +333,9 @@ def resolve_layout(choices: Choices, device_type: str, wraps_below: bool) -> Lay
         mesh = _mesh_of_nodes(device_type) if strategy.is_hybrid else None
     if mesh is None:
         mesh = _mesh_of_groups(group or dist.group.WORLD, strategy, device_type)
-    axes = "2 axes (replicate, shard)" if strategy.is_hybrid else "1 axis"
+    what = "2 axes (replicate, shard)" if strategy.is_hybrid else "1 axis"
     fits = mesh.ndim == 1 + strategy.is_hybrid
-    check_value("device_mesh", mesh, fits, f"to have {axes} for {strategy}")
+    check_value("device_mesh", mesh, fits, f"to have {what} for {strategy}")
     is_replicated = strategy is ShardingStrategy.NO_SHARD and mesh.size() > 1
     if mesh.mesh_dim_names is None and (strategy.is_hybrid or is_replicated):
         groups, names = [mesh.get_group(axis) for axis in range(mesh.ndim)], _NAMES[: mesh.ndim]
@@ -366,7 +345,8 @@ def resolve_layout(choices: Choices, device_type: str, wraps_below: bool) -> Lay
             f"One rank has nothing to shard: it uses `NO_SHARD` instead of {strategy}", stacklevel=4
         )
         strategy = ShardingStrategy.NO_SHARD
-    return Layout(strategy, mesh)
+    axes = mesh.mesh_dim_names
+    return Layout(strategy, mesh, DataParallelMeshDims(replicate=axes) if is_replicated else None)
 
 
 def _mesh_of_groups(
@@ -406,28 +386,26 @@ def _mesh_of_nodes(device_type: str) -> DeviceMesh:
 # Wrapping and sharding ----------------------------------------------------------------------------
 
 
-Below = list[tuple[nn.Module, dict[str, Any]]]
-"""The modules to wrap, inner modules first, each with the arguments of its wrapper."""
-
-
 def chosen_below(
-    root: nn.Module, scope: Scope, policy: AutoWrapPolicy, arguments: dict[str, Any]
-) -> Below:
-    """Return the modules below ``root`` that a policy picks, without containers."""
+    root: nn.Module, scope: Scope, policy: AutoWrapPolicy, arguments: Mapping[str, Any]
+) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Return the modules below ``root`` that a policy picks, with the arguments of their wrappers.
+
+    Inner modules come first, and containers are left out.
+    """
     wrapped = (m for m in root.modules() if isinstance(m, (Wrapper, FSDPModule)))
-    left_alone = scope.ignored_modules | {inner for outer in wrapped for inner in outer.modules()}
-    chosen = choose(root, policy, left_alone, scope.ignored_params, arguments)
-    precision = arguments["mixed_precision"]
-    if precision is not None:
-        for module in root.modules():
-            if precision.exempts(module) and module is not root and module not in left_alone:
-                own = {"mixed_precision": precision.exempted(module)}
-                chosen[module] = {**chosen.get(module, arguments), **own}
-    return [
-        (module, chosen[module])
-        for module in inside_out(root, set())
-        if module in chosen and has_forward(module)
-    ]
+    left_alone = scope.ignored_modules.union(*(outer.modules() for outer in wrapped))
+    picked = picked_by(policy, root, left_alone, scope.ignored_params)
+    precision, below = arguments["mixed_precision"], []
+    for module in inside_out(root, set(left_alone)):
+        own = picked.get(module)
+        if precision is not None and precision.exempts(module):
+            own = {**(own or {}), "mixed_precision": precision.exempted(module)}
+        if own is not None and module is not root and has_forward(module):
+            if unknown := sorted(own.keys() - arguments.keys()):
+                raise TypeError(f"Expected lambda_fn to return arguments of FSDP, got {unknown}")
+            below.append((module, {**arguments, **own}))
+    return below
 
 
 class Plan:
@@ -435,99 +413,94 @@ class Plan:
 
     Args:
         module: The module to wrap.
-        choices: Its arguments.
-        ignored: ``ignored_modules`` and ``ignored_states``.
-        policy: Selects modules below to wrap with the same arguments.
+        arguments: All arguments of the wrapper, by name.
+        planned: Modules below that get wrappers of their own.
 
     Attributes:
+        module: The module to wrap.
+        choices: The arguments that are also those of the wrappers below.
         device: The device of compute.
         layout: The ranks.
+        scope: The modules that this wrapper shards itself.
+        below: The plans of the modules below that the policy picks, inner modules first.
 
     Raises:
         RuntimeError: If parameters lie on several devices.
-        TypeError: If an argument has the wrong type.
+        TypeError: If an argument has the wrong type or an unknown name.
         ValueError: If arguments, the module and the current device conflict.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        choices: Choices,
-        ignored: tuple[Any, Any],
-        policy: AutoWrapPolicy | None,
+        arguments: Mapping[str, Any],
+        planned: Collection[nn.Module] = (),
     ) -> None:
-        self._module, self._choices = module, choices
-        self._scope = scope_of(module, *ignored)
-        self.device = resolve_device(self._scope, choices)
-        self.layout = resolve_layout(choices, self.device.type, policy is not None)
-        self._below: Below = []
+        self.module, self.choices = module, Choices.of(arguments)
+        scope = scope_of(module, arguments["ignored_modules"], arguments["ignored_states"])
+        policy = arguments.get("auto_wrap_policy")
+        self.device = resolve_device(scope, self.choices)
+        self.layout = resolve_layout(self.choices, self.device.type, policy is not None)
+        self.below: list[Plan] = []
         if policy is not None:
             # Inner wrappers have the ranks and the device of the outer one.
-            arguments = vars(choices).copy()
-            arguments["ignored_states"] = self._scope.ignored_modules or self._scope.ignored_params
-            if choices.device_id is not None:
-                arguments["device_id"] = self.device
+            shared = {**vars(self.choices), "ignored_modules": None}
+            shared["ignored_states"] = scope.ignored_modules or scope.ignored_params
+            if self.choices.device_id is not None:
+                shared["device_id"] = self.device
             if self.layout.strategy.is_hybrid:
-                arguments |= {"process_group": None, "device_mesh": self.layout.mesh}
-            self._below = chosen_below(module, self._scope, policy, arguments)
+                shared |= {"process_group": None, "device_mesh": self.layout.mesh}
+            chosen = chosen_below(module, scope, policy, shared)
+            planned = [inner for inner, _ in chosen]
+            self.below = [Plan(inner, own, planned) for inner, own in chosen]
+        left_out = {*scope.ignored_modules, *planned}
+        self.scope = replace(scope, modules=modules_of(module, left_out))
 
-    def check(self, wrapper_class: type[nn.Module]) -> None:
+    def check(self) -> None:
         """Raise the errors of wrapping before anything is wrapped, initialized or sharded.
 
         Raises:
-            TypeError: If an argument of a wrapper has the wrong type or an unknown name.
             ValueError: If a module cannot be sharded by its arguments.
             MaterializationError: If a module on the meta device cannot be initialized.
         """
-        calls, has_own = [], set[nn.Module]()
-        for module, arguments in self._below:
-            signature(wrapper_class).bind(module, **arguments)
-            chosen, layout = Choices.of(arguments), self.layout
-            scope = scope_of(module, arguments.get("ignored_modules"), arguments["ignored_states"])
-            if chosen.sharding_strategy is not self._choices.sharding_strategy:
-                layout = resolve_layout(chosen, layout.mesh.device_type, wraps_below=False)
-            calls.append(([module], _arguments(scope, layout, chosen)))
-            if chosen.param_init_fn is not None:
-                has_own.update(module.modules())
-        calls.append((_plain(self._module), self._arguments))
-        check_calls((modules, arguments) for modules, arguments in calls if modules)
-        for module in self._scope.on_meta() - has_own:
-            resets = callable(getattr(module, "reset_parameters", None))
-            if self._choices.param_init_fn is None and not resets:
-                raise MaterializationError(
-                    f"Expected {type(module).__name__} on the meta device to have "
-                    "reset_parameters(), got none; pass param_init_fn"
-                )
+        plans = [*self.below, self]
+        check_calls((plan.tops, plan.shard_arguments) for plan in plans if plan.tops)
+        for plan in plans:
+            needs_reset = plan.choices.param_init_fn is None
+            for module in plan.scope.on_meta() if needs_reset else ():
+                if not callable(getattr(module, "reset_parameters", None)):
+                    raise MaterializationError(
+                        f"Expected {type(module).__name__} on the meta device to have "
+                        "reset_parameters(), got none; pass param_init_fn"
+                    )
 
-    def wrap_below(self, wrapper_class: type[nn.Module]) -> None:
-        """Replace the chosen modules by wrappers."""
+    def wrap_below(self, wrap: Callable[[Plan], nn.Module]) -> None:
+        """Replace the planned modules by wrappers, everywhere in the module."""
         places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-        for parent in self._module.modules():
+        for parent in self.module.modules():
             for name, child in vars(parent)["_modules"].items():
                 places.setdefault(child, []).append((parent, name))
-        for module, arguments in self._below:
-            wrapper = wrapper_class(module, **arguments)
-            for parent, name in places[module]:
+        for plan in self.below:
+            wrapper = wrap(plan)
+            for parent, name in places[plan.module]:
                 setattr(parent, name, wrapper)
-        modules = tuple(_walk(self._module, self._scope.ignored_modules))
-        self._scope = replace(self._scope, modules=modules)
 
     def shard(self) -> tuple[nn.Module, ...]:
         """Shard the module, or the modules in a container; return the sharded modules."""
-        module, scope, choices = self._module, self._scope, self._choices
+        module, scope, choices = self.module, self.scope, self.choices
         if not has_forward(module):
             warnings.warn(
                 f"{type(module).__name__} has no forward, so it cannot gather the parameters in "
                 "it: calls of its modules gather them; wrap these modules one by one",
-                stacklevel=3,
+                stacklevel=4,
             )
         materialize(scope, choices.param_init_fn, self.device)
         stays = stays_on_cpu(scope, choices, self.device)
         if choices.sync_module_states:
             synchronize(scope, self.layout.mesh)
         kept = [(inner, dict(inner._buffers)) for inner in scope.ignored_modules]
-        if plain := _plain(module):
-            fully_shard(plain, **self._arguments)
+        if self.tops:
+            fully_shard(self.tops, **self.shard_arguments)
         for inner, buffers in kept:
             inner._buffers.update(buffers)
         if stays:
@@ -537,27 +510,21 @@ class Plan:
         return tuple(_tops(module))
 
     @property
-    def _arguments(self) -> dict[str, Any]:
-        return _arguments(self._scope, self.layout, self._choices)
+    def tops(self) -> list[nn.Module]:
+        """The modules to shard: the module, or those in a container that are not sharded yet."""
+        return [top for top in _tops(self.module) if not isinstance(top, FSDPModule)]
 
-
-def _arguments(scope: Scope, layout: Layout, choices: Choices) -> dict[str, Any]:
-    """Return the arguments for ``fully_shard``."""
-    strategy, mesh = layout
-    axes = mesh.mesh_dim_names
-    is_replicated = strategy is ShardingStrategy.NO_SHARD and mesh.size() > 1
-    return {
-        "mesh": mesh,
-        "dp_mesh_dims": DataParallelMeshDims(replicate=axes) if is_replicated else None,
-        "reshard_after_forward": strategy.reshard_after_forward,
-        "mp_policy": (choices.mixed_precision or MixedPrecision()).policy(),
-        "offload_policy": choices.cpu_offload.policy(),
-        "ignored_params": set(scope.ignored_params),
-    }
-
-
-def _plain(module: nn.Module) -> list[nn.Module]:
-    return [top for top in _tops(module) if not isinstance(top, FSDPModule)]
+    @property
+    def shard_arguments(self) -> dict[str, Any]:
+        """The arguments for ``fully_shard``."""
+        return {
+            "mesh": self.layout.mesh,
+            "dp_mesh_dims": self.layout.dims,
+            "reshard_after_forward": self.layout.strategy.reshard_after_forward,
+            "mp_policy": (self.choices.mixed_precision or MixedPrecision()).policy(),
+            "offload_policy": self.choices.cpu_offload.policy(),
+            "ignored_params": set(self.scope.ignored_params),
+        }
 
 
 def _tops(module: nn.Module) -> list[nn.Module]:

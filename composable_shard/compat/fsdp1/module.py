@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, cast
@@ -26,43 +25,6 @@ from composable_shard.train.wrap import inside_out
 _EVAL_VARIABLES = ("COMPOSABLE_SHARD_FULL_PRECISION_IN_EVAL", "FSDP_USE_FULL_PREC_IN_EVAL")
 
 
-_checked: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def check_tree(root: FullyShardedDataParallel) -> None:
-    """Check all wrappers below a root, once; install hooks for new optimizers in backward.
-
-    Raises:
-        ValueError: If wrappers differ in an option that must be the same in all.
-        RuntimeError: For an optimizer in backward without ``use_orig_params``.
-    """
-    contexts = [group.tree for group in root.fsdp_groups()]
-    if not all(context in _checked for context in contexts):
-        wrappers = root.fsdp_modules(root)
-        for name in ("use_orig_params", "limit_all_gathers", "full_precision_in_eval"):
-            values = sorted({getattr(wrapper, f"fsdp_{name}") for wrapper in wrappers})
-            what = f"for {name} in nested wrappers"
-            check_value("one homogeneous value", values, len(values) < 2, what)
-        _checked.update(contexts)
-    if torch.is_grad_enabled():
-        _step_in_backward(root)
-
-
-def _step_in_backward(root: FullyShardedDataParallel) -> None:
-    """Install hooks that step optimizers as soon as a gradient is reduced."""
-    for group in (member for top in root.fsdp_groups() for member in top.tree.groups):
-        for param in group.params:
-            if not _torch.optimizers_in_backward(param.sharded):
-                continue
-            if not root.fsdp_use_orig_params:
-                raise RuntimeError(
-                    f"Expected no optimizer in backward, got one for '{param.name}' of "
-                    f"{group.label}, which is only supported with use_orig_params=True"
-                )
-            if step_and_clear not in _torch.gradient_hooks(param.sharded):
-                param.sharded.register_post_accumulate_grad_hook(step_and_clear)
-
-
 def step_and_clear(param: torch.Tensor) -> None:
     """Step the optimizers of a parameter, and drop its gradient."""
     for optimizer in _torch.optimizers_in_backward(param):
@@ -71,17 +33,21 @@ def step_and_clear(param: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def precision(wrapper: FullyShardedDataParallel) -> Iterator[bool]:
-    """Set the dtype of compute; yield whether it is the policy's.
+def precision(wrapper: FullyShardedDataParallel) -> Iterator[torch.dtype | None]:
+    """Compute in the dtype of the policy, and yield it.
 
-    Otherwise gather and register full parameters in their own dtype.
+    In evaluation with full precision, gather and register full parameters in their own dtype, and
+    yield ``None``.
 
     Raises:
         ShardError: If gradients are enabled in a forward with full parameters.
     """
-    lowers = wrapper.module.training or not wrapper.fsdp_full_precision_in_eval
-    if lowers or wrapper.mixed_precision.param_dtype is None:
-        yield True
+    dtype, lowers_in_eval = (
+        wrapper.mixed_precision.param_dtype,
+        not wrapper.fsdp_full_precision_in_eval,
+    )
+    if dtype is None or wrapper.module.training or lowers_in_eval:
+        yield dtype
         return
     if torch.is_grad_enabled():
         raise ShardError(
@@ -89,7 +55,7 @@ def precision(wrapper: FullyShardedDataParallel) -> Iterator[bool]:
             f"gradients enabled; or unset {' and '.join(_EVAL_VARIABLES)}"
         )
     with unsharded(wrapper.module, recurse=False, writeback=False):
-        yield False
+        yield None
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
@@ -166,27 +132,34 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
-        super().__init__()
         check_module("module", module)
         if isinstance(module, FSDPModule):
             raise ValueError(
                 f"Expected a module that is not sharded, got {type(module).__name__}, which "
                 "fully_shard was applied to before; wrap the module around it, or use it as it is"
             )
-        choices = options.Choices.of(locals())
-        self.fsdp_use_orig_params, self.fsdp_limit_all_gathers = use_orig_params, limit_all_gathers
-        self.mixed_precision = mixed_precision or options.MixedPrecision()
+        plan = construction.Plan(module, locals())
+        plan.check()
+        self.fsdp_wrap(plan)
+
+    def fsdp_wrap(self, plan: construction.Plan) -> FullyShardedDataParallel:
+        """Wrap and shard the modules below, then shard the module; return the wrapper."""
+        super().__init__()
+        choices = plan.choices
+        self.fsdp_use_orig_params = choices.use_orig_params
+        self.fsdp_limit_all_gathers = choices.limit_all_gathers
+        self.mixed_precision = choices.mixed_precision or options.MixedPrecision()
         self.fsdp_full_precision_in_eval = any(
             os.environ.get(name) == "1" for name in _EVAL_VARIABLES
         )
-        ignored = ignored_modules, ignored_states
-        plan = construction.Plan(module, choices, ignored, auto_wrap_policy)
         self.compute_device, self.sharding_strategy = plan.device, plan.layout.strategy
-        plan.check(type(self))
-        plan.wrap_below(type(self))
+        self._is_checked = False
+        kind = FullyShardedDataParallel
+        plan.wrap_below(lambda inner: kind.__new__(kind).fsdp_wrap(inner))
         self._tops = plan.shard()
-        self._fsdp_wrapped_module = module
-        self.training = module.training
+        self._fsdp_wrapped_module = plan.module
+        self.training = plan.module.training
+        return self
 
     # The wrapped module ---------------------------------------------------------------------
 
@@ -287,19 +260,40 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         """
         is_root = self.check_is_root()
         if is_root:
-            check_tree(self)
+            self._check_tree()
         given: list[InputContainer] = []
-        with precision(self) as lowers:
+        with precision(self) as dtype:
             policy = self.mixed_precision
             casts = policy.cast_root_forward_inputs if is_root else policy.cast_forward_inputs
-            if lowers and casts and policy.param_dtype is not None:
-                cast = partial(_cast, policy.param_dtype)
-                args, kwargs = map_tensors(cast, (args, kwargs), given)
+            if casts and dtype is not None:
+                args, kwargs = map_tensors(partial(_cast, dtype), (args, kwargs), given)
             output = self._fsdp_wrapped_module(*args, **kwargs)
         _, lost = find_changes(given, type(self.module).__name__)
         if lost is not None:
             raise lost
         return output
+
+    def _check_tree(self) -> None:
+        """Check all wrappers below, once; step optimizers as soon as a gradient is reduced."""
+        if not self._is_checked:
+            wrappers = self.fsdp_modules(self)
+            for name in ("use_orig_params", "limit_all_gathers", "full_precision_in_eval"):
+                values = sorted({getattr(wrapper, f"fsdp_{name}") for wrapper in wrappers})
+                what = f"for {name} in nested wrappers"
+                check_value("one homogeneous value", values, len(values) < 2, what)
+            self._is_checked = True
+        trees = [group.tree for group in self.fsdp_groups() if torch.is_grad_enabled()]
+        for group in (member for tree in trees for member in tree.groups):
+            for param in group.params:
+                if not _torch.optimizers_in_backward(param.sharded):
+                    continue
+                if not self.fsdp_use_orig_params:
+                    raise RuntimeError(
+                        f"Expected no optimizer in backward, got one for '{param.name}' of "
+                        f"{group.label}, which is only supported with use_orig_params=True"
+                    )
+                if step_and_clear not in _torch.gradient_hooks(param.sharded):
+                    param.sharded.register_post_accumulate_grad_hook(step_and_clear)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

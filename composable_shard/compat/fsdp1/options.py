@@ -14,34 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
 
-from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, _torch
 from composable_shard.arguments import check_type, check_value
 from composable_shard.train.wrap import inside_out
-
-__all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "CustomPolicy",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "ModuleWrapPolicy",
-    "OptimStateDictConfig",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "always_wrap_policy",
-    "lambda_auto_wrap_policy",
-    "size_based_auto_wrap_policy",
-    "transformer_auto_wrap_policy",
-]
 
 # Strategy, precision and offload ------------------------------------------------------------------
 
@@ -127,9 +103,7 @@ class MixedPrecision:
     keep_low_precision_grads: bool = False
     cast_forward_inputs: bool = False
     cast_root_forward_inputs: bool = True
-    _module_classes_to_ignore: Sequence[type[nn.Module]] = (
-        *(BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm),
-    )
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (_torch.BatchNorm,)
     _output_dtype: torch.dtype | None = None
 
     def exempts(self, module: nn.Module) -> bool:
@@ -177,29 +151,29 @@ class Choices:
     device_mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in _KINDS.items():
-            value = getattr(self, name)
+        for name, value in vars(self).items():
+            kind = _KINDS.get(name, bool)
             fits = value is None or isinstance(value, kind)
             check_type(name, value, fits, f"a {kind.__module__}.{kind.__name__}")
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Choices:
         """Select the choices among all arguments of a wrapper; ``None`` means the default."""
-        given = {one.name: arguments[one.name] for one in fields(cls) if one.name in arguments}
+        given = {option.name: arguments[option.name] for option in fields(cls)}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
 
 _KINDS: dict[str, Any] = {
+    "process_group": object,  # checked with the strategy
     "sharding_strategy": ShardingStrategy,
     "cpu_offload": CPUOffload,
     "backward_prefetch": BackwardPrefetch,
     "mixed_precision": MixedPrecision,
     "param_init_fn": Callable,
+    "device_id": object,  # checked with the devices of this machine
     "device_mesh": DeviceMesh,
-    **dict.fromkeys(
-        ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params"), bool
-    ),
 }
+"""The class of each option; all others are flags."""
 
 # State dicts --------------------------------------------------------------------------------------
 
@@ -218,12 +192,10 @@ class FullStateDictConfig(StateDictConfig):
     rank0_only: bool = False
 
 
-@dataclass(frozen=True)
 class LocalStateDictConfig(StateDictConfig):
     """The choices for this rank's shards."""
 
 
-@dataclass(frozen=True)
 class ShardedStateDictConfig(StateDictConfig):
     """The choices for DTensors."""
 
@@ -249,7 +221,6 @@ class LocalOptimStateDictConfig(OptimStateDictConfig):
     offload_to_cpu: bool = False
 
 
-@dataclass(frozen=True)
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
     """The choices for DTensors."""
 
@@ -388,50 +359,49 @@ def size_based_auto_wrap_policy(
 AutoWrapPolicy = Callable[..., bool] | ModuleWrapPolicy | CustomPolicy
 
 
-def choose(
-    root: nn.Module,
+def picked_by(
     policy: Any,
+    root: nn.Module,
     left_alone: Collection[nn.Module],
     ignored: Collection[nn.Parameter],
-    arguments: dict[str, Any],
 ) -> dict[nn.Module, dict[str, Any]]:
-    """Return the modules below ``root`` to wrap, with their arguments.
+    """Return the modules below ``root`` that a policy picks, with arguments of their own.
 
     Args:
-        root: The module that is being wrapped; never returned.
         policy: A policy object or function.
+        root: The module that is being wrapped; never returned.
         left_alone: Ignored and wrapped modules, with all modules below them.
         ignored: Parameters to leave out of element counts.
-        arguments: The arguments, which a ``CustomPolicy`` may replace.
 
     Raises:
         TypeError: If ``policy`` is neither a policy object nor a function.
         ValueError: If the function of a ``CustomPolicy`` returns neither a bool nor a dict.
     """
+    picked, seen = dict[nn.Module, dict[str, Any]](), set(left_alone)
     if isinstance(policy, CustomPolicy):
-        below = (module for module in inside_out(root, set(left_alone)) if module is not root)
-        answers = ((module, policy.arguments_for(module)) for module in below)
-        return {module: {**arguments, **own} for module, own in answers if own is not None}
+        below = [module for module in inside_out(root, seen) if module is not root]
+        answers = {module: policy.arguments_for(module) for module in below}
+        return {module: own for module, own in answers.items() if own is not None}
     fits = callable(policy) and not isinstance(policy, type)
     what = "a function, a ModuleWrapPolicy or a CustomPolicy"
     check_type("auto_wrap_policy", policy, fits, what)
-    chosen, seen, ignored_ids = {}, set(left_alone), {id(param) for param in ignored}
 
     def visit(module: nn.Module) -> int:
         """Call the policy before and after the children; return the elements in wrappers below."""
         if module in seen:
             return 0
         seen.add(module)
-        numel = sum(p.numel() for p in module.parameters() if id(p) not in ignored_ids)
+        numel = sum(p.numel() for p in module.parameters() if p not in ignored)
         if not policy(module=module, recurse=True, nonwrapped_numel=numel):
             return 0
         wrapped = sum(map(visit, module.children()))
-        if module is root:
+        is_picked = module is not root and policy(
+            module=module, recurse=False, nonwrapped_numel=numel - wrapped
+        )
+        if not is_picked:
             return wrapped
-        if not policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
-            return wrapped
-        chosen[module] = dict(arguments)
+        picked[module] = {}
         return numel
 
     visit(root)
-    return chosen
+    return picked

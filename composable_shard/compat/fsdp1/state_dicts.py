@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.compat.fsdp1.options import (
@@ -39,27 +39,28 @@ def is_first_rank(module: nn.Module) -> bool:
 
 
 def converted(
-    values: Sequence[torch.Tensor],
+    values: Mapping[Any, torch.Tensor],
     kind: StateDictType,
     config: StateDictConfig | OptimStateDictConfig,
-) -> list[torch.Tensor | None]:
-    """Convert sharded tensors to the form of a type of state dicts.
+) -> dict[Any, torch.Tensor | None]:
+    """Convert sharded tensors, by any keys, to the form of a type of state dicts.
 
     With ``rank0_only``, full tensors are ``None`` on the other ranks.
 
     Collective: for full tensors their gathers.
     """
     device = torch.device("cpu") if config.offload_to_cpu else None
-    sharded = {id(value): value for value in values if isinstance(value, DTensor)}
-    found: dict[int, torch.Tensor | None] = {}
+    sharded = {key: value for key, value in values.items() if isinstance(value, DTensor)}
+    found: dict[Any, torch.Tensor | None] = dict(values)
     if kind is StateDictType.FULL_STATE_DICT:
         names, first_only = ["a value of the state dict"] * len(sharded), is_rank0_only(config)
         fulls = full_copies(list(sharded.values()), names, first_only=first_only, device=device)
         found.update(zip(sharded, fulls, strict=True))
     elif kind is StateDictType.LOCAL_STATE_DICT:
-        found = {key: _torch.local_tensor(value).detach() for key, value in sharded.items()}
-    kept = [found.get(id(value), value) for value in values]
-    return [one if one is None or device is None else one.to(device) for one in kept]
+        found |= {key: _torch.local_tensor(value).detach() for key, value in sharded.items()}
+    if device is None:
+        return found
+    return {key: value if value is None else value.to(device) for key, value in found.items()}
 
 
 def sharded_like(param: DTensor, value: torch.Tensor) -> DTensor:
@@ -81,15 +82,6 @@ def shard_of(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return value
     is_shard = value.shape == _torch.local_tensor(param).shape
     return _torch.local_like(param, value) if is_shard else value
-
-
-# Names ------------------------------------------------------------------------------------------
-
-
-def rename_keys(states: MutableMapping[str, Any], old: str, new: str) -> None:
-    """Replace a prefix of keys, in place; the order of the keys stays."""
-    for key in [key for key in states if key.startswith(old)]:
-        states[new + key.removeprefix(old)] = states.pop(key)
 
 
 # The type of the state dicts of wrappers ----------------------------------------------------------
@@ -235,22 +227,22 @@ def _after_save(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_: o
 
     Inner wrappers have already converted their tensors, which are no longer DTensors.
     """
-    rename_keys(state_dict, prefix + _INNER, prefix)
+    _rename_keys(state_dict, prefix + _INNER, prefix)
     about = _torch.state_dict_metadata(state_dict)
-    for name in [name for name in about if f"{name}.".startswith(prefix + _INNER)]:
-        clean = prefix + f"{name}.".removeprefix(prefix + _INNER)
-        about[clean[:-1]] = about.pop(name)
+    for name in list(about):  # names of modules have no dot at the end
+        about[f"{name}.".replace(_INNER, "")[:-1]] = about.pop(name)
     settings = wrapper.fsdp_state_dict_settings
     kind, config = settings.state_dict_type, settings.state_dict_config
+    # A tied parameter is one tensor under several names.
     params = {prefix + n: id(p) for n, p in wrapper.named_parameters(remove_duplicate=False)}
-    keys = [key for key in state_dict if key.startswith(prefix)]
-    keys = [key for key in keys if isinstance(state_dict[key], torch.Tensor)]
-    values: dict[int | str, torch.Tensor] = {}
-    for key in keys:  # a tied parameter is one tensor under several names
-        values.setdefault(params.get(key, key), state_dict[key])
-    found = dict(zip(values, converted(list(values.values()), kind, config), strict=True))
-    for key in keys:
-        state_dict[key] = found[params.get(key, key)]
+    tensors = {
+        key: value
+        for key, value in state_dict.items()
+        if key.startswith(prefix) and isinstance(value, torch.Tensor)
+    }
+    distinct = {params.get(key, key): value for key, value in tensors.items()}
+    found = converted(distinct, kind, config)
+    state_dict.update((key, found[params.get(key, key)]) for key in tensors)
     if is_rank0_only(config) and not is_first_rank(wrapper):
         for key in [key for key in state_dict if key.startswith(prefix)]:
             del state_dict[key]
@@ -260,13 +252,19 @@ def _before_load(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *res
     """Turn local shards into DTensors, and the names of the plain model into those of modules."""
     inner = prefix + _INNER
     _errors[wrapper] = rest[-1]
-    rename_keys(state_dict, inner, prefix)
+    _rename_keys(state_dict, inner, prefix)
     if wrapper.fsdp_state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         for name, param in wrapper.named_parameters(remove_duplicate=False):
             value = state_dict.get(prefix + name)
             if isinstance(value, torch.Tensor):
                 state_dict[prefix + name] = shard_of(param, value)
-    rename_keys(state_dict, prefix, inner)
+    _rename_keys(state_dict, prefix, inner)
+
+
+def _rename_keys(states: dict[str, Any], old: str, new: str) -> None:
+    """Replace a prefix of keys, in place; the order of the keys stays."""
+    for key in [key for key in states if key.startswith(old)]:
+        states[new + key.removeprefix(old)] = states.pop(key)
 
 
 def _after_load(wrapper: Wrapper, incompatible: Any) -> None:
@@ -320,10 +318,7 @@ def optim_state_dict(
     saved = states["state"]  # by name if it was converted
     known = {name: saved.get(n, saved.get(name)) for n, name in enumerate(names)}
     known = {name: state for name, state in known.items() if state is not None}
-    tensors = _torch.tensors_of(known)
-    found: dict[int, Any] = dict(
-        zip(map(id, tensors), converted(tensors, kind, config), strict=True)
-    )
+    found: Any = converted({id(t): t for t in _torch.tensors_of(known)}, kind, config)
     state = _torch.map_tensors(lambda tensor: found[id(tensor)], known)
     named: dict[str, Any] = {"state": state, "param_groups": []}
     for param_group in states["param_groups"]:
@@ -379,11 +374,16 @@ def optim_state_dict_to_load(
             kind: _as_state_of(params[name], (name, kind), value, is_local)
             for kind, value in states.items()
         }
-    left = iter(params)
+    left, saved = iter(params), optim_state_dict["param_groups"]
     for param_group in optim.param_groups:
         names = list(islice(left, len(param_group["params"])))
-        saved = _saved_group(optim_state_dict, names[0] if names else None)
-        result["param_groups"].append({**saved, "params": [keys[name] for name in names]})
+        fitting = [group for group in saved if not names or names[0] in group["params"]]
+        if not fitting:
+            raise ValueError(
+                f"Expected a group in param_groups with {names[0]!r}, as optim_state_dict returns "
+                f"them, got groups of {[group['params'] for group in saved]}"
+            )
+        result["param_groups"].append({**fitting[0], "params": [keys[name] for name in names]})
     if load_directly:
         optim.load_state_dict(result)
     return result
@@ -391,32 +391,15 @@ def optim_state_dict_to_load(
 
 def _named_params(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return an optimizer's parameters by name, in its order."""
-    by_identity = {id(param): name for name, param in model.named_parameters()}
+    names = {id(param): name for name, param in model.named_parameters()}
     params = [param for param_group in optim.param_groups for param in param_group["params"]]
-    for param in params:
-        if id(param) not in by_identity:
-            raise ValueError(
-                f"Expected an optimizer of the parameters of {type(model).__name__}, got one "
-                f"of another parameter of shape {list(param.shape)}"
-            )
-    return {by_identity[id(param)]: param for param in params}
-
-
-def _saved_group(states: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """Return the saved group with a parameter; any group if ``name`` is ``None``.
-
-    Raises:
-        ValueError: If there is no such group.
-    """
-    groups: list[dict[str, Any]] = states.get("param_groups", [])
-    for saved in groups:
-        if name is None or name in saved["params"]:
-            return saved
-    has = [saved["params"] for saved in groups]
-    raise ValueError(
-        f"Expected a group in param_groups with {'parameters' if name is None else repr(name)}, "
-        f"as optim_state_dict returns them, got groups of {has}"
-    )
+    named = {names.get(id(param), ""): param for param in params}
+    if "" in named:
+        raise ValueError(
+            f"Expected an optimizer of the parameters of {type(model).__name__}, got one "
+            f"of another parameter of shape {list(named[''].shape)}"
+        )
+    return named
 
 
 def _as_state_of(param: torch.Tensor, names: tuple[str, str], value: Any, is_local: bool) -> Any:
@@ -434,11 +417,7 @@ def _as_state_of(param: torch.Tensor, names: tuple[str, str], value: Any, is_loc
         value = shard_of(param, value)
     if value.shape == param.shape:
         return sharded_like(param, value)
-    dims = {placement.dim for placement in param.placements if isinstance(placement, Shard)}
-    is_alike = value.ndim == param.ndim and all(
-        length == param.shape[dim] for dim, length in enumerate(value.shape) if dim not in dims
-    )
-    if is_local and is_alike:  # a shard from another number of ranks
+    if is_local and value.ndim == param.ndim:  # a shard from another number of ranks
         raise ValueError(
             f"Expected the shard of '{names[1]}' of '{names[0]}' to have shape "
             f"{list(_torch.local_tensor(param).shape)}, got {list(value.shape)}; load local shards "

@@ -8,8 +8,8 @@ The drop-in leaves the classes of torch alone: a program may have made a policy,
 class, before. So ``fully_shard`` translates its arguments.
 
 Modules that torch has sharded before keep working: calls for them go to torch's functions. Ours are
-imported when they are called, since the drop-in may be installed in the middle of importing this
-package, which itself imports from torch.
+attributes of the package, which imports them when they are called: the drop-in may be installed in
+the middle of importing this package, which itself imports from torch.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+import composable_shard
 from composable_shard import _torch
 from composable_shard.mesh import DataParallelMeshDims, ShardPlacementResult
 from composable_shard.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -95,29 +96,23 @@ OF_TORCH: dict[str, Callable[..., Any]] = {
 @functools.wraps(OF_TORCH["fully_shard"], assigned=("__doc__",), updated=())
 def fully_shard(module: Any, **options: Any) -> Any:
     """Shard a module with our ``fully_shard``."""
-    from composable_shard import api
-
-    return api.fully_shard(module, **translated(options))
+    return composable_shard.fully_shard(module, **translated(options))
 
 
 def register_fsdp_forward_method(module: Any, method_name: str) -> None:
     """Register a method to be called like forward, with our function or torch's."""
-    from composable_shard import api
-
     if _is_of_torch(module):
         OF_TORCH["register_fsdp_forward_method"](module, method_name)
     else:
-        api.register_fsdp_forward_method(module, method_name)
+        composable_shard.register_fsdp_forward_method(module, method_name)
 
 
 def share_comm_ctx(modules: Sequence[Any]) -> None:
     """Let roots share a bound on reduction memory; roots of torch share streams."""
-    from composable_shard import api
-
     if any(map(_is_of_torch, modules)):
         OF_TORCH["share_comm_ctx"](modules)
     else:
-        api.share_comm_ctx(modules)
+        composable_shard.share_comm_ctx(modules)
 
 
 # Pipeline schedules call ``fully_shard.state(module)``.
@@ -128,9 +123,8 @@ OURS: dict[str, Callable[..., Any]] = {name: globals()[name] for name in _NAMES}
 
 def _is_of_torch(module: Any) -> bool:
     """Return whether torch's ``fully_shard`` was applied to a module."""
-    from composable_shard.module import FSDPModule
-
-    return isinstance(module, _torch_fsdp.FSDPModule) and not isinstance(module, FSDPModule)
+    is_ours = isinstance(module, composable_shard.FSDPModule)
+    return isinstance(module, _torch_fsdp.FSDPModule) and not is_ours
 
 
 # Replacing torch's functions in all loaded modules, and restoring them ----------------------------
