@@ -60,13 +60,6 @@ _UNSAFE_VARIABLES = ("COMPOSABLE_SHARD_UNSAFE_SETATTR", "FSDP_USE_UNSAFE_SETATTR
 _sharded: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
 """The owners of sharded tensors, by id of the tensor. Another tensor may have the id by now."""
 
-_num_sharded_changes = 0  # increased whenever `_sharded` changes
-
-
-def num_sharded_changes() -> int:
-    """Return a number that changes when the results of :func:`owner_of_sharded` may change."""
-    return _num_sharded_changes
-
 
 def owner_of_sharded(tensor: torch.Tensor) -> ShardedParam | None:
     """Return the parameter that a sharded tensor belongs to; ``None`` for any other tensor."""
@@ -307,11 +300,9 @@ class ShardedParam:
 
     def set_sharded(self, sharded: nn.Parameter) -> None:
         """Make a DTensor the sharded parameter."""
-        global _num_sharded_changes
         self.sharded, self.local = sharded, _torch.local_tensor(sharded)
         self.dtype, self.outer_storage = self.local.dtype, _torch.storage_number(sharded)
         _sharded[id(sharded)] = self
-        _num_sharded_changes += 1
 
     def version(self) -> int:
         """Return a number that grows when the shard changes in place."""
