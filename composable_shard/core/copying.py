@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from composable_shard import _torch
+from composable_shard.core.extension import move_into_buckets
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.hooks import record_owners
-from composable_shard.core.shard import init_group
 from composable_shard.core.state_dict import record_params
 from composable_shard.core.storage import ShardedParam, Slot
 from composable_shard.core.tree import Tree, join_tree
@@ -103,8 +103,20 @@ def _fill(group: ParamGroup, memo: Memo) -> None:
         params.append(copied_param)
     copied: ParamGroup = memo[id(group)]
     modules = tuple(copy.deepcopy(module, memo) for module in group.modules)
-    init_group(copied, modules, params, group.mesh, group.policy)
+    _init(copied, modules, params, group.mesh, group.policy)
     _copy_settings(group, copied, memo)
+
+
+def _init(
+    group: ParamGroup,
+    modules: tuple[nn.Module, ...],
+    params: Sequence[ShardedParam],
+    mesh: ShardMesh,
+    policy: MixedPrecisionPolicy,
+) -> None:
+    """Initialize an empty group."""
+    buckets = move_into_buckets(params)
+    group.__init__(modules, params, buckets, mesh, policy)  # type: ignore[misc]
 
 
 def _copy_settings(source: ParamGroup, target: ParamGroup, memo: Memo) -> None:
@@ -206,7 +218,7 @@ def _reduce_group(group: ParamGroup) -> tuple[Any, ...]:
 
 
 def _restore_group(group: ParamGroup, saved: _SavedGroup) -> None:
-    init_group(group, saved.modules, saved.params, saved.mesh, saved.policy)
+    _init(group, saved.modules, saved.params, saved.mesh, saved.policy)
     group.settings.__dict__.update(saved.settings)
     group.settings.__dict__.update(_prefetch_lists(saved.settings, lambda name: None))
     for mesh, channel in saved.channels.items():

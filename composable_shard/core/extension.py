@@ -426,6 +426,17 @@ def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]
     ]
 
 
+@torch.no_grad()
+def move_into_buckets(params: Sequence[ShardedParam]) -> list[Bucket]:
+    """Copy the shards of sharded parameters into new buckets, which hold them from now on."""
+    with torch.inference_mode(False):
+        buckets = build_buckets(params, [_torch.local_tensor(param.sharded) for param in params])
+        for bucket in buckets:
+            for param, local in zip(bucket.params, bucket.locals, strict=True):
+                param.set_local(local)
+    return buckets
+
+
 def create_unsharded(buckets: Sequence[Bucket], channels: dict[ShardMesh, Channel]) -> None:
     """Make the unsharded parameters of buckets, before their first gather.
 

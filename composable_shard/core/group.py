@@ -20,7 +20,11 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.extension import build_buckets, create_unsharded, have_plain_shards
+from composable_shard.core.extension import (
+    create_unsharded,
+    have_plain_shards,
+    move_into_buckets,
+)
 from composable_shard.core.plugins import Op, Plugins
 from composable_shard.core.program import Mode, Program
 from composable_shard.core.reduction import Reduction
@@ -156,6 +160,7 @@ class ParamGroup:
     def __init__(
         self,
         modules: Sequence[nn.Module],
+        params: Sequence[ShardedParam],
         buckets: Sequence[Bucket],
         mesh: ShardMesh,
         policy: MixedPrecisionPolicy,
@@ -163,11 +168,11 @@ class ParamGroup:
         self.modules = tuple(modules)
         self.name = type(modules[0]).__name__
         self.mesh = mesh
+        self.params = list(params)
         self.buckets = list(buckets)
-        self.params: list[ShardedParam] = [param for bucket in buckets for param in bucket.params]
-        for param in self.params:
+        for param in params:
             param.group = self
-        self.policy = policy
+        self.policy = policy.without_override()
         self.settings = Settings()
         self.plugins = Plugins()
         self.state = State.SHARDED
@@ -320,16 +325,11 @@ class ParamGroup:
         may_stay = all(not params[0].shares_storage for params in outside)
         return bool(outside) and not (may_stay and _torch.in_functional_call())
 
-    @torch.no_grad()
     def _rebuild(self) -> None:
         """Copy the shards into new buckets, after some were replaced or removed."""
         for param in self.params:
             param.retire_unsharded()
-        buckets = build_buckets(self.params, [param.local for param in self.params])
-        for bucket in buckets:
-            for param, local in zip(bucket.params, bucket.locals, strict=True):
-                param.set_local(local)
-        self.buckets = buckets
+        self.buckets = move_into_buckets(self.params)
         self.is_compiled = False
 
     def relocate(

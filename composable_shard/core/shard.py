@@ -6,7 +6,7 @@ Imports group, storage, ties, extension. Every step that can fail runs before th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -194,42 +194,14 @@ def build_group(
 
     Collective: for tensor subclasses, one small object for each mesh axis.
     """
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         shards = _cut_shards(planned, list(managed.slots))
-    group: ParamGroup = object.__new__(ParamGroup)
-    sources = dict(zip(planned, zip(shards, managed.slots, strict=True), strict=True))
-    init_group(group, modules, planned, mesh, policy, sources)
-    return group
-
-
-@torch.no_grad()
-def init_group(
-    group: ParamGroup,
-    modules: tuple[nn.Module, ...],
-    params: Sequence[ShardedParam],
-    mesh: ShardMesh,
-    policy: MixedPrecisionPolicy,
-    sources: Mapping[ShardedParam, tuple[torch.Tensor, nn.Parameter]] | None = None,
-) -> None:
-    """Initialize an empty group; move the shards into buckets.
-
-    With ``sources`` (the shard and the original of each parameter), make the sharded parameters,
-    too. Without, ``params`` have them already.
-    """
-    with torch.inference_mode(False):
-        if sources is None:
-            shards = [_torch.local_tensor(param.sharded) for param in params]
-        else:
-            shards = [shard for shard, _ in sources.values()]
-        buckets = build_buckets(params, shards)
+        buckets = build_buckets(planned, shards)
+        originals = dict(zip(planned, managed.slots, strict=True))
         for bucket in buckets:
             for param, local in zip(bucket.params, bucket.locals, strict=True):
-                if sources is None:
-                    param.set_local(local)
-                else:  # the DTensor wraps the view of the bucket
-                    param.create_sharded(local, sources[param][1])
-    group.__init__(modules, buckets, mesh, policy.without_override())  # type: ignore[misc]
-    group.params = list(params)  # in the order of the modules, not of the buckets
+                param.create_sharded(local, originals[param])
+    return ParamGroup(modules, planned, buckets, mesh, policy)
 
 
 def _cut_shards(
