@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable_shard._torch.tensors import without_overrides
 
-_local_tensor_of = attrgetter("_local_tensor")
 _spec_of = attrgetter("_spec")
 
 
@@ -33,8 +32,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-local_tensors: Callable[[Iterable[torch.Tensor]], Iterator[torch.Tensor]]
-local_tensors = partial(map, _local_tensor_of)
+local_tensors: Callable[..., Iterator[torch.Tensor]] = partial(map, attrgetter("_local_tensor"))
 """Returns the local tensor objects of DTensors."""
 
 

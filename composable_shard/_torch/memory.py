@@ -146,7 +146,7 @@ def with_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_big(tensor: torch.Tensor) -> bool:
     """Return whether the memory of a tensor is worth keeping; with poison, of any host tensor."""
-    return _is_kept(tensor, tensor.nbytes)
+    return tensor.nbytes >= (_BIG_NBYTES if _poison is None else 1) and _is_of_host(tensor)
 
 
 _NUM_SPARE = 2
@@ -185,18 +185,13 @@ def _takes_spare(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         Whether the storage has memory now.
     """
     spare, nbytes = _spare, tensor.nbytes
-    while spare and not storage.size() and _is_kept(tensor, nbytes):
+    while spare and not storage.size() and is_big(tensor):
         with contextlib.suppress(IndexError):  # ranks may be threads
             kept = spare.popleft()
             if kept.size() == nbytes:
                 _swap(storage, kept)
                 return True
     return False
-
-
-def _is_kept(tensor: torch.Tensor, nbytes: int) -> bool:
-    """Return whether freed host memory of this size is kept; with poison, any size is."""
-    return nbytes >= (_BIG_NBYTES if _poison is None else 1) and _is_of_host(tensor)
 
 
 def _is_of_host(tensor: torch.Tensor) -> bool:
@@ -238,7 +233,7 @@ def free(tensor: torch.Tensor) -> bool:
         _poison.sweep()
         fill(storage, tensor.dtype)
     spare = _spare
-    if spare is None or not _is_kept(tensor, storage.size()):
+    if spare is None or not storage.size() or not is_big(tensor):
         storage.resize_(0)
         return True
     freed = torch.UntypedStorage(0, device="cpu")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
-from types import FrameType
+from collections.abc import Callable, Collection, Mapping
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import _WrappedHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _functional_call
 from torch.utils._pytree import SUPPORTED_NODES, _get_node_type
@@ -83,26 +82,16 @@ def list_module_state(module: nn.Module, state: Any) -> None:
     _module_state_mapping.setdefault(module, weakref.ref(state))
 
 
-def hooks_on(module: nn.Module) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the function of every hook on a module, of any kind."""
-    for name, hooks in module.__dict__.items():
-        if name.endswith("_hooks") and isinstance(hooks, dict):
-            for number, hook in hooks.items():
-                yield number, hook.hook if isinstance(hook, _WrappedHook) else hook
-
-
 def reserve_hook_ids(module: nn.Module) -> None:
     """Reserve the ids of unpickled hooks, so that no later hook replaces one."""
-    used = [number for number, _ in hooks_on(module)]
-    RemovableHandle.next_id = max([RemovableHandle.next_id, *(key + 1 for key in used)])
+    kinds = [value for name, value in vars(module).items() if name.endswith("_hooks")]
+    used = [number for hooks in kinds if isinstance(hooks, dict) for number in hooks]
+    RemovableHandle.next_id = max([RemovableHandle.next_id, *(number + 1 for number in used)])
 
 
 def in_functional_call() -> bool:
     """Return whether ``torch.func.functional_call`` runs, which replaces tensors of modules."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _functional_call.__code__:
-        frame = frame.f_back
-    return frame is not None
+    return _innermost({_functional_call.__code__}) is not None
 
 
 def count_as_module_call(function: Any) -> None:
@@ -112,8 +101,13 @@ def count_as_module_call(function: Any) -> None:
 
 def module_call_frame() -> FrameType | None:
     """Return the frame of the innermost running ``Module.__call__``, which outlives its hooks."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code not in _call_codes:
+    return _innermost(_call_codes)
+
+
+def _innermost(codes: Collection[CodeType]) -> FrameType | None:
+    """Return the innermost running frame of this thread that executes one of ``codes``."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
     return frame
 

@@ -21,8 +21,15 @@ DispatchMode = TorchDispatchMode
 ReadsValues = DataDependentOutputException
 """Raised if code reads the value of a fake tensor."""
 
-_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_KNOWN_AS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+"""Operations of the CPU that torch before 2.15 does not count, and those with as many flops."""
 
 
 def fake_tensors() -> contextlib.AbstractContextManager[Any]:
@@ -57,19 +64,10 @@ def reads_a_value(func: Any) -> bool:
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
     """Count the floating-point operations of a matrix product, convolution or attention; else 0."""
-    # Imported late, since the import reports a missing triton.
-    from torch.utils.flop_counter import (
-        flop_registry,
-        sdpa_backward_flop_count,
-        sdpa_flop_count,
-    )
+    from torch.utils.flop_counter import flop_registry  # late: it reports a missing triton
 
     packet = func.overloadpacket
-    if packet is _ATTENTION:
-        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
-    if packet is _ATTENTION_BACKWARD:
-        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
-    count = flop_registry.get(packet)
+    count = flop_registry.get(_KNOWN_AS.get(packet, packet))
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
 

@@ -64,42 +64,30 @@ def copy_all_(into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         copy_each_(into, sources)
 
 
-def zero_all_(tensors: list[torch.Tensor]) -> None:
-    """Fill tensors with zeros, in one kernel where the device has one."""
-    if tensors:
-        torch._foreach_zero_(tensors)
-
-
 def zero_ranges_(flat: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
-    """Fill ranges (start, end) of a flat tensor with zeros; see zero_all_."""
-    zero_all_([flat[start:end] for start, end in ranges])
+    """Fill ranges (start, end) of a flat tensor with zeros, in one kernel where there is one."""
+    if ranges:
+        torch._foreach_zero_([flat[start:end] for start, end in ranges])
 
 
-def divide_all_(tensors: list[torch.Tensor], divisor: float) -> None:
-    """Divide tensors in place, in one kernel where the device has one."""
-    torch._foreach_div_(tensors, divisor)
+divide_all_: Callable[[list[torch.Tensor], float], object] = torch._foreach_div_
+"""Divides tensors in place, in one kernel where the device has one."""
 
 
-def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply tensors in place by a scalar tensor, in one kernel where the device has one."""
-    torch._foreach_mul_(tensors, factor)
+multiply_all_: Callable[[list[torch.Tensor], torch.Tensor], object] = torch._foreach_mul_
+"""Multiplies tensors in place by a scalar tensor, in one kernel where the device has one."""
 
 
-def norms_of_all(
-    tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None
-) -> list[torch.Tensor]:
-    """Take the norm of each tensor, computed in ``dtype``, in one kernel where there is one."""
-    return list(torch._foreach_norm(tensors, order, dtype))
+norms_of_all: Callable[..., Sequence[torch.Tensor]] = torch._foreach_norm
+"""Takes the norm of each tensor, of an order and in a dtype, in one kernel where there is one."""
 
 
-def unscale_all_(
-    tensors: list[torch.Tensor], factor: torch.Tensor, found_inf: torch.Tensor
-) -> None:
-    """Multiply tensors of one device and dtype in place by a scalar tensor, in one kernel.
+unscale_all_: Callable[..., object] = torch._amp_foreach_non_finite_check_and_unscale_
+"""Multiplies tensors of one device and dtype in place by a scalar tensor, in one kernel.
 
-    Sets ``found_inf``, of one element, to 1 if any element of them is infinite or NaN.
-    """
-    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
+Takes the tensors, ``found_inf``, and the scalar. Sets ``found_inf``, of one element, to 1 if any
+element of the tensors is infinite or NaN.
+"""
 
 
 def sparse_values(tensor: torch.Tensor) -> torch.Tensor:

@@ -199,7 +199,7 @@ def _unscale_plain(
     """Multiply plain tensors in place, those of one device and dtype in one kernel."""
     for (device, *_), ones in alike([tensor for tensor in tensors if tensor.numel()]).items():
         found = found_inf if device == found_inf.device else torch.zeros((), device=device)
-        _torch.unscale_all_(ones, factor.to(device), found)
+        _torch.unscale_all_(ones, found, factor.to(device))
         if found is not found_inf:
             found_inf.add_(_torch.carried(found, found_inf.device)).clamp_(max=1)
 

@@ -6,7 +6,6 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -47,8 +46,7 @@ class Place(NamedTuple):
     name: str
 
 
-@dataclass(frozen=True)
-class Scope:
+class Scope(NamedTuple):
     """The modules of one wrapper.
 
     Attributes:
@@ -454,7 +452,7 @@ class Plan:
             planned = [inner for inner, _ in chosen]
             self.below = [Plan(inner, own, planned) for inner, own in chosen]
         left_out = {*scope.ignored_modules, *planned}
-        self.scope = replace(scope, modules=modules_of(module, left_out))
+        self.scope = scope._replace(modules=modules_of(module, left_out))
 
     def check(self) -> None:
         """Raise the errors of wrapping before anything is wrapped, initialized or sharded.

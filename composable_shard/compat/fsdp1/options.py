@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum, auto
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -134,7 +135,7 @@ class Choices:
     """The arguments that a wrapper passes on to the wrappers that it makes below it.
 
     Raises:
-        TypeError: If an argument has the wrong type.
+        TypeError: If an argument has another type than its annotation.
     """
 
     process_group: ProcessGroups = None
@@ -151,10 +152,11 @@ class Choices:
     device_mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            kind = _KINDS.get(name, bool)
-            fits = value is None or isinstance(value, kind)
-            check_type(name, value, fits, f"a {kind.__module__}.{kind.__name__}")
+        for name, hint in get_type_hints(Choices).items():
+            kinds = [get_origin(kind) or kind for kind in get_args(hint) or [hint]]
+            names = [f"{kind.__module__}.{kind.__name__}" for kind in kinds if kind is not NoneType]
+            value = getattr(self, name)
+            check_type(name, value, isinstance(value, tuple(kinds)), f"a {' or '.join(names)}")
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Choices:
@@ -162,18 +164,6 @@ class Choices:
         given = {option.name: arguments[option.name] for option in fields(cls)}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
-
-_KINDS: dict[str, Any] = {
-    "process_group": object,  # checked with the strategy
-    "sharding_strategy": ShardingStrategy,
-    "cpu_offload": CPUOffload,
-    "backward_prefetch": BackwardPrefetch,
-    "mixed_precision": MixedPrecision,
-    "param_init_fn": Callable,
-    "device_id": object,  # checked with the devices of this machine
-    "device_mesh": DeviceMesh,
-}
-"""The class of each option; all others are flags."""
 
 # State dicts --------------------------------------------------------------------------------------
 
