@@ -311,9 +311,8 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
         return torch.device("cpu")
     if mesh.device_type != default_device_type():
         raise ValueError(
-            "Expected a mesh of devices that this process can use, got one of "
-            f"{mesh.device_type} devices, but none is available; make the mesh for the device type "
-            "of the machine, such as init_device_mesh('cpu', ...)"
+            f"Expected a mesh of available devices, got {mesh.device_type}; make it for the device "
+            "type of the machine, such as init_device_mesh('cpu', ...)"
         )
     return current_device()
 
@@ -374,11 +373,8 @@ def check_reshard(
     """
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
-    if not isinstance(reshard_after_forward, int):
-        raise ValueError(
-            "Expected reshard_after_forward to be True, False, a number of ranks or None, got "
-            f"{type(reshard_after_forward).__name__}: {reshard_after_forward!r}"
-        )
+    is_int, what = isinstance(reshard_after_forward, int), "True, False, a number of ranks or None"
+    check_value("reshard_after_forward", reshard_after_forward, is_int, f"to be {what}")
     sizes = sorted({mesh.num_shards for mesh in meshes})
     for num_shards in sizes:
         if reshard_after_forward < 1 or num_shards % reshard_after_forward:

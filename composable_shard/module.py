@@ -15,31 +15,15 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.arguments import (
-    check_int,
-    check_type,
-    check_value,
-    checked_bool,
-    checked_list,
-)
-from composable_shard.compat.torch_state import (
-    TorchState,
-    answer_torch,
-    list_with_torch,
-    torch_state,
-)
+from composable_shard.arguments import check_int, check_type, check_value, checked_bool
+from composable_shard.compat.torch_state import TorchState, answer_torch, torch_state
 from composable_shard.core.copying import SavedModule, copy_sharded, restore_module, save_module
 from composable_shard.core.group import ParamGroup, State, group_of, set_group
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.reduction import assign_grad, clear_grad, is_partial
 from composable_shard.core.storage import ShardedParam, user_grad_dtype
+from composable_shard.core.transport import collectives
 from composable_shard.core.transport.channel import Channel
-from composable_shard.core.transport.collectives import (
-    AllGather,
-    ReduceScatter,
-    backend_memory,
-    symmetric_memory,
-)
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.core.tree import Tree
 from composable_shard.core.user_changes import carry_over
@@ -129,8 +113,10 @@ def groups_of(name: str, modules: Iterable[nn.Module]) -> list[ParamGroup]:
         TypeError: If it is one module instead of several. ``name`` is the argument in the message.
         ValueError: If a module is not sharded.
     """
+    is_list = isinstance(modules, Iterable)
+    check_type(name, modules, is_list, "sharded modules", "pass a list, also of one")
     groups = []
-    for module in checked_list(name, modules, "sharded modules", "pass a list, also of one"):
+    for module in modules:
         group = group_of(module) if isinstance(module, nn.Module) else None
         if group is None:
             raise ValueError(
@@ -167,26 +153,24 @@ def _convert(
     for group in groups:
         group.reshard()
     held = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
-    params = [param for group in groups for param in group.params if id(param.sharded) in held]
-    carried = [(user_grad_dtype(p.sharded), dict(vars(p.sharded))) for p in params]
-    grads = [param.sharded.grad for param in params]
-    with torch.no_grad():
-        others = [t for m in modules for t in m._buffers.values() if t is not None]
-        others += [p.grad for p in held.values() if p.grad is not None]
-        converted = {id(t): (t, fn(t)) for t in (*held.values(), *others)}
-        new_grads: list[torch.Tensor | None] = []
-        for param, grad in zip(params, grads, strict=True):
-            new: Any = None if grad is None else converted[id(grad)][1]
-            if grad is not None and grad.dtype not in (param.sharded.dtype, new.dtype):
-                new = grad.to(new.device)  # the gradient keeps its own dtype
-            new_grads.append(new)
-    before = [(p, p.detach(), _torch.local_part(p)) for p in held.values()]
     buffers = [(module, dict(module._buffers)) for module in modules]
-    for param in params:
-        param.sharded.grad = None
+    tensors = [*held.values(), *(param.grad for param in held.values())]
+    tensors += [buffer for _, named in buffers for buffer in named.values()]
+    with torch.no_grad():
+        converted = {id(t): (t, fn(t)) for t in tensors if t is not None}
+    before = [(p, p.detach(), _torch.local_part(p)) for p in held.values()]
+    kept = []
+    for param in (p for group in groups for p in group.params if id(p.sharded) in held):
+        sharded, grad = param.sharded, param.sharded.grad
+        new = None if grad is None else converted[id(grad)][1]
+        if grad is not None and new is not None and grad.dtype not in (sharded.dtype, new.dtype):
+            new = grad.to(new.device)  # the gradient keeps its own dtype
+        kept.append((param, user_grad_dtype(sharded), dict(vars(sharded)), (grad, new)))
+        sharded.grad = None
+    is_converted = False
     try:
         apply(lambda t: converted[id(t)][1] if id(t) in converted else fn(t))
-        grads = new_grads
+        is_converted = True
     except BaseException:
         for tensor, value, local in before:
             if not isinstance(tensor, DTensor):
@@ -197,8 +181,8 @@ def _convert(
             module._buffers.update(present)
         raise
     finally:
-        for param, grad, (dtype, attributes) in zip(params, grads, carried, strict=True):
-            now = param.find_registered()
+        for param, dtype, attributes, grads in kept:
+            now, grad = param.find_registered(), grads[is_converted]
             if now is not None:
                 carry_over(attributes, dtype, now)
             if now is not None and grad is not None:
@@ -354,12 +338,7 @@ class FSDPModule(TorchFSDPModule):
         """
         checked_bool("async_op", async_op)
         tree = self._between_iterations("finalize_backward")
-        group = self._group()
-        if group is not tree.root:
-            raise ShardError(
-                f"Expected finalize_backward() on the root, got it on {group.label}; call it on "
-                "the outermost sharded module"
-            )
+        self._check_is_root("finalize_backward")
         if not tree.tape.num_forwards:
             return GradientReductionHandle(None) if async_op else None
         tree.finalization.check_ended()
@@ -390,6 +369,14 @@ class FSDPModule(TorchFSDPModule):
         if tree.has_failed:
             tree.reset()
         return tree
+
+    def _check_is_root(self, method: str) -> None:
+        group = self._group()
+        if group is not group.tree.root:
+            raise ShardError(
+                f"Expected {method}() on the root, got it on {group.label}; call it on the "
+                "outermost sharded module"
+            )
 
     # Training -------------------------------------------------------------------------------
 
@@ -479,7 +466,7 @@ class FSDPModule(TorchFSDPModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a sharded copy with its own shards, groups and settings; without gradients."""
         copied = copy_sharded(cast(nn.Module, self), memo)
-        list_with_torch(copied)
+        answer_torch(copied, cast(ParamGroup, group_of(copied)))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -741,10 +728,7 @@ class FSDPModule(TorchFSDPModule):
         if group in tree.finalization.former_roots:
             tree.finalization.former_roots.remove(group)
         if enabled:
-            raise ShardError(
-                "Expected set_manual_backward_finalization() on the root, got it on "
-                f"{group.label}; call it on the outermost sharded module"
-            )
+            self._check_is_root("set_manual_backward_finalization")
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -937,7 +921,7 @@ class FSDPModule(TorchFSDPModule):
 
     # Communication --------------------------------------------------------------------------
 
-    def set_custom_all_gather(self, comm: AllGather) -> None:  # type: ignore[override]
+    def set_custom_all_gather(self, comm: collectives.AllGather) -> None:  # type: ignore[override]
         """Gather this module's own group by a custom all-gather.
 
         Args:
@@ -960,7 +944,7 @@ class FSDPModule(TorchFSDPModule):
         _check_comm("all-gather", comm)
         self._set_channels(lambda channel: channel.use_all_gather(comm))
 
-    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:  # type: ignore[override]
+    def set_custom_reduce_scatter(self, comm: collectives.ReduceScatter) -> None:  # type: ignore[override]
         """Reduce the gradients of this module's own group by a custom reduce-scatter.
 
         Args:
@@ -997,7 +981,7 @@ class FSDPModule(TorchFSDPModule):
             >>> model[0].set_allocate_memory_from_process_group_for_comm(False)
         """
         checked_bool("enable", enable)
-        self._use_memory(backend_memory if enable else lambda *_: None)
+        self._use_memory(collectives.backend_memory if enable else lambda *_: None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Make collectives use symmetric memory.
@@ -1015,7 +999,7 @@ class FSDPModule(TorchFSDPModule):
             composable_shard.errors.ShardError: Expected group '0' on NCCL, ...
         """
         check_value("the symmetric memory", backend, backend == "NCCL", "of 'NCCL'")
-        self._use_memory(symmetric_memory)
+        self._use_memory(collectives.symmetric_memory)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True

@@ -262,12 +262,11 @@ fully_shard(sharded())
     ValueError: Expected a module that is not sharded, got FSDPLinear, which fully_shard was applied
     to before; shard modules that were added since, such as new adapters, alone
 fully_shard(plain(), mesh=init_device_mesh('xpu', (2,)))
-    ValueError: Expected a mesh of devices that this process can use, got one of xpu devices, but
-    none is available; make the mesh for the device type of the machine, such as
-    init_device_mesh('cpu', ...)
+    ValueError: Expected a mesh of available devices, got xpu; make it for the device type of the
+    machine, such as init_device_mesh('cpu', ...)
 fully_shard(plain(), reshard_after_forward='no')
     ValueError: Expected reshard_after_forward to be True, False, a number of ranks or None, got
-    str: 'no'
+    'no'
 fully_shard(plain(), shard_placement_fn=lambda _: 1)
     ValueError: Expected shard_placement_fn to return Shard, a DeviceMesh, ShardPlacementResult or
     None for parameter 'weight', got int: 1

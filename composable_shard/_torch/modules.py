@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -91,7 +91,10 @@ def reserve_hook_ids(module: nn.Module) -> None:
 
 def in_functional_call() -> bool:
     """Return whether ``torch.func.functional_call`` runs, which replaces tensors of modules."""
-    return _innermost({_functional_call.__code__}) is not None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def count_as_module_call(function: Any) -> None:
@@ -101,13 +104,8 @@ def count_as_module_call(function: Any) -> None:
 
 def module_call_frame() -> FrameType | None:
     """Return the frame of the innermost running ``Module.__call__``, which outlives its hooks."""
-    return _innermost(_call_codes)
-
-
-def _innermost(codes: Collection[CodeType]) -> FrameType | None:
-    """Return the innermost running frame of this thread that executes one of ``codes``."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code not in codes:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _call_codes:
         frame = frame.f_back
     return frame
 

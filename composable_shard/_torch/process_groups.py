@@ -16,55 +16,50 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard._torch.streams import has_streams
 
-Allocate = Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
+Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 
 
 def _first_of(*names: str) -> str:
     """Return the name of a method in this version of torch."""
-    return next(name for name in names if hasattr(dist.ProcessGroup, name))
+    return next(name for name in names if hasattr(ProcessGroup, name))
 
 
 _ALL_GATHER = _first_of("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 _REDUCE_SCATTER = _first_of("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 
 
-def all_gather_flat(
-    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup
-) -> dist.Work:
+def all_gather_flat(outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup) -> Work:
     """All-gather each input into its output, all in one launch."""
-    return cast(dist.Work, getattr(group, _ALL_GATHER)(*_as_real(outputs, inputs)))
+    return cast(Work, getattr(group, _ALL_GATHER)(*_as_real(outputs, inputs)))
 
 
-def all_gather_single(
-    output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
-) -> dist.Work:
+def all_gather_single(output: Tensor, source: Tensor, group: ProcessGroup) -> Work:
     """All-gather one tensor into another, in a launch that is not coalesced."""
     (output,), (source,) = _as_real([output], [source])
     return group._allgather_base(output, source)
 
 
-def all_gather_rows(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> None:
+def all_gather_rows(output: Tensor, source: Tensor, group: ProcessGroup) -> None:
     """Gather ``source`` [numel] of all ranks into ``output`` [ranks, numel], and wait for it."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output.view(-1), source, group=group)
 
 
 def reduce_scatter_flat(
-    outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup, op: Any
-) -> dist.Work:
+    outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup, op: Any
+) -> Work:
     """Reduce-scatter each input into its output, all in one launch."""
     reduce_scatter = getattr(group, _REDUCE_SCATTER)
-    return cast(dist.Work, reduce_scatter(*_as_real(outputs, inputs), _options_for(op)))
+    return cast(Work, reduce_scatter(*_as_real(outputs, inputs), _options_for(op)))
 
 
-def reduce_scatter_single(
-    output: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, op: Any
-) -> dist.Work:
+def reduce_scatter_single(output: Tensor, whole: Tensor, group: ProcessGroup, op: Any) -> Work:
     """Reduce-scatter one tensor into another."""
     return reduce_scatter_flat([output], [whole], group, op)
 
@@ -76,20 +71,18 @@ def _options_for(op: Any) -> Any:
     return options
 
 
-def _as_real(
-    outputs: list[torch.Tensor], inputs: list[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _as_real(outputs: list[Tensor], inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """View complex tensors as real ones, which all backends support; all have one dtype."""
     if not any(map(torch.is_complex, inputs)):
         return outputs, inputs
     return _real_views(outputs), _real_views(inputs)
 
 
-def _real_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def _real_views(tensors: list[Tensor]) -> list[Tensor]:
     return [torch.view_as_real(t).view(-1) if t.is_complex() else t for t in tensors]
 
 
-def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+def backend_name(group: ProcessGroup, device: torch.device) -> str:
     """Return the name of the backend for ``device`` in ``group``: gloo, nccl, fake, threaded."""
     with contextlib.suppress(RuntimeError, AttributeError, TypeError):
         name = group._get_backend(device).name()
@@ -117,27 +110,27 @@ def aligns(device: torch.device) -> bool:
     return has_streams(device) or _pretended not in (None, "gloo")
 
 
-def message_backend(group: dist.ProcessGroup, device: torch.device) -> str:
+def message_backend(group: ProcessGroup, device: torch.device) -> str:
     """Return the name of the backend to plan messages for; see :func:`pretended_backend`."""
     return _pretended or backend_name(group, device)
 
 
-def is_fake(group: dist.ProcessGroup) -> bool:
+def is_fake(group: ProcessGroup) -> bool:
     """Return whether the collectives of a group do nothing."""
     return str(dist.get_backend(group)).lower() == "fake"
 
 
-def store_of(group: dist.ProcessGroup) -> dist.Store:
+def store_of(group: ProcessGroup) -> dist.Store:
     """Return the store of ``group``, which prefixes its keys."""
     return distributed_c10d._world.pg_map[group][1]
 
 
-def timeout_of(group: dist.ProcessGroup) -> float:
+def timeout_of(group: ProcessGroup) -> float:
     """Return the time-out of the collectives of a gloo group, in seconds."""
     return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
 
-def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+def device_for(group: ProcessGroup, device: torch.device) -> torch.device:
     """Return ``device`` if ``group`` can send from it, else the accelerator."""
     config = dist.distributed_c10d.get_backend_config(group)
     served = {item.partition(":")[0] for item in config.split(",") if ":" in item}
@@ -152,7 +145,7 @@ def average_is_supported(backend: str) -> bool:
     return backend in ("nccl", "xccl", "threaded", "fake")
 
 
-def backend_allocator(group: dist.ProcessGroup, device: torch.device) -> Allocate | None:
+def backend_allocator(group: ProcessGroup, device: torch.device) -> Allocate | None:
     """Return the memory allocator of a backend; ``None`` if it has none."""
     backend = group._get_backend(device)
     with contextlib.suppress(AttributeError, RuntimeError):
@@ -163,13 +156,13 @@ def backend_allocator(group: dist.ProcessGroup, device: torch.device) -> Allocat
     return None
 
 
-def symmetric_memory_of_nccl() -> tuple[Allocate, Callable[[torch.Tensor, dist.ProcessGroup], Any]]:
+def symmetric_memory_of_nccl() -> tuple[Allocate, Callable[[Tensor, ProcessGroup], Any]]:
     """Return a function that allocates symmetric memory, and one that registers it with a group."""
     import torch.distributed._symmetric_memory as symmetric
 
     symmetric.set_backend("NCCL")
 
-    def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         with torch.cuda.use_mem_pool(symmetric.get_mem_pool(device)):
             return torch.empty(tuple(shape), dtype=dtype, device=device)
 
@@ -233,7 +226,7 @@ def _name_of_group(*args: Any, **kwargs: Any) -> Any:
 
 def new_local_group(
     ranks: list[int], backend: str, name: str, timeout: float | None
-) -> dist.ProcessGroup:
+) -> ProcessGroup:
     """Make a process group; only its own ranks take part.
 
     Hazard: torch names such a group after its ranks and the number of groups in this process. That
@@ -255,12 +248,12 @@ def new_local_group(
         with gloo_of_one_worker():
             limit = None if timeout is None else timedelta(seconds=timeout)
             made = dist.new_group(ranks, limit, backend, use_local_synchronization=True)
-        return cast(dist.ProcessGroup, made)
+        return cast(ProcessGroup, made)
     finally:
         _given.name = None
 
 
-def is_in_use(group: dist.ProcessGroup) -> bool:
+def is_in_use(group: ProcessGroup) -> bool:
     """Return whether a process group exists: it was made and not destroyed."""
     return group in distributed_c10d._world.pg_map
 

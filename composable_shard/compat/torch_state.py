@@ -128,11 +128,6 @@ def answer_torch(module: nn.Module, group: ParamGroup) -> None:
     others = module.__dict__.get(_torch.COMPOSABLE_STATE, {})
     module.__dict__[_torch.COMPOSABLE_STATE] = _States(TorchState(group), others)
     _torch.add_composable_function(module, "fully_shard")
-    list_with_torch(module)
-
-
-def list_with_torch(module: nn.Module) -> None:
-    """Add a sharded module, possibly a copy, to torch's list of modules with a state."""
     _torch.list_module_state(module, torch_state(module))
 
 

@@ -461,9 +461,10 @@ def last_gets(**arguments: Any) -> CustomPolicy:
 NO_RESET = (
     "Expected Nothing on the meta device to have reset_parameters(), got none; pass param_init_fn"
 )
+UNKNOWN = "Expected lambda_fn to return arguments of FSDP, got ['strategy']"
 OFFLOAD = "Expected cpu_offload to be a composable_shard.compat.fsdp1.options.CPUOffload, got "
 REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
-    (four, {"auto_wrap_policy": last_gets(strategy="full")}, "Expected lambda_fn to return arg"),
+    (four, {"auto_wrap_policy": last_gets(strategy="full")}, UNKNOWN),
     (four, {"auto_wrap_policy": last_gets(cpu_offload=True)}, f"{OFFLOAD}bool: True"),
     (four, {"auto_wrap_policy": 3}, "Expected auto_wrap_policy to be a function, a "),
     (Nothing, {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}, NO_RESET),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,14 +23,7 @@ from composable_shard import (
 )
 from composable_shard.api import check_calls
 from composable_shard.arguments import check_type, check_value
-from composable_shard.compat.fsdp1.options import (
-    AutoWrapPolicy,
-    Choices,
-    MixedPrecision,
-    ProcessGroups,
-    ShardingStrategy,
-    picked_by,
-)
+from composable_shard.compat.fsdp1 import options
 from composable_shard.compat.fsdp1.state_dicts import Wrapper
 from composable_shard.mesh import current_device, start_process_group
 from composable_shard.train.wrap import has_forward, inside_out
@@ -59,14 +52,20 @@ class Scope(NamedTuple):
     ignored_modules: frozenset[nn.Module]
     ignored_params: frozenset[nn.Parameter]
 
-    def held(self) -> dict[torch.Tensor, list[Place]]:
-        """Return all parameters and buffers with the places where they are registered."""
-        found: dict[torch.Tensor, list[Place]] = {}
+    def places(self) -> Iterator[tuple[torch.Tensor, Place]]:
+        """Yield all parameters and buffers, also ignored ones, with each of their places."""
         for module in self.modules:
             for registered in (module._parameters, module._buffers):
                 for name, tensor in registered.items():
-                    if tensor is not None and tensor not in self.ignored_params:
-                        found.setdefault(tensor, []).append(Place(module, registered, name))
+                    if tensor is not None:
+                        yield tensor, Place(module, registered, name)
+
+    def held(self) -> dict[torch.Tensor, list[Place]]:
+        """Return the parameters and buffers that are not ignored, with their places."""
+        found: dict[torch.Tensor, list[Place]] = {}
+        for tensor, place in self.places():
+            if tensor not in self.ignored_params:
+                found.setdefault(tensor, []).append(place)
         return found
 
     def on_meta(self) -> set[nn.Module]:
@@ -134,7 +133,7 @@ def modules_of(top: nn.Module, left_out: Iterable[nn.Module]) -> tuple[nn.Module
 _CPU = torch.device("cpu")
 
 
-def resolve_device(scope: Scope, choices: Choices) -> torch.device:
+def resolve_device(scope: Scope, choices: options.Choices) -> torch.device:
     """Return the device of compute.
 
     Raises:
@@ -163,7 +162,7 @@ def resolve_device(scope: Scope, choices: Choices) -> torch.device:
     return compute
 
 
-def _asked_device(choices: Choices, current: torch.device) -> torch.device | None:
+def _asked_device(choices: options.Choices, current: torch.device) -> torch.device | None:
     device_id, mesh = choices.device_id, choices.device_mesh
     if device_id is None:
         return _CPU if mesh is not None and mesh.device_type == "cpu" else None
@@ -213,15 +212,10 @@ def materialize(
     held, on_meta = scope.held(), scope.on_meta()
     if not on_meta:
         return
-    aside = [
-        (module._parameters, name, param)
-        for module in scope.modules
-        for name, param in module._parameters.items()
-        if param in scope.ignored_params
-    ]
-    for registered, name, param in aside:  # so that it keeps its values
+    aside = [(old, place) for old, place in scope.places() if old in scope.ignored_params]
+    for param, place in aside:  # so that it keeps its values
         other = torch.empty_like(param, device="meta")
-        registered[name] = nn.Parameter(other, param.requires_grad)
+        place.registered[place.name] = nn.Parameter(other, param.requires_grad)
     try:
         for module in scope.modules:
             if init_fn is not None:
@@ -231,8 +225,8 @@ def materialize(
                     module.to_empty(device=device, recurse=False)
                     module.reset_parameters()  # type: ignore[operator]
     finally:
-        for registered, name, param in aside:
-            registered[name] = param
+        for param, place in aside:
+            place.registered[place.name] = param
     top = scope.modules[0]
     order: dict[nn.Module | None, int] = {module: n for n, module in enumerate(top.modules())}
     for old, places in held.items():
@@ -248,7 +242,7 @@ def materialize(
             place.registered[place.name] = new
 
 
-def stays_on_cpu(scope: Scope, choices: Choices, device: torch.device) -> bool:
+def stays_on_cpu(scope: Scope, choices: options.Choices, device: torch.device) -> bool:
     """Return whether parameters stay on the CPU without offloading, and warn if they do.
 
     Raises:
@@ -299,12 +293,12 @@ class Layout(NamedTuple):
         dims: The axis that replicates, if no axis shards.
     """
 
-    strategy: ShardingStrategy
+    strategy: options.ShardingStrategy
     mesh: DeviceMesh
     dims: DataParallelMeshDims | None
 
 
-def resolve_layout(choices: Choices, device_type: str, wraps_below: bool) -> Layout:
+def resolve_layout(choices: options.Choices, device_type: str, wraps_below: bool) -> Layout:
     """Return the mesh of a strategy.
 
     Args:
@@ -334,21 +328,21 @@ def resolve_layout(choices: Choices, device_type: str, wraps_below: bool) -> Lay
     what = "2 axes (replicate, shard)" if strategy.is_hybrid else "1 axis"
     fits = mesh.ndim == 1 + strategy.is_hybrid
     check_value("device_mesh", mesh, fits, f"to have {what} for {strategy}")
-    is_replicated = strategy is ShardingStrategy.NO_SHARD and mesh.size() > 1
+    is_replicated = strategy is options.ShardingStrategy.NO_SHARD and mesh.size() > 1
     if mesh.mesh_dim_names is None and (strategy.is_hybrid or is_replicated):
         groups, names = [mesh.get_group(axis) for axis in range(mesh.ndim)], _NAMES[: mesh.ndim]
         mesh = DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh, mesh_dim_names=names)
-    if mesh.size() == 1 and strategy is not ShardingStrategy.NO_SHARD:
+    if mesh.size() == 1 and strategy is not options.ShardingStrategy.NO_SHARD:
         warnings.warn(
             f"One rank has nothing to shard: it uses `NO_SHARD` instead of {strategy}", stacklevel=4
         )
-        strategy = ShardingStrategy.NO_SHARD
+        strategy = options.ShardingStrategy.NO_SHARD
     axes = mesh.mesh_dim_names
     return Layout(strategy, mesh, DataParallelMeshDims(replicate=axes) if is_replicated else None)
 
 
 def _mesh_of_groups(
-    group: ProcessGroups, strategy: ShardingStrategy, device_type: str
+    group: options.ProcessGroups, strategy: options.ShardingStrategy, device_type: str
 ) -> DeviceMesh:
     """Return the mesh of a process group, or of a pair of them for a hybrid strategy.
 
@@ -385,7 +379,7 @@ def _mesh_of_nodes(device_type: str) -> DeviceMesh:
 
 
 def chosen_below(
-    root: nn.Module, scope: Scope, policy: AutoWrapPolicy, arguments: Mapping[str, Any]
+    root: nn.Module, scope: Scope, policy: options.AutoWrapPolicy, arguments: Mapping[str, Any]
 ) -> list[tuple[nn.Module, dict[str, Any]]]:
     """Return the modules below ``root`` that a policy picks, with the arguments of their wrappers.
 
@@ -393,7 +387,7 @@ def chosen_below(
     """
     wrapped = (m for m in root.modules() if isinstance(m, (Wrapper, FSDPModule)))
     left_alone = scope.ignored_modules.union(*(outer.modules() for outer in wrapped))
-    picked = picked_by(policy, root, left_alone, scope.ignored_params)
+    picked = options.picked_by(policy, root, left_alone, scope.ignored_params)
     precision, below = arguments["mixed_precision"], []
     for module in inside_out(root, set(left_alone)):
         own = picked.get(module)
@@ -434,7 +428,7 @@ class Plan:
         arguments: Mapping[str, Any],
         planned: Collection[nn.Module] = (),
     ) -> None:
-        self.module, self.choices = module, Choices.of(arguments)
+        self.module, self.choices = module, options.Choices.of(arguments)
         scope = scope_of(module, arguments["ignored_modules"], arguments["ignored_states"])
         policy = arguments.get("auto_wrap_policy")
         self.device = resolve_device(scope, self.choices)
@@ -519,7 +513,7 @@ class Plan:
             "mesh": self.layout.mesh,
             "dp_mesh_dims": self.layout.dims,
             "reshard_after_forward": self.layout.strategy.reshard_after_forward,
-            "mp_policy": (self.choices.mixed_precision or MixedPrecision()).policy(),
+            "mp_policy": (self.choices.mixed_precision or options.MixedPrecision()).policy(),
             "offload_policy": self.choices.cpu_offload.policy(),
             "ignored_params": set(self.scope.ignored_params),
         }

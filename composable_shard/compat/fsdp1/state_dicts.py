@@ -14,14 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.compat.fsdp1.options import (
-    OptimStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-    is_rank0_only,
-    settings_of,
-)
+from composable_shard.compat.fsdp1 import options
+from composable_shard.compat.fsdp1.options import StateDictType, is_rank0_only, settings_of
 from composable_shard.train.weights.gathering import full_copies
 
 # State dicts of a wrapped model: full, sharded or local, under the names of the plain model -------
@@ -41,7 +35,7 @@ def is_first_rank(module: nn.Module) -> bool:
 def converted(
     values: Mapping[Any, torch.Tensor],
     kind: StateDictType,
-    config: StateDictConfig | OptimStateDictConfig,
+    config: options.StateDictConfig | options.OptimStateDictConfig,
 ) -> dict[Any, torch.Tensor | None]:
     """Convert sharded tensors, by any keys, to the form of a type of state dicts.
 
@@ -110,9 +104,9 @@ class Wrapper(nn.Module):
 def set_state_dict_type(
     module: nn.Module,
     state_dict_type: StateDictType,
-    state_dict_config: StateDictConfig | None = None,
-    optim_state_dict_config: OptimStateDictConfig | None = None,
-) -> StateDictSettings:
+    state_dict_config: options.StateDictConfig | None = None,
+    optim_state_dict_config: options.OptimStateDictConfig | None = None,
+) -> options.StateDictSettings:
     """Set the type of the state dicts of all wrappers in a module.
 
     Args:
@@ -146,7 +140,7 @@ def set_state_dict_type(
     return before
 
 
-def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+def get_state_dict_type(module: nn.Module) -> options.StateDictSettings:
     """Return the type of the state dicts of all wrappers in a module.
 
     Raises:
@@ -162,7 +156,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
         ...     get_state_dict_type(model).state_dict_config
         FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
     """
-    found: list[StateDictSettings] = []
+    found: list[options.StateDictSettings] = []
     for wrapper in _wrappers(module):
         if wrapper.fsdp_state_dict_settings not in found:
             found.append(wrapper.fsdp_state_dict_settings)
@@ -179,8 +173,8 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
 def state_dict_type(
     module: nn.Module,
     state_dict_type: StateDictType,
-    state_dict_config: StateDictConfig | None = None,
-    optim_state_dict_config: OptimStateDictConfig | None = None,
+    state_dict_config: options.StateDictConfig | None = None,
+    optim_state_dict_config: options.OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
     """Set the type of the state dicts of all wrappers in a module, within this context.
 
