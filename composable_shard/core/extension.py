@@ -12,8 +12,8 @@ rebuilds the reduced gradients. `EncodedReduction` calls ``fsdp_pre_reduce_scatt
 shard, which turns the parts of a gradient, one for each rank, into the tensors to send, and
 ``fsdp_post_reduce_scatter``, which sums the received tensors. Each rank sends each other rank a row
 of bytes: the tensors of every gradient end to end, aligned, then a flag for each gradient that the
-rank has. The bytes of missing gradients are zero. Only a rank with a gradient knows its inner
-tensors or encoded formats. It sends them to the other ranks, once in the life of the parameter.
+rank has. The bytes of missing gradients are zero. Only a rank with a gradient knows its codec or
+its encoded formats, so it sends these to the other ranks, once in the life of the parameter.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Message(NamedTuple):
     Attributes:
         shard: The shard.
         tensors: The tensors, contiguous, with the gathered dim first.
-        rebuild: Makes the arguments of the post hook from the gathered tensors.
+        rebuild: Makes the first argument of the post hook from the gathered tensors.
         metadata: The metadata that the pre hook returned for the post hook.
     """
 
@@ -153,16 +153,16 @@ class ExtensionBucket:
         hook, param = bound_hook(getattr(shard, PRE), shard), self.param
         shape = torch.Size(param.layout.shape)
         outer = shape, torch.empty(shape, device="meta").stride()
-        full = (self.mesh.shard_axis, *outer, param.slots[0].module, param.policy)
+        all_args = (self.mesh.shard_axis, *outer, param.slots[0].module, param.policy)
         num_args = len(inspect.signature(hook).parameters)
-        if num_args not in (0, 1, len(full)):
+        if num_args not in (0, 1, len(all_args)):
             raise ExtensionError(
                 f"Expected {PRE} of {param.name} to take (mesh) or (mesh, outer_size, "
                 f"outer_stride, module, mp_policy), got {num_args} parameters: "
                 f"{inspect.signature(hook)}"
             )
         with torch.inference_mode(False), torch.no_grad():
-            return checked_result(PRE, param.name, hook(*full[:num_args]))
+            return checked_result(PRE, param.name, hook(*all_args[:num_args]))
 
     def _gathered_dim_first(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim == 0:
@@ -209,7 +209,7 @@ class ExtensionBucket:
         self._pending = Pending(works, channel.gathering, stream, inputs)
 
     def drop(self) -> None:
-        """Wait until no collective writes to the memory any more."""
+        """Abandon the gather: wait until no collective writes to the memory any more."""
         self._gathered_ahead, self._message = False, None
         pending = self.__dict__.pop("_pending", None)
         if pending is not None:

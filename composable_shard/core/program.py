@@ -25,7 +25,7 @@ from composable_shard.core.reduction import LocalReduction, Reduction, reduce_dt
 from composable_shard.core.storage import Bucket, GatherOps, Regather, ShardedParam, Slot
 from composable_shard.core.transport.pending import UsedStreams, on_side_stream, side_stream
 
-Stage = tuple[Op, ...]  # the operations of one stage of a delivery
+Ops = tuple[Op, ...]
 
 FREED = 1_000_000_000
 """The version of unsharded parameters without memory, so that autograd refuses to read them."""
@@ -48,7 +48,7 @@ class Program:
     """The compiled steady-state step of one group, and the guards that keep it current.
 
     Attributes:
-        generation: The generation of the features; -1 if the program is out of date.
+        generation: ``Plugins.generation`` at compile time; -1 if the program is out of date.
         gather: Operations that gather the parameters, and free them.
         keep: If ``reshard_after_forward`` is a number of ranks, operations that keep this rank's
             part of the unsharded memory before it is freed.
@@ -158,7 +158,7 @@ class Program:
         self._holders, self._names, self._slots_sharded, self._slots_unsharded, _ = columns
 
     def _match_requires_grad(self, group: Any) -> None:
-        """Copy ``requires_grad`` from the sharded to the unsharded parameters, and hook them."""
+        """Copy ``requires_grad`` to the unsharded parameters; hook the trainable ones."""
         self.accumulators: list[Node] = []
         reduced = []
         for param, sharded in zip(group.params, self.sharded, strict=True):
@@ -193,7 +193,7 @@ class Program:
         group.program = self  # features read it
         launches = (reduction.launch for reduction in reductions)
         launch = (*ops("reduce"), *launches, *ops("reduce_launched"))
-        self.reduce: dict[Mode, tuple[Op, ...]] = {
+        self.reduce: dict[Mode, Ops] = {
             Mode.FRESH: (*(reduction.take_grads for reduction in reductions), *launch),
             Mode.ADDING: (*(reduction.take_with_unsynced for reduction in reductions), *launch),
             Mode.UNSYNCED: (
@@ -203,7 +203,7 @@ class Program:
         }
         self._compile_delivery(group, ops)
 
-    def _compile_gather(self, group: Any, ops: Callable[[Phase], tuple[Op, ...]]) -> None:
+    def _compile_gather(self, group: Any, ops: Callable[[Phase], Ops]) -> None:
         """Compile the operations that gather the group from its shards, and from kept parts."""
         settings, reshard_after = group.settings, group.settings.reshard_after_forward
         keeps, regathers = settings.keeps_storage, list[Regather]()
@@ -230,7 +230,7 @@ class Program:
             tuple(drops),
             (*ops("free"), mark_freed, *frees, *ops("freed")),
         )
-        self.keep: tuple[Op, ...] = tuple(regather.keep for regather in regathers)
+        self.keep: Ops = tuple(regather.keep for regather in regathers)
         regather_waits = (regather.wait for regather in regathers)
         self.regather = GatherOps(
             (*ops("regather"), *(regather.launch for regather in regathers), *launched),
@@ -239,14 +239,14 @@ class Program:
             tuple(regather.free for regather in regathers),
         )
 
-    def _compile_delivery(self, group: Any, ops: Callable[[Phase], tuple[Op, ...]]) -> None:
+    def _compile_delivery(self, group: Any, ops: Callable[[Phase], Ops]) -> None:
         """Compile the stages of the delivery, with a reduction over the replicas and without.
 
         On devices, the reduction over the replicas is launched on a stream of its own, right after
         the reduction over the shards. On the CPU, it is launched when the latter is complete.
         """
         reductions = self.reductions
-        hooks: Stage = ops("deliver")
+        hooks: Ops = ops("deliver")
         if group.settings.all_reduce_hook is not None:
             hooks += tuple(each.call_hook for each in reductions)
         average = tuple(each.average for each in reductions if each.scale.after != 1)
@@ -255,14 +255,14 @@ class Program:
         averaged = (*wait, *average, *ops("averaged"))
         replicated = [each for each in reductions if each.num_replicas > 1]
         self.has_offloaded_replicas = any(each.is_offloaded for each in replicated)
-        self.over_replicas: Stage = ()
+        self.over_replicas: Ops = ()
         if not replicated:
             same = self._with_write((*averaged, *hooks), ops("delivered"))
             self.deliver = {True: same, False: same}
             return
         skips = (each.skip_replicas for each in replicated)
         without = self._with_write((*averaged, *skips), ops("delivered"))
-        launches: Stage = tuple(each.launch_over_replicas for each in replicated)
+        launches: Ops = tuple(each.launch_over_replicas for each in replicated)
         first = (*averaged, *launches, *ops("reduced_over_shards"), *ops("all_reduce_launched"))
         stream = side_stream(group.mesh.device)
         if stream is not None and all(type(each) is Reduction for each in reductions):
@@ -276,7 +276,7 @@ class Program:
         written = self._with_write(second, ops("replicas_delivered"))
         self.deliver = {False: without, True: (first, *written)}
 
-    def _with_write(self, ops: Stage, delivered: Stage) -> tuple[Stage, ...]:
+    def _with_write(self, ops: Ops, delivered: Ops) -> tuple[Ops, ...]:
         """Add operations that write ``.grad``, in a later stage if the host waits for copies."""
         late = [each for each in self.reductions if each.is_late]
         write = tuple(
@@ -378,7 +378,7 @@ def reduced_together(
         yield reduction, buckets, params, dtype
 
 
-def _within(context: Callable[[], AbstractContextManager[object]], ops: Sequence[Op]) -> Stage:
+def _within(context: Callable[[], AbstractContextManager[object]], ops: Sequence[Op]) -> Ops:
     """Return one operation that runs others in a context."""
 
     def run() -> None:

@@ -32,7 +32,7 @@ def is_parallelized(module: nn.Module) -> bool:
 
 
 def top_modules(module: object) -> tuple[nn.Module, ...]:
-    """Return the modules of the argument, without those inside other modules of it.
+    """Return the modules of the argument, without those that other modules of it contain.
 
     Raises:
         TypeError: If it is not a module or a list of modules.
@@ -297,9 +297,9 @@ def _agree_on_shards(failure: ExtensionError | None, meshes: Sequence[DeviceMesh
 
 
 def check_subclasses(planned: Sequence[ShardedParam], managed: Managed) -> None:
-    """Raise the errors of :func:`build_group` on all ranks, without building a group.
+    """Cut the tensor subclasses only to raise the errors of :func:`build_group` on all ranks.
 
-    Collective: see build_group.
+    Collective: see :func:`build_group`.
     """
     pairs = zip(planned, managed.slots, strict=True)
     cut = [(p, full) for p, full in pairs if needs_extension(p.tensor_parallel_part(full))]

@@ -102,7 +102,9 @@ class Claims:
 
 
 def claim_ties(managed: Managed, modules: Sequence[nn.Module]) -> tuple[Managed, Claims]:
-    """Add the tied parameters that a call owns to its parameters; remove those it does not own.
+    """Correct the parameters of a call by the ties with parameters of earlier calls.
+
+    A tied parameter belongs to the call if its modules contain all slots of the parameter.
 
     Raises:
         ValueError: If an inner group would lose a parameter that was used or changed.

@@ -75,8 +75,8 @@ def little_memory(nbytes: int) -> Iterator[None]:
 
 def own_failure(act: str) -> str:
     return (
-        f"Rank {dist.get_rank()} failed while {act}; ranks that wait for it raise an error that "
-        "names it (on gloo), or raise after their time-out"
+        f"Rank {dist.get_rank()} failed while {act}; on gloo, the ranks that wait for it raise an "
+        "error that names it; on other backends, they time out"
     )
 
 
@@ -153,8 +153,8 @@ def no_memory_to_reduce() -> tuple[str, bool]:
 def test_no_memory_to_reduce_into_keeps_its_type_and_is_got_over() -> None:
     assert run_ranks(no_memory_to_reduce, 2, timeout=LIMIT) == [
         (
-            f"Rank {rank} failed while reducing the gradients of group '0'; ranks that wait "
-            "for it raise an error that names it (on gloo), or raise after their time-out",
+            f"Rank {rank} failed while reducing the gradients of group '0'; on gloo, the ranks "
+            "that wait for it raise an error that names it; on other backends, they time out",
             True,
         )
         for rank in range(2)
@@ -186,7 +186,7 @@ def test_ranks_that_gather_different_groups_name_theirs(apart: bool) -> None:
     said = failures(runs_another_branch, 2, apart=apart)
     assert said[0].startswith("CommunicationError: Rank 0 failed while gathering group '1': ")
     assert said[1].startswith("CommunicationError: Rank 1 failed while gathering group '2': ")
-    parted = "got rank 0 gathering group '1' and rank 1 gathering group '2': "
+    parted = "got rank 0 gathering group '1' and rank 1 gathering group '2'; "
     assert all(parted in text for text in said.values())
 
 
@@ -201,7 +201,7 @@ def converted_on_one() -> None:
 
 MISMATCH = (
     "RankMismatchError: Rank {} failed while gathering group '0': Expected {} elements of {} from "
-    "rank {} as on this one, got {} elements of {}; has a parameter been replaced or converted on "
+    "rank {} as on this rank, got {} elements of {}; has a parameter been replaced or converted on "
     "one of the two ranks only?"
 )
 

@@ -102,9 +102,9 @@ def play(orders: list[list[str]], at: list[int], num_moves: int = 1000) -> list[
 
 
 PARTED = (
-    "Expected all ranks to run the same, got rank {} {} and rank {} {}: evaluation, "
-    "generation or saving on some ranks only, or a branch that only some ranks take; run it on all "
-    "ranks, or call sit_out(module) on ranks without input for a module"
+    "Expected all ranks to run the same collective, got rank {} {} and rank {} {}; the cause may "
+    "be evaluation, generation or saving on some ranks only, or a branch that only some ranks take"
+    "; run the same on all ranks, or call sit_out(module) on ranks without input for a module"
 )
 
 

@@ -4,12 +4,12 @@
 composable_shard.run script.py`` for a script and the processes that it starts. See
 ``docs/drop_in.md``.
 
-The drop-in leaves the classes of torch alone: a program may have made a policy, or imported the
-class, before. So ``fully_shard`` translates its arguments.
+Torch's classes stay, because a program may have imported them before ``install()``. So
+``fully_shard`` accepts torch's policies and translates them.
 
-Modules that torch has sharded before keep working: calls for them go to torch's functions. Ours are
-attributes of the package, which imports them when they are called: the drop-in may be installed in
-the middle of importing this package, which itself imports from torch.
+Modules that torch sharded before ``install()`` keep working: calls for them go to torch's
+functions. The package imports our functions only when they are called, because ``install()`` may
+run while the package itself is being imported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _POLICIES = (MixedPrecisionPolicy, CPUOffloadPolicy, OffloadPolicy, DataParallel
 
 
 class _EarlierPolicy(MixedPrecisionPolicy):
-    """A policy of torch before 2.15, where ``param_dtype`` also sets the dtype of gradients."""
+    """A policy of torch before 2.15, which rounds each gradient to ``param_dtype``."""
 
     rounds_gradients = True
 
@@ -87,12 +87,12 @@ def _translated_function(place: Callable[[Any], Any]) -> Callable[[Any], Any]:
 # The functions in the place of torch's --------------------------------------------------------
 
 _NAMES = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
-OF_TORCH: dict[str, Callable[..., Any]] = {
+OF_TORCH: dict[str, Callable[..., Any]] = {  # an older torch lacks some of them
     name: getattr(_torch_fsdp, name) for name in _NAMES if hasattr(_torch_fsdp, name)
-}  # not in every torch
+}
 
 
-# Signature and docstring are torch's, the name is that of the function here: it can be pickled.
+# It has torch's docstring and, by `__wrapped__`, torch's signature, but its own name, for pickles.
 @functools.wraps(OF_TORCH["fully_shard"], assigned=("__doc__",), updated=())
 def fully_shard(module: Any, **options: Any) -> Any:
     """Shard a module with our ``fully_shard``."""
@@ -108,14 +108,14 @@ def register_fsdp_forward_method(module: Any, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[Any]) -> None:
-    """Let roots share a bound on reduction memory; roots of torch share streams."""
+    """Call our ``share_comm_ctx`` for our roots, and torch's for torch's."""
     if any(map(_is_of_torch, modules)):
         OF_TORCH["share_comm_ctx"](modules)
     else:
         composable_shard.share_comm_ctx(modules)
 
 
-# Pipeline schedules call ``fully_shard.state(module)``.
+# Torch's pipeline schedules call ``fully_shard.state(module)``, which also finds our state.
 fully_shard.state = OF_TORCH["fully_shard"].state  # type: ignore[attr-defined]
 
 OURS: dict[str, Callable[..., Any]] = {name: globals()[name] for name in _NAMES}
@@ -131,7 +131,9 @@ def _is_of_torch(module: Any) -> bool:
 
 
 class Installation:
-    """The result of :func:`install`; as a context manager, it uninstalls at its end.
+    """The result of :func:`install`, and a context manager that uninstalls the drop-in at its end.
+
+    If the drop-in was installed before, the context manager leaves it installed.
 
     Attributes:
         replaced: The replaced functions, as ``"module.name"``, sorted.
@@ -159,17 +161,16 @@ def install() -> Installation:
     """Replace torch's ``fully_shard`` by ours in this process.
 
     Replaces ``fully_shard``, ``register_fsdp_forward_method`` and ``share_comm_ctx`` where torch
-    has them, and in every loaded module that has imported them by name. References held elsewhere
-    are not replaced (in a closure, a default argument, an attribute of an object, a
-    ``functools.partial``). Install before such modules are imported.
+    has them, and in every loaded module that has imported them by name. Other references are not
+    replaced (in a closure, a default argument, an attribute of an object, a ``functools.partial``).
+    Call ``install()`` before importing modules with such references.
 
-    Classes stay torch's: our ``fully_shard`` takes its policies, and our modules are instances of
-    its ``FSDPModule``. Modules that are already sharded stay as they are. Call it again to reach
-    modules that were loaded since.
+    Torch's classes stay: our ``fully_shard`` takes torch's policies, and our modules are instances
+    of torch's ``FSDPModule``. Modules that are already sharded stay as they are. After loading more
+    modules, call ``install()`` again.
 
     Returns:
-        The replaced functions; as a context manager, it uninstalls at its end, unless the drop-in
-        was installed before.
+        An `Installation`, which lists the replaced functions.
 
     Collective: none.
 
@@ -243,8 +244,8 @@ def run_script(target: str, arguments: Sequence[str] = (), *, is_module: bool = 
     """Run a program in this process with torch's ``fully_shard`` replaced by ours.
 
     The program sees ``sys.argv``, ``sys.path[0]`` and ``__main__`` as if Python had started it.
-    Processes that it starts have the drop-in too, by ``PYTHONPATH``; a Python that ignores its
-    environment (``-I``, ``-E``) or skips ``site`` (``-S``) does not.
+    Python processes that it starts install the drop-in, too, by a start file on ``PYTHONPATH``,
+    unless they run with ``-I``, ``-E`` or ``-S``.
 
     Args:
         target: Path of a script, of a folder or of a zip file with a ``__main__.py``, or the name
@@ -256,7 +257,7 @@ def run_script(target: str, arguments: Sequence[str] = (), *, is_module: bool = 
         Exception: Any exception of the program, ``SystemExit`` included, or runpy's if there is no
             such program.
 
-    Collective: none of its own.
+    Collective: those of the program.
 
     Example:
         >>> import os, tempfile

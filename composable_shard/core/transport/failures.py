@@ -66,7 +66,7 @@ def mismatch(group: dist.ProcessGroup, peer: int, expected: str, got: str) -> Ra
     """
     rank = dist.get_process_group_ranks(group)[peer]
     error = RankMismatchError(
-        f"Expected {expected} from rank {rank} as on this one, got {got}; has a parameter been "
+        f"Expected {expected} from rank {rank} as on this rank, got {got}; has a parameter been "
         "replaced or converted on one of the two ranks only?"
     )
     _losses.setdefault(group, str(error))
@@ -101,7 +101,7 @@ def with_op(error: RuntimeError, op: str) -> RuntimeError:
     return kind(f"{prefix}{op}: {error}")
 
 
-_DEADLOCK = "Expected all ranks to run the same, got "
+_DEADLOCK = "Expected all ranks to run the same collective, got "
 
 
 def _shortened(text: str) -> str:
@@ -288,8 +288,8 @@ def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Excepti
     setattr(error, _ANNOUNCED, True)
     if not isinstance(error, (CommunicationError, RankMismatchError)):
         error.add_note(
-            f"Rank {dist.get_rank()} failed while {op}; ranks that wait for it raise an error that "
-            "names it (on gloo), or raise after their time-out"
+            f"Rank {dist.get_rank()} failed while {op}; on gloo, the ranks that wait for it raise "
+            "an error that names it; on other backends, they time out"
         )
     reason = str(error).partition("\n")[0][:2000]
     reason = reason.removeprefix(f"Rank {dist.get_rank()} failed while {op}: ")
@@ -477,9 +477,10 @@ class watched:
             return None
         first, second = sorted([(rank, waits[rank].op), (this, self._op)])
         return (
-            f"{_DEADLOCK}rank {first[0]} {first[1]} and rank {second[0]} {second[1]}: evaluation, "
-            "generation or saving on some ranks only, or a branch that only some ranks take; run "
-            "it on all ranks, or call sit_out(module) on ranks without input for a module"
+            f"{_DEADLOCK}rank {first[0]} {first[1]} and rank {second[0]} {second[1]}; the cause "
+            "may be evaluation, generation or saving on some ranks only, or a branch that only "
+            "some ranks take; run the same on all ranks, or call sit_out(module) on ranks without "
+            "input for a module"
         )
 
 
