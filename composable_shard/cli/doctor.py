@@ -33,6 +33,7 @@ from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.gloo.mailbox import why_not_shared
 from composable_shard.core.transport.gloo.shared_memory import SWITCH
 from composable_shard.core.transport.pending import Waitable
+from composable_shard.core.transport.process_groups import gather_objects
 from composable_shard.insight.report import counted
 from composable_shard.mesh import resolve_mesh
 
@@ -80,24 +81,20 @@ def look() -> Facts:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = "cpu" if accelerator is None else accelerator.type
     num_devices = 0 if accelerator is None else torch.accelerator.device_count()
-    device_name = getattr(
-        torch.get_device_module(device_type), "get_device_name", lambda _: device_type
-    )
-    numbers = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
-    has_affinity, has_load = hasattr(os, "sched_getaffinity"), hasattr(os, "getloadavg")
+    module, has_affinity = torch.get_device_module(device_type), hasattr(os, "sched_getaffinity")
+    device_name = getattr(module, "get_device_name", lambda _: device_type)
+    builds = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
+    packages = {name: installed_version(name) for name in ("composable_shard", "einops")}
+    python = platform.python_version()
     return {
-        "versions": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            **{name: installed_version(name) for name in ("composable_shard", "einops")},
-        },
-        "build": next((f"{name} {number}" for name, number in numbers.items() if number), "cpu"),
+        "versions": {"torch": torch.__version__, "python": python, **packages},
+        "build": next((f"{name} {number}" for name, number in builds.items() if number), "cpu"),
         "system": f"{platform.system()} {platform.release()}",
         "backends": {name: dist.is_backend_available(name) for name in BACKENDS},
         "devices": [str(device_name(index)) for index in range(num_devices)],
         "device_type": device_type,
         "num_cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1,
-        "load": round(os.getloadavg()[0], 1) if has_load else 0.0,
+        "load": round(os.getloadavg()[0], 1),
         "num_threads": torch.get_num_threads(),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
     }
@@ -273,12 +270,12 @@ def worst(device: torch.device, *figures: float) -> list[float]:
 def _transports(group: dist.ProcessGroup) -> dict[str, str]:
     """Return the transport of each pair of ranks. Collective: an all-gather of small objects."""
     reasons, rank = why_not_shared(group), group.rank()
-    ways = [SENDS + reasons[peer] if peer in reasons else SHARES for peer in range(group.size())]
-    told: list[Any] = [None] * group.size()
-    dist.all_gather_object(
-        told, {f"{rank}-{peer}": way for peer, way in enumerate(ways) if peer > rank}, group
-    )
-    return {pair: way for pairs in told for pair, way in pairs.items()}
+    ways = {
+        f"{rank}-{peer}": SENDS + reasons[peer] if peer in reasons else SHARES
+        for peer in range(rank + 1, group.size())
+    }
+    gathered = gather_objects(ways, group, "describing transports")
+    return {pair: way for told in gathered for pair, way in told.items()}
 
 
 # Problems and warnings of a measurement -----------------------------------------------------------
@@ -296,26 +293,27 @@ def slowness(measured: Facts) -> dict[str, float]:
     return {name: copied / measured[key]["bytes_per_second"] for key, name in COLLECTIVES.items()}
 
 
+UNREACHED = (
+    "if they do not reach each other, set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) to a network "
+    "interface, lo for one machine"
+)
+
+
 def measure_often(report: Facts, nbytes: int) -> None:
     """Measure, and again while a collective looks slow; report the fastest attempt."""
     num_ranks, others, attempts = report["num_ranks"], other_programs(report), list[Facts]()
     try:
-        while len(attempts) < ATTEMPTS:
+        for _ in range(ATTEMPTS):
             attempts.append(measure(num_ranks, report["machine"]["device_type"], nbytes))
             if max(slowness(attempts[-1]).values()) <= SLOW:
                 break
     except Exception as error:  # noqa: BLE001 (any failure of a rank is a finding)
-        is_late = isinstance(error, multiprocessing.TimeoutError)
-        *_, reason = ["", *str(error).strip().splitlines()]
-        reason = f"no result within {TIMEOUT:g} s" if is_late else reason
+        finding, reason, remedy = "problems", str(error).strip().rpartition("\n")[2], UNREACHED
+        if isinstance(error, multiprocessing.TimeoutError):
+            reason = f"no result within {TIMEOUT:g} s"
+            finding, remedy = ("warnings", others) if others else (finding, remedy)
         problem = f"{num_ranks} ranks could not measure: {type(error).__name__}: {reason}"
-        if others and is_late:
-            report["warnings"].append(f"{problem}; {others}")
-            return
-        report["problems"].append(
-            f"{problem}; if they do not reach each other, set GLOO_SOCKET_IFNAME "
-            "(NCCL_SOCKET_IFNAME) to a network interface, lo for one machine"
-        )
+        report[finding].append(f"{problem}; {remedy}")
         return
     report["measured"] = min(attempts, key=lambda attempt: max(slowness(attempt).values()))
     report["problems"] += [
@@ -362,15 +360,12 @@ def judge_speed(report: Facts) -> None:
     if threads > fitting:
         shared = f"{num_ranks} ranks with {threads} threads each share {cores} cores"
         advice = f"{shared}: set OMP_NUM_THREADS={fitting}"
-    times = slowness(measured) if measured else {}
+    times, others = slowness(measured) if measured else {}, other_programs(report)
     slow = [f"{name} is {n:.0f} times slower" for name, n in times.items() if n > SLOW]
-    problem, others = f"{', '.join(slow)} than a copy of memory", other_programs(report)
-    if slow and not others:
-        report["problems"].append(f"{problem}; {advice}")
-        return
     if slow:
-        report["warnings"].append(f"{problem}; {others}")
-    if threads > fitting:
+        finding = f"{', '.join(slow)} than a copy of memory; {others or advice}"
+        report["warnings" if others else "problems"].append(finding)
+    if threads > fitting and (others or not slow):
         report["warnings"].append(advice)
 
 
@@ -421,14 +416,12 @@ def _lines(report: Facts) -> Iterator[tuple[str, str]]:
     versions, cores = machine["versions"], counted(machine["num_cores"], "core")
     devices = ", ".join(machine["devices"]) or "the CPU alone"
     threads = counted(machine["num_threads"], "thread")
+    backends = [name for name, is_there in machine["backends"].items() if is_there]
     variables = [f"{name}={value}" for name, value in machine["variables"].items() if value]
     yield "torch", f"{versions['torch']}, built for {machine['build']}"
     yield "python", f"{versions['python']} on {machine['system']}"
     yield "devices", f"{devices}; {cores}, {threads}, load {machine['load']:.1f}"
-    yield (
-        "backends",
-        ", ".join(name for name, there in machine["backends"].items() if there) or "none",
-    )
+    yield "backends", ", ".join(backends) or "none"
     yield "variables", ", ".join(variables) or "no relevant variable is set"
     ranks = f"{report['num_ranks']} on {machine['device_type']}"
     if measured is not None:
@@ -438,11 +431,8 @@ def _lines(report: Facts) -> Iterator[tuple[str, str]]:
     yield from (("warning", text) for text in report["warnings"])
     yield from (("problem", text) for text in report["problems"])
     if report["is_well"]:
-        is_perfect = not report["warnings"]
-        yield (
-            "verdict",
-            "nothing is wrong" if is_perfect else "training works; see the warnings above",
-        )
+        reservation = "training works; see the warnings above"
+        yield "verdict", reservation if report["warnings"] else "nothing is wrong"
 
 
 def _lines_of_ranks(ranks: str, measured: Facts) -> Iterator[tuple[str, str]]:

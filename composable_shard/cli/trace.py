@@ -55,10 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _ms(milliseconds: float) -> str:
-    return f"{milliseconds:.1f}"
-
-
 def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.0f}" if nbytes else ""
 
@@ -66,9 +62,9 @@ def _mib(nbytes: int) -> str:
 TIMES = ("step", "compute", "launch", "copy", "exposed")
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "rank": ("rank", str),
-    **{name: (f"{name}_ms", _ms) for name in TIMES},
+    **{name: (f"{name}_ms", "{:.1f}".format) for name in TIMES},
     "of step": ("exposed_share", "{:.0%}".format),
-    **{name: (f"{name}_ms", _ms) for name in ("late", "other")},
+    **{name: (f"{name}_ms", "{:.1f}".format) for name in ("late", "other")},
     "MiB": ("peak_nbytes", _mib),
 }
 RESERVED = {"reserved MiB": ("peak_reserved_nbytes", _mib)}

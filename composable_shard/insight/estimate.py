@@ -157,16 +157,12 @@ class Estimate(Report):
     def _memory(self) -> Table:
         replicas, shards = self.mesh_shape
         ranks = f"{shards} shards" + (f" x {replicas} replicas" if replicas > 1 else "")
-        title = (
-            f"{count_text(self.num_parameters)} parameters in "
-            f"{counted(self.num_groups, 'group')} over {ranks}"
-        )
-        peak, between = vars(self.peak), vars(self.between_steps)
-        amounts = [(name, peak[name], between[name]) for name in peak]
-        amounts.append(("total", self.peak.total, self.between_steps.total))
+        groups = counted(self.num_groups, "group")
+        title = f"{count_text(self.num_parameters)} parameters in {groups} over {ranks}"
+        peak, between = ({**vars(at), "total": at.total} for at in (self.peak, self.between_steps))
         if self.on_cpu:
-            amounts.append(("on the CPU", self.on_cpu, self.on_cpu))
-        rows = [(name, *map(nbytes_text, both)) for name, *both in amounts]
+            peak["on the CPU"] = between["on the CPU"] = self.on_cpu
+        rows = [(name, nbytes_text(peak[name]), nbytes_text(between[name])) for name in peak]
         headings = ("bytes of a rank", f"at the peak ({self.peak_at})", "between steps")
         return Table(title, headings, rows)
 
@@ -293,10 +289,20 @@ def estimate(
         chosen = is_repeated_block(model) if policy is None else policy
         apply_fully_shard(model, chosen, mesh=mesh, **kwargs)
 
-    shards = shard or shard_by_policy
+    fake = _torch.fake_tensors()
     try:
-        with rehearsed(build_model, shards, batch, loss, shape, device_type) as rehearsal:
-            return _weigh(rehearsal, shape, optimizer, speeds)
+        with pretended_ranks(shape, device_type) as mesh:
+            with fake:
+                model = build_model()
+                is_module = isinstance(model, nn.Module)
+                check_type("the result of build_model", model, is_module, "an nn.Module")
+                (shard or shard_by_policy)(model, mesh)
+                if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+                    model.to_empty(device="cpu")
+            rehearsal = Rehearsal(model, is_accelerator=device_type != "cpu")
+            with fake:
+                rehearsal.record(batch, loss)
+                return _weigh(rehearsal, shape, optimizer, speeds)
     except _torch.ReadsValues as error:
         error.add_note(
             "estimate runs the model on tensors without values, but the model or the loss "
@@ -319,9 +325,9 @@ def _weigh(
     optimizer: OptimizerFactory | Mapping[Fits, Layout] | None,
     speeds: dict[str, float] | None,
 ) -> Estimate:
-    groups, away, at_once = rehearsal.groups, rehearsal.away, rehearsal.is_accelerator
-    used = [param for param in rehearsal.params if param in rehearsal.used]  # in the user's order
-    layouts, kept, offloaded = None, OptimizerBytes(), OptimizerBytes()
+    model, params, away = rehearsal.model, rehearsal.params, rehearsal.away
+    at_once = rehearsal.is_accelerator
+    explained, kept, offloaded = None, OptimizerBytes(), OptimizerBytes()
     if isinstance(optimizer, Mapping):
         if away:
             raise ValueError(
@@ -329,8 +335,10 @@ def _weigh(
                 f"'{next(iter(away)).name}', which is offloaded; leave out the offload_policy, or "
                 "pass a function that makes an optimizer from parameters"
             )
-        layouts, kept = plan_layouts(rehearsal.model, optimizer, at_once=at_once)
+        steps, kept = plan_layouts(model, optimizer, at_once=at_once)
+        explained = explain_layouts(steps)
     elif optimizer is not None:
+        used = [param for param in params if param in rehearsal.used]  # in the user's order
         here = [param.local for param in used if param not in away]
         kept = optimizer_bytes(optimizer, here, at_once=at_once)
         there = [param.local for param in used if param in away]
@@ -339,24 +347,23 @@ def _weigh(
     peak, peak_at = replace(fullest.peak, optimizer=kept.state), "end of backward"
     if fullest.group is not None:
         peak_at = f"{fullest.event} of {fullest.group.name or 'the root'}"
-    stepping = replace(rehearsal.at_end, optimizer=kept.state + kept.besides)
+    stepping = replace(rehearsal.at_end, optimizer=sum(kept))
     if stepping.total > peak.total:
         peak, peak_at = stepping, "optimizer step"
-    traffics = {group: traffic_of(group) for group in groups}
+    between = MemorySplit(peak.shards, optimizer=kept.state, unsharded=peak.unsharded)
+    traffics = {group: traffic_of(group) for group in rehearsal.groups}
     return Estimate(
         mesh_shape=shape if len(shape) == 2 else (1, shape[0]),
-        num_parameters=sum(param.numel() for param in rehearsal.model.parameters()),
-        num_groups=sum(len({bucket.mesh for bucket in group.buckets}) for group in groups),
+        num_parameters=sum(param.numel() for param in model.parameters()),
+        num_groups=sum(len({param.mesh for param in group.params}) for group in traffics),
         peak=peak,
         peak_at=peak_at,
-        between_steps=MemorySplit(
-            shards=peak.shards, optimizer=kept.state, unsharded=peak.unsharded
-        ),
-        on_cpu=rehearsal.on_cpu + offloaded.state + offloaded.besides,
+        between_steps=between,
+        on_cpu=rehearsal.on_cpu + sum(offloaded),
         traffic=sum(traffics.values(), StepTraffic()),
         flops=sum(moment.flops for moment in rehearsal.moments),
         time=None if speeds is None else _time_of(rehearsal.moments, traffics, speeds),
-        optimizer=None if layouts is None else explain_layouts(layouts),
+        optimizer=explained,
     )
 
 
@@ -418,8 +425,10 @@ def _time_of(
 # An allocation of the library has a frame of the core on the stack. Frames that cast the inputs and
 # outputs of modules do not count: they are part of compute.
 _MAKERS = {storage.__name__: "gathered", reduction.__name__: "gradients"}
-_KINDS = tuple(field.name for field in fields(MemorySplit))
 _COMPUTES = {module.__name__ for module in (hooks, nested, optimizers)}
+
+
+Storage = torch.UntypedStorage
 
 
 class LiveBytes(_torch.DispatchMode):
@@ -433,10 +442,9 @@ class LiveBytes(_torch.DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak, self.flops = MemorySplit(), 0
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._counted: dict[int, tuple[str, int]] = {}
-        self._resized: set[int] = set()  # memory of the library, which comes and goes
-        self._totals: Counter[str] = Counter()
+        self._counted: dict[weakref.ref[Storage], tuple[str, int]] = {}
+        self._resized = weakref.WeakSet[Storage]()  # memory of the library, which comes and goes
+        self._totals = Counter[str]()
 
     def __torch_dispatch__(
         self,
@@ -453,7 +461,7 @@ class LiveBytes(_torch.DispatchMode):
         result = func(*args, **kwargs)
         self.flops += _torch.flops_of(func, args, kwargs, result)
         made = _torch.tensors_of(result)
-        new = [tensor for tensor in made if id(tensor.untyped_storage()) not in self._known]
+        new = [one for one in made if weakref.ref(one.untyped_storage()) not in self._counted]
         if new:
             self.count(new, _maker())
         return result
@@ -461,33 +469,16 @@ class LiveBytes(_torch.DispatchMode):
     def count(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Count storages from now on as a part of :class:`MemorySplit`; as ``""``, not."""
         for tensor in tensors:
-            memory = tensor.untyped_storage()
-            key = id(memory)
-            if key not in self._known:
-                self._known[key] = weakref.ref(memory, partial(self._forget, key))
-            self._set(key, kind, memory.nbytes())
+            self._set(tensor.untyped_storage(), kind)
         if kind in _MAKERS.values():
             self.look()
         self.peak = max(self.peak, self.now, key=attrgetter("total"))
 
-    def recount(self, tensor: torch.Tensor, before: str, after: str) -> None:
-        """Count a storage as another kind from now on, if it is counted as ``before``."""
-        if self._counted.get(id(tensor.untyped_storage()), ("", 0))[0] == before:
-            self.count([tensor], after)
-
     def look(self) -> None:
         """Read the size of gathered memory and of gradients, which is set without an operation."""
-        for key in list(self._resized):
-            memory = self._known[key]()
-            self._set(key, self._counted[key][0], 0 if memory is None else memory.nbytes())
+        for memory in list(self._resized):
+            self._set(memory, self._kind_of(memory))
         self.peak = max(self.peak, self.now, key=attrgetter("total"))
-
-    def leave_out(self) -> None:
-        """Count nothing that lives now any more, except gathered memory."""
-        self.look()
-        for key, (kind, nbytes) in list(self._counted.items()):
-            if nbytes and kind != "gathered":
-                self._set(key, "", 0)
 
     def restart(self) -> None:
         """Forget the peak and the operations so far."""
@@ -496,19 +487,23 @@ class LiveBytes(_torch.DispatchMode):
     @property
     def now(self) -> MemorySplit:
         """The bytes that live."""
-        return MemorySplit(*map(self._totals.__getitem__, _KINDS))
+        return MemorySplit(*(self._totals[field.name] for field in fields(MemorySplit)))
 
-    def _set(self, key: int, kind: str, nbytes: int) -> None:
+    def _kind_of(self, memory: Storage) -> str:
+        kind, _ = self._counted.get(weakref.ref(memory), ("", 0))
+        return kind
+
+    def _set(self, memory: Storage, kind: str) -> None:
+        key = weakref.ref(memory, self._forget)
         before, old_nbytes = self._counted.get(key, ("", 0))
+        self._counted[key] = kind, memory.nbytes()
         self._totals[before] -= old_nbytes
-        self._totals[kind] += nbytes
-        self._counted[key] = kind, nbytes
-        (self._resized.add if kind in _MAKERS.values() else self._resized.discard)(key)
+        self._totals[kind] += memory.nbytes()
+        (self._resized.add if kind in _MAKERS.values() else self._resized.discard)(memory)
 
-    def _forget(self, key: int, _: object) -> None:
-        """Forget a storage that has been freed."""
-        self._set(key, "", 0)
-        del self._known[key], self._counted[key]
+    def _forget(self, freed: weakref.ref[Storage]) -> None:
+        kind, nbytes = self._counted.pop(freed)
+        self._totals[kind] -= nbytes
 
 
 def _maker() -> str:
@@ -597,35 +592,34 @@ def plan_layouts(
     """
     rules = sort_by_layout(model, layouts)
     loads: dict[tuple[int, ...], list[int]] = {}
-    cuts: list[list[list[Block]]] = []
+    cuts: list[list[tuple[tuple[int, ...], list[Block]]]] = []
     for layout, params in rules:
         check(layout, params)
         meshes = [() if param.mesh is None else tuple(param.mesh.shape) for param in params]
         cuts.append([])
         if not isinstance(layout, Sharded):
-            cut = cut_rule(layout, params, meshes, loads, BUCKET_NBYTES)
-            cuts[-1] = [blocks for _, blocks in cut]
+            cuts[-1] = cut_rule(layout, params, meshes, loads, BUCKET_NBYTES)
     load = next(iter(loads.values()), [0])
     rank = load.index(max(load))
     groups, needed = [], [OptimizerBytes()]
-    for (layout, params), buckets in zip(rules, cuts, strict=True):
-        stepped, plans = [], []
-        for blocks in buckets:
-            place = rank % len(blocks[0].spread.boxes)
-            plans.append(plan_bucket(params, blocks, place, params[0].local().device))
-            dtypes = [params[block.param].tensor.dtype for block in plans[-1].owned]
-            pairs = zip(plans[-1].owned, dtypes, strict=True)
-            stepped.append([torch.empty(block.shape, dtype=dtype) for block, dtype in pairs])
-        num_tensors = None
+    for (layout, params), cut in zip(rules, cuts, strict=True):
+        device = params[0].local().device
+        plans = [
+            plan_bucket(params, blocks, rank % len(blocks[0].spread.boxes), device)
+            for _, blocks in cut
+        ]
+        stepped = [
+            [torch.empty(b.shape, dtype=params[b.param].tensor.dtype) for b in plan.owned]
+            for plan in plans
+        ]
         if isinstance(layout, Sharded):
             stepped = [[param.local() for param in params if param.tensor.requires_grad]]
-            num_tensors = len(stepped[0])
-        groups.append(plan_group(layout, params, plans, num_tensors))
+        groups.append(plan_group(layout, params, plans, sum(map(len, stepped))))
         make = partial(_make_optimizer, layout)
         needed += [optimizer_bytes(make, like, at_once=at_once) for like in stepped]
     steps = LayoutSteps(tuple(groups), tuple(loads.values()))
-    besides = steps.most_held + max(one.besides for one in needed)
-    return steps, OptimizerBytes(sum(one.state for one in needed), besides)
+    besides = steps.most_held + max(bytes_.besides for bytes_ in needed)
+    return steps, OptimizerBytes(sum(bytes_.state for bytes_ in needed), besides)
 
 
 def _make_optimizer(layout: Layout, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -652,18 +646,8 @@ class Moment(NamedTuple):
 
 
 @contextlib.contextmanager
-def rehearsed(
-    build_model: Callable[[], nn.Module],
-    shard: Callable[[nn.Module, DeviceMesh], object],
-    batch: Any,
-    loss: Callable[[Any, Any], torch.Tensor],
-    mesh_shape: tuple[int, ...],
-    device_type: str,
-) -> Iterator[Rehearsal]:
-    """Run a step without memory; the model can be examined further within the context.
-
-    See :func:`composable_shard.estimate` for the arguments and the errors.
-    """
+def pretended_ranks(mesh_shape: tuple[int, ...], device_type: str) -> Iterator[DeviceMesh]:
+    """Be the first rank of a mesh of ranks that do not exist, with devices of some type."""
     from composable_shard.testing.ranks import fake_ranks
 
     names = ("replicate", "shard")[-len(mesh_shape) :]
@@ -673,30 +657,7 @@ def rehearsed(
         _torch.pretended_backend(backend),
         _torch.poisoned_memory(False),  # which keeps memory for a while
     ):
-        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
-        fake = _torch.fake_tensors()
-        with fake:
-            model = build_model()
-            is_module = isinstance(model, nn.Module)
-            check_type("the result of build_model", model, is_module, "an nn.Module")
-            shard(model, mesh)
-            if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-                model.to_empty(device="cpu")
-        groups = groups_in(model)
-        if not all(isinstance(bucket, FlatBucket) for group in groups for bucket in group.buckets):
-            raise ValueError(
-                "Expected plain parameters, which can be laid out for any number of ranks, got a "
-                "tensor subclass; estimate the model before its parameters are converted"
-            )
-        for tree in dict.fromkeys(group.tree for group in groups):
-            tree.agree()  # it compares numbers, which fake tensors do not have
-        for channel in (channel for group in groups for channel in group.channels.values()):
-            channel.all_gather = channel.reduce_scatter = Silent(is_widening=device_type == "cpu")
-        with fake:
-            given = batch() if callable(batch) else _torch.without_memory(batch)
-            rehearsal = Rehearsal(model, groups, given, is_accelerator=device_type != "cpu")
-            rehearsal.record(lambda: loss(_call(model, given), given).backward())
-            yield rehearsal
+        yield init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -728,6 +689,7 @@ class Rehearsal:
     Attributes:
         model: The sharded model.
         groups: Its groups.
+        trees: Their trees.
         is_accelerator: Whether the ranks have accelerators.
         params: Their parameters.
         moments: The step.
@@ -737,60 +699,72 @@ class Rehearsal:
         on_cpu: Bytes of the shards and reduced gradients of ``away``.
     """
 
-    def __init__(
-        self, model: nn.Module, groups: Sequence[ParamGroup], batch: Any, *, is_accelerator: bool
-    ) -> None:
-        self.model, self.groups, self._live = model, groups, LiveBytes()
-        self.is_accelerator = is_accelerator
-        self.params = [param for group in groups for param in group.params]
+    def __init__(self, model: nn.Module, *, is_accelerator: bool) -> None:
+        self.model, self.groups, self.is_accelerator = model, groups_in(model), is_accelerator
+        self.params = [param for group in self.groups for param in group.params]
+        if not all(param.flat_position for param in self.params):
+            raise ValueError(
+                "Expected plain parameters, which can be laid out for any number of ranks, got a "
+                "tensor subclass; estimate the model before its parameters are converted"
+            )
+        self.trees = dict.fromkeys(group.tree for group in self.groups)
+        for tree in self.trees:
+            tree.agree()  # it compares numbers, which fake tensors do not have
+        for channel in (channel for group in self.groups for channel in group.channels.values()):
+            channel.all_gather = channel.reduce_scatter = Silent(is_widening=not is_accelerator)
         offloaded = [param for param in self.params if param.offload is not None]
         self.away = dict.fromkeys(offloaded if is_accelerator else ())
-        ours = {id(param.sharded) for param in self.params}
-        others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in ours]
-        self._lasting = [*others, *_torch.tensors_of(batch)]
-        self.moments, self.used = list[Moment](), set[ShardedParam]()
+        self._live = LiveBytes()
+        self.moments, self.used, self.on_cpu = list[Moment](), set[ShardedParam](), 0
 
-    def record(self, run: Callable[[], None]) -> None:
+    def record(self, batch: Any, loss: Callable[[Any, Any], torch.Tensor]) -> None:
         """Run a step twice and record the second, which has an execution order."""
+        given = batch() if callable(batch) else _torch.without_memory(batch)
+        ours = {id(param.sharded) for param in self.params}
+        others = [*self.model.parameters(), *self.model.buffers(), *_torch.tensors_of(given)]
+
+        def run() -> None:
+            loss(_call(self.model, given), given).backward()
+
         live = self._live
         with live, contextlib.ExitStack() as stack:
             run()
             self.model.zero_grad()
-            live.leave_out()
-            buckets = [b for g in self.groups for b in g.buckets if isinstance(b, FlatBucket)]
-            here = [b.sharded for b in buckets if b.params[0] not in self.away]
-            there = [b.sharded for b in buckets if b.params[0] in self.away]
-            live.count([*(param.local for param in self.params), *there], "")  # in the buckets
-            live.count(here, "shards")
-            live.count(self._lasting, "unsharded")
-            for tree in dict.fromkeys(group.tree for group in self.groups):
-                named = {group.name: group for group in tree.groups}
-                stack.enter_context(listening(tree, partial(self._hear, named)))
+            for group in self.groups:
+                for bucket in group.buckets:
+                    assert isinstance(bucket, FlatBucket)
+                    live.count(bucket.locals, "")  # in `sharded`
+                    is_away = bucket.params[0] in self.away
+                    live.count([bucket.sharded], "" if is_away else "shards")
+                    self.on_cpu += bucket.sharded.nbytes if is_away else 0
+            live.count([tensor for tensor in others if id(tensor) not in ours], "unsharded")
+            for tree in self.trees:
+                stack.enter_context(listening(tree, self._hear))
             for param in self.params:
                 if param.unsharded.requires_grad:
-                    hook = param.unsharded.register_hook(self._take_gradient)
+                    take = partial(self._take_gradient, param)
+                    hook = param.unsharded.register_post_accumulate_grad_hook(take)
                     stack.callback(hook.remove)
             live.look()
             live.restart()  # after the programs are compiled for the listener
             run()
             self.moments.append(Moment("", None, live.peak, live.flops))
             self.at_end = live.now
-            grads = [p.sharded.grad for p in self.away if p.sharded.grad is not None]
-            there += map(_torch.local_tensor, grads)
-            self.on_cpu = sum(tensor.nbytes for tensor in there)
+            self.on_cpu += sum(grad.nbytes for grad in self._grads_away(self.params))
             self.model.zero_grad()
 
-    def _take_gradient(self, grad: torch.Tensor) -> None:
-        self._live.recount(grad, "activations", "gradients")
+    def _take_gradient(self, param: ShardedParam, unsharded: torch.Tensor) -> None:
+        assert unsharded.grad is not None
+        self.used.add(param)
+        self._live.count([unsharded.grad], "gradients")
 
-    def _hear(self, groups: Mapping[str, ParamGroup], event: str, name: str) -> None:
-        live, group = self._live, groups[name]
+    def _grads_away(self, params: Iterable[ShardedParam]) -> list[torch.Tensor]:
+        grads = (param.sharded.grad for param in params if param in self.away)
+        return [_torch.local_tensor(grad) for grad in grads if grad is not None]
+
+    def _hear(self, event: str, group: ParamGroup) -> None:
+        live = self._live
         live.look()
-        for param in group.params:
-            if event == "post_backward" and param.unsharded.grad is not None:
-                self._take_gradient(param.unsharded.grad)
-                self.used.add(param)
-            if param in self.away and param.sharded.grad is not None:
-                live.recount(_torch.local_tensor(param.sharded.grad), "gradients", "")
+        live.count(self._grads_away(group.params), "")
         self.moments.append(Moment(event, group, live.peak, live.flops))
         live.restart()

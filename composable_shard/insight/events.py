@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -24,49 +26,42 @@ from composable_shard.core.tree import Tree
 
 Event = tuple[str, str]
 
-EVENTS = (
-    "pre_forward",
-    "post_forward",
-    "pre_backward",
-    "post_backward",
-    "all_gather",
-    "wait_for_all_gather",
-    "reshard",
-    "accumulate",
-    "reduce_scatter",
-    "wait_for_reduce_scatter",
-    "all_reduce",
-    "wait_for_all_reduce",
-)
-"""All events. The first four are moments of a group, the others its actions at these moments."""
-
 _EVENTS: dict[Phase, tuple[str, ...]] = {
     "pre_forward": ("pre_forward",),
+    "post_forward": ("post_forward",),
+    "pre_backward": ("pre_backward",),
+    "post_backward": ("post_backward",),
     "gather": ("begin_all_gather",),
     "regather": ("begin_regather",),
     "gather_launched": ("all_gather",),
     "before_wait_for_gather": ("begin_wait_for_all_gather",),
     "gather_done": ("waited_for_all_gather", "wait_for_all_gather"),
     "freed": ("reshard",),
-    "post_forward": ("post_forward",),
-    "pre_backward": ("pre_backward",),
     "accumulated": ("accumulate",),
     "reduce": ("begin_reduce_scatter",),
     "reduce_launched": ("reduce_scatter",),
     "before_wait_for_reduction": ("begin_wait_for_reduce_scatter",),
     "averaged": ("waited_for_reduce_scatter",),
     "reduced_over_shards": ("wait_for_reduce_scatter",),
+    "delivered": ("wait_for_reduce_scatter",),
     "all_reduce_launched": ("all_reduce",),
     "before_wait_for_all_reduce": ("begin_wait_for_all_reduce",),
-    "delivered": ("wait_for_reduce_scatter",),
     "replicas_delivered": ("waited_for_all_reduce", "wait_for_all_reduce"),
-    "post_backward": ("post_backward",),
     "before_wait_for_copies": ("begin_wait_for_copies",),
     "copies_done": ("wait_for_copies",),
 }
 
-Hear = Callable[[str, str], None]
-"""A function that gets an event and the name of a group."""
+_FOR_TIMING = ("begin_", "waited_for_", "wait_for_copies")
+
+EVENTS = tuple(
+    event
+    for event in dict.fromkeys(chain.from_iterable(_EVENTS.values()))
+    if not event.startswith(_FOR_TIMING)
+)
+"""All events. The first four are moments of a group, the others its actions at these moments."""
+
+Hear = Callable[[str, ParamGroup], None]
+"""A function that gets an event and its group."""
 
 
 def groups_in(model: nn.Module) -> list[ParamGroup]:
@@ -90,30 +85,37 @@ def join(prefix: str, name: str) -> str:
 
 
 class _Listener(Feature):
-    """Calls a function with every event of a tree, and the name of its group."""
+    """Calls functions with every event of a tree, and its group."""
 
-    def __init__(self, hear: Hear) -> None:
-        self.hear: Hear | None = hear
+    def __init__(self) -> None:
+        self.hears: list[Hear] = []
 
     def ops(self, group: ParamGroup, phase: Phase) -> Sequence[Op]:
         """Return a call for each event of the phase."""
-        return [partial(self._emit, event, group.name) for event in _EVENTS.get(phase, ())]
+        return [partial(self._emit, event, group) for event in _EVENTS.get(phase, ())]
 
-    def _emit(self, event: str, name: str) -> None:
-        if self.hear is not None:
-            self.hear(event, name)
+    def _emit(self, event: str, group: ParamGroup) -> None:
+        for hear in self.hears:
+            hear(event, group)
+
+
+_listeners: WeakKeyDictionary[ParamGroup, _Listener] = WeakKeyDictionary()
+"""By root. A reduction in flight keeps its program, and so calls the listener of earlier events."""
 
 
 @contextlib.contextmanager
 def listening(tree: Tree, hear: Hear) -> Iterator[None]:
     """Call ``hear`` with every event of a tree within the context."""
-    listener, root = _Listener(hear), tree.root
+    root = tree.root
+    listener = _listeners.setdefault(root, _Listener())
+    listener.hears.append(hear)
     tree.install(listener)
     try:
         yield
     finally:
-        listener.hear = None  # an operation in flight keeps its program
-        root.tree.remove(listener)  # a call of fully_shard may have put the root in another tree
+        listener.hears.remove(hear)
+        if not listener.hears:
+            root.tree.remove(listener)  # fully_shard may have put the root in another tree
 
 
 @contextlib.contextmanager
@@ -155,9 +157,9 @@ def record_events(module: nn.Module, *events: str) -> Iterator[list[Event]]:
     check_value("events", sorted(unknown), not unknown, f"out of {EVENTS}")
     recorded, wanted = list[Event](), events or EVENTS
 
-    def hear(event: str, name: str) -> None:
+    def hear(event: str, group: ParamGroup) -> None:
         if event in wanted:
-            recorded.append((event, name))
+            recorded.append((event, group.name))
 
     with listening(group.tree, hear):
         yield recorded

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import repeat
 from math import prod
 from operator import itemgetter
 
@@ -23,19 +24,13 @@ from composable_shard.core.program import reduced_together
 from composable_shard.core.reduction import (
     LocalReduction,
     final_grad_dtype,
-    has_single_rows,
     packing_step,
     sent_dtype,
     with_own_message,
 )
 from composable_shard.core.storage import Bucket, FlatBucket, ShardedParam
-from composable_shard.core.transport.collectives import (
-    CustomAllGather,
-    CustomReduceScatter,
-    sum_dtype,
-)
+from composable_shard.core.transport.collectives import sum_dtype
 from composable_shard.insight.events import join
-from composable_shard.mesh import ShardMesh
 
 
 def short(dtype: torch.dtype) -> str:
@@ -52,7 +47,8 @@ class Traffic:
 
     Attributes:
         launches: Calls of a collective.
-        messages: Tensors in all of them; each goes to, or over, every other rank.
+        messages: Tensors in all of them; each goes to, or over, every other rank. Custom
+            communication may send them as one.
         nbytes: Bytes that this rank sends, padding included; those of an all-reduce as in a ring.
             ``None`` before the first gather of a tensor subclass.
     """
@@ -61,10 +57,16 @@ class Traffic:
     messages: int = 0
     nbytes: int | None = 0
 
+    @classmethod
+    def of(cls, messages: Sequence[int] | None, num_ranks: int) -> Traffic:
+        """Return the traffic of one launch of messages to each other rank, given their bytes."""
+        if messages is None:
+            return cls(1, 1, None)
+        return cls(1, len(messages), (num_ranks - 1) * sum(messages)) if messages else cls()
+
     def __add__(self, other: Traffic) -> Traffic:
-        nbytes = None
-        if self.nbytes is not None and other.nbytes is not None:
-            nbytes = self.nbytes + other.nbytes
+        is_known = self.nbytes is not None and other.nbytes is not None
+        nbytes = (self.nbytes or 0) + (other.nbytes or 0) if is_known else None
         return Traffic(self.launches + other.launches, self.messages + other.messages, nbytes)
 
 
@@ -108,16 +110,15 @@ def total(parts: Iterable[Traffic]) -> Traffic:
 
 def traffic_of(group: ParamGroup) -> StepTraffic:
     """Return the traffic of a step in which each module of the group is called once."""
-    forward = backward = total(_gather(group, bucket) for bucket in group.buckets)
+    gathered = total(map(_gather, group.buckets))
     in_backward, _ = residence_of(group)
+    backward = gathered if in_backward == "gathered" else Traffic()
     if in_backward == "regathered":
-        backward = total(_regather(group, bucket) for bucket in group.buckets)
-    elif in_backward != "gathered":
-        backward = Traffic()
-    reductions = reductions_of(group) if group.settings.reduce_grads else []
+        backward = total(map(_regather, group.buckets))
+    reductions = reductions_of(group)
     over_shards = total(reduction.over_shards for reduction in reductions)
     over_replicas = total(reduction.over_replicas for reduction in reductions)
-    return StepTraffic(forward, backward, over_shards, over_replicas)
+    return StepTraffic(gathered, backward, over_shards, over_replicas)
 
 
 # How long the unsharded parameters of a group stay, and why ---------------------------------------
@@ -147,15 +148,15 @@ def residence_of(group: ParamGroup) -> tuple[str, str]:
             "the group is last in forward and first in backward, so its parameters are kept from "
             "the second step on"
         )
-    if reshard is not None and reshard is not True:
+    if reshard not in (None, True):
         return "regathered", (
             f"after forward each of {reshard} neighbours keeps a part of all parameters, from "
             "which backward gathers them again"
         )
+    then = "freed after forward and gathered again for backward"
     if settings.keeps_storage:
-        why = "the parameters are gathered again for backward, into memory that is kept"
-        return "gathered", why
-    return "gathered", "the parameters are freed after forward and gathered again for backward"
+        then = "gathered again for backward, into memory that is kept"
+    return "gathered", f"the parameters are {then}"
 
 
 def _ends_forward_and_begins_backward(group: ParamGroup) -> bool:
@@ -225,30 +226,20 @@ def num_neighbours(group: ParamGroup) -> int:
     return int(group.settings.reshard_after_forward or 1)
 
 
-def kept_nbytes(group: ParamGroup, bucket: Bucket) -> int:
+def kept_nbytes(bucket: Bucket) -> int:
     """Return the bytes of a bucket that each neighbour keeps for backward."""
-    return (unsharded_nbytes(bucket) or 0) // num_neighbours(group)
+    return (unsharded_nbytes(bucket) or 0) // num_neighbours(bucket.params[0].group)
 
 
-def _launched(sent: Sequence[int] | None, num_ranks: int, *, as_one: bool = False) -> Traffic:
-    """Return the traffic of a launch of messages of so many bytes to each other rank."""
-    if sent is None:
-        return Traffic(1, 1, None)
-    if not sent:
-        return Traffic()
-    return Traffic(1, 1 if as_one else len(sent), (num_ranks - 1) * sum(sent))
+def _gather(bucket: Bucket) -> Traffic:
+    return Traffic.of(messages_of(bucket), bucket.mesh.num_shards)
 
 
-def _gather(group: ParamGroup, bucket: Bucket) -> Traffic:
-    is_custom = isinstance(group.channels[bucket.mesh].all_gather, CustomAllGather)
-    return _launched(messages_of(bucket), bucket.mesh.num_shards, as_one=is_custom)
-
-
-def _regather(group: ParamGroup, bucket: Bucket) -> Traffic:
+def _regather(bucket: Bucket) -> Traffic:
     if bucket.mesh.num_shards == 1:
         return Traffic()
-    part = [kept_nbytes(group, bucket)] if isinstance(bucket, FlatBucket) else None
-    return _launched(part, num_neighbours(group))
+    part = [kept_nbytes(bucket)] if isinstance(bucket, FlatBucket) else None
+    return Traffic.of(part, num_neighbours(bucket.params[0].group))
 
 
 # The reductions of one group ----------------------------------------------------------------------
@@ -290,16 +281,13 @@ class ReductionPlan:
         self.grad_dtype = buckets[0].compute_dtype
         self.sent_dtype = sent_dtype(buckets, dtype, channel)
         self.large = with_own_message(buckets, dtype)
-        even = {param for param in self.large if param.layout.flat.is_even}
+        self.direct = [p for p in params if p in self.large and p.layout.flat.is_even]
         members = [param for param in params for _ in range(num_tensors(param))]
-        self.members = sorted(members, key=lambda param: param not in even)
-        self.direct = [param for param in members if param in even]
+        self.members = sorted(members, key=lambda param: param not in self.direct)
         self.finals = [final_grad_dtype(param, dtype) for param in self.members]
-        numels = message_numels(
-            [param.layout.flat for param in self.members],
-            len(self.direct),
-            packing_step((dtype, *self.finals), mesh.device),
-        )
+        layouts = [param.layout.flat for param in self.members]
+        step = packing_step((dtype, *self.finals), mesh.device)
+        numels = message_numels(layouts, len(self.direct), step)
         self.numel, self.packed_numel = sum(numels), numels[-1]
         self.is_all_reduced = mesh.num_replicas > 1 and group.settings.all_reduce_grads
         is_widened = channel.divides_over_replicas(dtype)
@@ -307,18 +295,18 @@ class ReductionPlan:
         self.over_shards = self.over_replicas = Traffic()
         if mesh.num_shards > 1:
             sent = [numel * dtype.itemsize for numel in numels]
-            is_custom = isinstance(channel.reduce_scatter, CustomReduceScatter)
-            self.over_shards = _launched(sent, mesh.num_shards, as_one=is_custom)
+            self.over_shards = Traffic.of(sent, mesh.num_shards)
         if self.is_all_reduced:
             nbytes, num = self.numel * self.replica_dtype.itemsize, mesh.num_replicas
             self.over_replicas = Traffic(1, 1, 2 * (num - 1) * nbytes // num)
 
 
-def reductions_of(group: ParamGroup, mesh: ShardMesh | None = None) -> list[ReductionPlan]:
-    """Return the reductions of a group, each in its own launch; only those of a mesh if given."""
+def reductions_of(group: ParamGroup) -> list[ReductionPlan]:
+    """Return the reductions of a group in one step, each in its own launch."""
+    if not group.settings.reduce_grads:
+        return []
     trained = [p for p in group.params if p.sharded.requires_grad or p.name in group.unsynced_names]
-    planned = [ReductionPlan(group, *together) for together in reduced_together(group, trained)]
-    return [plan for plan in planned if mesh in (None, plan.mesh)]
+    return [ReductionPlan(group, *together) for together in reduced_together(group, trained)]
 
 
 # One group, explained -----------------------------------------------------------------------------
@@ -420,8 +408,7 @@ def explain_group(group: ParamGroup, modules: Mapping[nn.Module, str]) -> GroupE
     """Explain a step of a group, given the names of the modules in the model."""
     slots = {param: param.slots[0] for param in group.params}  # of tied parameters, the first one
     names = {p: join(modules.get(slot.module, ""), slot.name) for p, slot in slots.items()}
-    gathered = list(map(unsharded_nbytes, group.buckets))
-    known = [nbytes for nbytes in gathered if nbytes is not None]
+    gathered = [unsharded_nbytes(bucket) for bucket in group.buckets]
     return GroupExplanation(
         name=", ".join(filter(None, map(modules.get, group.modules))) or "(root)",
         modules=tuple(type(module).__name__.removeprefix("FSDP") for module in group.modules),
@@ -431,7 +418,7 @@ def explain_group(group: ParamGroup, modules: Mapping[nn.Module, str]) -> GroupE
             for index, param in enumerate(bucket.params)
         ),
         sharded_nbytes=sum(map(sharded_nbytes, group.buckets)),
-        gathered_nbytes=sum(known) if len(known) == len(gathered) else None,
+        gathered_nbytes=None if None in gathered else sum(filter(None, gathered)),
         traffic=traffic_of(group),
         copies=tuple(
             Copy(kind, tuple(names[param] for param in params), nbytes, times, why)
@@ -482,13 +469,14 @@ _Copy = tuple[str, Sequence[ShardedParam], int, str]
 
 def _copies(group: ParamGroup) -> Iterator[tuple[int, _Copy]]:
     """Yield the copies of a step, and how often each happens."""
-    times = 2 if residence_of(group)[0] == "gathered" else 1
+    in_backward, _ = residence_of(group)
+    times = 2 if in_backward == "gathered" else 1
     for bucket in group.buckets:
         if isinstance(bucket, FlatBucket):
-            yield from ((times, copy) for copy in _copies_of_gather(group, bucket))
-    for reduction in reductions_of(group) if group.settings.reduce_grads else ():
+            yield from zip(repeat(times), _copies_of_gather(bucket, in_backward), strict=False)
+    for reduction in reductions_of(group):
         if not reduction.is_alone:
-            yield from ((1, copy) for copy in _copies_of_reduction(reduction))
+            yield from zip(repeat(1), _copies_of_reduction(reduction), strict=False)
 
 
 def is_away(param: ShardedParam) -> bool:
@@ -496,7 +484,7 @@ def is_away(param: ShardedParam) -> bool:
     return _torch.has_streams(param.mesh.device) and param.offload is not None
 
 
-def _copies_of_gather(group: ParamGroup, bucket: FlatBucket) -> Iterator[_Copy]:
+def _copies_of_gather(bucket: FlatBucket, in_backward: str) -> Iterator[_Copy]:
     layout, itemsize = bucket.layout, bucket.compute_dtype.itemsize
     stored, dtype = short(bucket.dtype), short(bucket.compute_dtype)
     in_order = sorted(zip(layout.order, bucket.params, strict=True), key=itemgetter(0))
@@ -516,32 +504,33 @@ def _copies_of_gather(group: ParamGroup, bucket: FlatBucket) -> Iterator[_Copy]:
     ways: dict[str, list[ShardedParam]] = defaultdict(list)
     for index, param in enumerate(bucket.params):
         ways[_travels(bucket, index)].append(param)
-    numel = sum(param.layout.flat.numel for param in ways["permuted"])
     why = "sharded on an inner dim, so concatenated shards are not the parameter yet"
-    yield "permuted", ways["permuted"], numel * itemsize, why
+    yield "permuted", ways["permuted"], _numel(ways["permuted"]) * itemsize, why
     packed = [param.layout.flat for param in ways["packed"]]
     numel = sum(param.num_nonempty * param.shard_numel for param in packed)
     why = (
         "parameters too small for messages of their own share one message, and are copied out of it"
     )
     yield "packed", ways["packed"], numel * itemsize, why
-    if residence_of(group)[0] == "regathered":
-        count = num_neighbours(group)
+    if in_backward == "regathered":
+        count = num_neighbours(params[0].group)
         why = f"each of {count} neighbours keeps a part of all parameters from forward to backward"
-        yield "kept", params, kept_nbytes(group, bucket), why
+        yield "kept", params, kept_nbytes(bucket), why
+
+
+def _numel(params: Iterable[ShardedParam]) -> int:
+    return sum(param.layout.flat.numel for param in params)
 
 
 def _copies_of_reduction(of: ReductionPlan) -> Iterator[_Copy]:
     """Yield the copies of gradients before they are sent, and of the result."""
     dtype, itemsize, num_shards = short(of.dtype), of.dtype.itemsize, of.mesh.num_shards
     if of.sent_dtype != of.grad_dtype:
-        numel = sum(param.layout.flat.numel for param in of.direct)
         why = f"gradients are cast to {dtype}, in which they are summed"
-        yield "cast", of.direct, numel * itemsize, why
+        yield "cast", of.direct, _numel(of.direct) * itemsize, why
     permuted = [param for param in of.members if param.layout.flat.outer > 1]
-    numel = sum(param.layout.flat.numel for param in permuted)
     why = "gradients of parameters sharded on an inner dim are laid out shard by shard"
-    yield "permuted", permuted, numel * of.grad_dtype.itemsize, why
+    yield "permuted", permuted, _numel(permuted) * of.grad_dtype.itemsize, why
     packed = of.members[len(of.direct) :]
     padded = [param for param in packed if param in of.large]
     numel = num_shards * sum(param.layout.flat.shard_numel for param in padded)
@@ -552,10 +541,6 @@ def _copies_of_reduction(of: ReductionPlan) -> Iterator[_Copy]:
     if small:
         why = f"gradients too small for messages of their own share one message, and {why}"
     yield "packed", small, (num_shards * of.packed_numel - numel) * itemsize, why
-    is_plain = all(param.layout.is_plain for param in of.members)
-    if is_plain and has_single_rows([param.layout.flat for param in packed], of.mesh.device):
-        why = "each rank gets one row or none of a gradient, so zeros fill the message first"
-        yield "padded", small, num_shards * of.packed_numel * itemsize, why
     if num_shards == 1:
         why = "no rank shares these parameters: gradients are copied into the all-reduce buffer"
         yield "moved", of.members, of.numel * itemsize, why
@@ -580,9 +565,9 @@ def _reasons(group: ParamGroup, names: Mapping[ShardedParam, str]) -> Iterator[s
     settings = group.settings
     yield residence_of(group)[1]
     for mesh in dict.fromkeys(bucket.mesh for bucket in group.buckets):
-        buckets, channel = [b for b in group.buckets if b.mesh == mesh], group.channels[mesh]
+        buckets = [bucket for bucket in group.buckets if bucket.mesh == mesh]
         plain = [bucket for bucket in buckets if isinstance(bucket, FlatBucket)]
-        dtypes = [short(reduction.dtype) for reduction in reductions_of(group, mesh)]
+        dtypes = [short(each.dtype) for each in reductions_of(group) if each.mesh == mesh]
         if mesh.num_shards == 1:
             yield "one rank holds each parameter whole, so nothing is gathered"
         if len(plain) > 1:
@@ -600,9 +585,6 @@ def _reasons(group: ParamGroup, names: Mapping[ShardedParam, str]) -> Iterator[s
                 f"{mesh.num_replicas} replicas hold the same shards, so gradients are reduced over "
                 "the replicas as well"
             )
-        customs = CustomAllGather, CustomReduceScatter
-        if isinstance(channel.all_gather, customs) or isinstance(channel.reduce_scatter, customs):
-            yield "custom communication copies all inputs, and all outputs, into one tensor"
     if group.params and not settings.reduce_grads:
         yield "gradient sync is off: gradients stay unsharded on this rank until you turn it on"
 

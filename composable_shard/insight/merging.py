@@ -293,14 +293,15 @@ def with_lateness(traces: Sequence[RankTrace]) -> list[RankTrace]:
         traces: Of all ranks, by one clock.
     """
     last = {collective: max(parts) for collective, parts in _collectives(traces).items()}
-    return [replace(trace, spans=[_late(trace, last, s) for s in trace.spans]) for trace in traces]
 
+    def late(trace: RankTrace, span: Span) -> Span:
+        part = last.get(trace.collective_of(span))
+        if span.kind != "wait" or part is None or part.rank == trace.rank:
+            return span
+        late = min(part.start, span.end) - span.start
+        return span._replace(late=late, late_rank=part.rank) if late > 0 else span
 
-def _late(trace: RankTrace, last: Mapping[Collective, Part], span: Span) -> Span:
-    part = last.get(trace.collective_of(span))
-    if span.kind != "wait" or part is None or part.rank == trace.rank or part.start <= span.start:
-        return span
-    return span._replace(late=min(part.start, span.end) - span.start, late_rank=part.rank)
+    return [replace(trace, spans=[late(trace, s) for s in trace.spans]) for trace in traces]
 
 
 # The lanes of one rank ----------------------------------------------------------------------------
@@ -308,23 +309,32 @@ def _late(trace: RankTrace, last: Mapping[Collective, Part], span: Span) -> Span
 GATHERS = ("gather", "regather")
 
 
-Lane = tuple[str, str, Sequence[Span]]
-"""A title, a kind (``steps``, ``compute``, ``waits``, ``gathers`` or ``reductions``), and spans,
-which are drawn side by side, since none of them overlap."""
+class Lane(NamedTuple):
+    """Spans that are drawn side by side, since none of them overlap.
+
+    Attributes:
+        title: Its title.
+        kind: ``steps``, ``compute``, ``waits``, ``gathers`` or ``reductions``.
+        spans: The spans.
+    """
+
+    title: str
+    kind: str
+    spans: Sequence[Span]
 
 
 def lanes_of(trace: RankTrace) -> list[Lane]:
-    """Return the lanes of a rank from the top down: its work, then its flights."""
+    """Return the lanes of a rank from the top down: its steps, its work, then its flights."""
     steps = enumerate(trace.intervals, trace.first_step) if trace.steps else ()
-    lanes: list[Lane] = [
-        ("steps", "steps", [Span("step", str(number), *ends) for number, ends in steps]),
-        ("compute", "compute", [span for span in trace.spans if span.kind != "wait"]),
-        ("exposed waits", "waits", [span for span in trace.spans if span.kind == "wait"]),
+    lanes = [
+        Lane("steps", "steps", [Span("step", str(number), *ends) for number, ends in steps]),
+        Lane("compute", "compute", [span for span in trace.spans if span.kind != "wait"]),
+        Lane("exposed waits", "waits", [span for span in trace.spans if span.kind == "wait"]),
     ]
     for kind, is_gather in (("gathers", True), ("reductions", False)):
         flights = [flight for flight in trace.flights if (flight.op in GATHERS) is is_gather]
         for number, row in enumerate(side_by_side(flights) or [[]], 1):
-            lanes.append((kind if number == 1 else f"{kind} {number}", kind, row))
+            lanes.append(Lane(kind if number == 1 else f"{kind} {number}", kind, row))
     return lanes
 
 
@@ -348,7 +358,6 @@ def side_by_side(flights: Iterable[Span]) -> list[list[Span]]:
 # Sums over a timeline: where the time of a step goes, and how much memory it takes ----------------
 
 MS = 1e6
-PEAKS = ("peak_nbytes", "peak_reserved_nbytes")
 
 
 def summarize(traces: Sequence[RankTrace], shifts: Mapping[str, Shift]) -> dict[str, Any]:
@@ -381,7 +390,7 @@ def summarize(traces: Sequence[RankTrace], shifts: Mapping[str, Shift]) -> dict[
         "num_steps": min(len(trace.steps) for trace in traces),
         "first_step": first.first_step,
         **means,
-        **{peak: max(rank[peak] for rank in ranks) for peak in PEAKS},
+        **{name: max(rank[name] for rank in ranks) for name in ranks[0] if "peak" in name},
         "memory_of": first.memory_of,
         "ranks": ranks,
         "num_clocks": len(shifts),
@@ -392,26 +401,23 @@ def summarize(traces: Sequence[RankTrace], shifts: Mapping[str, Shift]) -> dict[
 def _summarize_rank(trace: RankTrace) -> dict[str, Any]:
     intervals = trace.intervals
     begin, end = intervals[0][0], intervals[-1][1]
-    times = dict.fromkeys(("step", "compute", *KINDS, "late", "other", "communication"), 0)
-    times["step"] = end - begin
+    times = dict.fromkeys((*KINDS, "late"), 0)
     for span in trace.spans:
         if begin <= span.start and span.end <= end:  # the mark of a step ends every span
             times[span.kind] += span.end - span.start
             times["late"] += span.late
-    times["compute"] = sum(times[kind] for kind in COMPUTE)
-    times["other"] = times["step"] - sum(times[kind] for kind in KINDS)
     flights = ((max(f.start, begin), min(f.end, end)) for f in trace.flights)
-    under_way = times["communication"] = union_length(flights)
-    exposed, step = times["wait"], times["step"]
+    step, in_flight = end - begin, union_length(flights)
+    times["compute"] = sum(times[kind] for kind in COMPUTE)
+    times["other"] = step - sum(times[kind] for kind in KINDS)
+    times["step"], times["communication"] = step, in_flight
+    exposed = times["exposed"] = times.pop("wait")
     reserved = (sample.reserved or 0 for sample in trace.memory)
     return {
         "rank": trace.rank,
-        **{
-            f"{'exposed' if name == 'wait' else name}_ms": time / (MS * len(intervals))
-            for name, time in times.items()
-        },
+        **{f"{name}_ms": time / (MS * len(intervals)) for name, time in times.items()},
         "exposed_share": exposed / step if step else 0.0,
-        "hidden_share": max(0.0, 1 - exposed / under_way) if under_way else 1.0,
+        "hidden_share": max(0.0, 1 - exposed / in_flight) if in_flight else 1.0,
         "peak_nbytes": max((sample.nbytes for sample in trace.memory), default=0),
         "peak_reserved_nbytes": max(reserved, default=0),
     }
@@ -452,30 +458,29 @@ def to_chrome(traces: Sequence[RankTrace], summary: dict[str, Any]) -> dict[str,
 
 
 def _events_of(trace: RankTrace) -> Iterator[Event]:
-    names = [("process", 0, f"rank {trace.rank} ({trace.device})")]
+    def event(phase: str, thread: int, moment: int, **facts: Any) -> Event:
+        return {"ph": phase, "pid": trace.rank, "tid": thread, "ts": moment / 1e3, **facts}
+
+    process = {"name": f"rank {trace.rank} ({trace.device})"}
+    yield event("M", 0, 0, name="process_name", args=process)
     waits = {(s.op, s.name, s.number) for s in trace.spans if s.kind == "wait" and s.number >= 0}
-    for thread, (title, _, spans) in enumerate(lanes_of(trace)):
-        names.append(("thread", thread, title))
-        for span in spans:
+    for thread, lane in enumerate(lanes_of(trace)):
+        yield event("M", thread, 0, name="thread_name", args={"name": lane.title})
+        for span in lane.spans:
             name, category = _words(span)
-            place = {"pid": trace.rank, "tid": thread, "ts": span.start / 1e3}
-            drawn = {"name": name, "cat": category, "dur": (span.end - span.start) / 1e3}
-            yield {"ph": "X", **place, **drawn, "args": _args_of(trace, span)}
+            facts = {"dur": (span.end - span.start) / 1e3, "args": _args_of(trace, span)}
+            yield event("X", thread, span.start, name=name, cat=category, **facts)
             key = span.op, span.name, span.number
             if key in waits and span.kind in ("wait", span.op):
-                ends = {"ph": "f", "bp": "e"} if span.kind == "wait" else {"ph": "s"}
-                number = " ".join(map(str, (trace.rank, *key)))
-                arrow = {"cat": "communication", "name": "launch to wait", "id": number}
-                yield {**arrow, **place, **ends}
+                arrow = {"cat": "communication", "name": "launch to wait"}
+                arrow["id"] = " ".join(map(str, (trace.rank, *key)))
+                end = {"ph": "f", "bp": "e"} if span.kind == "wait" else {"ph": "s"}
+                yield {**event("", thread, span.start, **arrow), **end}
     for moment, *both in trace.memory:
         for kind, nbytes in zip(("live", "reserved"), both, strict=True):
             if nbytes is not None:
-                place = {"ts": moment / 1e3, "pid": trace.rank, "tid": 0}
                 name = f"{kind} memory ({trace.memory_of})"
-                yield {"ph": "C", **place, "name": name, "args": {"bytes": nbytes}}
-    for kind, thread, name in names:
-        place = {"ts": 0, "pid": trace.rank, "tid": thread}
-        yield {"ph": "M", **place, "name": f"{kind}_name", "args": {"name": name}}
+                yield event("C", 0, moment, name=name, args={"bytes": nbytes})
 
 
 def _words(span: Span) -> tuple[str, str]:
@@ -497,7 +502,7 @@ def _args_of(trace: RankTrace, span: Span) -> dict[str, Any]:
         return {}
     if span.kind == span.op:
         return {"group": span.name, "unsharded bytes": trace.facts_of(span.name).nbytes}
-    late = {"late rank": span.late_rank, "late ms": span.late / 1e6} if span.late else {}
+    late = {"late rank": span.late_rank, "late ms": span.late / MS} if span.late else {}
     return {"group": span.name, **late}
 
 
@@ -508,30 +513,24 @@ MAX_RANKS = 64  # with lanes of their own; the table has all
 
 def to_html(traces: Sequence[RankTrace], summary: dict[str, Any]) -> str:
     """Return the page."""
-    content = {"summary": summary, "ranks": [_drawn(trace) for trace in traces[:MAX_RANKS]]}
+    ranks = [
+        {
+            "rank": trace.rank,
+            "device": trace.device,
+            "intervals": trace.intervals,
+            "lanes": [lane._asdict() for lane in lanes_of(trace)[1:]],  # steps have no lane
+            "memory": trace.memory,
+            "groups": trace.groups,
+        }
+        for trace in traces[:MAX_RANKS]
+    ]
     # Within a script, "<" could begin the end of the script.
-    text = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps({"summary": summary, "ranks": ranks}, separators=(",", ":"))
     page, style, script = (
         files(__package__).joinpath(f"page.{kind}").read_text() for kind in ("html", "css", "js")
     )
     page = page.replace("/*STYLE*/", style).replace("/*SCRIPT*/", script)
-    return page.replace("/*CONTENT*/", text)
-
-
-def _drawn(trace: RankTrace) -> dict[str, Any]:
-    """Return the facts that the script draws of a rank."""
-    return {
-        "rank": trace.rank,
-        "device": trace.device,
-        "intervals": trace.intervals,
-        "lanes": [
-            {"title": title, "kind": kind, "spans": spans}
-            for title, kind, spans in lanes_of(trace)
-            if kind != "steps"
-        ],
-        "memory": trace.memory,
-        "groups": trace.groups,
-    }
+    return page.replace("/*CONTENT*/", text.replace("<", "\\u003c"))
 
 
 # A folder of traces: the files of the ranks, and the merged files ---------------------------------

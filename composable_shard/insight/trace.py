@@ -38,6 +38,7 @@ from composable_shard.arguments import check_int, check_module, check_path
 from composable_shard.core.group import ParamGroup
 from composable_shard.insight.events import groups_in, join, listening
 from composable_shard.insight.merging import (
+    GATHERS,
     GroupFacts,
     MergedTrace,
     RankTrace,
@@ -108,83 +109,81 @@ class Unfolded:
     def __init__(self, marks: Iterable[Mark]) -> None:
         self.spans, self.flights = list[Span](), list[Span]()
         self.steps, self.memory = list[int](), list[Sample]()
-        self._wholes: list[Span] = []  # forwards, backwards and optimizer steps in progress
-        self._part: Span | None = None  # a launch, wait or copy within them
+        self._open = list[Span]()  # forwards, backwards, optimizer steps; in the last one a part
         self._since = self._now = 0
         self._gathers: dict[str, str] = {}  # how each group was gathered last
-        self._launched: dict[tuple[str, str], int] = {}  # when the launch in flight began
-        self._waited: dict[tuple[str, str], int] = {}
-        self._num_flown: Counter[tuple[str, str]] = Counter()
+        self._launched: dict[tuple[str, str], int] = {}  # when the flight began
+        self._num_flown = Counter[tuple[str, str]]()
         for mark in marks:
             self._read(mark)
 
     def _read(self, mark: Mark) -> None:
         """Read the next mark; a time before that of the last mark counts as that moment."""
         self._now = max(self._now, mark.time)
-        before = self._doing
         if mark.memory is not None:
             self.memory.append(Sample(self._now, *mark.memory))
+        before = self._open[-1:]
         part = _PART.fullmatch(mark.event)
-        if part is None:
-            self._read_whole(mark.event, mark.name)
-        else:
+        if part is not None:
             moment, stage = part.groups()
             self._read_part(moment, stage, mark.name)
-        if self._doing != before:
-            if before is not None and self._now > self._since:
-                self.spans.append(before._replace(start=self._since, end=self._now))
+        elif mark.event == "reshard":  # the gather ends here if nothing waited for it
+            self._land(self._gathers.get(mark.name, "gather"), mark.name)
+        elif mark.event != "accumulate":
+            self._read_whole(mark.event, mark.name)
+        if self._open[-1:] != before:
+            if before and self._now > self._since:
+                self.spans.append(before[0]._replace(start=self._since, end=self._now))
             self._since = self._now
 
-    @property
-    def _doing(self) -> Span | None:
-        return self._part or (self._wholes[-1] if self._wholes else None)
+    def _end_part(self) -> None:
+        """End the launch, wait or copy in progress; the next mark shows that it has ended."""
+        if self._open and self._open[-1].op:
+            self._open.pop()
 
     def _read_part(self, moment: str, stage: str, name: str) -> None:
         """Read a mark of a launch, a wait or a copy."""
-        if moment == "begin_" and stage.endswith("gather"):
-            self._gathers[name] = stage
-        if stage == "all_gather":
-            stage = self._gathers.get(name, stage)
-        key = op, _ = OPS.get(stage, stage), name
-        number = self._num_flown[key] if stage in OPS else -1
-        kind = _PART_BEGINS.get(moment)
-        self._part = None if kind is None else Span(kind, name, op=op, number=number)
+        self._end_part()
+        op = OPS.get(stage, stage)
+        if op in GATHERS:
+            if moment == "begin_":
+                self._gathers[name] = op
+            op = self._gathers.get(name, op)
+        if moment in _PART_BEGINS:
+            number = self._num_flown[op, name] if stage in OPS else -1
+            self._open.append(Span(_PART_BEGINS[moment], name, op=op, number=number))
         if moment == "begin_":
-            self._launched[key] = self._now
+            self._launched[op, name] = self._now
         elif moment == "waited_for_":
-            self._waited[key] = self._now
-            self._land(key)
-        elif not moment:  # an all-reduce begins when the reduction over the shards has ended
-            self._launched.setdefault(key, self._waited.get(("reduce", name), self._now))
+            self._land(op, name)
+            if op == "reduce":  # which an all-reduce may follow
+                self._launched["all-reduce", name] = self._now
 
-    def _land(self, key: tuple[str, str]) -> None:
-        start = self._launched.pop(key, None)
+    def _land(self, op: str, name: str) -> None:
+        start = self._launched.pop((op, name), None)
         if start is not None:
-            op, name = key
-            self.flights.append(Span(op, name, start, self._now, op, self._num_flown[key]))
-            self._num_flown[key] += 1
+            number = self._num_flown[op, name]
+            self.flights.append(Span(op, name, start, self._now, op, number))
+            self._num_flown[op, name] += 1
 
     def _read_whole(self, event: str, name: str) -> None:
-        """Read a mark of a forward, a backward, an optimizer, a step or a free."""
-        if event == "reshard":  # the gather ends here if nothing waited for it
-            self._land((OPS[self._gathers.get(name, "all_gather")], name))
-        if event in ("reshard", "accumulate", "begin"):
-            return
-        self._part = None  # a part that failed has no end
-        kind, wholes = event.rpartition("_")[2], self._wholes
+        """Read a mark of a forward, a backward, an optimizer or a step."""
+        self._end_part()
+        kind, wholes = event.rpartition("_")[2], self._open
         doing = Span(kind, name)
         if event in ("step", "end"):
             wholes.clear()
-            if event == "step":
-                self.steps.append(self._now)
-        elif event.startswith("post_") or event == "optimizer":
-            if doing in wholes:  # a forward ends everything that was left open in it
-                place = len(wholes) - 1 - wholes[::-1].index(doing)
-                del wholes[place : None if kind == "forward" else place + 1]
-        elif kind != "backward" or doing not in wholes:
+            self.steps += [self._now] if event == "step" else []
+        elif event.startswith(("pre_", "begin_")):
             if kind == "forward" and all(whole.kind != "forward" for whole in wholes):
                 wholes.clear()  # left by a backward or an optimizer that failed
-            wholes.append(doing)
+            if kind != "backward" or doing not in wholes:
+                wholes.append(doing)
+        elif doing in wholes and kind == "forward":
+            while wholes.pop() != doing:  # it ends everything that was left open in it
+                pass
+        elif doing in wholes:
+            wholes.remove(doing)
 
 
 # When something happens on a rank: on the host, or in the order of the device's work --------------
@@ -287,17 +286,14 @@ READS_MEMORY = {
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def _rank_here() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 def _facts_of(group: ParamGroup) -> GroupFacts:
-    def first(ranks: dist.ProcessGroup | None) -> int:
-        return _rank_here() if ranks is None else dist.get_process_group_ranks(ranks)[0]
-
     nbytes = sum(p.sharded.numel() * p.compute_dtype.itemsize for p in group.params)
     mesh = group.params[0].mesh if group.params else group.mesh  # of several, the first one
-    return GroupFacts(nbytes, first(mesh.shard_group), first(mesh.replica_group))
+    shards, replicas = (
+        dist.get_rank() if ranks is None else dist.get_process_group_ranks(ranks)[0]
+        for ranks in (mesh.shard_group, mesh.replica_group)
+    )
+    return GroupFacts(nbytes, shards, replicas)
 
 
 class Timeline:
@@ -332,8 +328,8 @@ class Timeline:
         memory = memory or live_memory(device)
         self._clock, self._read_memory = clock or clock_of(device), memory.read
         self._empty = RankTrace(
-            rank=_rank_here(),
-            num_ranks=dist.get_world_size() if dist.is_initialized() else 1,
+            rank=dist.get_rank(),
+            num_ranks=dist.get_world_size(),
             clock=_BOOT.read_text().strip() if _BOOT.exists() else platform.node(),
             device=str(device),
             memory_of=memory.of,
@@ -439,16 +435,19 @@ class Timeline:
     def _open(self) -> None:
         self._mark("begin")
         for prefix, root in self._roots.items():
-            self._hooks.enter_context(listening(root.tree, partial(self._mark, prefix=prefix)))
+            self._hooks.enter_context(listening(root.tree, partial(self._mark_group, prefix)))
         pre = register_optimizer_step_pre_hook(partial(self._mark_step, "begin_optimizer"))
         post = register_optimizer_step_post_hook(partial(self._mark_step, "optimizer"))
         self._hooks.callback(pre.remove)
         self._hooks.callback(post.remove)
 
-    def _mark(self, event: str, name: str = "", prefix: str = "") -> None:
+    def _mark(self, event: str, name: str = "") -> None:
         read = self._read_memory if event in READS_MEMORY else None
         memory = None if read is None else read()
-        self._marks.append((self._clock.stamp(), event, join(prefix, name), memory))
+        self._marks.append((self._clock.stamp(), event, name, memory))
+
+    def _mark_group(self, prefix: str, event: str, group: ParamGroup) -> None:
+        self._mark(event, join(prefix, group.name))
 
     def _mark_step(self, event: str, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
