@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -109,9 +109,16 @@ class RankError(RuntimeError):
         self.num_ranks = num_ranks
         self.failures = tuple(sorted(failures, key=lambda failure: failure.rank))
         self.unfinished = tuple(sorted(unfinished))
-        self.stacks = {rank: stack.rstrip() for rank, stack in (stacks or {}).items()}
+        self.stacks = {rank: stack.rstrip() for rank, stack in sorted((stacks or {}).items())}
         self.reason = "" if failures else reason
-        super().__init__(self._text())
+        lines = [self.reason] if self.reason else []
+        if self.failures:
+            lines.append(f"{len(self.failures)} of {num_ranks} ranks failed:")
+        lines += map(str, self.failures)
+        if self.unfinished:
+            lines.append(f"Ranks that had not finished: {list(self.unfinished)}")
+        lines += [f"[rank {rank}] stood at:\n{stack}" for rank, stack in self.stacks.items()]
+        super().__init__("\n".join(lines))
 
     def agreed(self) -> RankFailure:
         """Return rank 0's failure if every rank raised the same type with the same text.
@@ -124,18 +131,6 @@ class RankError(RuntimeError):
             raise AssertionError(f"Expected one error on all ranks, got: {self}") from self
         return self.failures[0]
 
-    def _text(self) -> str:
-        lines = [self.reason] if self.reason else []
-        if self.failures:
-            lines.append(f"{len(self.failures)} of {self.num_ranks} ranks failed:")
-        lines += map(str, self.failures)
-        if self.unfinished:
-            lines.append(f"Ranks that had not finished: {list(self.unfinished)}")
-        lines += [
-            f"[rank {rank}] stood at:\n{stack}" for rank, stack in sorted(self.stacks.items())
-        ]
-        return "\n".join(lines)
-
 
 class RankTimeout(RankError):
     """Some ranks did not finish in time, and none of the others raised."""
@@ -147,24 +142,11 @@ CALLS_PER_COLLECTION = 32
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 # Sub-groups made by earlier calls hold sockets and threads that only a new process gives back.
 MAX_OPEN_FILES = 256
+GROUP_TIMEOUT = datetime.timedelta(days=1)
+"""Longer than any call, so that the pool ends and explains a call that hangs."""
 
 
-class Done(NamedTuple):
-    """A rank's answer.
-
-    Attributes:
-        result: The pickled result.
-        is_spent: Whether the rank takes no more calls: a collective of its process group has
-            failed, or it has too many files open.
-    """
-
-    result: bytes
-    is_spent: bool
-
-
-def serve(
-    rank: int, num_ranks: int, port: int, group_timeout: float, stack_file: Path, pipe: Connection
-) -> None:
+def serve(rank: int, num_ranks: int, port: int, stack_file: Path, pipe: Connection) -> None:
     """Be a rank: join the process group, then answer calls until the pipe closes."""
     _outlive_no_parent(stack_file.parent)
     with contextlib.suppress(EOFError, OSError), open(stack_file, "w") as stacks:
@@ -172,7 +154,7 @@ def serve(
         if hasattr(signal, "SIGUSR1"):
             faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
         with _torch.gloo_of_one_worker():  # also in groups that calls make
-            _answer(rank, pipe, partial(_join_group, rank, num_ranks, port, group_timeout))
+            _answer(rank, pipe, partial(_join_group, rank, num_ranks, port))
             gc.freeze()  # a collection then looks at objects of calls, not at all of torch
             for num_calls in itertools.count(1):
                 _answer(rank, pipe, pipe.recv())
@@ -184,18 +166,12 @@ def serve(
 
 def _answer(rank: int, pipe: Connection, fn: Callable[[], Any]) -> None:
     try:
-        reply: Done | RankFailure = Done(pickle.dumps(fn()), _is_spent())
+        reply: bytes | RankFailure = pickle.dumps(fn())
     except BaseException as error:  # noqa: BLE001 (the caller gets any error)
         reply = RankFailure.of(error, rank)
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send(reply)
-
-
-def _is_spent() -> bool:
-    num_open_files = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0
-    world = dist.group.WORLD
-    return num_open_files > MAX_OPEN_FILES or (world is not None and is_lost(world))
 
 
 def _call(path: list[str], payload: bytes) -> Any:
@@ -213,13 +189,20 @@ def same_random_state() -> None:
     random.seed(0)
 
 
-def _settle() -> None:
-    """Pass a barrier, which shows that no collective is incomplete."""
+def _settle() -> bool:
+    """Pass a barrier, which shows that no collective is incomplete.
+
+    Returns:
+        Whether the rank takes no more calls: a collective of its process group has failed, or it
+        has too many files open.
+    """
     withdraw_failures()  # the next call is another program, which has not failed
     dist.barrier()
+    num_open_files = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0
+    return num_open_files > MAX_OPEN_FILES or is_lost(cast(dist.ProcessGroup, dist.group.WORLD))
 
 
-def _join_group(rank: int, num_ranks: int, port: int, timeout: float) -> None:
+def _join_group(rank: int, num_ranks: int, port: int) -> None:
     # A terminal's interrupt reaches every process; the caller alone acts on it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -229,8 +212,8 @@ def _join_group(rank: int, num_ranks: int, port: int, timeout: float) -> None:
     # The host's name may not resolve on a test machine; all ranks are on this one anyway.
     if sys.platform in LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK[sys.platform])
-    store, limit = TCPStore("127.0.0.1", port, is_master=False), datetime.timedelta(seconds=timeout)
-    dist.init_process_group("gloo", None, limit, num_ranks, rank, store)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", None, GROUP_TIMEOUT, num_ranks, rank, store)
 
 
 def _outlive_no_parent(folder: Path) -> None:
@@ -267,16 +250,13 @@ class RankPool:
 
     Args:
         num_ranks: the world size.
-        timeout: the longest call, in seconds. The process group's own time-out is longer, so that a
-            hanging call is ended (and explained) by the pool.
 
     Raises:
         RankError: a process could not start. No process is left behind.
     """
 
-    def __init__(self, num_ranks: int, timeout: float) -> None:
-        self.num_ranks, self.timeout = num_ranks, timeout
-        self.alive = True
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks, self.alive = num_ranks, True
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._processes: list[multiprocessing.process.BaseProcess] = []
@@ -288,8 +268,8 @@ class RankPool:
             for rank in range(num_ranks):
                 pipe, other_end = context.Pipe()
                 self._pipes.append(pipe)
-                group_timeout, file = timeout + START_TIMEOUT, self._stack_file(rank)
-                arguments = (rank, num_ranks, self._store.port, group_timeout, file, other_end)
+                port, file = self._store.port, self._stack_file(rank)
+                arguments = rank, num_ranks, port, file, other_end
                 # Not daemonic, as a rank may want children (a data loader's workers).
                 process = context.Process(target=serve, args=arguments, name=f"rank{rank}")
                 process.start()
@@ -308,22 +288,22 @@ class RankPool:
             RankTimeout: a rank did not finish within `timeout` seconds, or left a collective
                 that the others did not take part in.
         """
-        is_in_step = False
+        is_spent = True
         try:
-            self._send(partial(_call, list(sys.path), payload))
-            replies = self._gather(timeout, f"The call took more than {timeout:g} s")
-            self._send(_settle)
-            self._gather(SETTLE_TIMEOUT, "The call returned, but a collective of it is still open")
-            is_in_step = not any(reply.is_spent for reply in replies)
+            call = partial(_call, list(sys.path), payload)
+            results = self._ask(call, timeout, f"The call took more than {timeout:g} s")
+            what = "The call returned, but a collective of it is still open"
+            is_spent = any(self._ask(_settle, SETTLE_TIMEOUT, what))
         except RankError as error:
             kinds = {failure.exception_type for failure in error.failures}
-            is_alike = len(error.failures) == self.num_ranks and len(kinds) == 1
-            is_in_step = is_alike and self._is_in_step()
+            if len(error.failures) == self.num_ranks and len(kinds) == 1:
+                with contextlib.suppress(RankError):
+                    is_spent = any(self._ask(_settle, SETTLE_TIMEOUT, ""))
             raise
         finally:
-            if not is_in_step:
+            if is_spent:
                 self.stop(0)
-        return [pickle.loads(reply.result) for reply in replies]
+        return results
 
     def stop(self, grace: float) -> None:
         """Close the pipes, on which the processes exit; kill the rest after `grace` seconds."""
@@ -338,22 +318,24 @@ class RankPool:
             process.join()
         self._folder.cleanup()
 
-    def _send(self, message: Callable[[], Any]) -> None:
+    def _ask(self, fn: Callable[[], Any], timeout: float, reason: str) -> list[Any]:
+        """Call a function on every rank; raise if one fails or does not answer in time."""
         for pipe in self._pipes:
             # A rank that died since its last answer shows as end-of-file when we read from it.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                pipe.send(message)
+                pipe.send(fn)
+        return self._gather(timeout, reason)
 
-    def _gather(self, timeout: float, reason: str) -> list[Done]:
+    def _gather(self, timeout: float, reason: str) -> list[Any]:
         """Wait for one answer of every rank; raise if one failed or is missing."""
-        done, failures = dict[int, Done](), list[RankFailure]()
+        results, failures = dict[int, bytes](), list[RankFailure]()
         waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         deadline = time.monotonic() + timeout
         while waiting and (ready := wait([*waiting], max(0.0, deadline - time.monotonic()))):
             for rank in map(waiting.pop, ready):
                 reply = self._receive(rank)
-                if isinstance(reply, Done):
-                    done[rank] = reply
+                if isinstance(reply, bytes):
+                    results[rank] = reply
                 else:
                     failures.append(reply)
                     deadline = min(deadline, time.monotonic() + GRACE)
@@ -361,25 +343,17 @@ class RankPool:
             kind, unfinished = RankError if failures else RankTimeout, list(waiting.values())
             stacks = self._dump_stacks(unfinished)
             raise kind(self.num_ranks, failures, unfinished, stacks, reason)
-        return [done[rank] for rank in range(self.num_ranks)]
+        return [pickle.loads(results[rank]) for rank in range(self.num_ranks)]
 
-    def _receive(self, rank: int) -> Done | RankFailure:
+    def _receive(self, rank: int) -> bytes | RankFailure:
         try:
-            return cast(Done | RankFailure, self._pipes[rank].recv())
+            return cast(bytes | RankFailure, self._pipes[rank].recv())
         except (EOFError, ConnectionResetError):
             process = self._processes[rank]
             process.join(GRACE)
             message = f"The process ended during the call, exit code {process.exitcode}"
             # It has written no stack if it was killed.
             return RankFailure(rank, (("builtins", "RuntimeError"),), message, self._stack(rank))
-
-    def _is_in_step(self) -> bool:
-        try:
-            self._send(_settle)
-            replies = self._gather(SETTLE_TIMEOUT, "")
-        except RankError:
-            return False
-        return not any(reply.is_spent for reply in replies)
 
     def _dump_stacks(self, ranks: list[int]) -> dict[int, str]:
         """Dump the stacks of ranks by their fault handlers, even while they hang in C code."""
@@ -406,7 +380,6 @@ class RankPool:
 
 _POOLS: dict[int, RankPool] = {}
 _LOCK = threading.RLock()
-_SHORTEST_POOL_TIMEOUT = 60.0
 
 
 def run_on_ranks(
@@ -493,10 +466,8 @@ def run_ranks(
         ) from error
     with _LOCK:
         pool = _POOLS.get(num_ranks)
-        if pool is not None and pool.alive and pool.timeout < timeout:
-            pool.stop(GRACE)
         if pool is None or not pool.alive:
-            pool = _POOLS[num_ranks] = RankPool(num_ranks, max(timeout, _SHORTEST_POOL_TIMEOUT))
+            pool = _POOLS[num_ranks] = RankPool(num_ranks)
         return pool.call(payload, timeout)
 
 
