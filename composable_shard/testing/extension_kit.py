@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import and_, ne
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from composable_shard._torch import leaves, local_tensor, storage_number, waited
+from composable_shard._torch import leaves, local_part, storage_number, waited
 from composable_shard.arguments import check_value
 from composable_shard.core.codec import (
     GRAD_POST,
@@ -44,7 +45,7 @@ from composable_shard.core.codec import (
     needs_extension,
     to_text,
 )
-from composable_shard.core.extension import ExtensionBucket, GradExtension, run_first_gathers
+from composable_shard.core.extension import ExtensionBucket, GradExtension
 from composable_shard.core.group import group_of
 from composable_shard.errors import ExtensionError
 from composable_shard.testing.oracle import apart, written_and_read
@@ -170,22 +171,38 @@ class Case:
             fully_shard(module, mesh=mesh, **settings)  # type: ignore[arg-type]
         return model
 
-    def batch(self, dtype: torch.dtype, step: int = 0) -> torch.Tensor:
-        """Return the batch of all ranks together, in float32 if ``dtype`` is an integer."""
-        generator = torch.Generator().manual_seed(step)
+    def batch(self, step: int = 0) -> torch.Tensor:
+        """Return the batch of all ranks together, in float32 for a tensor of integers."""
+        generator, dtype = torch.Generator().manual_seed(step), self.tensor().dtype
         rows = torch.randn(ROWS * self.num_ranks, self.shape[-1], generator=generator)
         return rows.to(dtype if dtype.is_floating_point else torch.float32)
 
-    def expect_alike(
-        self, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], what: str
-    ) -> None:
-        """Compare results, inner tensor by inner tensor."""
-        for mine, theirs in zip(found, expected, strict=True):
-            error, largest = apart(mine, theirs)
-            off = error / largest if largest else math.inf
-            got = f"values that are off by {off:.1e} of the largest"
-            fits = error <= self.tolerance * largest
-            expect(fits, what, f"{got}, where {self.tolerance:g} is allowed")
+    def outputs_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Compute with an unsharded tensor, in its dtype."""
+        batch = self.batch()
+        with torch.no_grad():
+            dtype = tensor.dtype if tensor.dtype.is_floating_point else batch.dtype
+            return values(self.compute(batch.to(dtype), tensor))
+
+    def expect_alike(self, found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+        """Compare values up to the tolerance."""
+        error, largest = apart(found, expected)
+        off = error / largest if largest else math.inf
+        got = (
+            f"values that are off by {off:.1e} of the largest, where {self.tolerance:g} is allowed"
+        )
+        expect(error <= self.tolerance * largest, what, got)
+
+    def expect_outputs(self, model: nn.Sequential, when: str) -> None:
+        """Compare the outputs of a model with those of an unsharded one, twice."""
+        expected = values(self.model()(self.batch()), own_rows())
+        for _ in range(2):
+            self.expect_alike(self.outputs(model), expected, f"the same outputs {when}")
+
+    def outputs(self, model: nn.Sequential) -> torch.Tensor:
+        """Return the outputs of a sharded model for this rank's rows of the batch."""
+        with torch.no_grad():
+            return values(model(self.batch()[own_rows()]))
 
 
 class OneWeight(nn.Module):
@@ -201,19 +218,19 @@ class OneWeight(nn.Module):
         return self.compute(x, self.weight)
 
 
-def shard_of(model: nn.Sequential) -> torch.Tensor:
-    """Return this rank's shard of the weight."""
-    return local_tensor(model.get_parameter("0.weight"))
+def weight_of(model: nn.Sequential) -> torch.Tensor:
+    """Return the weight, or this rank's shard of it while it is sharded."""
+    return local_part(model.get_parameter("0.weight"))
 
 
-def mine(output: torch.Tensor) -> list[torch.Tensor]:
-    """Return this rank's rows of the output for the whole batch."""
-    return [leaf[dist.get_rank() * ROWS :][:ROWS] for leaf in plain(output)]
+def own_rows() -> slice:
+    """Return the rows of this rank in the batch of all ranks."""
+    return slice(ROWS * dist.get_rank(), ROWS * (dist.get_rank() + 1))
 
 
-def plain(output: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors in an output."""
-    return leaves(output.detach())
+def values(output: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
+    """Return the elements of an output, for a subclass those of all inner tensors, as 1-D."""
+    return torch.cat([leaf[rows].flatten() for leaf in leaves(output.detach())])
 
 
 # The hooks for all-gathers, called directly -------------------------------------------------------
@@ -221,38 +238,19 @@ def plain(output: torch.Tensor) -> list[torch.Tensor]:
 LOW = torch.bfloat16
 
 
-class Gathers:
-    """The weight of a sharded model, gathered through its hooks.
+def bucket_of(model: nn.Sequential) -> ExtensionBucket:
+    """Return the bucket of the weight, which calls its hooks."""
+    group = group_of(model[0])
+    assert group is not None
+    (bucket,) = group.buckets
+    assert isinstance(bucket, ExtensionBucket)
+    return bucket
 
-    Attributes:
-        bucket: The bucket of the weight.
-    """
 
-    def __init__(self, case: Case, dtype: torch.dtype | None = None, seed: int = 0) -> None:
-        self._case = case
-        self._model = case.sharded(seed, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
-        group = group_of(self._model[0])
-        assert group is not None
-        (bucket,), self._channels = group.buckets, group.channels
-        assert isinstance(bucket, ExtensionBucket)
-        self.bucket = bucket
-
-    def first(self) -> torch.Tensor:
-        """Gather for the first time; return the unsharded tensor."""
-        run_first_gathers([self.bucket], self._channels)
-        return self.bucket.param.unsharded_local
-
-    def again(self, shard: torch.Tensor) -> None:
-        """Free the unsharded tensor, and fill it by the hooks from another shard."""
-        self.bucket.free()
-        self.bucket.launch(shard, self._channels[self.bucket.mesh])
-        self.bucket.complete()
-
-    def outputs(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Compute with an unsharded tensor."""
-        with torch.no_grad():
-            batch = self._case.batch(self.bucket.compute_dtype)
-            return [part.clone() for part in plain(self._case.compute(batch, tensor))]
+def gather(model: nn.Sequential) -> torch.Tensor:
+    """Gather the weight, as a forward would; return the unsharded tensor."""
+    model[0].unshard()  # type: ignore[operator]
+    return weight_of(model)
 
 
 def dtypes_of(local: torch.Tensor) -> list[torch.dtype | None]:
@@ -271,7 +269,7 @@ def hooks(case: Case) -> str | None:
 
 def sent(case: Case) -> None:
     """All ranks send tensors of the same number, dtypes and trailing dims, with equal metadata."""
-    bucket = Gathers(case).bucket
+    bucket = bucket_of(case.sharded())
     shard = bucket.param.local
     check_same_formats(PRE, "the tensor", dict(enumerate(case.show(bucket.encode(shard)))))
     _, metadata = bucket.call_pre(shard)
@@ -312,10 +310,10 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def shard(case: Case) -> None:
     """The hooks leave the shard as it is."""
-    gathers = Gathers(case)
-    local = gathers.bucket.param.local
+    model = case.sharded()
+    local, bucket = weight_of(model), bucket_of(model)
     before = [leaf.detach().clone() for leaf in leaves(local)]
-    for hook, call in ((PRE, partial(gathers.bucket.call_pre, local)), (POST, gathers.first)):
+    for hook, call in ((PRE, partial(bucket.call_pre, local)), (POST, partial(gather, model))):
         with suppress(ExtensionError):  # of a wrong result, which `gathered` reports
             call()
         for index, (now, then) in enumerate(zip(leaves(local), before, strict=True)):
@@ -328,31 +326,33 @@ def gathered(case: Case) -> None:
     """The gathered tensor has the full shape, the requested dtype and the unsharded values."""
     whole = case.tensor()
     for dtype in dtypes_of(whole):
-        gathers = Gathers(case, dtype)
-        tensor, expected = gathers.first(), gathers.bucket.compute_dtype
+        tensor = gather(case.sharded(mp_policy=MixedPrecisionPolicy(dtype)))
+        expected = dtype or whole.dtype
         what = f"{POST} to return a tensor of param_dtype, {expected}"
         expect(tensor.dtype == expected, what, tensor.dtype)
         if tensor.dtype == whole.dtype:
             what = "the gathered tensor to give the outputs of the unsharded one"
-            case.expect_alike(gathers.outputs(tensor), gathers.outputs(whole), what)
+            case.expect_alike(case.outputs_of(tensor), case.outputs_of(whole), what)
 
 
 def out(case: Case) -> None:
     """The second gather fills the tensor that the first one made, in the same storages."""
     for dtype in dtypes_of(case.tensor()):
-        gathers, other = Gathers(case, dtype), Gathers(case, dtype, seed=1)
-        tensor = gathers.first()
-        old, before = gathers.outputs(tensor), list(map(storage_number, leaves(tensor)))
-        freed = set(map(storage_number, gathers.bucket.param.freed_inner or [tensor]))
-        gathers.again(other.bucket.param.local)
-        found, expected = gathers.outputs(tensor), other.outputs(other.first())
+        policy = MixedPrecisionPolicy(dtype)
+        model, other = (case.sharded(seed, mp_policy=policy) for seed in (0, 1))
+        tensor = gather(model)
+        old, before = case.outputs_of(tensor), list(map(storage_number, leaves(tensor)))
+        model[0].reshard()  # type: ignore[operator]
+        freed = [not leaf.untyped_storage().size() for leaf in leaves(tensor)]
+        model.load_state_dict(other.state_dict())
+        gather(model)
+        found, expected = case.outputs_of(tensor), case.outputs_of(gather(other))
         what = f"{POST} to write the received values into out"
-        got = "those of the last gather" if all(map(torch.equal, found, old)) else "other values"
+        got = "those of the last gather" if torch.equal(found, old) else "other values"
         remedy = "fill out where it is not the all-gather outputs themselves"
-        expect(all(map(torch.equal, found, expected)), what, got, remedy)
+        expect(torch.equal(found, expected), what, got, remedy)
         after = map(storage_number, leaves(tensor))
-        pairs = zip(before, after, strict=True)
-        kept = all(now == then or then not in freed for then, now in pairs)
+        kept = not any(map(and_, freed, map(ne, before, after)))
         what = f"{POST} to keep the storages of out, which are freed and refilled"
         expect(kept, what, "another one", "copy into out instead of replacing its inner tensors")
 
@@ -376,8 +376,8 @@ class Reductions:
     """
 
     def __init__(self, case: Case, dtype: torch.dtype = torch.float32) -> None:
-        self._rank, self._gathers = dist.get_rank(), Gathers(case)
-        param = self._gathers.bucket.param
+        self._rank, self._model = dist.get_rank(), case.sharded()
+        param = bucket_of(self._model).param
         self._hooks, self._numel = GradExtension(param), param.layout.flat.shard_numel
         generator = torch.Generator().manual_seed(self._rank)
         self.parts = torch.randn(case.num_ranks, self._numel, generator=generator).to(dtype)
@@ -403,7 +403,7 @@ class Reductions:
 def gradient_sent(case: Case) -> None:
     """An encoded gradient has a row for each rank, with one format on all ranks in all steps."""
     what = f"{GRAD_PRE} to return the same dtypes and shapes on all ranks and each time"
-    for reductions in [Reductions(case, dtype) for dtype in DTYPES]:
+    for reductions in map(partial(Reductions, case), DTYPES):
         for _ in range(2):
             expect_same(case.show(formats_of(reductions.encode())), what, to_text)
 
@@ -411,11 +411,10 @@ def gradient_sent(case: Case) -> None:
 def gradient_summed(case: Case) -> None:
     """The mean of decoded sums over several steps is the sum of the gradients."""
     what = f"the mean of {NUM_STEPS} reductions to be the sum over ranks"
-    for reductions in [Reductions(case, dtype) for dtype in DTYPES]:
+    for reductions in map(partial(Reductions, case), DTYPES):
         exact = reductions.own_rows(case.show(reductions.parts)).sum(0, dtype=torch.float32)
         sums = [reductions.decode(case.show(reductions.encode())) for _ in range(NUM_STEPS)]
-        if exact.numel():
-            case.expect_alike([torch.stack(sums).mean(0)], [exact], what)
+        case.expect_alike(torch.stack(sums).mean(0), exact, what)
 
 
 def no_gradient(case: Case) -> None:
@@ -467,11 +466,10 @@ def _train(case: Case, model: nn.Sequential) -> None:
         for one in (model, reference)
     ]
     for step in range(STEPS):
-        batch = case.batch(reference.get_parameter("0.weight").dtype, step)
-        (own,) = mine(batch)
-        outputs = [model(own), reference(batch)]
+        batch = case.batch(step)
+        outputs = [model(batch[own_rows()]), reference(batch)]
         what = f"outputs as of the unsharded model in step {step}"
-        case.expect_alike(plain(outputs[0]), mine(outputs[1]), what)
+        case.expect_alike(values(outputs[0]), values(outputs[1], own_rows()), what)
         for output, optimizer in zip(outputs, optimizers, strict=True):
             if optimizer is not None:
                 output.square().mean().backward()
@@ -482,13 +480,12 @@ def _train(case: Case, model: nn.Sequential) -> None:
 def mixed_precision(case: Case) -> None:
     """A policy with param_dtype bfloat16 computes in it."""
     model = case.sharded(mp_policy=MixedPrecisionPolicy(param_dtype=LOW))
-    batch = case.batch(torch.float32)
-    with torch.no_grad():
-        for _ in range(2):
-            found, expected = model(*mine(batch)), case.model()(batch.to(case.tensor().dtype))
+    for _ in range(2):
+        found = case.outputs(model)
     expect(found.dtype == LOW, f"outputs of {LOW}", found.dtype)
     loose = replace(case, tolerance=max(case.tolerance, TOLERANCE_OF_LOW))
-    loose.expect_alike(plain(found), mine(expected), "outputs as in full precision")
+    expected = values(case.model()(case.batch()), own_rows())
+    loose.expect_alike(found, expected, "outputs as in full precision")
 
 
 def meta_device(case: Case) -> None:
@@ -499,8 +496,8 @@ def meta_device(case: Case) -> None:
     model = case.sharded(device="meta")
     model.to_empty(device="cpu")
     with torch.no_grad():
-        shard_of(model).copy_(shard_of(case.sharded()))
-    _expect_forward(case, model, "after initialisation from the meta device")
+        weight_of(model).copy_(weight_of(case.sharded()))
+    case.expect_outputs(model, "after initialisation from the meta device")
 
 
 def tensor_parallel(case: Case) -> None:
@@ -509,18 +506,14 @@ def tensor_parallel(case: Case) -> None:
         return
     ranks = case.num_ranks // 2, 2
     mesh = init_device_mesh("cpu", ranks, mesh_dim_names=("data", "model"))
-    layer, batch = case.model()[0], case.batch(case.tensor().dtype)
-    weight = layer.get_parameter("weight").detach()
-    alike = DTensor.from_local(weight, mesh["model"], [Replicate()], run_check=False)
-    layer.weight = nn.Parameter(alike, requires_grad=case.trains)
-    module = fully_shard(layer, mesh=mesh["data"])
-    with torch.no_grad():
-        expected = plain(case.compute(batch, case.tensor()))
-        for _ in range(2):
-            module.unshard()  # type: ignore[operator]
-            found = plain(case.compute(batch, local_tensor(layer.get_parameter("weight"))))
-            case.expect_alike(found, expected, "the same outputs within a DTensor")
-            module.reshard()  # type: ignore[operator]
+    model, whole = case.model(), case.tensor()
+    alike = DTensor.from_local(whole, mesh["model"], [Replicate()], run_check=False)
+    model[0].weight = nn.Parameter(alike, requires_grad=case.trains)
+    module = fully_shard(model[0], mesh=mesh["data"])
+    for _ in range(2):
+        found, expected = case.outputs_of(gather(model)), case.outputs_of(whole)
+        case.expect_alike(found, expected, "the same outputs within a DTensor")
+        module.reshard()  # type: ignore[operator]
 
 
 def sharded_state_dict(case: Case) -> None:
@@ -538,32 +531,19 @@ def full_state_dict(case: Case) -> None:
 
 
 def _expect_loaded(case: Case, states: dict[str, Any], when: str) -> None:
-    states, model = written_and_read(states), case.sharded(seed=1)
-    _forward(case, model)
-    model.load_state_dict(states)
-    _expect_forward(case, model, when)
+    model = case.sharded(seed=1)
+    case.outputs(model)
+    model.load_state_dict(written_and_read(states))
+    case.expect_outputs(model, when)
 
 
 def deepcopy(case: Case) -> None:
     """A deep copy of a sharded model is a model of its own."""
     model = case.sharded()
-    _forward(case, model)
+    case.outputs(model)
     copied = copy.deepcopy(model)
     model.load_state_dict(case.sharded(seed=1).state_dict())
-    _expect_forward(case, copied, "from a deep copy")
-
-
-def _forward(case: Case, model: nn.Sequential) -> list[torch.Tensor]:
-    with torch.no_grad():
-        return plain(model(*mine(case.batch(case.tensor().dtype))))
-
-
-def _expect_forward(case: Case, model: nn.Sequential, when: str) -> None:
-    with torch.no_grad():
-        expected = mine(case.model()(case.batch(case.tensor().dtype)))
-    for _ in range(2):
-        found = _forward(case, model)
-        case.expect_alike(found, expected, f"the same outputs {when}")
+    case.expect_outputs(copied, "from a deep copy")
 
 
 MODEL_CHECKS = (
