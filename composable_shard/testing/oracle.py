@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -31,9 +32,10 @@ class Unsharded:
 
     Args:
         build: Builds the model; called once for each rank and once for the master.
-        num_ranks: The number of ranks.
         policy: The policy of all groups.
         make_optimizer: Makes the optimizer from the master's parameters.
+        tolerance: The allowed difference, relative to the largest element; `None` for equal bits if
+            `is_exact`, else for `RELATIVE`.
 
     Attributes:
         master: Has the parameters that the optimizer sees.
@@ -43,16 +45,18 @@ class Unsharded:
         largest: By name, the largest element of anything that went into a gradient.
         has_folded: Whether unreduced gradients came after reduced ones: the last bit of the sum
             then depends on the order of summation.
+        is_exact: Whether the sums of the sharded model are these bit by bit.
     """
 
     def __init__(
         self,
         build: Build,
-        num_ranks: int,
         policy: MixedPrecisionPolicy,
         make_optimizer: MakeOptimizer,
+        tolerance: float | None,
     ) -> None:
-        self.policy = policy
+        self.policy, self._tolerance, self._rank = policy, tolerance, dist.get_rank()
+        num_ranks = dist.get_world_size()
         self.master, *self.models = [new_model(build) for _ in range(num_ranks + 1)]
         if self.master is self.models[0]:
             raise ValueError(
@@ -64,6 +68,15 @@ class Unsharded:
         self.largest: dict[str, float]
         self.clear()
         self.refresh()
+        dtypes = {param.dtype for param in self.master.parameters()}
+        # Sums in float16 are divided in two parts, which rounds otherwise than one division. How
+        # torch's kernels round a low-precision step depends on where in a tensor an element is.
+        self.is_exact = (
+            num_ranks <= 2
+            and torch.float16 not in map(policy.reduction_dtype, dtypes)
+            and not dtypes & {torch.float16, torch.bfloat16}
+            and type(self.optimizer) is torch.optim.SGD
+        )
 
     def cast_at(self, groups: Iterable[str]) -> None:
         """Cast inputs and outputs of the modules of these names, as their groups do."""
@@ -172,6 +185,8 @@ class Unsharded:
 
     def step(self) -> None:
         """Take an optimizer step with the mean gradients, which stay."""
+        # Gradients summed in another order leave their last bits in the parameters.
+        self.is_exact &= not self.has_folded
         for name, param in self.master.named_parameters():
             if self.policy.grad_dtype is not None:
                 param.grad_dtype = None
@@ -180,6 +195,76 @@ class Unsharded:
         for param in self.master.parameters():
             param.grad = None
         self.refresh()
+
+    # The comparison -------------------------------------------------------------------------
+
+    def differences(
+        self, params: Mapping[str, nn.Parameter], buffers: Iterable[tuple[str, torch.Tensor]]
+    ) -> list[str]:
+        """Compare this rank's part of a sharded model.
+
+        Args:
+            params: Its parameters, with their gradients. Sums of reduced and waiting gradients are
+                not compared.
+            buffers: Its buffers by name.
+        """
+        expected = dict(self.master.named_parameters())
+        if expected.keys() != params.keys():
+            return [f"expected parameters {sorted(expected)}, got {sorted(params)}"]
+        found = list[str]()
+        for name, param in {} if self.waits_somewhere and self.has_folded else params.items():
+            # All ranks know a reduced gradient; a rank knows its own if it waits.
+            wanted = self.waiting[self._rank].get(name)
+            if wanted is None and name in self.reduced:
+                wanted = _part_of(param, self.reduced[name])
+            grad = None if param.grad is None else _torch.local_part(param.grad)
+            found += self.differs(f"grad of {name}", grad, wanted, name)
+        for name, param in params.items():
+            wanted = _part_of(param, expected[name])
+            found += self.differs(name, _torch.local_part(param), wanted, name)
+        own_buffers = dict(self.models[self._rank].named_buffers())
+        for name, buffer in buffers:
+            found += self.differs(name, buffer, own_buffers[name])
+        return found
+
+    def differs(
+        self, what: str, got: torch.Tensor | None, wanted: torch.Tensor | None, name: str = ""
+    ) -> list[str]:
+        """Compare two tensors.
+
+        Args:
+            what: Names them in the result.
+            got: That of the sharded model.
+            wanted: That of this rank's model.
+            name: The parameter on which they depend; empty for all parameters.
+
+        Returns:
+            The difference, if there is one.
+        """
+        if _kind(got) != _kind(wanted):
+            return [f"{what}: expected {_kind(wanted)}, got {_kind(got)}"]
+        if got is None or wanted is None or _same(got, wanted).all():
+            return []
+        off, most = apart(got, wanted)
+        most = max(self.largest.get(name, 0.0), most)
+        is_rounded = wanted.is_floating_point() or wanted.is_complex()
+        allowed = self._allowed(wanted.dtype, name) if is_rounded else 0.0
+        if allowed and off <= allowed * most:
+            return []
+        limit = f"at most {allowed:.3g} of it" if allowed else "the same bits"
+        return [f"{what}: off by {off:.3g} of {most:.3g}, expected {limit}"]
+
+    def _allowed(self, dtype: torch.dtype, name: str) -> float:
+        if self._tolerance is not None:
+            return self._tolerance
+        if self.is_exact and not self.has_folded:
+            return 0.0
+        policy = self.policy
+        params = dict(self.master.named_parameters())
+        dtypes = {dtype, policy.output_dtype or dtype, policy.grad_dtype or dtype}
+        for param in [params[name]] if name in params else params.values():
+            dtypes |= {policy.compute_dtype(param.dtype), policy.reduction_dtype(param.dtype)}
+        return 4 * max(RELATIVE.get(dtype, 0.0) for dtype in dtypes)
 
 
 def new_model(build: Build, seed: int = 0) -> nn.Module:
@@ -202,8 +287,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-# The comparison -----------------------------------------------------------------------------------
-
 RELATIVE = {
     torch.float64: 1e-12,
     torch.float32: 2e-6,
@@ -211,87 +294,6 @@ RELATIVE = {
     torch.float16: 2.0**-9,
 }
 """The allowed difference, relative to the largest element, where bits need not be equal."""
-
-
-class Comparison:
-    """Compares this rank's part of a sharded model with an oracle.
-
-    Args:
-        oracle: The oracle.
-        rank: This rank.
-        tolerance: The allowed difference, relative to the largest element; `None` for equal bits if
-            `is_exact`, else for `RELATIVE`.
-        is_exact: Whether the sums are those of the oracle bit by bit.
-    """
-
-    def __init__(
-        self, oracle: Unsharded, rank: int, tolerance: float | None, is_exact: bool
-    ) -> None:
-        self.oracle, self.rank = oracle, rank
-        self.tolerance, self.is_exact = tolerance, is_exact
-
-    def loss(self, got: torch.Tensor, wanted: torch.Tensor) -> list[str]:
-        """Compare the losses of a forward."""
-        return self._differs("loss", got, wanted)
-
-    def params(self, sharded: dict[str, nn.Parameter]) -> list[str]:
-        """Compare this rank's shards of all parameters."""
-        wanted = dict(self.oracle.master.named_parameters())
-        if wanted.keys() != sharded.keys():
-            return [f"expected parameters {sorted(wanted)}, got {sorted(sharded)}"]
-        found = list[str]()
-        for name, param in sharded.items():
-            expected = _part_of(param, wanted[name])
-            found += self._differs(name, _torch.local_part(param), expected, name)
-        return found
-
-    def buffers(self, sharded: nn.Module) -> list[str]:
-        """Compare all buffers with those of this rank's model."""
-        wanted = dict(self.oracle.models[self.rank].named_buffers())
-        named = sharded.named_buffers()
-        return [text for name, own in named for text in self._differs(name, own, wanted[name])]
-
-    def grads(self, sharded: dict[str, nn.Parameter]) -> list[str]:
-        """Compare all gradients, except sums of reduced and waiting ones."""
-        if self.oracle.waits_somewhere and self.oracle.has_folded:
-            return []
-        found = []
-        for name, param in sharded.items():
-            # All ranks know a reduced gradient; a rank knows its own if it waits.
-            wanted = self.oracle.waiting[self.rank].get(name)
-            if wanted is None and name in self.oracle.reduced:
-                wanted = _part_of(param, self.oracle.reduced[name])
-            got = None if param.grad is None else _torch.local_part(param.grad)
-            found += self._differs(f"grad of {name}", got, wanted, name)
-        return found
-
-    def _differs(
-        self, what: str, got: torch.Tensor | None, wanted: torch.Tensor | None, name: str = ""
-    ) -> list[str]:
-        if _kind(got) != _kind(wanted):
-            return [f"{what}: expected {_kind(wanted)}, got {_kind(got)}"]
-        if got is None or wanted is None or _same(got, wanted).all():
-            return []
-        off, most = apart(got, wanted)
-        most = max(self.oracle.largest.get(name, 0.0), most)
-        is_rounded = wanted.is_floating_point() or wanted.is_complex()
-        allowed = self._allowed(wanted.dtype, name) if is_rounded else 0.0
-        if allowed and off <= allowed * most:
-            return []
-        limit = f"at most {allowed:.3g} of it" if allowed else "the same bits"
-        return [f"{what}: off by {off:.3g} of {most:.3g}, expected {limit}"]
-
-    def _allowed(self, dtype: torch.dtype, name: str) -> float:
-        if self.tolerance is not None:
-            return self.tolerance
-        if self.is_exact and not self.oracle.has_folded:
-            return 0.0
-        policy = self.oracle.policy
-        params = dict(self.oracle.master.named_parameters())
-        dtypes = {dtype, policy.output_dtype or dtype, policy.grad_dtype or dtype}
-        for param in [params[name]] if name in params else params.values():
-            dtypes |= {policy.compute_dtype(param.dtype), policy.reduction_dtype(param.dtype)}
-        return 4 * max(RELATIVE.get(dtype, 0.0) for dtype in dtypes)
 
 
 def apart(got: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:

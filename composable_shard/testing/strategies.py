@@ -205,11 +205,7 @@ def module_trees(
         flags = st.sampled_from(grouped), st.sampled_from(together)
         return st.builds(TreeSpec, params, children, *flags)
 
-    return trees(max_depth).filter(_has_params)
-
-
-def _has_params(spec: TreeSpec) -> bool:
-    return bool(spec.params) or any(map(_has_params, spec.children))
+    return trees(max_depth).filter(lambda spec: spec.num_params)
 
 
 def meshes(max_ranks: int = 4, hybrid: bool = True) -> st.SearchStrategy[tuple[int, ...]]:

@@ -19,7 +19,7 @@ from composable_shard.arguments import check_value, checked_number
 from composable_shard.module import FSDPModule
 from composable_shard.policy import MixedPrecisionPolicy
 from composable_shard.testing import oracle
-from composable_shard.testing.oracle import Build, Comparison, MakeOptimizer, Unsharded
+from composable_shard.testing.oracle import Build, MakeOptimizer, Unsharded
 from composable_shard.testing.programs import (
     Step,
     TreeLoss,
@@ -71,32 +71,28 @@ class Rehearsal:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.rank, self.num_steps = plan, dist.get_rank(), 0
         policy = plan.policy or MixedPrecisionPolicy()
-        self.oracle = Unsharded(plan.build, dist.get_world_size(), policy, plan.optimizer)
+        self.oracle = Unsharded(plan.build, policy, plan.optimizer, plan.tolerance)
         self.model, self.optimizer = self._new_sharded(seed=0)
         # Kept, since the module has its unsharded parameters until it is resharded.
         self._sharded_params = dict[str, nn.Parameter](self.model.named_parameters())
         self.oracle.cast_at(
             name for name, module in self.model.named_modules() if isinstance(module, FSDPModule)
         )
-        self.comparison = Comparison(self.oracle, self.rank, plan.tolerance, self._is_exact())
         self._kept: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         self._found: list[str] = []
 
     def do(self, step: Step) -> list[str]:
         """Do a step with both models; return the differences after it."""
         getattr(self, f"_{step}")()
-        found, self._found = self._found, []
-        found += self.comparison.grads(self._sharded_params)
-        found += self.comparison.params(self._sharded_params)
-        found += self.comparison.buffers(self.model)
-        if step == "step" and not self.comparison.is_exact:
+        found, self._found = [*self._found, *self.differences()], []
+        if step == "step" and not self.oracle.is_exact:
             self._start_from_the_same()
         self.num_steps += 1
         return found
 
-    def differences_at_start(self) -> list[str]:
-        """Compare the parameters before anything is done."""
-        return self.comparison.params(self._sharded_params)
+    def differences(self) -> list[str]:
+        """Compare the gradients, parameters and buffers of both models."""
+        return self.oracle.differences(self._sharded_params, self.model.named_buffers())
 
     # Forward and backward -------------------------------------------------------------------
 
@@ -123,7 +119,7 @@ class Rehearsal:
     def _losses(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         sharded = self._loss(self.model, self.rank)
         unsharded = [self._loss(model, rank) for rank, model in enumerate(self.oracle.models)]
-        self._found += self.comparison.loss(sharded, unsharded[self.rank])
+        self._found += self.oracle.differs("loss", sharded, unsharded[self.rank])
         return sharded, unsharded
 
     def _loss(self, model: nn.Module, rank: int) -> torch.Tensor:
@@ -158,8 +154,6 @@ class Rehearsal:
         self._kept = []
         if self.oracle.waits_somewhere:
             self._sync()
-        # Gradients summed in another order leave their last bits in the parameters.
-        self.comparison.is_exact &= not self.oracle.has_folded
         self.optimizer.step()
         self.oracle.step()
 
@@ -182,21 +176,19 @@ class Rehearsal:
     def _fail_forward(self) -> None:
         self._kept = []
         for model, rank in self._everyone():
-            parts = list(model.modules())
-            part = parts[self.num_steps % len(parts)]
-            with contextlib.ExitStack() as hooks, contextlib.suppress(_Planned):
-                hooks.callback(part.register_forward_pre_hook(_raise_planned).remove)
-                hooks.callback(model.register_forward_hook(_raise_planned).remove)
+            with (
+                contextlib.suppress(_Planned),
+                self._failing_part(model).register_forward_pre_hook(_raise_planned),
+                model.register_forward_hook(_raise_planned),
+            ):
                 self._loss(model, rank)
 
     def _fail_backward(self) -> None:
         """Fail in the backward of the first module that was called, or at once."""
         self._kept = []
         for model, rank in self._everyone():
-            parts = list(model.modules())
-            with contextlib.ExitStack() as hooks, contextlib.suppress(_Planned):
-                part = parts[self.num_steps % len(parts)]
-                hooks.callback(part.register_forward_hook(_fail_behind).remove)
+            part = self._failing_part(model)
+            with contextlib.suppress(_Planned), part.register_forward_hook(_fail_behind):
                 loss = self._loss(model, rank)
                 if loss.requires_grad:
                     if self.num_steps % 2:
@@ -204,6 +196,10 @@ class Rehearsal:
                     loss.backward()
         self.optimizer.zero_grad()
         self.oracle.clear()
+
+    def _failing_part(self, model: nn.Module) -> nn.Module:
+        parts = list(model.modules())
+        return parts[self.num_steps % len(parts)]
 
     def _everyone(self) -> list[tuple[nn.Module, int]]:
         """Return the sharded model and those of the oracle, each with the rank of its batches."""
@@ -224,19 +220,6 @@ class Rehearsal:
                 f"{type(model).__name__}"
             )
         return model, self.plan.optimizer(model.parameters())
-
-    def _is_exact(self) -> bool:
-        """Return whether sums must equal those of the oracle bit by bit."""
-        dtypes = {param.dtype for param in self.oracle.master.parameters()}
-        # Sums in float16 are divided in two parts, which rounds otherwise than one division. How
-        # torch's kernels round a low-precision step depends on where in a tensor an element is.
-        reduction = {self.oracle.policy.reduction_dtype(dtype) for dtype in dtypes}
-        return (
-            dist.get_world_size() <= 2
-            and torch.float16 not in reduction
-            and not dtypes & {torch.float16, torch.bfloat16}
-            and type(self.optimizer) is torch.optim.SGD
-        )
 
     def _start_from_the_same(self) -> None:
         """Give the oracle the sharded parameters, so that rounding errors do not add up."""
@@ -392,7 +375,7 @@ def _follow(plan: Plan, steps: tuple[Step, ...]) -> list[tuple[int, str]]:
     """
     with plan.within() as complaints:
         rehearsal = Rehearsal(plan)
-        found = [(-1, text) for text in rehearsal.differences_at_start()]
+        found = [(-1, text) for text in rehearsal.differences()]
         for place, step in enumerate(steps):
             try:
                 found += [(place, text) for text in rehearsal.do(step)]

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from composable_shard import _torch
 from composable_shard.core.transport import host, pending
-from composable_shard.testing.oracle import Comparison
+from composable_shard.testing.oracle import Unsharded
 from support.happens_before import HOST, Block, Clock, Memory, Order, Span, Work
 
 _CPU = torch.device("cpu")
@@ -494,9 +494,9 @@ def on_simulated_device() -> Iterator[list[str]]:
     """
     faults: list[str] = []
     with contextlib.ExitStack() as stack:
-        for name in ("grads", "params", "buffers", "loss"):
-            beside = unnoticed()(getattr(Comparison, name))
-            stack.enter_context(mock.patch.object(Comparison, name, beside))
+        for name in ("differences", "differs"):
+            beside = unnoticed()(getattr(Unsharded, name))
+            stack.enter_context(mock.patch.object(Unsharded, name, beside))
         with SimulatedDevice() as device:
             yield faults
         faults += device.faults

@@ -45,7 +45,7 @@ class InMicrobatches(Rehearsal):
             self.model.set_requires_gradient_sync(syncs)
             self._go_back(reduces=syncs)
             self.num_steps += 1
-        found = self.comparison.grads(self._sharded_params)
+        found = self.differences()
         return [*found, *self.do("step"), *self.do("zero_grad")]
 
 
