@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from itertools import chain, islice, pairwise
 from operator import attrgetter, is_, sub
@@ -179,22 +179,20 @@ class _Member:
         start: The offset of the shard in the buffer, in elements.
         following: The offset of the next shard, if there is one.
         multiple: The number of bytes that must divide the shard for another to follow in one run.
-        first: The position of the first parameter in the same buffer; it identifies the buffer on
-            all ranks.
-        places: Where each state is stored, by name: a flat buffer if it has the shape of the
-            parameter, :class:`Numbers` if it is a number, the value itself if it is no tensor.
-        kind: Equal for parameters that are stepped alike: the gradient's dtype, and all of the
-            states but their elements.
+        numbers: Its states that are one number, by name: each at its index in a tensor of all
+            members, [num_members].
+        states: The flat buffers of its other states, by name, [numel].
     """
 
     def __init__(self, param: torch.Tensor, index: int, group: int, is_fused: bool) -> None:
         self.param, self.index, self.group = param, index, group
         self.local = local = _torch.local_part(param)
+        self.multiple = _multiple_of(local, is_fused)
         self.buffer: torch.Tensor | None = None
-        self.start, self.first, self.multiple = 0, index, _multiple_of(local, is_fused)
+        self.start = 0
         self.following: int | None = None
-        self.kind: Any = None
-        self.places: dict[str, Any] = {}
+        self.numbers: dict[str, torch.Tensor] = {}
+        self.states: dict[str, torch.Tensor] = {}
         is_plain = type(local) in (torch.Tensor, nn.Parameter) and local.is_contiguous()
         if not is_plain or not isinstance(param, DTensor) or is_partial(param):
             return
@@ -210,28 +208,21 @@ class _Member:
         return self.start + self.local.numel()
 
     def goes_on_with(self, other: _Member) -> bool:
-        """Return whether ``other`` may follow in the same run."""
+        """Return whether ``other``, of the same buffer, may follow in the same run."""
         return (
-            other.buffer is self.buffer
-            and other.start in (self.start, self.following)
-            and (other.group, other.kind) == (self.group, self.kind)
+            other.start in (self.start, self.following)
             and self.local.nbytes % self.multiple == 0
             and (other.start - self.start) * self.local.itemsize % self.multiple == 0
         )
 
-    def shown(self, place: Any) -> Any:
-        """Return the state stored at ``place`` as users see it."""
-        if isinstance(place, Numbers):
-            return place.of(self.index)
-        if not isinstance(place, torch.Tensor):
-            return place
-        shard = _torch.with_own_storage(place[self.start : self.end].view(self.local.shape))
-        return _torch.local_like(self.param, shard)
+    def part_of(self, state: torch.Tensor, offset: int = 0) -> torch.Tensor:
+        """View this member's part of a flat state that begins ``offset`` elements later."""
+        return state[self.start - offset : self.end - offset].view(self.local.shape)
 
     def can_share(self, state: Any) -> bool:
         """Return whether a state can be stored with the states of other parameters."""
         if not isinstance(state, DTensor):
-            return not isinstance(state, torch.Tensor) or state.ndim == 0
+            return isinstance(state, torch.Tensor) and state.ndim == 0
         spec, other = _torch.spec_of(state), _torch.spec_of(self.param)
         is_alike = spec.mesh == other.mesh and spec.placements == other.placements
         is_plain = not _torch.is_subclass(_torch.local_tensor(state))
@@ -256,49 +247,6 @@ def _multiple_of(local: torch.Tensor, is_fused: bool) -> int:
     return LONGEST_VECTOR if is_fused else 1
 
 
-class Numbers:
-    """A state that is one number for a parameter, such as the count of its steps.
-
-    Users may change the number of one parameter in place. So each parameter has a tensor of its
-    own, and its version counter shows such a change. One call writes all of them after a step.
-
-    Args:
-        like: A tensor with the dtype and the device.
-        num_members: The number of parameters.
-
-    Attributes:
-        stepped: The numbers that steps change, at the index of each run's first member,
-            [num_members].
-        seen: The numbers that users see, [num_members].
-        own: Views of single elements of ``seen``, by member.
-    """
-
-    def __init__(self, like: torch.Tensor, num_members: int) -> None:
-        with torch.inference_mode(False):
-            self.seen = torch.zeros(num_members, dtype=like.dtype, device=like.device)
-        self.own: dict[int, torch.Tensor] = {}
-
-    def arrange(self, firsts: Sequence[int]) -> None:
-        """Assign the members to runs.
-
-        Args:
-            firsts: For each member the index of its run's first member; its own if it has no run.
-        """
-        with torch.inference_mode(False):  # else a step outside of it could not change them
-            self.stepped = self.seen.clone()
-        self._firsts = torch.tensor(firsts, device=self.seen.device)
-
-    def show(self) -> None:
-        """Copy the stepped numbers to all members."""
-        torch.index_select(self.stepped, 0, self._firsts, out=self.seen)
-
-    def of(self, member: int) -> torch.Tensor:
-        """Return the number of a member as users see it."""
-        with torch.inference_mode(False), torch.no_grad():  # else it has no version counter
-            self.own[member] = _torch.with_own_storage(self.seen[member])
-        return self.own[member]
-
-
 class _Run:
     """Neighbouring members of one buffer that are stepped as one tensor.
 
@@ -317,30 +265,48 @@ class _Run:
         self.tensor, self.is_flat = first.param, first.buffer is not None
         if first.buffer is None:
             return
-        self._range = slice(first.start, last.end)
+        self._start, self._range = first.start, slice(first.start, last.end)
         self.tensor = first.buffer[self._range].detach()
         self.with_elements = [member for member in members if member.local.numel()]
-        places = [slice(m.start - first.start, m.end - first.start) for m in members]
-        self._places = [place for place in places if place.start < place.stop]
-        starts = [place.start * self.tensor.itemsize for place in self._places]
+        starts = [member.start * self.tensor.itemsize for member in self.with_elements]
         self._distances = list(map(sub, starts[1:], starts))
-        self._gaps = [slice(a.stop, b.start) for a, b in pairwise(places) if a.stop < b.start]
+        ends = [
+            (one.end - self._start, other.start - self._start) for one, other in pairwise(members)
+        ]
+        self._gaps = [slice(*gap) for gap in ends if gap[0] < gap[1]]
 
-    def part_of(self, place: Any) -> Any:
-        """Return the run's part of a state that is stored at ``place``."""
-        if isinstance(place, Numbers):
-            return place.stepped[self.members[0].index]
-        return place[self._range] if isinstance(place, torch.Tensor) else place
+    def states(self) -> dict[str, torch.Tensor]:
+        """Return the states of a flat run: numbers of the first member, and parts of buffers."""
+        first = self.members[0]
+        with torch.inference_mode(False):  # else a step outside of it could not change them
+            numbers = {name: numbers[first.index] for name, numbers in first.numbers.items()}
+            return {**numbers, **{name: s[self._range] for name, s in first.states.items()}}
 
-    def state_of(self, member: _Member, value: Any) -> Any:
-        """Return a member's part of a state of the run."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        if not value.ndim:
-            return value.clone()
-        start = member.start - self.members[0].start
-        part = value[start : start + member.local.numel()].view(member.local.shape)
-        return _torch.local_like(member.param, part)
+    def has_kept(self, states: dict[str, Any]) -> bool:
+        """Return whether a step has only written to states that the members have."""
+        if self.kept is None or not self.is_flat:
+            return self.kept is not None
+        return _are(states.values(), self.kept.values())
+
+    def states_of(self, member: _Member, states: dict[str, Any], kind: str) -> dict[str, Any]:
+        """Return a member's part of the states that a step of an optimizer class has made."""
+        if not self.is_flat:
+            return states
+        found = dict(states)
+        for name, value in states.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if value.ndim and (value.shape != self.tensor.shape or _torch.is_subclass(value)):
+                raise TypeError(
+                    f"Expected states of {kind} to be numbers, or plain tensors as large as the "
+                    f"stepped tensor, got {name!r} of class {type(value).__name__} and shape "
+                    f"{tuple(value.shape)} for {tuple(self.tensor.shape)}; it is not elementwise, "
+                    "so use Owned to step whole tensors by it"
+                )
+            found[name] = value.clone()
+            if value.ndim:
+                found[name] = _torch.local_like(member.param, member.part_of(value, self._start))
+        return found
 
     def take(self, grads: list[torch.Tensor]) -> None:
         """Set the gradient of the stepped tensor.
@@ -354,8 +320,8 @@ class _Run:
         whole = self._one_tensor(grads)
         if whole is None:
             whole = torch.empty_like(self.tensor, dtype=grads[0].dtype if grads else None)
-            pairs = zip(self._places, grads, strict=True)
-            _torch.copy_all_([whole[place].view(grad.shape) for place, grad in pairs], grads)
+            parts = [member.part_of(whole, self._start) for member in self.with_elements]
+            _torch.copy_all_(parts, grads)
         for gap in self._gaps:
             whole[gap].zero_()
         set_grad(self.tensor, whole)
@@ -379,11 +345,14 @@ class _Run:
 class _Steps:
     """The second optimizer and its runs.
 
+    Users may change the number of one parameter in place. So each parameter has a tensor of its
+    own, and its version counter shows such a change. One call writes all of them after a step.
+
     Args:
         optimizer: The optimizer that users see.
 
     Attributes:
-        buffers: The flat buffers of states.
+        buffers: The flat buffers of states, by parameter buffer, name and dtype.
     """
 
     def __init__(self, optimizer: FlatSteps) -> None:
@@ -398,18 +367,15 @@ class _Steps:
                 index, is_fused = len(self._members), bool(group.get("fused"))
                 self._members.append(_Member(param, index, number, is_fused))
         self._params = [member.param for member in self._members]
-        firsts = dict[int, int]()
-        for member in self._members:
-            member.first = firsts.setdefault(id(member.buffer), member.index)
         self._sharded = [param for param in self._params if isinstance(param, DTensor)]
         self.buffers: dict[tuple[int, str, torch.dtype], torch.Tensor] = {}
-        self._numbers: dict[tuple[str, torch.dtype, torch.device], Numbers] = {}
+        self._numbers: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+        self._shown_numbers = list[torch.Tensor]()
+        self._shared_states = list[dict[str, Any]]()
         self._seen: list[Any] = [None]  # equals no result of `_kinds`
         self._adopt()
         self._remembered = self._visible()
-        views = (numbers.own.values() for numbers in self._numbers.values())
-        self._own_numbers = list(chain.from_iterable(views))
-        self._sum_of_versions = sum(map(_version_of, self._own_numbers))  # they only grow
+        self._sum_of_versions = sum(map(_version_of, self._shown_numbers))  # they only grow
 
     def is_outdated(self) -> bool:
         """Return whether states, parameters or the memory of parameters were replaced.
@@ -418,22 +384,21 @@ class _Steps:
         states that users no longer see. Guard: all visible objects are compared with those of the
         last step, by identity. Test: ``test_edits_of_states_count``.
         """
-        visible, versions = self._visible(), map(_version_of, self._own_numbers)
+        visible, versions = self._visible(), map(_version_of, self._shown_numbers)
         return not _are(visible, self._remembered) or sum(versions) != self._sum_of_versions
 
     def _visible(self) -> list[Any]:
         """Return all objects that users may replace: parameters, their memory, and states."""
         state, groups = self._optimizer.state, self._optimizer.param_groups
         stepped = [(group.get("fused"), *group["params"]) for group in groups]
-        dicts = [each for each in state.values() if isinstance(each, dict)]
-        sharded = _torch.local_tensors(self._sharded)
-        names, values = chain.from_iterable(dicts), chain.from_iterable(map(dict.values, dicts))
+        sharded, shared = _torch.local_tensors(self._sharded), self._shared_states
+        names, values = chain.from_iterable(shared), chain.from_iterable(map(dict.values, shared))
         return [state, *chain(*stepped), *sharded, *chain(state, state.values(), names, values)]
 
     def num_tensors(self) -> list[int]:
         """Return how many runs each parameter group has if no gradient is missing."""
         stepped = [member for member in self._members if member.param.requires_grad]
-        runs = Counter(members[0].group for members in self._joined(stepped, None))
+        runs = Counter(members[0].group for members in self._joined(stepped, self._params))
         return [runs[index] for index, _ in enumerate(self._optimizer.param_groups)]
 
     @torch.no_grad()
@@ -472,7 +437,7 @@ class _Steps:
         inner.state = self._run_states
         groups = self._optimizer.param_groups
         inner.param_groups = [
-            {**groups[index], "params": params} for index, params in self._stepped
+            {**groups[index], "params": params} for (index, _), params in self._stepped.items()
         ]
         return inner
 
@@ -485,28 +450,23 @@ class _Steps:
         self._unreduced = [m.index for m in flat_ones if _is_elsewhere(grads[m.index], m.param)]
         self._runs = list(map(_Run, self._joined(stepped, grads)))
         self._flat_runs = [run for run in self._runs if run.is_flat]
-        firsts = list(range(len(self._members)))
-        for run in self._runs:
-            for member in run.members:
-                firsts[member.index] = run.members[0].index
-        for numbers in self._numbers.values():
-            numbers.arrange(firsts)
         self._order = [member.index for run in self._flat_runs for member in run.with_elements]
         self._run_states = defaultdict[torch.Tensor, dict[str, Any]](dict)
-        lists = defaultdict[tuple[int, bool], list[torch.Tensor]](list)
+        self._stepped = defaultdict[tuple[int, bool], list[torch.Tensor]](list)
+        firsts = list(range(len(self._members)))
         for run in self._runs:
             first = run.members[0]
-            lists[first.group, isinstance(run.tensor, DTensor)].append(run.tensor)
-            state = self._state.get(first.param)
+            for member in run.members:
+                firsts[member.index] = first.index
+            self._stepped[first.group, isinstance(run.tensor, DTensor)].append(run.tensor)
+            states: dict[str, Any] | None = self._state.get(first.param)
             if run.is_flat:
-                state = {name: run.part_of(place) for name, place in first.places.items()} or None
-            if state is not None:
-                self._run_states[run.tensor], run.kept = state, dict(state)
-        self._stepped = [(group, tensors) for (group, _), tensors in lists.items()]
+                states = run.states() or None
+            if states is not None:
+                self._run_states[run.tensor], run.kept = states, dict(states)
+        self._firsts = [torch.tensor(firsts, device=each.device) for each in self._numbers.values()]
 
-    def _joined(
-        self, members: Sequence[_Member], grads: Sequence[torch.Tensor | None] | None
-    ) -> list[list[_Member]]:
+    def _joined(self, members: Sequence[_Member], grads: Sequence[Any]) -> list[list[_Member]]:
         """Join neighbouring members of a buffer that are stepped alike.
 
         Bias corrections depend on a parameter's number of steps, so parameters with different
@@ -515,23 +475,25 @@ class _Steps:
 
         Args:
             members: The members.
-            grads: The gradients of all members; ``None`` if their dtypes do not matter.
+            grads: The gradients of all members, of which only the dtypes matter.
         """
         joined = [[member] for member in members if member.buffer is None]
-        others = [member for member in members if member.buffer is not None]
-        values = {id(numbers): numbers.seen.tolist() for numbers in self._numbers.values()}
-        for member in others:
-            grad = None if grads is None else grads[member.index]
-            places = sorted(member.places.items())
-            kinds = [(name, _likeness(place, values, member.index)) for name, place in places]
-            member.kind = None if grad is None else grad.dtype, kinds
-        last: _Member | None = None
-        for member in sorted(others, key=lambda m: (m.group, m.first, m.start, m.end)):
-            if last is not None and last.goes_on_with(member):
-                joined[-1].append(member)
-            else:
-                joined.append([member])
-            last = member
+        values = {id(numbers): numbers.tolist() for numbers in self._numbers.values()}
+        alike = defaultdict[Any, list[_Member]](list)
+        for member in members:
+            if member.buffer is not None:
+                index, grad = member.index, grads[member.index]
+                numbers = [(id(n), values[id(n)][index]) for n in member.numbers.values()]
+                kind = grad.dtype, frozenset(numbers), frozenset(map(id, member.states.values()))
+                alike[member.group, id(member.buffer), kind].append(member)
+        for neighbours in alike.values():
+            neighbours.sort(key=attrgetter("start", "end"))
+            joined.append(neighbours[:1])
+            for last, member in pairwise(neighbours):
+                if last.goes_on_with(member):
+                    joined[-1].append(member)
+                else:
+                    joined.append([member])
         return joined
 
     # States ---------------------------------------------------------------------------------
@@ -539,86 +501,52 @@ class _Steps:
     def _adopt(self) -> None:
         """Move the states that the optimizer has into flat buffers and numbers."""
         for member in self._members:
-            state = self._state.get(member.param, {})
-            if not all(map(member.can_share, state.values())):
+            states = self._state.get(member.param, {})
+            if not all(map(member.can_share, states.values())):
                 member.buffer = None
-            for name, value in () if member.buffer is None else state.items():
-                place = member.places[name] = self._place_for(member, name, value)
-                if isinstance(place, Numbers):
-                    place.seen[member.index].copy_(value)
-                elif isinstance(place, torch.Tensor):
-                    into = place[member.start : member.end].view(member.local.shape)
-                    into.copy_(_torch.local_tensor(value))
-                state[name] = member.shown(place)
+            if member.buffer is not None:
+                self._shared_states.append(states)
+                for name, value in states.items():
+                    states[name] = self._adopted(member, name, value)
 
-    def _place_for(self, member: _Member, name: str, value: Any) -> Any:
-        """Return where a state is stored, the same place for all members of a buffer."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        if value.ndim == 0 and not isinstance(value, DTensor):
-            kind = name, value.dtype, value.device
-            if kind not in self._numbers:
-                self._numbers[kind] = Numbers(value, len(self._members))
-            return self._numbers[kind]
-        assert member.buffer is not None
-        key = member.first, name, value.dtype
+    def _adopted(self, member: _Member, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Move a state; return it as users see it."""
+        if not isinstance(value, DTensor):
+            with torch.inference_mode(False), torch.no_grad():  # else it has no version counter
+                kind = name, value.dtype, value.device
+                if kind not in self._numbers:
+                    self._numbers[kind] = value.new_zeros(len(self._members))
+                numbers = member.numbers[name] = self._numbers[kind]
+                numbers[member.index] = value
+                self._shown_numbers.append(_torch.with_own_storage(numbers[member.index]))
+            return self._shown_numbers[-1]
+        key = id(member.buffer), name, value.dtype
         if key not in self.buffers:
+            assert member.buffer is not None
             self.buffers[key] = torch.zeros_like(member.buffer, dtype=value.dtype)
-        return self.buffers[key]
+        member.states[name] = self.buffers[key]
+        part = member.part_of(self.buffers[key])
+        part.copy_(_torch.local_tensor(value))
+        return _torch.local_like(member.param, _torch.with_own_storage(part))
 
     def _keep_states(self) -> bool:
         """Give users the states that the step has created or replaced.
 
         Returns:
-            Whether there are new tensors, which are not in flat buffers.
+            Whether there are any.
         """
-        for numbers in self._numbers.values():
-            numbers.show()
-        changed = [run for run in self._runs if self._has_changed(run)]
-        renewed = [run for run in changed if not self._keep_values(run)]
-        pairs = [(member, run) for run in renewed for member in run.members]
+        for numbers, firsts in zip(self._numbers.values(), self._firsts, strict=True):
+            numbers.copy_(numbers[firsts])
+        new = dict[int, tuple[torch.Tensor, dict[str, Any]]]()
+        for run in self._runs:
+            states = self._run_states.get(run.tensor)
+            if states is not None and not run.has_kept(states):
+                for member in run.members:
+                    of_member = run.states_of(member, states, self._kind.__name__)
+                    new[member.index] = member.param, of_member
         # Functions of torch gather states in the order of their creation: the optimizer's.
-        for member, run in sorted(pairs, key=lambda pair: pair[0].index):
-            state = self._run_states[run.tensor]
-            if run.is_flat:
-                self._check_elementwise(run, state)
-                state = {name: run.state_of(member, value) for name, value in state.items()}
-            self._state[member.param] = state
-        if renewed:
-            self._run_states.clear()
-        elif changed:
-            self._remembered = self._visible()
-        return bool(renewed)
-
-    def _keep_values(self, run: _Run) -> bool:
-        """Give users new values that are no tensors, if a step has replaced nothing else."""
-        kept, state = run.kept, self._run_states[run.tensor]
-        values = {name: v for name, v in state.items() if not isinstance(v, torch.Tensor)}
-        if kept is None or not _are({**state, **values}.values(), {**kept, **values}.values()):
-            return False
-        for member in run.members:
-            self._state[member.param].update(values)
-            member.places.update(values)
-        run.kept = dict(state)
-        return True
-
-    def _has_changed(self, run: _Run) -> bool:
-        state = self._run_states.get(run.tensor)
-        if state is None or run.kept is None:
-            return state is not None
-        return not _are(state.values(), run.kept.values())
-
-    def _check_elementwise(self, run: _Run, state: dict[str, Any]) -> None:
-        shape = run.tensor.shape
-        for name, value in state.items():
-            is_tensor = isinstance(value, torch.Tensor) and value.ndim > 0
-            if is_tensor and (value.shape != shape or _torch.is_subclass(value)):
-                raise TypeError(
-                    f"Expected states of {self._kind.__name__} to be numbers, or plain tensors as "
-                    f"large as the stepped tensor, got {name!r} of class {type(value).__name__} "
-                    f"and shape {tuple(value.shape)} for {tuple(shape)}; it is not elementwise, so "
-                    "use Owned to step whole tensors by it"
-                )
+        self._state.update(new[index] for index in sorted(new))
+        return bool(new)
 
 
 _grad_of = attrgetter("grad")
@@ -647,18 +575,3 @@ def _is_elsewhere(grad: torch.Tensor | None, param: torch.Tensor) -> bool:
 def _are(some: Collection[Any], others: Collection[Any]) -> bool:
     """Return whether these are the same objects in the same order."""
     return len(some) == len(others) and all(map(is_, some, others))
-
-
-def _likeness(place: Any, values: dict[int, list[Any]], member: int) -> Any:
-    """Return a value that is equal for states of parameters in one run.
-
-    Args:
-        place: Where the state is stored.
-        values: The values of all numbers, by the id of :class:`Numbers`.
-        member: The index of the parameter.
-    """
-    if isinstance(place, Numbers):
-        return id(place), values[id(place)][member]
-    if isinstance(place, torch.Tensor):
-        return id(place)
-    return type(place), place if isinstance(place, Hashable) else id(place)
