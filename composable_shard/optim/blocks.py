@@ -155,7 +155,7 @@ def spread_over(
 # Owners -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block:
     """A block of a parameter, and its owner.
 
@@ -174,11 +174,6 @@ class Block:
     spread: Spread
     itemsize: int
     owner: int = 0
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """The numbers of its parameter and of the block in it."""
-        return self.param, self.number
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -36,7 +36,6 @@ from composable_shard.optim.blocks import (
     blocks_of,
     owned_buckets,
     schedule,
-    whole,
 )
 from composable_shard.optim.exchange import Ranks
 from composable_shard.optim.flat import ELEMENTWISE, FlatSteps, flat
@@ -45,6 +44,7 @@ from composable_shard.optim.stepping import (
     Factory,
     OwnedBucket,
     Param,
+    Saved,
     States,
     Told,
     counts_of,
@@ -248,7 +248,7 @@ def _values_for(layout: Layout, param: Param, shape: tuple[int, ...]) -> dict[st
     Every rank makes such an optimizer, so that an optimizer that refuses the tensor does so on all
     ranks.
     """
-    tensor = stand_in(torch.empty((), dtype=param.tensor.dtype), whole(shape), torch.device("cpu"))
+    tensor = stand_in(shape, param.tensor.dtype, torch.device("cpu"))
     name = type(layout).__name__
     try:
         optimizer = layout.optimizer([{"params": [tensor]}])
@@ -292,21 +292,16 @@ class FlatShards:
         stock = factory([{"params": [param.tensor for param in params]}])
         self.optimizer = flat(stock, elementwise=True)
 
-    def save(self) -> list[States]:
-        """Return the states of each parameter, sharded like the parameter."""
-        saved = self.optimizer.state_dict()["state"]
-        return [saved.get(place, {}) for place in range(len(self.params))]
+    def save(self, saved: Saved) -> None:
+        """Add the states to those of their parameters."""
+        for place, states in self.optimizer.state_dict()["state"].items():
+            saved[self.params[place].tensor] = states
 
-    def load(self, loaded: Sequence[States]) -> None:
+    def load(self, loaded: Mapping[torch.Tensor, States]) -> None:
         """Load the states that :meth:`save` returned."""
-        saved = {**self.optimizer.state_dict(), "state": {}}
-        for place, (param, states) in enumerate(zip(self.params, loaded, strict=True)):
-            if states:
-                saved["state"][place] = {
-                    name: param.as_sharded(param.local_of(v)) if param.is_like(name, v) else v
-                    for name, v in states.items()
-                }
-        self.optimizer.load_state_dict(saved)
+        places = {place: param.tensor for place, param in enumerate(self.params)}
+        states = {place: loaded[param] for place, param in places.items() if loaded.get(param)}
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": states})
 
 
 # The optimizer ------------------------------------------------------------------------------------
@@ -318,12 +313,11 @@ class LayoutOptimizer(Optimizer):
     def __init__(self, rules: Sequence[tuple[Layout, list[Param]]], bucket_nbytes: int) -> None:
         self._rules = rules
         self._bucket_nbytes = bucket_nbytes
-        self._is_made = False
-        values = [check(layout, params) for layout, params in rules]
-        tensors = [[param.tensor for param in params] for _, params in rules]
-        pairs = zip(tensors, values, strict=True)
-        super().__init__([{"params": params, **given} for params, given in pairs], {})
-        self._is_made = True
+        groups = [
+            {"params": [param.tensor for param in params], **check(layout, params)}
+            for layout, params in rules
+        ]
+        super().__init__(groups, {})
         self.choose_owners()
 
     def choose_owners(self) -> None:
@@ -348,7 +342,7 @@ class LayoutOptimizer(Optimizer):
         self.state = defaultdict(dict)
         self._shards: dict[int, FlatShards] = {}
         self._buckets: list[tuple[int, OwnedBucket]] = []
-        self._only_makes_states, self._made = False, Counts()
+        self._made: Counts | None = None
 
     def __reduce__(self) -> Any:
         """Refuse copies and pickles, which would lack the states of the owners."""
@@ -360,7 +354,7 @@ class LayoutOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse more parameters than those of the model; see :func:`with_layout`."""
-        if self._is_made:
+        if len(self.param_groups) == len(self._rules):
             raise ShardError(
                 "Expected all parameters to have their layout from with_layout, got another group; "
                 "make a new optimizer"
@@ -377,8 +371,9 @@ class LayoutOptimizer(Optimizer):
         Collective: two all-to-alls for each bucket in which anything moves.
         """
         loss = loss_of(closure)
-        self._only_makes_states, self._made = only_makes_states(self), Counts()
-        self._give_values()
+        self._made = Counts() if only_makes_states(self) else None
+        for place, part in self._parts():
+            part.optimizer.param_groups[0].update(_values(self.param_groups[place]))
         steps = [bucket.step() for _, bucket in self._buckets]
         for first in steps[:1]:
             next(first)
@@ -386,8 +381,12 @@ class LayoutOptimizer(Optimizer):
             shards.optimizer.step()
         for index in schedule(len(steps))[1:]:
             next(steps[index], None)
-        self._take_values()
-        self._note_states()
+        for place, part in self._parts():
+            self.param_groups[place].update(_values(part.optimizer.param_groups[0]))
+        # Functions of torch look at the keys of states: all ranks have the same, whatever they own.
+        for param in self._stepped():
+            if param.grad is not None:
+                self.state[param]  # a defaultdict
         return loss
 
     def plan(self) -> LayoutSteps:
@@ -410,7 +409,8 @@ class LayoutOptimizer(Optimizer):
         an all-to-all for each bucket.
         """
         live, self.state = self.state, self.sharded_states()
-        self._made = counts_of(self.state) if self._only_makes_states else {}
+        if self._made is not None:
+            self._made = counts_of(self.state)
         try:
             return super().state_dict()
         finally:
@@ -428,21 +428,22 @@ class LayoutOptimizer(Optimizer):
                 "read a flattened one (flatten_optimizer_state_dict=True) into an optimizer of "
                 "with_layout, so save it without that option"
             )
-        load_states(super().load_state_dict, state_dict, self._made)
-        self._only_makes_states = False
+        load_states(super().load_state_dict, state_dict, self._made or {})
+        self._made = None
         self.take_states(self.state)
 
     def _has_states(self) -> bool:
         """Return whether any rank's stock optimizers have states. Collective: see state_dict."""
-        told = [states for rule in self._told() for states in rule.values()]
-        return any(told) or any(any(one.optimizer.state.values()) for one in self._shards.values())
+        states = chain.from_iterable(
+            part.optimizer.state.values() for part in self._shards.values()
+        )
+        return any(self._told().values()) or any(states)
 
     def take_states(self, loaded: Mapping[torch.Tensor, States]) -> None:
         """Load the result of :meth:`sharded_states`. Collective: see load_state_dict."""
-        self.state = defaultdict(dict)
         for _, part in self._parts():
-            part.load([loaded.get(param.tensor, {}) for param in part.params])
-        self._note_states(loaded)
+            part.load(loaded)
+        self.state = defaultdict(dict, {p: {} for p in self._stepped() if p in loaded})
 
     def stock_optimizers(self) -> list[Optimizer]:
         """Return the stock optimizers of this rank, which hold the states."""
@@ -452,50 +453,32 @@ class LayoutOptimizer(Optimizer):
         """Return all parts with a stock optimizer, each with the place of its group."""
         return [*self._shards.items(), *self._buckets]
 
-    def _give_values(self) -> None:
-        for place, part in self._parts():
-            part.optimizer.param_groups[0].update(_values(self.param_groups[place]))
+    def _stepped(self) -> list[torch.Tensor]:
+        return [param.tensor for _, params in self._rules for param in params]
 
-    def _take_values(self) -> None:
-        for place, part in self._parts():
-            self.param_groups[place].update(_values(part.optimizer.param_groups[0]))
-
-    def _note_states(self, loaded: Mapping[torch.Tensor, States] | None = None) -> None:
-        """Enter the stepped parameters in ``state``, since functions of torch look at its keys.
-
-        All ranks must have the same keys, whatever they own.
-        """
-        for param in chain.from_iterable(group["params"] for group in self.param_groups):
-            if param.grad is not None if loaded is None else param in loaded:
-                self.state[param]  # a defaultdict
-
-    def sharded_states(self) -> defaultdict[torch.Tensor, States]:
+    def sharded_states(self) -> Saved:
         """Return the states of each parameter, sharded like it. Collective: see state_dict."""
-        found: list[list[States]] = [[{} for _ in params] for _, params in self._rules]
-        for place, shards in self._shards.items():
-            found[place] = shards.save()
-        for place, told in enumerate(self._told()):
-            buckets = [bucket for owner, bucket in self._buckets if owner == place]
-            like = shaped_like_blocks(told, buckets)
-            for bucket in buckets:
-                bucket.save(told, like, found[place])
-        saved: defaultdict[torch.Tensor, States] = defaultdict(dict)
-        for (_, params), several in zip(self._rules, found, strict=True):
-            for param, states in zip(params, several, strict=True):
-                if param.tensor in self.state:
-                    saved[param.tensor] = joined(states)
-        return saved
+        told, saved = self._told(), Saved(dict)
+        blocks = dict(chain.from_iterable(bucket.blocks.items() for _, bucket in self._buckets))
+        like = shaped_like_blocks(told, blocks)
+        for shards in self._shards.values():
+            shards.save(saved)
+        for _, bucket in self._buckets:
+            bucket.save(told, like, saved)
+        stepped = [param for param in self._stepped() if param in self.state]
+        return Saved(dict, {param: joined(saved[param]) for param in stepped})
 
-    def _told(self) -> list[Told]:
-        """Return the descriptions of all states, by rule. Collective: see state_dict."""
-        told: list[Told] = [{} for _ in self._rules]
+    def _told(self) -> Told:
+        """Return the descriptions of all states of blocks. Collective: see state_dict."""
+        told = Told()
         for ranks in dict.fromkeys(bucket.ranks for _, bucket in self._buckets):
-            own = [(place, b.tell()) for place, b in self._buckets if b.ranks == ranks]
+            buckets = [bucket for _, bucket in self._buckets if bucket.ranks == ranks]
+            own = {key: states for b in buckets for key, states in b.tell().items()}
             gathered = [own]
             if ranks.group is not None:
                 gathered = gather_objects(own, ranks.group, "describing optimizer states")
-            for place, states in chain.from_iterable(gathered):
-                told[place].update(states)
+            for of_rank in gathered:
+                told.update(of_rank)
         return told
 
 

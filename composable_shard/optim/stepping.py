@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,8 +25,8 @@ from composable_shard.optim.exchange import Exchange, Move, Ranks, arrive, launc
 
 Factory = Callable[[list[dict[str, Any]]], Optimizer]
 States = dict[str, Any]
-Key = tuple[int, int]
-"""The numbers of a parameter and of a block in it, see ``Block.key``."""
+Key = tuple[str, int]
+"""The name of a parameter, and the number of a block in it."""
 
 
 @dataclass(frozen=True)
@@ -98,17 +98,6 @@ class Param:
             local, self.mesh, by_rows, run_check=False, shape=full.shape, stride=full.stride()
         )
 
-    def local_of(self, state: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a state that is sharded like it, or full."""
-        if self.mesh is not None and not isinstance(state, DTensor):
-            return _torch.cut(state, self.mesh, self.placements)
-        return _local(state)
-
-    def is_like(self, name: str, state: Any) -> bool:
-        """Return whether a state has the shape of the parameter and is no step count."""
-        is_alike = isinstance(state, torch.Tensor) and state.shape == self.tensor.shape
-        return is_alike and (state.ndim > 0 or name != "step")
-
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return _torch.local_part(tensor).detach()
@@ -160,7 +149,10 @@ def plan_bucket(
 # The blocks of a bucket ---------------------------------------------------------------------------
 
 Told = dict[Key, States]
-"""All states of a rule's blocks, as their owners describe them: meta tensors, and other values."""
+"""The states of blocks, as their owners describe them: meta tensors, and other values."""
+
+Saved = defaultdict[torch.Tensor, States]
+"""The states of each parameter, sharded like it."""
 
 
 class OwnedBucket:
@@ -177,13 +169,13 @@ class OwnedBucket:
         self, params: Sequence[Param], blocks: Sequence[Block], ranks: Ranks, factory: Factory
     ) -> None:
         self.params, self.ranks = params, ranks
-        self.blocks = {block.key: block for block in blocks}
+        self.blocks = {(params[block.param].name, block.number): block for block in blocks}
         self._stand_ins = {
-            key: stand_in(params[block.param].tensor, block.box, ranks.device)
-            for key, block in self.blocks.items()
+            block: stand_in(block.shape, params[block.param].tensor.dtype, ranks.device)
+            for block in blocks
             if block.owner == ranks.rank
         }
-        self._owned = {key: tensor.detach() for key, tensor in self._stand_ins.items()}
+        self._owned = {block: tensor.detach() for block, tensor in self._stand_ins.items()}
         self._factory = factory
         self.optimizer = factory([{"params": list(self._owned.values())}])
 
@@ -212,10 +204,10 @@ class OwnedBucket:
             self.optimizer.step()
         for tensor in self._owned.values():
             tensor.grad = None
-        back = [replace(move, whole=self._owned.get(move.block.key)) for move in values]
+        back = [replace(move, whole=self._owned.get(move.block)) for move in values]
         exchange = launch(self.ranks, back, to_owner=False)
-        for key, tensor in self._owned.items():
-            tensor.data = self._stand_ins[key]
+        for block, tensor in self._owned.items():
+            tensor.data = self._stand_ins[block]
         del back
         yield
         arrive(self.ranks, exchange, values, to_owner=False)
@@ -230,157 +222,148 @@ class OwnedBucket:
         arrive(self.ranks, exchange, [*values, *grads], to_owner=True)
         for value, grad in zip(values, grads, strict=True):
             if value.whole is not None and grad.whole is not None:
-                tensor = self._owned[value.block.key]
+                tensor = self._owned[value.block]
                 tensor.data = value.whole
                 set_grad(tensor, grad.whole)
 
     def _with_whole(self, move: Move) -> Move:
         """Give the owner memory for the whole block, or its shard if that is the whole block."""
         block, local, rank = move.block, move.local, self.ranks.rank
-        if block.owner != rank:
-            return move
-        if block.is_whole_on(rank) and local.device == self.ranks.device:
+        if block.owner == rank and block.is_whole_on(rank) and local.device == self.ranks.device:
             return replace(move, whole=_matrix(move.in_shard(block.box, rank)))
-        param = self.params[block.param].tensor
+        return replace(move, whole=self._new_whole(block, local.dtype))
+
+    def _new_whole(self, block: Block, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return memory for a whole block on its owner, with the order of the parameter's dims."""
+        if block.owner != self.ranks.rank:
+            return None
+        param, device = self.params[block.param].tensor, self.ranks.device
+        if block not in self._owned:  # of a state
+            return torch.empty(block.box.sizes, dtype=dtype, device=device)
         strides = _strides(param.shape, param.stride(), block.box)
-        device = self.ranks.device
-        made = torch.empty_strided(block.shape, strides, dtype=local.dtype, device=device)
-        return replace(move, whole=made)
+        return torch.empty_strided(block.shape, strides, dtype=dtype, device=device)
 
     # States -----------------------------------------------------------------------------------
 
     def tell(self) -> Told:
         """Describe the states of the blocks that this rank owns."""
+        states = self._states()
         return {
-            key: {name: self._described(key, name, state) for name, state in states.items()}
-            for key, states in self._states().items()
+            key: {name: _described(key[0], name, s) for name, s in states[block].items()}
+            for key, block in self.blocks.items()
+            if block in states
         }
 
-    def _described(self, key: Key, name: str, state: Any) -> Any:
-        """Return a meta tensor, a scalar tensor, or another value; an error to raise otherwise."""
-        if isinstance(state, torch.Tensor):
-            if state.ndim:
-                return torch.empty(state.shape, dtype=state.dtype, device="meta")
-            return state.cpu().clone()
-        if state is None or isinstance(state, (bool, int, float, str)):
-            return state
-        return ShardError(
-            f"Expected states of '{self.params[key[0]].name}' that are tensors or numbers, got "
-            f"'{name}', a {type(state).__name__}, which cannot be saved in shards"
-        )
-
-    def _states(self) -> dict[Key, States]:
+    def _states(self) -> dict[Block, States]:
         """Return the states of the blocks that this rank owns, as their optimizer saves them."""
         saved = self.optimizer.state_dict()["state"]
         places = enumerate(self._owned)
-        return {key: taken_apart(saved[place]) for place, key in places if place in saved}
+        return {block: taken_apart(saved[place]) for place, block in places if place in saved}
 
-    def save(self, told: Told, like: set[tuple[int, str]], saved: Sequence[States]) -> None:
+    def save(self, told: Told, like: Mapping[str, set[str]], saved: Saved) -> None:
         """Add the states of the blocks to those of their parameters. Collective: an exchange.
 
         Args:
             told: The descriptions of all owners.
             like: See :func:`shaped_like_blocks`.
-            saved: The states of each parameter of the rule; its blocks may be in many buckets.
+            saved: The states of each parameter; its blocks may be in many buckets.
         """
         own_states, moves = self._states(), list[Move]()
-        for key in sorted(told.keys() & self.blocks.keys()):
-            place, number = key
-            param, states = self.params[place], saved[place]
-            for name, state in sorted(told[key].items()):
+        for key, block in self.blocks.items():
+            param = self.params[block.param]
+            states = saved[param.tensor]
+            for name, state in sorted(told.get(key, {}).items()):
                 if isinstance(state, ShardError):
                     raise state
-                is_like = (place, name) in like
-                saved_as = name if is_like else f"{name}[{number}]"
+                is_like = name in like[param.name]
+                saved_as = name if is_like else f"{name}[{block.number}]"
                 if not isinstance(state, torch.Tensor) or not state.ndim:
                     states[saved_as] = state
                     continue
+                of_state = block if is_like else self._block_of_state(block, state.shape)
                 if saved_as not in states:
-                    states[saved_as] = self._new_state(param, state, is_like)
-                block = self.blocks[key] if is_like else self._own_block(key, state.shape)
-                whole_state = own_states.get(key, {}).get(name)
-                moves.append(Move(block, _local(states[saved_as]), whole_state))
+                    states[saved_as] = self._new_state(param, of_state, state.dtype, is_like)
+                whole_state = own_states.get(block, {}).get(name)
+                moves.append(Move(of_state, _local(states[saved_as]), whole_state))
         exchange = launch(self.ranks, moves, to_owner=False)
         arrive(self.ranks, exchange, moves, to_owner=False)
 
-    def load(self, loaded: Sequence[States]) -> None:
-        """Load the states that :meth:`save` returned. Collective: an exchange.
-
-        Args:
-            loaded: The states of each parameter of the rule.
-        """
-        moves, found = list[Move](), defaultdict[Key, States](dict)
-        for key in self.blocks:
-            place, own_number = key
-            param = self.params[place]
-            for saved_as, state in sorted(loaded[place].items()):
+    def load(self, loaded: Mapping[torch.Tensor, States]) -> None:
+        """Load the states that :meth:`save` returned. Collective: an exchange."""
+        moves, found = list[Move](), defaultdict[Block, States](dict)
+        for block in self.blocks.values():
+            param = self.params[block.param].tensor
+            for saved_as, state in sorted(loaded.get(param, {}).items()):
                 name, number = _name_and_number(saved_as)
-                if number not in (None, own_number):
+                if number not in (None, block.number):
                     continue
-                if number is None and param.is_like(name, state):
-                    local = param.local_of(state).clone()
-                    moves.append(self._with_whole(Move(self.blocks[key], local)))
-                elif isinstance(state, torch.Tensor) and state.ndim:
-                    moves.append(self._move_of_own_shape(key, state))
-                else:
-                    found[key][name] = state.clone() if isinstance(state, torch.Tensor) else state
+                if not isinstance(state, torch.Tensor) or not state.ndim:
+                    is_tensor = isinstance(state, torch.Tensor)
+                    found[block][name] = _local(state).clone() if is_tensor else state
                     continue
-                found[key][name] = moves[-1].whole
+                is_like = number is None and state.shape == param.shape
+                of_state = block if is_like else self._block_of_state(block, state.shape)
+                part = of_state.spread.boxes[self.ranks.rank]
+                local = _local(state) if isinstance(state, DTensor) else part_of(state, part)
+                moves.append(Move(of_state, local, self._new_whole(of_state, state.dtype)))
+                found[block][name] = moves[-1].whole
         exchange = launch(self.ranks, moves, to_owner=True)
         arrive(self.ranks, exchange, moves, to_owner=True)
         states_of = {
-            place: put_together(found[key], self._factory, tensor)
-            for place, (key, tensor) in enumerate(self._owned.items())
-            if key in found
+            place: put_together(found[block], self._factory, tensor)
+            for place, (block, tensor) in enumerate(self._owned.items())
+            if block in found
         }
         whole_dict = {**self.optimizer.state_dict(), "state": states_of}
         load_states(self.optimizer.load_state_dict, whole_dict, {})
 
-    def _new_state(self, param: Param, state: torch.Tensor, is_like: bool) -> torch.Tensor:
+    def _new_state(
+        self, param: Param, block: Block, dtype: torch.dtype, is_like: bool
+    ) -> torch.Tensor:
         """Return memory for a state, sharded like the parameter or by rows."""
-        local = param.local()
+        local = torch.empty_like(param.local(), dtype=dtype)
         if is_like:
-            return param.as_sharded(torch.empty_like(local, dtype=state.dtype))
-        sizes = param.spread(state.shape).boxes[self.ranks.rank].sizes
-        return param.as_sharded(local.new_empty(sizes, dtype=state.dtype), state.shape)
+            return param.as_sharded(local)
+        sizes = block.spread.boxes[self.ranks.rank].sizes
+        return param.as_sharded(local.new_empty(sizes), block.box.sizes)
 
-    def _move_of_own_shape(self, key: Key, state: torch.Tensor) -> Move:
-        block, rank = self._own_block(key, state.shape), self.ranks.rank
-        is_cut = isinstance(state, DTensor)
-        local = _local(state) if is_cut else part_of(state, block.spread.boxes[rank])
-        if block.owner != rank:
-            return Move(block, local)
-        made = torch.empty(state.shape, dtype=state.dtype, device=self.ranks.device)
-        return Move(block, local, made)
-
-    def _own_block(self, key: Key, shape: Sequence[int]) -> Block:
+    def _block_of_state(self, block: Block, shape: Sequence[int]) -> Block:
         """Return the block of a state with another shape than its block."""
-        block = self.blocks[key]
         return replace(block, box=whole(shape), spread=self.params[block.param].spread(shape))
 
 
-def shaped_like_blocks(told: Told, buckets: Sequence[OwnedBucket]) -> set[tuple[int, str]]:
-    """Return the parameter and the name of each state that has the shape of every block.
+def _described(param: str, name: str, state: Any) -> Any:
+    """Return a meta tensor, a scalar tensor, or another value; an error to raise otherwise."""
+    if isinstance(state, torch.Tensor):
+        if state.ndim:
+            return torch.empty(state.shape, dtype=state.dtype, device="meta")
+        return state.cpu().clone()
+    if state is None or isinstance(state, (bool, int, float, str)):
+        return state
+    return ShardError(
+        f"Expected states of '{param}' that are tensors or numbers, got '{name}', a "
+        f"{type(state).__name__}, which cannot be saved in shards"
+    )
+
+
+def shaped_like_blocks(told: Told, blocks: Mapping[Key, Block]) -> dict[str, set[str]]:
+    """Return, for each parameter, the names of the states that have the shape of every block.
 
     Args:
-        told: The states of all blocks of a rule.
-        buckets: The buckets of the rule.
+        told: The states of all blocks.
+        blocks: All blocks.
     """
-    shapes = {key: block.shape for bucket in buckets for key, block in bucket.blocks.items()}
-    num_blocks = Counter(place for place, _ in told)
-    counts = Counter(
-        (key[0], name)
-        for key, states in told.items()
-        for name, state in states.items()
-        if isinstance(state, torch.Tensor) and state.is_meta and state.shape == shapes[key]
-    )
-    return {pair for pair, count in counts.items() if count == num_blocks[pair[0]]}
+    like = dict[str, set[str]]()
+    for key, states in told.items():
+        tensors = {name: s for name, s in states.items() if isinstance(s, torch.Tensor) and s.ndim}
+        names = {name for name, state in tensors.items() if state.shape == blocks[key].shape}
+        like[key[0]] = like.get(key[0], names) & names
+    return like
 
 
-def stand_in(param: torch.Tensor, box: Box, device: torch.device) -> torch.Tensor:
+def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor of NaN in the shape of a block, which takes no memory."""
-    nan = torch.full((), torch.nan, dtype=param.dtype, device=device)
-    return nan.expand(box.sizes[-2:])
+    return torch.full((), torch.nan, dtype=dtype, device=device).expand(tuple(shape))
 
 
 def _matrix(part: torch.Tensor) -> torch.Tensor:

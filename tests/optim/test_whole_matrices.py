@@ -171,7 +171,7 @@ def test_owners_are_balanced_and_buckets_are_complete(
     assert all(block.owner in block.candidates for block in owned)
     if all(len(block.candidates) == num_ranks for block in blocks):
         assert max(loads) - min(loads) <= max(block.cost for block in blocks)
-    assert sorted(block.key for block in owned) == [block.key for block in blocks]
+    assert sorted(block.param for block in owned) == [block.param for block in blocks]
     for bucket in buckets:
         assert len(bucket) == 1 or sum(4 * block.box.numel for block in bucket) <= nbytes
 
