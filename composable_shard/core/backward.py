@@ -34,13 +34,14 @@ class GroupProgress:
 
     Attributes:
         expected_nodes: For each graph task (by its id), the number of nodes of the group that the
-            task will run: gradient accumulations and input markers. Each adds an entry to
-            ``group.finished_nodes``. A reentrant checkpoint runs a graph task inside another task.
+            task will run: gradient accumulations and input markers. When a node has run, it appends
+            the id of its task to ``group.finished_nodes``. A reentrant checkpoint runs a graph task
+            inside another task.
         awaits_inner_task: Whether a checkpoint has just recomputed the group. If it is reentrant,
             it runs the backward of the recomputed calls in another graph task. Until that begins,
             the nodes of these calls are missing from ``expected_nodes``.
-        num_recomputes: The number of calls of this group that checkpoints have recomputed so far. A
-            recomputation in a nested checkpoint does not count: the outer checkpoint repeats it.
+        num_recomputes: The number of calls of this group that checkpoints have recomputed so far.
+            Recomputations by an outer checkpoint do not count, since the inner one repeats them.
         has_input_markers: Whether every call reached so far has input markers. Without them, a node
             may read the parameters after the last gradient is accumulated.
     """
@@ -60,7 +61,7 @@ class Backward:
     Attributes:
         steps: The remaining steps of the plan, the next step last.
         is_inner: Whether it is an inner backward, which runs inside a forward.
-        kept: The groups that it leaves unsharded, because of ``settings.reshard_after_backward``.
+        kept: The groups that it leaves unsharded; `Tree._end_backward` frees them.
         launched: The groups with reductions that it has launched.
     """
 
@@ -79,8 +80,8 @@ class Backward:
         Args:
             groups: All groups of the tree.
             plan: The plan, which all ranks share.
-            inner_backward_groups: The groups that inner backwards of the forward have reached.
-                Those outside of the plan are finished first.
+            inner_backward_groups: The groups that backwards inside the forward have reached. Those
+                outside of the plan are finished first.
             in_flight: The reductions in flight, also of earlier backwards.
             on_end: Called when autograd has finished.
             is_inner: Whether it runs inside a forward. An inner backward only accumulates
@@ -88,9 +89,9 @@ class Backward:
         """
         self.steps, self.is_inner = list(plan.steps), is_inner
         self._num_recomputes = plan.num_recomputes
-        # Autograd may reach groups outside of the plan, which are then added to `_planned`.
+        # The groups with a finish step. Autograd may reach others, which then get one.
         self._planned, self._to_gather = set(plan.groups), set(plan.groups)
-        self._finish_queue: deque[ParamGroup] = deque()  # their finish step has been reached
+        self._finish_queue: deque[ParamGroup] = deque()  # past their finish step, not complete yet
         self._groups, self._in_flight = groups, in_flight
         self._to_free: list[ParamGroup] = []  # groups that `close` frees
         self.kept: list[ParamGroup] = []
@@ -115,8 +116,8 @@ class Backward:
     def _on_callback_freed(self, _: object) -> None:
         """If autograd has failed, register the sharded parameters and announce the failure.
 
-        On devices with streams, a thread of the engine may call this. On such devices, the next
-        forward registers them instead.
+        On devices with streams, a thread of the engine may call this, so there the next forward
+        registers the parameters.
         """
         if self._has_closed:
             return
@@ -126,7 +127,7 @@ class Backward:
                     group.register_sharded()
         if not announced:
             ranks = process_groups_of(self._groups)
-            error = RuntimeError("autograd raised an error, which is in the output of that rank")
+            error = RuntimeError("autograd raised an error; see the output of that rank")
             announce(ranks, f"running backward of {self._groups[0].label}", error)
 
     # Events from autograd and checkpoints ---------------------------------------------------
@@ -138,6 +139,7 @@ class Backward:
             raise _graph_error(group)
         if group.progress is None:
             settings = group.settings
+            # A pipeline schedule may split a backward; see `_is_input_half`.
             if not (settings.reduce_grads or settings.reshard_after_backward):
                 group.awaits_weight_half = group.awaits_weight_half or _is_input_half(group)
             for op in group.program.pre_backward:
@@ -149,8 +151,9 @@ class Backward:
     def gather_for_recompute(self, group: ParamGroup) -> None:
         """Gather ``group``, because a checkpoint recomputes it."""
         progress = self._ensure_progress(group)
-        progress.num_recomputes += not _torch.is_in_checkpoint()  # an outer checkpoint repeats it
-        if not self._has_pending_nodes(group):
+        if not _torch.is_in_checkpoint():  # otherwise the inner checkpoint will repeat it
+            progress.num_recomputes += 1
+        if not self._has_pending_nodes(group):  # pending nodes already keep it from being finished
             progress.awaits_inner_task = True
         self._run_steps_to_gather(group)
 
@@ -173,11 +176,11 @@ class Backward:
         progress = group.progress
         if progress is None:
             progress = group.progress = GroupProgress()
-            if group not in self._planned:  # its forward ran before an earlier backward
+            if group not in self._planned:  # an earlier backward has cleared its forward's record
                 self._planned.add(group)
                 self.steps.append(PlanStep(group, is_gather=False))
             if self.is_inner:
-                group.tree.tape.advance(group, 0)  # record it where the next forward will use it
+                group.tree.tape.advance(group, 0)  # so the next forward prefetches it here, too
                 _gather_now(group)
         task = _current_task()
         if task not in progress.expected_nodes:
@@ -186,7 +189,7 @@ class Backward:
                 call = ref()
                 if call is not None:
                     nodes += call.markers
-            num_nodes = _torch.num_to_run(nodes, partial(_refuse_autograd_grad, group))
+            num_nodes = _torch.num_to_run(nodes, on_leaves=partial(_refuse_autograd_grad, group))
             progress.expected_nodes[task] = num_nodes
             if num_nodes and task != self._task:
                 progress.awaits_inner_task = False
@@ -195,8 +198,8 @@ class Backward:
     def _run_steps_to_gather(self, group: ParamGroup) -> None:
         """Run the plan up to the step that gathers ``group``.
 
-        Autograd visits calls in reverse order of forward. If forward left another group later, but
-        backward has not needed it by now, this rank's loss does not reach that group.
+        Autograd visits calls in reverse order of forward. If a group's call ended later, but
+        backward has not needed the group yet, this rank's loss does not reach it.
         """
         while group in self._to_gather:
             step = self.steps.pop()
@@ -205,7 +208,7 @@ class Backward:
                 self._gather(step.group)
             else:
                 self._finish_queue.append(step.group)
-                if step.group.progress is not None:
+                if step.group.progress is not None:  # no inner task can come any more
                     step.group.progress.awaits_inner_task = False
                 self._finish_queued()
         if group.state is not State.UNSHARDED and group.settings.unshard_in_backward:
@@ -220,7 +223,7 @@ class Backward:
         for other in self._to_prefetch(group):
             other.unshard()
         group.wait()
-        group.register_unsharded()  # a checkpoint inside its module may recompute with them
+        group.register_unsharded()  # for checkpoints inside its module, which compute again
 
     def _to_prefetch(self, group: ParamGroup) -> Iterable[ParamGroup]:
         """Return the groups to gather early: the user's choice, or the next ones of the plan."""
@@ -254,8 +257,10 @@ class Backward:
 
     def _has_pending_nodes(self, group: ParamGroup) -> bool:
         progress, finished = group.progress, group.finished_nodes
-        if progress is None or progress.awaits_inner_task:
-            return progress is not None
+        if progress is None:
+            return False
+        if progress.awaits_inner_task:
+            return True
         expected = progress.expected_nodes
         return any(map(lt, map(finished.count, expected), expected.values()))
 
@@ -274,9 +279,9 @@ class Backward:
             raise _graph_error(group)
         if not group.settings.reshard_after_backward:
             self.kept.append(group)
+            # The weight half of a split backward, and calls that no backward has reached, still
+            # need the unsharded parameters to be registered.
             if not group.awaits_weight_half and all(call.is_reached for call in group.live_calls()):
-                # A pipeline schedule that has not run the weight half, or calls that backward has
-                # not reached, still need the unsharded ones.
                 group.register_sharded()
         elif group.progress is None or group.progress.has_input_markers:
             group.reshard()
@@ -300,8 +305,8 @@ class Backward:
             The groups of its plan, and other groups that it has reached.
 
         Raises:
-            ShardError: If a gradient was accumulated after its group was reduced. Only on ranks
-                where this happened, after the last collective of the backward.
+            ShardError: If a gradient was accumulated after its group was reduced. Raised only on
+                those ranks, after the last collective of the backward.
         """
         while self._finish_queue:
             self._finish(self._finish_queue.popleft())
@@ -317,7 +322,7 @@ class Backward:
         for group in self._groups:
             if group in self._planned:
                 continue
-            # Outside of the plan, only a frozen group still has unsharded parameters registered.
+            # A frozen group that no gradient passes is not in the plan, but may still be unsharded.
             if group.is_unsharded_registered and not group.is_kept_by_user:
                 self.kept.append(group)
                 group.register_sharded()
@@ -329,7 +334,7 @@ class Backward:
             self._in_flight.finish()
         for group in self._to_free:
             group.reshard()
-        for group in self._planned:
+        for group in self._planned:  # a node that has run since `_finish` was too late
             if group.finished_nodes and any(map(Reduction.has_unsharded_grads, group.reductions)):
                 raise ShardError(
                     f"Expected all gradients of {group.label} before its reduction, got a gradient "
@@ -359,7 +364,7 @@ def _graph_error(group: ParamGroup) -> ShardError:
 def _refuse_autograd_grad(group: ParamGroup) -> None:
     """Raise if ``torch.autograd.grad`` would return gradients that should be reduced.
 
-    It may return unreduced gradients inside a forward, and after the user has called ``unshard()``.
+    Unreduced gradients are allowed inside a forward, and after the user has called ``unshard()``.
     """
     reduces = group.settings.reduce_grads and group.mesh.num_ranks > 1
     if reduces and not group.tree.call_stack and not group.is_kept_by_user:
@@ -374,18 +379,18 @@ def _is_input_half(group: ParamGroup) -> bool:
     """Return whether a pipeline schedule runs the input half of a split (zero-bubble) backward.
 
     A pipeline schedule runs all backwards without sync and without freeing. It may split a backward
-    into two calls of ``torch.autograd.grad``: for the inputs, and later for the weights. The second
-    call gets the parameters that were registered during the first. These must be the unsharded
-    ones, because the sharded ones are not in the graph.
+    into two calls of ``torch.autograd.grad``: for the inputs, and later for the weights. During the
+    first call it looks up the parameters for the second. So the unsharded ones must be registered,
+    because the sharded ones are not in the graph.
 
     Raises:
-        ShardError: If the sharded parameters are registered; on all ranks of the stage.
+        ShardError: On all ranks of the stage, if the sharded parameters are registered.
     """
     tree = group.tree
     is_last = tree.is_last_backward and not tree.finalization.is_manual
     accumulators = group.program.accumulators
     if is_last or not accumulators or _torch.num_to_run(accumulators):
-        return False
+        return False  # it is a whole backward: it accumulates gradients of parameters
     if group.is_unsharded_registered:
         return True
     markers = [node for call in group.live_calls() for node in call.markers]

@@ -1,8 +1,9 @@
-"""Communication of tensor subclasses: their hooks, the formats of sent tensors, and rebuilding.
+"""Communication of tensor subclasses: their hooks, the formats of sent tensors, and `Codec`.
 
-A local shard with ``fsdp_pre_all_gather`` / ``fsdp_post_all_gather`` chooses the tensors to send
-and builds the result from them. A wrapper subclass without these hooks is sent inner tensor by
-inner tensor. ``fsdp_pre_reduce_scatter`` / ``fsdp_post_reduce_scatter`` do the same for gradients.
+The hooks of a local shard choose the tensors to send (``fsdp_pre_all_gather``), and build the
+unsharded parameter from the gathered tensors (``fsdp_post_all_gather``). A wrapper subclass without
+these hooks is sent inner tensor by inner tensor. ``fsdp_pre_reduce_scatter`` and
+``fsdp_post_reduce_scatter`` do the same for gradients.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from composable_shard.errors import ExtensionError
 # The hooks of a class ----------------------------------------------------------------------------
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"  # an optional hook
 GRAD_PRE, GRAD_POST = "fsdp_pre_reduce_scatter", "fsdp_post_reduce_scatter"
 
 
 def has_extension(tensor: torch.Tensor) -> bool:
-    """Return whether a local shard has the all-gather hooks, from its class or as attributes.
+    """Return whether the class of a local shard, or the tensor itself, has the all-gather hooks.
 
     Raises:
         TypeError: If it defines only one of the two methods.
@@ -38,7 +39,7 @@ def has_extension(tensor: torch.Tensor) -> bool:
 
 
 def has_grad_extension(tensor: torch.Tensor) -> bool:
-    """Return whether a local shard has the reduce-scatter hooks for its gradient.
+    """Return whether the class of a local shard, or the tensor itself, has the gradient hooks.
 
     Raises:
         TypeError: If it defines only one of the two methods.
@@ -64,7 +65,7 @@ def needs_extension(tensor: torch.Tensor) -> bool:
 
 
 def bound_hook(hook: Any, tensor: torch.Tensor) -> Any:
-    """Bind a function that a user set on a tensor object, if it takes the tensor as ``self``."""
+    """Bind a function that a user set on a tensor, if its first parameter is named ``self``."""
     if inspect.isfunction(hook) and next(iter(inspect.signature(hook).parameters), "") == "self":
         return hook.__get__(tensor)
     return hook
@@ -99,7 +100,7 @@ def checked_result(hook: str, name: str, result: Any) -> tuple[Sequence[torch.Te
 
 @dataclass(frozen=True)
 class Format:
-    """The dtype and shape of a tensor that one rank sends; its first dim is gathered."""
+    """The dtype and shape of a tensor that one rank sends; a gather concatenates along dim 0."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -122,7 +123,7 @@ def to_text(formats: Formats) -> str:
 
 
 def check_same_formats(hook: str, name: str, formats: Mapping[int, Formats]) -> None:
-    """Raise ``ExtensionError`` unless the tensors of all ranks differ in their first dim alone.
+    """Raise ``ExtensionError`` unless all ranks send the same tensors, apart from their dim 0.
 
     Args:
         hook: The hook that has returned them.
@@ -148,9 +149,9 @@ class Codec:
     """Splits a wrapper subclass into plain tensors, and rebuilds it from other plain tensors.
 
     Attributes:
-        kind: Its class.
+        kind: The wrapper subclass.
         context: The context that ``__tensor_flatten__`` returned.
-        inner: Its inner tensors by name, with their own codecs if they are wrapper subclasses.
+        inner: The names of the inner tensors, with codecs if these are wrapper subclasses, too.
     """
 
     kind: type
@@ -175,7 +176,7 @@ class Codec:
             name: next(tensors) if codec is None else codec.rebuild(tensors)
             for name, codec in self.inner
         }
-        first = inner[self.inner[0][0]]
+        first = inner[self.inner[0][0]]  # all inner tensors have the outer shape, see `flatten`
         rebuilt: torch.Tensor = self.kind.__tensor_unflatten__(  # type: ignore[attr-defined]
             inner, self.context, first.shape, first.stride()
         )
@@ -220,11 +221,11 @@ def flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
 # Memory of tensors that are sent ------------------------------------------------------------------
 
 StorageViews = dict[int, torch.Tensor]
-"""A flat view of each storage, by the number of the storage."""
+"""A flat view of each storage, by the id of the storage."""
 
 
 def storage_views(tensors: Sequence[torch.Tensor]) -> StorageViews:
-    """Return views of the storages of some tensors, if they can be freed and allocated again.
+    """Return flat views of those storages of some tensors that can be freed and allocated again.
 
     A view has dtype uint8 if its storage is not a whole number of elements.
     """
@@ -240,9 +241,10 @@ def storage_views(tensors: Sequence[torch.Tensor]) -> StorageViews:
 
 
 def padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return a flat tensor, padded with zeros to ``rows`` rows."""
+    """Pad a tensor with zeros to ``rows`` rows, and flatten it."""
     if tensor.shape[0] == rows:
         return tensor.view(-1)
+    # Tests poison its memory once it is freed: the launched gather must keep the tensor.
     longer = _torch.poison_when_unused(tensor.new_zeros(rows, *tensor.shape[1:]))
     longer[: tensor.shape[0]] = tensor
     return longer.view(-1)
@@ -251,18 +253,22 @@ def padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 # Attributes that users set on a parameter ---------------------------------------------------------
 
 
-def share_attributes(sharded: nn.Parameter, unsharded: nn.Parameter) -> AttributeCopier | None:
-    """Make attributes that users set on a parameter (``param.tag = ...``) visible on both forms.
+_IS_PARAM = "_is_param"  # torch sets this attribute on parameters of other classes
 
-    Both forms share one ``__dict__``, unless the unsharded form is a tensor subclass, because the
-    class keeps its own attributes there.
+
+def share_attributes(sharded: nn.Parameter, unsharded: nn.Parameter) -> AttributeCopier | None:
+    """Show attributes that users set (``param.tag = ...``) on the other form of a parameter, too.
+
+    The forms of a parameter are the sharded and the unsharded parameter. They share one
+    ``__dict__``, unless the unsharded one is a tensor subclass, because the class keeps its own
+    attributes there.
 
     Args:
-        sharded: The sharded form.
-        unsharded: An unsharded form that was just created.
+        sharded: The sharded parameter.
+        unsharded: An unsharded parameter that was just created.
 
     Returns:
-        An object that copies attributes between both forms; ``None`` if they share a ``__dict__``.
+        An object that copies attributes between both; ``None`` if they share a ``__dict__``.
     """
     if type(unsharded) in (nn.Parameter, DTensor):
         unsharded.__dict__ = sharded.__dict__
@@ -275,7 +281,7 @@ class AttributeCopier:
 
     def __init__(self, sharded: nn.Parameter, unsharded: nn.Parameter) -> None:
         self.sharded, self._unsharded = sharded, unsharded
-        self._of_class = {"_is_param", *unsharded.__dict__}
+        self._of_class = {_IS_PARAM, *unsharded.__dict__}
         self._copied: dict[str, object] = {}
         self.copy_to_unsharded()
 
@@ -291,8 +297,9 @@ class AttributeCopier:
     def _is_of_user(self, item: tuple[str, object]) -> bool:
         """Return whether a user, and not the class, has set an attribute of the unsharded form.
 
-        Unless users had set it before, an attribute belongs to the class if the class declares it
-        (``functools.cached_property``), or if it holds tensors, which the next gather makes stale.
+        An attribute that was copied before is the user's. A new attribute belongs to the class if
+        the class declares it (``functools.cached_property``), or if it holds tensors, because the
+        next gather would make these stale.
         """
         name, value = item
         if name in self._copied or name in self.sharded.__dict__:
@@ -301,6 +308,7 @@ class AttributeCopier:
         return not is_declared and next(tensors_in(value), None) is None
 
     def _copy_changes(self, source: dict[str, object], target: dict[str, object]) -> None:
+        """Copy what was set, replaced or deleted since the last copy in either direction."""
         current = {name: value for name, value in source.items() if name not in self._of_class}
         for name in self._copied.keys() - current.keys():
             target.pop(name, None)
@@ -312,7 +320,7 @@ class AttributeCopier:
 
 def attributes_of_user(param: nn.Parameter) -> dict[str, object]:
     """Return the attributes that users have set on a parameter, without those of its class."""
-    of_class = {"_is_param"}
-    if type(param) not in (nn.Parameter, DTensor):
+    of_class = {_IS_PARAM}
+    if type(param) not in (nn.Parameter, DTensor):  # a new object has the attributes of its class
         of_class.update(param.detach().__dict__)
     return {name: value for name, value in param.__dict__.items() if name not in of_class}

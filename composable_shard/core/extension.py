@@ -538,7 +538,7 @@ class SplitReduction(Reduction):
     def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
         shards = self._shards_of(self.reduced)
         flags = [1.0] * len(self.members)
-        if not (self._all_have_grads or self._fills_zeros):
+        if not (self._all_have_grads or self._writes_unused):
             flags = self.reduced[-self.num_flags :].tolist()
         del self.reduced
         for param, codec, span in self._spans:
@@ -548,7 +548,7 @@ class SplitReduction(Reduction):
             if codec is not None:  # a class may require equal storage offsets
                 grad = codec.rebuild(map(torch.clone, shards[span]))
                 grad = grad.to(self._final_dtypes[span.start])
-            yield param.sharded, grad, self._specs[span.start], self._differ_in_dtype[span.start]
+            yield param.sharded, grad, self._specs[span.start], self._need_any_dtype[span.start]
 
 
 # Gradients that hooks encode ----------------------------------------------------------------------

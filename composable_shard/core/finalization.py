@@ -12,11 +12,11 @@ class Finalization:
     """Finishes the reductions of a tree when the user calls ``finalize_backward``.
 
     Attributes:
-        is_manual: Whether ``finalize_backward`` finishes the reductions, and not the end of a
-            backward.
+        is_manual: Whether ``finalize_backward``, instead of the end of a backward, finishes the
+            reductions.
         handle: The handle made by the last ``finalize_backward``, until its ``wait()`` has been
             called; otherwise ``None``.
-        former_roots: Groups that were roots of their own when the user set ``is_manual``.
+        former_roots: Groups for which the user set ``is_manual`` while they were still roots.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -24,12 +24,12 @@ class Finalization:
         self.is_manual = False
         self.handle: object = None
         self.former_roots: list[Any] = []
-        # ``is_manual`` when the last unfinished backward ended; ``None`` if all are finished.
+        # ``is_manual`` at the end of the last backward with unfinished reductions; else ``None``.
         self._was_manual: bool | None = None
 
     @property
     def has_unfinished_backwards(self) -> bool:
-        """Whether there are unfinished backwards."""
+        """Whether there are backwards with unfinished reductions."""
         return self._was_manual is not None or self.handle is not None
 
     def record_backward(self) -> bool:
@@ -39,10 +39,10 @@ class Finalization:
         return self.is_manual
 
     def set_manual(self, enabled: bool) -> None:
-        """Set whether ``finalize_backward`` finishes the reductions, and not the end of a backward.
+        """Set whether ``finalize_backward``, or else the end of a backward, finishes reductions.
 
         Raises:
-            ShardError: If it changes during a backward or before an earlier one is finished.
+            ShardError: If a backward that began under the other setting is not finished.
         """
         if self._tree.has_failed:
             self._tree.reset()
@@ -54,12 +54,14 @@ class Finalization:
                     "got it within one; call it between iterations"
                 )
             if was_manual is not None:
-                remedy = "finalize_backward()" if was_manual else "set_is_last_backward(True)"
+                remedy = "end it by finalize_backward()"
+                if not was_manual:
+                    remedy = "call set_is_last_backward(True) before one more backward"
                 if self.handle is not None:
-                    remedy = "the wait() of its handle"
+                    remedy = "end it by the wait() of its handle"
                 raise ShardError(
                     "Expected set_manual_backward_finalization() to change between iterations, got "
-                    f"a backward that is not finished; end it by {remedy}, or drop it by "
+                    f"a backward that is not finished; {remedy}, or drop it by "
                     "reset_iter_state()"
                 )
         self.is_manual = enabled
@@ -73,7 +75,7 @@ class Finalization:
             )
 
     def start(self, handle: object) -> None:
-        """Launch the deferred reductions; reshard the groups with ``reshard_after_backward``.
+        """Launch the unfinished reductions; reshard groups with ``reshard_after_backward``.
 
         Collective: the reductions.
         """
@@ -89,7 +91,10 @@ class Finalization:
             )
 
     def end(self) -> None:
-        """Wait for the reductions. Collective: on the CPU, those over the replicas."""
+        """Wait for the reductions.
+
+        Collective: on the CPU, the reductions over the replicas, which start here.
+        """
         self._tree.in_flight.finish()
         self.handle = None
 

@@ -11,8 +11,8 @@ One bucket with large parameters A, B and small ones c, d, over 2 shards::
     messages                first     second    third, packed
     unsharded             | A_0 A_1 | B_0 B_1 | c_0 c_1 | d_0 d_1 |
 
-The padding of a parameter comes after its rows, so a large parameter is gathered straight into
-place. Packed parameters arrive in a staging buffer and are copied out.
+The padding of a parameter comes after its rows, so a parameter with its own message is gathered
+straight into place. Packed parameters arrive in a staging buffer and are copied out.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MESSAGE_ALIGNMENT_NBYTES = 64
 """A parameter with its own message starts at a multiple of this."""
 
 PACKED_ALIGNMENT_NBYTES = 16
-"""On devices, a packed shard starts at a multiple of this, the width of loads by NCCL and by fused
-optimizers."""
+"""On accelerators, packed shards start at multiples of this: NCCL and fused optimizers load as many
+bytes at once."""
 
 
 # One parameter ------------------------------------------------------------------------------------
@@ -42,8 +42,8 @@ class ParamLayout:
     messages, a shard has ``shard_numel`` elements, with the padding at the end.
 
     Args:
-        shape: The shape, with dims in memory order.
-        dim: The sharded dim.
+        shape: The shape, with dims in memory order (by descending stride).
+        dim: The sharded dim, as an index into ``shape``.
         num_shards: The number of ranks that share the parameter.
     """
 
@@ -65,12 +65,12 @@ class ParamLayout:
 
     @cached_property
     def outer(self) -> int:
-        """Number of elements of the dims before the sharded one."""
+        """The product of the sizes before the sharded dim."""
         return prod(self.shape[: self.dim])
 
     @cached_property
     def inner(self) -> int:
-        """Number of elements of the dims after the sharded one."""
+        """The product of the sizes after the sharded dim."""
         return prod(self.shape[self.dim + 1 :])
 
     @cached_property
@@ -89,17 +89,17 @@ class ParamLayout:
 
     @cached_property
     def gathers_in_place(self) -> bool:
-        """Whether the shards end to end form the parameter, so that it needs no copy-out."""
+        """Whether the shards, laid end to end, form the parameter."""
         return self.outer == 1 or self.num_shards == 1
 
     @cached_property
     def num_full(self) -> int:
-        """Number of shards without padding: the first ones."""
+        """Number of shards without padding; they come first."""
         return self.num_rows // self.rows_per_shard if self.num_rows else 0
 
     @cached_property
     def num_nonempty(self) -> int:
-        """Number of shards with rows: the first ones."""
+        """Number of shards with rows; they come first."""
         return -(-self.num_rows // self.rows_per_shard) if self.num_rows else 0
 
     def start(self, rank: int) -> int:
@@ -129,7 +129,7 @@ class MessageCost:
     Attributes:
         nbytes_per_message: The cost of a message, whatever the number of peers.
         nbytes_per_peer: The additional cost for each peer.
-        alignment_nbytes: Packed shards are padded to a multiple of this; 1 for no padding.
+        alignment_nbytes: Not a cost: packed shards are padded to a multiple of this; 1 for none.
     """
 
     nbytes_per_message: int = 0
@@ -148,8 +148,9 @@ def message_cost(backend: str | None, *, is_aligned: bool) -> MessageCost:
     """Return the cost of a message.
 
     Args:
-        backend: The name of the backend; ``None`` if there is only one rank.
-        is_aligned: Whether to align packed shards, as on devices.
+        backend: The name of the backend; ``None`` if there is only one rank. Backends without a
+            measured cost count as gloo.
+        is_aligned: Whether to align packed shards, as on accelerators.
     """
     cost = MESSAGE_COSTS.get(backend or "", MESSAGE_COSTS["gloo"])
     return replace(cost, alignment_nbytes=PACKED_ALIGNMENT_NBYTES) if is_aligned else cost
@@ -160,8 +161,8 @@ class BucketLayout:
     """Offsets, in elements, of the parameters in the flat buffers of a bucket.
 
     Attributes:
-        order: For each place in the bucket, the index of its parameter in the arguments. The
-            parameters with their own message come first.
+        order: For each place in the bucket, the index of the parameter in the argument ``params``
+            of :func:`plan_bucket`. The parameters with their own message come first.
         params: The parameters in that order.
         num_direct: The number of direct parameters: those with their own message.
         shard_offsets: The offset of each parameter in the sharded buffer.
@@ -170,7 +171,7 @@ class BucketLayout:
         shard_numel: Number of elements of the sharded buffer.
         unsharded_offsets: The offset of each parameter in the unsharded buffer.
         unsharded_numel: Number of elements of the unsharded buffer.
-        unwritten: The ranges of the unsharded buffer that no gather writes.
+        unwritten: The ranges (start, end) of the unsharded buffer that no gather writes.
     """
 
     order: tuple[int, ...]
@@ -202,8 +203,8 @@ def plan_bucket(
         params: The parameters; all have the same number of shards.
         itemsize: Bytes of an element in the all-gather.
         cost: The cost of a message.
-        min_itemsize: Bytes of an element in the narrowest dtype of these buffers; it determines the
-            alignment.
+        min_itemsize: Bytes of an element in the narrowest dtype of the buffers; it determines the
+            alignment of packed shards.
     """
     is_direct = [not is_packed(param, itemsize, cost) for param in params]
     order = sorted(range(len(params)), key=lambda index: not is_direct[index])
@@ -216,12 +217,14 @@ def plan_bucket(
     packed_offsets, packed_numel = _end_to_end(numels[num_direct:], packed_step)
     packed_numel = aligned(packed_numel, packed_step)
     gathered_numels = [param.num_shards * param.shard_numel for param in ordered[:num_direct]]
-    for param in ordered[num_direct:]:  # if packed shards are aligned, one kernel copies all
+    for param in ordered[num_direct:]:
+        # On accelerators, the kernel that copies packed shards out writes empty shards, too.
         count = param.num_nonempty if cost.alignment_nbytes == 1 else param.num_shards
-        gathered_numels.append(max(count * param.shard_numel * param.gathers_in_place, param.numel))
+        in_place = count * param.shard_numel if param.gathers_in_place else 0
+        gathered_numels.append(max(in_place, param.numel))
     unsharded_offsets, unsharded_numel = _end_to_end(gathered_numels, step)
     num_shards = params[0].num_shards if params else 1
-    total = aligned(unsharded_numel, num_shards)  # so that neighbours keep equal parts
+    total = aligned(unsharded_numel, num_shards)  # equal parts for ``reshard_after_forward=k``
     ends = map(add, unsharded_offsets, gathered_numels)
     return BucketLayout(
         order=tuple(order),
@@ -240,9 +243,9 @@ def plan_bucket(
 
 
 def message_numels(params: Sequence[ParamLayout], num_direct: int, step: int = 1) -> list[int]:
-    """Return the number of elements per rank of each message that reduces gradients.
+    """Return the number of elements for each rank in each message of a reduce-scatter.
 
-    The last message ends with a flag for each gradient.
+    The last message ends with the flags (see `reduction.py`), one for each gradient.
 
     Args:
         params: The layouts of the gradients, those with their own message first.
@@ -255,7 +258,7 @@ def message_numels(params: Sequence[ParamLayout], num_direct: int, step: int = 1
 
 
 def is_packed(param: ParamLayout, itemsize: int, cost: MessageCost) -> bool:
-    """Return whether a copy of the parameter costs less than a message of its own."""
+    """Return whether to pack a parameter: if empty, not gathered in place, or cheaper to copy."""
     if param.num_shards == 1:
         return False
     if param.numel == 0 or not param.gathers_in_place:

@@ -1,9 +1,12 @@
 """Reduces gradients, from the unsharded parameters to ``.grad`` of the sharded parameters.
 
-Imports storage and the transport. The methods of `Reduction` are operations of the phases
-``reduce`` and ``deliver``. The placements of a gradient show how far it is reduced: ``Partial`` on
-all data-parallel axes (not at all), ``Partial`` on the replicate axis only (over the shards), or
-the placements of the parameter (completely).
+Imports storage and the transport. The methods of `Reduction` are operations of a program, which
+launches a reduction when backward finishes a group (``reduce``), and later waits for it and writes
+``.grad`` (``deliver``). The placements of a gradient show its stage (`GradStage`):
+
+- ``unreduced``: ``Partial`` on all data-parallel axes. It was accumulated without sync.
+- ``reduced_over_shards``: ``Partial`` on the replicate axis only.
+- ``sharded``: the placements of the parameter. It is completely reduced.
 
 A flag for each parameter is sent after the packed gradients. If the reduced flag is zero, no rank
 had a gradient, and ``.grad`` stays as it was.
@@ -57,7 +60,7 @@ class Scale:
 
     Attributes:
         before: The divisor before the reduction; it keeps sums of float16 in range.
-        divisor: The divisor that the reduction itself applies; ``None`` for a sum.
+        divisor: The divisor that the collective applies; ``None`` for a sum.
         after: The divisor after the reduction, which `Reduction.average` applies.
     """
 
@@ -69,15 +72,15 @@ class Scale:
 def plan_scale(
     total: float, dtype: torch.dtype, *, is_mean: bool, averages: bool, divides: bool
 ) -> Scale:
-    """Split the division of a sum of gradients between before, during and after the reduction.
+    """Split the division of a sum of gradients between before, during and after the collective.
 
     Args:
         total: The divisor of the sum over the ranks.
         dtype: The dtype of the sum. Since ``float16`` overflows early, its gradients are divided
-            before the sum by a power of two, about the square root of ``total``.
+            before the sum by a power of two that divides ``total``, about its square root.
         is_mean: Whether ``total`` is the number of ranks.
-        averages: Whether the reduction can average.
-        divides: Whether the reduction can divide by any number before it rounds.
+        averages: Whether the collective can average.
+        divides: Whether the collective can divide by any number, and rounds only afterwards.
     """
     if divides or (is_mean and averages and dtype != torch.float16):
         return Scale(1.0, float(total), 1.0)
@@ -95,15 +98,18 @@ class Reduction:
     """The reduction of the gradients of some parameters over one mesh, in one dtype.
 
     Attributes:
-        reduced: One flat buffer with the reduced shards and flags, from launch to write.
+        reduced: One flat buffer with the reduced shards and flags. It exists from the launch until
+            ``.grad`` is written.
         num_flags: The number of flags at the end of ``reduced``.
         params: The parameters, in the order of ``reduced``.
-        members: The parameter of each tensor in ``reduced``. `SplitReduction` may repeat a
-            parameter, once for each inner tensor of its gradient.
-        is_offloaded: Whether ``.grad`` is not on the compute device.
-        is_late: Whether the host waits for copies before ``.grad`` is written, at the end of a
-            backward.
-        waits_for_autograd: Whether to write by :meth:`write_after_autograd`.
+        members: For each tensor in ``reduced``, its parameter. `SplitReduction` repeats a
+            parameter for each inner tensor of its gradient.
+        is_offloaded: Whether ``.grad`` belongs on the host, and compute is on another device or
+            overlaps with the copies.
+        is_late: Whether ``.grad`` may be written only at the end of a backward, after the host has
+            waited for copies.
+        waits_for_autograd: Whether to write by :meth:`write_after_autograd`, because some ranks
+            have no rows of a parameter.
     """
 
     reduced: torch.Tensor
@@ -133,15 +139,17 @@ class Reduction:
         )
         self.is_late = self.is_offloaded or self._has_streams
         large = with_own_message(buckets, dtype)
-        direct = {param for param in large if param.layout.flat.is_even}  # sent without a copy
+        direct = {param for param in large if param.layout.flat.is_even}  # others need padding
         self.params = sorted(params, key=lambda param: param not in direct)
         self.members = self.params
         self._num_direct = sum(param in direct for param in params)
         self._sent_dtype = sent_dtype(buckets, dtype, channel)
         self._unsharded = tuple(param.unsharded for param in self.params)
-        # If other parameters widen the reduction, gradients are first rounded to their own dtype.
-        dtypes = [(reduce_dtype(param), param.compute_dtype) for param in self.params]
-        narrow = [(i, to) for i, (to, at) in enumerate(dtypes) if to.itemsize < at.itemsize]
+        # Other parameters may widen the reduction. A gradient with a reduce dtype that is narrower
+        # than its compute dtype is then rounded first, as if it were reduced alone.
+        alone = [(i, reduce_dtype(param)) for i, param in enumerate(self.params)]
+        compute = [param.compute_dtype for param in self.params]
+        narrow = [(i, to) for i, to in alone if to.itemsize < compute[i].itemsize]
         self._to_round = [(i, to) for i, to in narrow if to != dtype]
         self._sharded = tuple(param.sharded for param in self.params)
         self._is_tensor_parallel = any(p.placement.unsharded_spec is not None for p in self.params)
@@ -153,8 +161,8 @@ class Reduction:
         self._plan_results()
         settings, num_shards = group.settings, self._mesh.num_shards
         # The all-reduce hook may fill gradients that no rank had, whatever the flags say.
-        self._fills_zeros = settings.zeros_for_unused or settings.all_reduce_hook is not None
-        total = settings.divisor
+        self._writes_unused = settings.zeros_for_unused or settings.all_reduce_hook is not None
+        total = settings.divisor  # the reduction over the replicas is a mean
         self.num_replicas = self._mesh.num_replicas
         self._divisor = num_shards if total is None else total / self.num_replicas
         self.scale = plan_scale(
@@ -164,7 +172,7 @@ class Reduction:
             averages=channel.can_average() and not settings.sums_only,
             divides=num_shards > 1 and channel.reduce_scatter.divides,
         )
-        if num_shards == 1:
+        if num_shards == 1:  # there is no reduce-scatter
             self.scale = Scale(1.0, None, self._divisor)
 
     def _plan_messages(self) -> None:
@@ -183,9 +191,9 @@ class Reduction:
         self._paddings = [
             self._all_flags.new_zeros(num_shards * padding) if padding else None
             for layout, padding in zip(packed, paddings, strict=True)
-            if layout.numel
+            if layout.numel  # parameters without elements are not sent
         ]
-        self._rows: list[torch.Tensor] = []
+        self._rows: list[torch.Tensor] = []  # the place of each gradient in `_packed`
         if self._is_plain and has_single_rows(packed, device):
             self._packed = _torch.empty(*self._packed_shape, dtype=self._dtype, device=device)
             numels = [*(layout.inner for layout in packed), self.num_flags]
@@ -205,7 +213,7 @@ class Reduction:
             step = 1 if index < self._num_direct else self._step
             start += aligned(param.layout.flat.shard_numel, step)
         self._specs = self._specs_of("sharded")
-        self._differ_in_dtype = [
+        self._need_any_dtype = [  # torch would refuse the dtype of `.grad`
             user_grad_dtype(param.sharded)[1] not in (None, dtype) or param.sharded.dtype != dtype
             for param, dtype in zip(self.members, self._final_dtypes, strict=True)
         ]
@@ -216,7 +224,7 @@ class Reduction:
 
     @property
     def would_round(self) -> bool:
-        """Whether its dtype would round the sum of a reduced and an unreduced gradient."""
+        """Whether its dtype is too narrow for a reduced ``.grad`` plus unreduced gradients."""
         added = (wide_dtype(param) for param in self.params if param.adds_to_synced)
         return any(torch.promote_types(dtype, self._dtype) != self._dtype for dtype in added)
 
@@ -261,15 +269,15 @@ class Reduction:
         inputs = self._pack()
         device = self._mesh.device
         stream = launching_stream(device) if self._has_streams else None
-        if self._mesh.num_shards == 1:  # only the reduction over the replicas is left
+        if self._mesh.num_shards == 1:  # the input of the reduction over the replicas
             self.reduced = torch.cat(inputs)
             self._pending = Pending([] if stream is None else [stream.record_event()])
             return
         self.reduced = _torch.empty(self._numel, dtype=self._dtype, device=device)
         outputs = list(self.reduced.split_with_sizes(self._message_numels))
         works = self._channel.reduce(outputs, inputs, self.scale.divisor)
-        owned = () if self._channel.reduce_scatter.keeps_inputs else inputs
-        self._pending = Pending(works, self._channel.reducing, stream, owned)
+        to_keep = () if self._channel.reduce_scatter.keeps_inputs else inputs
+        self._pending = Pending(works, self._channel.reducing, stream, to_keep)
 
     def _pack(self) -> list[torch.Tensor]:
         """Return the messages: one for each large gradient; one for the others and the flags."""
@@ -288,7 +296,7 @@ class Reduction:
         num_direct = self._num_direct
         if not self._is_plain:
             layouts = [param.layout for param in self.members]
-            grads = [
+            grads = [  # the sharded dim becomes dim 0
                 layout.in_memory_order(grad).flatten(0, layout.flat.dim)
                 if layout.flat.outer == 1
                 else layout.padded_shards(grad)
@@ -308,10 +316,10 @@ class Reduction:
         return messages
 
     def _pack_shards(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Cut each tensor along dim 0, pad and cast it; row i of the result has all shards i.
+        """Cut each tensor along dim 0, pad and cast it; row i has shard i of every tensor.
 
-        On devices this is one kernel. On the CPU, the kernel pads tensor by tensor, which takes
-        longer than copies of single rows.
+        On accelerators this is one kernel. On the CPU, that kernel is slower than copies, so shards
+        of one row are copied to ``_rows``.
         """
         if self._rows:
             _torch.allocate(self._packed)
@@ -335,9 +343,9 @@ class Reduction:
     def accumulate_unsynced(self) -> None:
         """Add the gradients to ``.grad`` of the sharded parameters, as ``Partial`` DTensors.
 
-        Every rank turns reduced gradients into ``Partial`` ones, even of parameters that it did not
-        use: the mean over ranks of "num_shards times the rows of this rank, zero elsewhere" is the
-        reduced gradient.
+        A reduced ``.grad`` becomes ``Partial`` on every rank, also on ranks that did not use the
+        parameter. Each rank keeps num_shards times its rows, and zeros elsewhere; the mean of these
+        over the ranks is the reduced gradient.
         """
         self.take_grads()
         grads, factor = self._grads, self._unreduced_factor()
@@ -356,7 +364,7 @@ class Reduction:
                 continue
             record_unreduced(param, stage)
             if old_grad is None:
-                allow_grad_dtype(sharded, self._dtype)  # even if this rank has no gradient
+                allow_grad_dtype(sharded, self._dtype)  # on all ranks alike, see there
             else:
                 total = self._unreduced_form(param, old_grad)
                 grad = total if grad is None else total.add_(grad)
@@ -365,12 +373,12 @@ class Reduction:
                 assign_grad(sharded, _torch.from_local(grad, param.spec("unreduced", grad.dtype)))
 
     def _unreduced_factor(self) -> float:
-        """Return a factor for unreduced gradients: it makes their mean the sum over the divisor."""
+        """Return a factor for unreduced gradients: their mean is then their sum / divisor."""
         divisor = self._group.settings.divisor
         return 1.0 if divisor is None else self._mesh.num_ranks / divisor
 
     def _unreduced_form(self, param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
-        """Return this rank's unreduced form of ``grad``: the mean of all forms is ``grad``."""
+        """Return this rank's part of an unreduced gradient: the mean over all ranks is ``grad``."""
         shard = _torch.local_tensor(grad).to(self._mesh.device)
         dtype = torch.promote_types(shard.dtype, self._dtype)
         full = param.layout.new_zeros(shard, dtype)
@@ -383,7 +391,7 @@ class Reduction:
     # Phase deliver --------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait for the sum over the ranks, or for the mean over the replicas."""
+        """Wait for the collective that was launched last."""
         self._pending.wait()
         del self._pending
         if self._rows:
@@ -394,17 +402,17 @@ class Reduction:
         self.reduced.div_(self.scale.after)
 
     def order_after_shards(self, stream: torch.Stream) -> None:
-        """Let ``stream``, which reduces over the replicas, wait for the sum over the shards.
+        """Let ``stream``, which reduces over the replicas, wait for the reduce-scatter.
 
-        The stream that delivers the gradients waits in :meth:`wait_for_shards`.
+        The stream that delivers the gradients waits for it in :meth:`wait_for_shards`.
         """
         self._pending.order_before(stream)
-        self._over_shards = self._pending
+        self._pending_over_shards = self._pending
 
     def wait_for_shards(self) -> None:
-        """Wait for the sum over the shards alone."""
-        self._over_shards.wait()
-        del self._over_shards
+        """Wait for the reduce-scatter, and not for the reduction over the replicas."""
+        self._pending_over_shards.wait()
+        del self._pending_over_shards
 
     def skip_replicas(self) -> None:
         """Skip the reduction over the replicas; the reduced shards differ between replicas."""
@@ -413,7 +421,7 @@ class Reduction:
             record_unreduced(param, stage_of(param, param.sharded.grad))
 
     def launch_over_replicas(self) -> None:
-        """Launch the reduction over the replicas; add the shards in ``.grad`` to it."""
+        """Add the shards that earlier backwards left in ``.grad``; launch the all-reduce."""
         self._specs = self._specs_of("sharded")
         flags, added = self.reduced[-self.num_flags :], list[torch.Tensor]()
         shards = list(starmap(self.reduced.as_strided, self._view_args))
@@ -434,13 +442,15 @@ class Reduction:
                 yield index, _torch.local_tensor(grad)
 
     def download(self) -> None:
-        """Copy offloaded gradients, or flags that matter, to the host; otherwise write ``.grad``.
+        """Copy offloaded gradients, or the flags, to the host; else write ``.grad`` at once.
 
-        Reading the flags would make the host wait for the device.
+        To read flags on the device, the host would wait for it. Flags are not read if this rank has
+        all gradients. With hooks of users, ``.grad`` is written at once, so that an optimizer in
+        backward steps while the backward runs.
         """
         if self.is_offloaded:
             self.reduced = self._to_host(self.reduced)
-        elif self._all_have_grads or self._fills_zeros or any(map(has_hooks, self.params)):
+        elif self._all_have_grads or self._writes_unused or any(map(has_hooks, self.params)):
             self.write_grads()
         else:
             self._flags = download(self.reduced[-self.num_flags :])
@@ -464,22 +474,22 @@ class Reduction:
     def write_grads(self) -> None:
         """Write the reduced shards to ``.grad`` of the sharded parameters, or add them to it."""
         are_hooked = not all(map(_no_hooks.__eq__, map(_hooks, self._sharded)))
-        for sharded, shard, spec, differs_in_dtype in self._results():
+        for sharded, shard, spec, needs_any_dtype in self._results():
             grad = _torch.from_local(shard, spec)
             if are_hooked:
                 with torch.no_grad():
                     self._add(sharded, _torch.call_grad_hooks(sharded, grad))
                     _torch.call_post_accumulate_grad_hooks(sharded)
-            elif sharded.grad is None and not differs_in_dtype:
+            elif sharded.grad is None and not needs_any_dtype:
                 sharded.grad = grad
             else:
                 self._add(sharded, grad)
 
     def write_after_autograd(self) -> None:
-        """Write ``.grad``; if autograd will write it, too, do so at the end of the backward.
+        """Write ``.grad``, but at the end of the backward if autograd will still write it.
 
-        Autograd writes the gradient of a penalty on the sharded parameters. DTensor cannot add it
-        to a reduced gradient if a rank has no rows, but the reduced gradient can be added to it.
+        Autograd writes the gradient of a penalty on the sharded parameters. If a rank has no rows,
+        autograd cannot add its gradient to ours, but ours can be added to that of autograd.
         """
         leaves = _torch.in_graphs(self._sharded) if _torch.current_backward() != -1 else ()
         if leaves and any(map(_torch.will_run, _torch.accumulate_nodes(leaves))):
@@ -501,10 +511,10 @@ class Reduction:
         add_grad(sharded, grad)
 
     def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
-        """Return the sharded parameters that any rank used, with their mean gradients."""
+        """Return the gradients to write: parameter, shard, spec, whether it needs any dtype."""
         shards = self._shards_of(self.reduced)
-        results = zip(self._sharded, shards, self._specs, self._differ_in_dtype, strict=True)
-        if self._all_have_grads or self._fills_zeros:  # no need to read the flags
+        results = zip(self._sharded, shards, self._specs, self._need_any_dtype, strict=True)
+        if self._all_have_grads or self._writes_unused:  # no need to read the flags
             del self.reduced
             return results
         flags = self.__dict__.pop("_flags", self.reduced[-self.num_flags :]).tolist()
@@ -529,7 +539,7 @@ class Reduction:
             pending.drop()
         if self._rows:
             _torch.free(self._packed)
-        for name in ("_grads", "reduced", "_flags", "_over_shards"):
+        for name in ("_grads", "reduced", "_flags", "_pending_over_shards"):
             self.__dict__.pop(name, None)
 
 
@@ -539,8 +549,8 @@ class LocalReduction(Reduction):
     def accumulate_unsynced(self) -> None:
         """Add the gradients to ``.grad``: on one rank they are already reduced.
 
-        If there are hooks of users, or the final dtype rounds, the gradients stay unreduced until
-        the sync, as on several ranks: hooks and rounding apply once to the accumulated gradient.
+        With hooks of users, or if the final dtype rounds, they stay unreduced until the sync, as on
+        several ranks, so that hooks and rounding apply once, to the accumulated gradient.
         """
         finals = zip(map(reduce_dtype, self.params), self._final_dtypes, strict=True)
         rounds = any(torch.promote_types(dtype, final) != final for dtype, final in finals)
@@ -548,7 +558,7 @@ class LocalReduction(Reduction):
             super().accumulate_unsynced()
             return
         for param in self.params:
-            if param.name not in self._group.unsynced_names:
+            if param.name not in self._group.unsynced_names:  # the first gradient since a sync
                 record_unreduced(param, stage_of(param, redistributed_grad(param)))
         self.take_grads()
         self.launch()
@@ -560,7 +570,7 @@ class LocalReduction(Reduction):
     def launch(self) -> None:
         """Keep the gradients: they are the result."""
         self._local_grads = self._grads
-        if self._fills_zeros:
+        if self._writes_unused:
             like, pairs = self._all_flags, zip(self.params, self._grads, strict=True)
             self._local_grads = [
                 param.layout.new_zeros(like, self._dtype) if grad is None else grad
@@ -592,12 +602,12 @@ class LocalReduction(Reduction):
     def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
         grads = self._local_grads
         del self._local_grads
-        rows = zip(self._sharded, grads, self._specs, self._differ_in_dtype, strict=True)
+        rows = zip(self._sharded, grads, self._specs, self._need_any_dtype, strict=True)
         dtypes = iter(self._final_dtypes)
-        for sharded, grad, spec, differs_in_dtype in rows:
+        for sharded, grad, spec, needs_any_dtype in rows:
             dtype = next(dtypes)
             if grad is not None:
-                yield sharded, grad.to(dtype), spec, differs_in_dtype
+                yield sharded, grad.to(dtype), spec, needs_any_dtype
 
     def discard(self) -> None:
         """Drop all gradients that are not in ``.grad`` yet."""
@@ -606,7 +616,7 @@ class LocalReduction(Reduction):
 
 
 def refuse_sparse(params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]) -> None:
-    """Raise if a gradient is sparse, which is not reduced over ranks."""
+    """Raise if a gradient is sparse: sparse gradients are not reduced over ranks."""
     for param, grad in zip(params, grads, strict=True):
         if grad is not None and grad.is_sparse:
             raise ShardError(
@@ -640,13 +650,19 @@ def stage_of(param: ShardedParam, grad: Any) -> GradStage | None:
 
 
 def record_unreduced(param: ShardedParam, stage: GradStage | None) -> None:
-    """Record that an unreduced gradient is added to a gradient at ``stage``."""
+    """Record whether an unreduced gradient is added to a reduced one, at ``stage``.
+
+    A gradient that is reduced over the shards was unreduced before, so its record stays.
+    """
     if stage != "reduced_over_shards":
         param.adds_to_synced = stage == "sharded"
 
 
 def with_own_message(buckets: Iterable[Bucket], dtype: torch.dtype) -> set[ShardedParam]:
-    """Return the parameters with gradients that are too large to pack, in a reduction's dtype."""
+    """Return the parameters with gradients that are too large to pack in the dtype ``dtype``.
+
+    `Reduction` packs those of them that need padding all the same.
+    """
     return {
         param
         for bucket in buckets
@@ -657,7 +673,7 @@ def with_own_message(buckets: Iterable[Bucket], dtype: torch.dtype) -> set[Shard
 
 
 def has_single_rows(layouts: Sequence[ParamLayout], device: torch.device) -> bool:
-    """Return whether to pack gradients one by one: on the CPU, if every shard has one row."""
+    """Return whether to pack by single copies: on the CPU, if every shard has one row."""
     are_cut = all(layout.num_shards > 1 for layout in layouts)
     have_one_row = {layout.rows_per_shard for layout in layouts} == {1}
     return are_cut and have_one_row and not _torch.aligns(device)
@@ -673,15 +689,16 @@ def packing_step(dtypes: Iterable[torch.dtype], device: torch.device) -> int:
 
 
 def sent_dtype(buckets: Sequence[Bucket], reduced: torch.dtype, channel: Channel) -> torch.dtype:
-    """Return the dtype in which gradients with their own message are sent."""
+    """Return the dtype in which gradients with their own message are sent without a cast."""
     dtypes = {bucket.compute_dtype for bucket in buckets}
     dtype = dtypes.pop()
-    is_narrower = not dtypes and torch.promote_types(dtype, reduced) == reduced
-    return dtype if is_narrower and channel.reduce_scatter.widens else reduced
+    fits = not dtypes and torch.promote_types(dtype, reduced) == reduced
+    return dtype if fits and channel.reduce_scatter.widens else reduced
 
 
 def reduce_dtype(param: ShardedParam) -> torch.dtype:
-    """Return the dtype in which a parameter's gradient would be reduced alone."""
+    """Return the dtype in which a parameter's gradient would be reduced if it were alone."""
+    # Users may set ``grad_dtype`` to ``None``, which allows any dtype.
     is_set, user_dtype = user_grad_dtype(param.sharded)
     if is_set and user_dtype is None and param.policy.reduce_dtype is None:
         return param.compute_dtype
@@ -689,7 +706,7 @@ def reduce_dtype(param: ShardedParam) -> torch.dtype:
 
 
 def wide_dtype(param: ShardedParam) -> torch.dtype:
-    """Return the dtype in which the sum of a reduced and an unreduced gradient is reduced."""
+    """Return a dtype that does not round a reduced ``.grad`` plus unreduced gradients."""
     dtype = reduce_dtype(param)
     return torch.promote_types(dtype, final_grad_dtype(param, dtype))
 
@@ -703,9 +720,9 @@ def final_grad_dtype(param: ShardedParam, reduced: torch.dtype) -> torch.dtype:
 
 
 def allow_grad_dtype(sharded: nn.Parameter, dtype: torch.dtype) -> None:
-    """Let ``.grad`` have a dtype that torch would refuse; a gradient of another dtype is dropped.
+    """Let ``.grad`` have a dtype that torch would refuse; drop the present ``.grad`` in that case.
 
-    This makes the program out of date, so all ranks must call it alike.
+    A change makes the program out of date, so all ranks must call this function, or none.
     """
     allowed = sharded.grad_dtype
     if allowed is not None and allowed != dtype:
@@ -729,11 +746,12 @@ def redistributed_grad(param: ShardedParam) -> Any:
     Collective: the redistribution, if the placements differ.
     """
     grad: Any = param.sharded.grad
-    plan = param.placement
-    if grad is None or grad.placements in (plan.sharded, plan.reduced_over_shards, plan.unreduced):
+    place = param.placement
+    known = place.sharded, place.reduced_over_shards, place.unreduced
+    if grad is None or grad.placements in known:
         return grad
     with torch.no_grad():
-        param.sharded.grad = grad.redistribute(placements=plan.sharded)
+        param.sharded.grad = grad.redistribute(placements=place.sharded)
     return param.sharded.grad
 
 
@@ -746,7 +764,7 @@ def add_grad(sharded: nn.Parameter, grad: Any) -> None:
     if old_grad is None:
         assign_grad(sharded, grad)
         return
-    if is_partial(grad) and not is_partial(old_grad):  # replicas are equal, so each equals the mean
+    if is_partial(grad) and not is_partial(old_grad):  # equal replicas are their own mean
         local, spec = _torch.local_tensor(old_grad), _torch.spec_of(grad)
         old_grad = _torch.from_local(local, _torch.spec_with_dtype(spec, local.dtype))
         sharded.grad = old_grad

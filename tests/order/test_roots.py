@@ -15,6 +15,7 @@ from torch import nn
 
 import composable_shard
 from composable_shard import fully_shard, share_comm_ctx
+from composable_shard.insight.events import listening
 from composable_shard.testing import fake_ranks, run_ranks
 
 Loss = Callable[[Any, Any, torch.Tensor], torch.Tensor]
@@ -88,18 +89,14 @@ def both_traced(models: list[Any]) -> Iterator[list[str]]:
     """Record the collectives of two trees in one list."""
     events: list[str] = []
 
-    def listen(mark: str, event: str, name: str) -> None:
+    def hear(mark: str, event: str, group: Any) -> None:
         if event in SHORT:
-            events.append(f"{SHORT[event]} {mark}{name.removeprefix('blocks.') or 'root'}")
+            events.append(f"{SHORT[event]} {mark}{group.name.removeprefix('blocks.') or 'root'}")
 
-    contexts = [model._group().tree for model in models]
-    for mark, context in zip("ab", contexts, strict=True):
-        context.listener = functools.partial(listen, mark)
-    try:
+    with contextlib.ExitStack() as stack:
+        for mark, model in zip("ab", models, strict=True):
+            stack.enter_context(listening(model._group().tree, functools.partial(hear, mark)))
         yield events
-    finally:
-        for context in contexts:
-            context.listener = None
 
 
 def events_on_ranks(loss_of: Loss, shares: bool, when: int, is_last: bool) -> list[list[str]]:
