@@ -37,7 +37,7 @@ from composable_shard.core.placement import (
 )
 from composable_shard.core.plugins import Op
 from composable_shard.core.transport.channel import Channel
-from composable_shard.core.transport.collectives import Tensors, may_read_padding
+from composable_shard.core.transport.collectives import Tensors
 from composable_shard.core.transport.host import CopyStream, upload, upload_stream
 from composable_shard.core.transport.pending import Pending, Waitable, launching_stream
 from composable_shard.errors import StaleParameterError
@@ -463,16 +463,18 @@ class Regather:
         """Plan to gather memory from some neighbours. Collective: makes their process group."""
         self._memory, self._channel = bucket.memory_for_backward(), channel
         self._num_ranks = num_ranks
-        self._unwritten = bucket.unwritten if may_read_padding(channel.mesh.device) else ()
+        self._unwritten = bucket.unwritten
         self._part = channel.mesh.shard_rank % num_ranks
         self._kept: list[torch.Tensor] = []
         channel.prepare_regather(num_ranks)
 
     def keep(self) -> None:
-        """Copy this rank's part; the last part may be padded."""
+        """Copy this rank's part; the last part may be padded.
+
+        NCCL's check for NaN looks at whole messages, so gaps without values are set to zero.
+        """
         for whole in self._memory:
-            if self._unwritten:
-                _torch.zero_ranges_(whole, self._unwritten)
+            _torch.zero_ranges_(whole, self._unwritten)
             numel = -(-whole.numel() // self._num_ranks)
             source = whole[self._part * numel : (self._part + 1) * numel]
             part = source.new_zeros(numel)

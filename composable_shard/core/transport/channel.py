@@ -25,7 +25,6 @@ from composable_shard.core.transport.collectives import (
     UncoalescedAllGather,
     WaitThenCall,
     gather_on_rank,
-    may_read_padding,
     sum_dtype,
 )
 from composable_shard.core.transport.failures import (
@@ -90,7 +89,7 @@ class Channel:
         else:
             self._gather_to = gather_on_rank
             self.all_gather = UncoalescedAllGather() if backend == "gloo" else CoalescedAllGather()
-            self.reduce_scatter = CoalescedReduceScatter(reads_padding=may_read_padding(device))
+            self.reduce_scatter = CoalescedReduceScatter()
 
     def use_all_gather(self, comm: AllGather) -> None:
         """Use a custom all-gather from now on."""

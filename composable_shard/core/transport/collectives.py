@@ -51,17 +51,13 @@ class ReduceScatterLaunch(Protocol):
         widens: Whether inputs may have narrower dtypes than the outputs, which may differ between
             ranks. The sum has the dtype of the outputs.
         divides: Whether it can divide a sum by any number before it rounds the sum.
-        reads_padding: Whether it may read padding, which must then be zeros.
         keeps_inputs: Whether the launched work keeps the inputs as long as it needs them. If not,
             the caller must keep them until the wait.
-        copies_out: Whether the wait copies from memory that belongs to the launching stream.
     """
 
     widens: bool = False
     divides: bool = False
-    reads_padding: bool = False
     keeps_inputs: bool = False
-    copies_out: bool = False
 
     def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
         """Return whether ``op`` may be ``ReduceOp.AVG``."""
@@ -85,14 +81,6 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which to sum tensors of ``dtype``, so that the sum is rounded once."""
     is_half = dtype.is_floating_point and dtype.itemsize < 4
     return torch.float32 if is_half else dtype
-
-
-def may_read_padding(device: torch.device) -> bool:
-    """Return whether a backend may read padding, as NCCL does with ``TORCH_NCCL_NAN_CHECK=1``.
-
-    CPU backends never read it.
-    """
-    return _torch.has_streams(device)
 
 
 class UncoalescedAllGather(AllGatherLaunch):
@@ -136,9 +124,6 @@ def gather_on_rank(
 
 class CoalescedReduceScatter(ReduceScatterLaunch):
     """One c10d launch for all tensors."""
-
-    def __init__(self, *, reads_padding: bool = False) -> None:
-        self.reads_padding = reads_padding
 
     def launch(
         self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, op: Any, tag: int
@@ -263,9 +248,6 @@ class CustomAllGather(AllGatherLaunch):
 
 class CustomReduceScatter(ReduceScatterLaunch):
     """Calls a custom reduce-scatter once for each dtype."""
-
-    reads_padding = True
-    copies_out = True
 
     def __init__(self, comm: ReduceScatter | InBackendMemory) -> None:
         self.comm = comm
