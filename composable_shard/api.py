@@ -260,15 +260,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     check_type("method_name", method_name, is_name, "the name of a method")
     if group_of(module) is None:
         return
+    kind = type(module).__name__
     if not callable(getattr(module, method_name, None)):
-        raise ValueError(
-            f"Expected {type(module).__name__} to have a method '{method_name}', got none; "
-            "register a method that it has"
-        )
+        raise ValueError(f"Expected {kind} to have a method '{method_name}', got none")
     if computes_later(getattr(module, method_name)):
         raise ValueError(
-            f"Expected method '{method_name}' of {type(module).__name__} to return its "
-            "result, got a generator or coroutine, which computes only after the parameters have "
-            "been freed; register the method that it calls for each item"
+            f"Expected method '{method_name}' of {kind} to return its result, got a generator or "
+            "coroutine, which computes only after the parameters have been freed; register the "
+            "method that it calls for each item"
         )
     register_forward_method(module, method_name)

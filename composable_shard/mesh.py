@@ -174,8 +174,7 @@ def resolve_mesh(
     check_type("mesh", mesh, isinstance(mesh, DeviceMesh), "a DeviceMesh")
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"Expected a mesh that rank {dist.get_rank()} is in, got {mesh}; do not shard a module "
-            "on ranks outside of its mesh"
+            f"Expected a mesh that rank {dist.get_rank()} is in, got {mesh}; shard on its ranks"
         )
     if dims is not None:
         return _from_names(mesh, dims)
@@ -384,8 +383,7 @@ def check_reshard(
             )
     if reshard_after_forward == 1:
         warnings.warn(
-            "reshard_after_forward=1 keeps all parameters on every rank after forward; "
-            "pass False to say so",
+            "reshard_after_forward=1 keeps all parameters after forward; pass False to say so",
             stacklevel=3,
         )
         return False

@@ -230,8 +230,7 @@ class FSDPModule(TorchFSDPModule):
         group = self._group()
         if group.is_in_unsharded_context:
             raise ShardError(
-                f"Expected unshard() of {group.label} outside of unsharded(), got it inside, where "
-                "the parameters are full"
+                f"Expected unshard() of {group.label} outside of unsharded(), got it inside"
             )
         if not group.tree.call_stack:
             group.tree.prepare_gather()
@@ -363,8 +362,7 @@ class FSDPModule(TorchFSDPModule):
         tree: Tree = group.tree
         if tree.is_computing:
             raise ShardError(
-                f"Expected {method}() of {group.label} outside of forward and backward, got it "
-                "within one; call it between iterations"
+                f"Expected {method}() of {group.label} between iterations, got it within one"
             )
         if tree.has_failed:
             tree.reset()
@@ -913,8 +911,7 @@ class FSDPModule(TorchFSDPModule):
         check_type("stream", stream, is_stream, "a torch.Stream or None")
         if stream is not None and any(mesh.num_replicas > 1 for mesh in group.channels):
             raise ValueError(
-                f"Expected no stream for {group.label}, which has replicas: their all-reduce "
-                "decides when the hook runs"
+                f"Expected no stream for {group.label}: the hook runs after the all-reduce"
             )
         used_stream = stream if has_streams else None
         self._set(False, recompiles=True, all_reduce_hook=hook, hook_stream=used_stream)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.arguments import call_for_parameter, check_dtype, check_type
+from composable_shard.arguments import call_for_parameter, check_dtype, check_type, check_value
 
 ParamDtypeOverride = Callable[[nn.Parameter], torch.dtype | None]
 
@@ -115,10 +115,9 @@ class MixedPrecisionPolicy:
         cast = self.compute_dtype(param.dtype)
         if kind is not None and not param.requires_grad and cast != param.dtype:
             raise ValueError(
-                f"Expected frozen parameter '{name}' of class {kind.__name__} to be computed with "
-                f"in its own dtype {param.dtype}, got param_dtype {cast}, and a cast would corrupt "
-                "packed values; store it in that dtype, or let param_dtype_override_fn return "
-                "the dtype of this parameter"
+                f"Expected frozen parameter '{name}' of class {kind.__name__} in {param.dtype}, got "
+                f"param_dtype {cast}, and a cast would corrupt packed values; store it in that "
+                "dtype, or return its dtype from param_dtype_override_fn"
             )
 
     def without_override(self) -> MixedPrecisionPolicy:
@@ -215,11 +214,8 @@ def check_own_class(name: str, value: object, kind: type, place: str = "") -> No
 def check_names(policy: Offload, names: set[str]) -> None:
     """Raise ``ValueError`` if a mapping of policies names a parameter that does not exist."""
     unknown = sorted(set(policy) - names) if isinstance(policy, Mapping) else []
-    if unknown:
-        raise ValueError(
-            f"Expected offload_policy to name parameters of the module, got {unknown}; "
-            f"there are {sorted(names)}"
-        )
+    what = f"to name parameters out of {sorted(names)}"
+    check_value("offload_policy", unknown, not unknown, what)
 
 
 def pins(policy: CPUOffloadPolicy) -> bool:

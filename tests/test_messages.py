@@ -384,23 +384,21 @@ by_names(square('dp', 'tp'), on_mesh(square('dp', 'tp'), Shard(0)))
     ValueError: Expected parameter 'weight' to be replicated over the data-parallel axis 'dp', got
     S(0)
 fully_shard(plain(), mesh=DeviceMesh('cpu', [1, 2]))
-    ValueError: Expected a mesh that rank 0 is in, got DeviceMesh((2,), 'cpu', stride=(1,)); do not
-    shard a module on ranks outside of its mesh
+    ValueError: Expected a mesh that rank 0 is in, got DeviceMesh((2,), 'cpu', stride=(1,)); shard
+    on its ranks
 fully_shard(plain(), shard_placement_fn=lambda _: DeviceMesh('cpu', [1, 2]))
-    ValueError: Expected a mesh that rank 0 is in, got DeviceMesh((2,), 'cpu', stride=(1,)); do not
-    shard a module on ranks outside of its mesh, from shard_placement_fn for parameter 'weight'
+    ValueError: Expected a mesh that rank 0 is in, got DeviceMesh((2,), 'cpu', stride=(1,)); shard
+    on its ranks, from shard_placement_fn for parameter 'weight'
 fully_shard(plain(), reshard_after_forward=3)
     ValueError: Expected reshard_after_forward to divide the number of shards, got 3 for 4 shards
 fully_shard(plain(), offload_policy={'weigth': CPUOffloadPolicy()})
-    ValueError: Expected offload_policy to name parameters of the module, got ['weigth']; there are
-    ['bias', 'weight']
+    ValueError: Expected offload_policy to name parameters out of ['bias', 'weight'], got ['weigth']
 sharded().set_gradient_divide_factor(0)
     ValueError: Expected factor to be a positive number, got 0
 sharded().set_reduce_scatter_max_input_buffers(0)
     ValueError: Expected max_input_buffers of at least 1, got 0
 fully_shard(plain(), mesh=square()).set_all_reduce_hook(print, stream=torch.Stream('cpu'))
-    ValueError: Expected no stream for the root group, which has replicas: their all-reduce decides
-    when the hook runs
+    ValueError: Expected no stream for the root group: the hook runs after the all-reduce
 sharded().set_symm_mem_for_comm('NVSHMEM')
     ValueError: Expected the symmetric memory of 'NCCL', got 'NVSHMEM'
 """

@@ -224,8 +224,7 @@ def free(tensor: torch.Tensor) -> bool:
     if not storage.resizable():
         warnings.warn(
             "Expected to free memory of unsharded parameters, got some that an array shares, such "
-            "as weight.detach().numpy(); it stays allocated, and the next gather "
-            "overwrites it; keep a copy, such as weight.detach().clone().numpy()",
+            "as weight.detach().numpy(), and the next gather overwrites it; keep a copy instead",
             stacklevel=2,
         )
         return False

@@ -300,16 +300,15 @@ def rebind(mesh: DeviceMesh) -> None:
     """
     if not dist.is_initialized():
         raise ValueError(
-            "Expected the process group that a saved module was sharded over, got none; call "
-            "torch.distributed.init_process_group, and make the same mesh, before loading"
+            "Expected the mesh of the saved module, got no process group; make it before loading"
         )
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     saved_by, rank = int(mesh.mesh[tuple(coordinate)]), dist.get_rank()
     if saved_by != rank:
         raise ValueError(
-            f"Expected a module that rank {rank} has saved, got one of rank {saved_by}, with the "
-            "shards of that rank; let each rank save and load a file of its own"
+            f"Expected a module that rank {rank} has saved, got one of rank {saved_by}; let each "
+            "rank save and load a file of its own"
         )
     names: list[Any] = []
     for axis, name in enumerate(mesh._dim_group_names):
@@ -330,7 +329,6 @@ def _name_of_ranks(ranks: list[int], name: str) -> str:
     ]
     if not names:
         raise ValueError(
-            f"Expected a process group of the ranks {ranks}, as the mesh of the saved module had, "
-            "got none; make the same mesh before loading"
+            f"Expected a process group of the ranks {ranks}, got none; make the saved mesh first"
         )
     return name if name in names else names[0]

@@ -240,17 +240,19 @@ def test_messages() -> None:
             "set_state_dict_type on a module with wrappers, and on all of it": (
                 lambda: FSDP.get_state_dict_type(nn.Linear(1, 1))
             ),
-            "Expected an optimizer of the parameters of FullyShardedDataParallel, got one of "
-            "another parameter of shape [3]": lambda: FSDP.optim_state_dict(two, other),
-            "Expected states of parameters that the optimizer has, got some of ['gain']": (
+            "Expected parameters of FullyShardedDataParallel in the optimizer, got others": (
+                lambda: FSDP.optim_state_dict(two, other)
+            ),
+            "Expected states of the optimizer's parameters, got some of ['gain']": (
                 load({"gain": {}, "weight": {}})
             ),
             "Expected a group in param_groups with 'weight', as optim_state_dict returns them, "
             "got groups of []": load({}),
             "Expected a group in param_groups with 'weight', as optim_state_dict returns them, "
             "got groups of [['other']]": load({}, {"params": ["other"]}),
-            "Expected the optimizer's states on every rank, got rank0_only=True; read them on "
-            "every rank and set it to False": load_on_first,
+            "Expected the optimizer's states on every rank, got rank0_only=True; set it to False": (
+                load_on_first
+            ),
         }
         for text, call in cases.items():
             got = raised(call)

@@ -421,9 +421,8 @@ CASES: dict[str, Callable[[], object]] = {
     "ValueError: Expected ignored modules that are not sharded, got 'FSDPLinear'": lambda: ignoring(
         ignored_modules=[fully_shard(linear())]
     ),
-    "ValueError: Expected a module that is not sharded, got FSDPLinear, which fully_shard "
-    "was applied to before; wrap the module around it, or use it as it is": lambda: wrap(
-        fully_shard(linear())
+    "ValueError: Expected a module that is not sharded, got FSDPLinear; use it as is": (
+        lambda: wrap(fully_shard(linear()))
     ),
     "MaterializationError: Expected Nothing on the meta device to have "
     "reset_parameters(), got none; pass param_init_fn": lambda: wrap(Nothing()),

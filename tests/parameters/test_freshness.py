@@ -109,8 +109,7 @@ def test_memory_that_an_array_shares_is_kept(reshard: bool, poison: bool) -> Non
     assert_parity(model, reference)
     assert {str(one.message) for one in caught} == {
         "Expected to free memory of unsharded parameters, got some that an array shares, such "
-        "as weight.detach().numpy(); it stays allocated, and the next gather "
-        "overwrites it; keep a copy, such as weight.detach().clone().numpy()"
+        "as weight.detach().numpy(), and the next gather overwrites it; keep a copy instead"
     }
 
 

@@ -182,9 +182,8 @@ def test_cpu_gpu_module_on_cpu() -> None:
     with fake_ranks(2), pretend_cuda():
         assert device_of(model, device_id=0) == torch.device("cuda", 0)
         assert refused(model, RuntimeError) == (
-            "Expected a module on a single device, got parameters on ['cpu', 'cuda:0']; move it to "
-            "one, wrap its parts one by one, or, if only some are on the CPU, please pass in "
-            "device_id"
+            "Expected a module on a single device, got parameters on ['cpu', 'cuda:0']; wrap its "
+            "parts one by one, or, if only some are on the CPU, please pass in device_id"
         )
 
 
@@ -202,8 +201,8 @@ def test_multigpu_module_on_cpu() -> None:
     with fake_ranks(2), pretend_cuda():
         text = refused(model, RuntimeError)
     assert text == (
-        "Expected a module on a single device, got parameters on ['cuda:0', 'cuda:1']; move it to "
-        "one, wrap its parts one by one, or, if only some are on the CPU, please pass in device_id"
+        "Expected a module on a single device, got parameters on ['cuda:0', 'cuda:1']; wrap its "
+        "parts one by one, or, if only some are on the CPU, please pass in device_id"
     )
 
 

@@ -126,10 +126,9 @@ def test_codes_in_a_floating_point_dtype_are_not_cast() -> None:
         with pytest.raises(ValueError) as caught:
             packed(policy)
         assert str(caught.value) == (
-            "Expected frozen parameter 'weight' of class Packed to be computed with in its own "
-            "dtype torch.float16, got param_dtype torch.bfloat16, and a cast would corrupt packed "
-            "values; store it in that dtype, or let param_dtype_override_fn return the dtype of "
-            "this parameter"
+            "Expected frozen parameter 'weight' of class Packed in torch.float16, "
+            "got param_dtype torch.bfloat16, and a cast would corrupt packed values; "
+            "store it in that dtype, or return its dtype from param_dtype_override_fn"
         )
     model, codes = packed(
         MixedPrecisionPolicy(param_dtype=low, param_dtype_override_fn=lambda param: param.dtype)

@@ -269,8 +269,7 @@ def test_wrong_calls_say_what_to_do() -> None:
         "outermost sharded module",
         "Expected set_manual_backward_finalization() on the root, got it on group 'blocks.0'; call "
         "it on the outermost sharded module",
-        "Expected finalize_backward() of the root group outside of forward and backward, got it "
-        "within one; call it between iterations",
+        "Expected finalize_backward() of the root group between iterations, got it within one",
         "Expected set_manual_backward_finalization() to change outside of backward, got it within "
         "one; call it between iterations",
         "Expected set_manual_backward_finalization() to change between iterations, got a backward "

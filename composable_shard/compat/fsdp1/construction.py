@@ -149,8 +149,7 @@ def resolve_device(scope: Scope, choices: options.Choices) -> torch.device:
     if len(elsewhere) > 1 or (asked is None and len(found) > 1):
         raise RuntimeError(
             f"Expected a module on a single device, got parameters on {sorted(map(str, found))}; "
-            "move it to one, wrap its parts one by one, or, if only some are on the CPU, please "
-            "pass in device_id"
+            "wrap its parts one by one, or, if only some are on the CPU, please pass in device_id"
         )
     compute = next(iter(elsewhere), current)
     if compute != current or asked not in (None, compute):

@@ -135,8 +135,7 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         check_module("module", module)
         if isinstance(module, FSDPModule):
             raise ValueError(
-                f"Expected a module that is not sharded, got {type(module).__name__}, which "
-                "fully_shard was applied to before; wrap the module around it, or use it as it is"
+                f"Expected a module that is not sharded, got {type(module).__name__}; use it as is"
             )
         plan = construction.Plan(module, locals())
         plan.check()

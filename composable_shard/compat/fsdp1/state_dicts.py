@@ -351,15 +351,12 @@ def optim_state_dict_to_load(
     settings = get_state_dict_type(model)
     if is_rank0_only(settings.optim_state_dict_config):
         raise ValueError(
-            "Expected the optimizer's states on every rank, got rank0_only=True; read them on "
-            "every rank and set it to False"
+            "Expected the optimizer's states on every rank, got rank0_only=True; set it to False"
         )
     params = _named_params(model, optim)
     unknown = sorted(set(optim_state_dict["state"]) - set(params))
     if unknown:
-        raise ValueError(
-            f"Expected states of parameters that the optimizer has, got some of {unknown}"
-        )
+        raise ValueError(f"Expected states of the optimizer's parameters, got some of {unknown}")
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     result: dict[str, Any] = {"state": {}, "param_groups": []}
     keys = {name: name if is_named_optimizer else index for index, name in enumerate(params)}
@@ -389,10 +386,8 @@ def _named_params(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, t
     params = [param for param_group in optim.param_groups for param in param_group["params"]]
     named = {names.get(id(param), ""): param for param in params}
     if "" in named:
-        raise ValueError(
-            f"Expected an optimizer of the parameters of {type(model).__name__}, got one "
-            f"of another parameter of shape {list(named[''].shape)}"
-        )
+        kind = type(model).__name__
+        raise ValueError(f"Expected parameters of {kind} in the optimizer, got others")
     return named
 
 
