@@ -115,8 +115,8 @@ class MixedPrecisionPolicy:
         cast = self.compute_dtype(param.dtype)
         if kind is not None and not param.requires_grad and cast != param.dtype:
             raise ValueError(
-                f"Expected frozen parameter '{name}' of class {kind.__name__} in {param.dtype}, got "
-                f"param_dtype {cast}, and a cast would corrupt packed values; store it in that "
+                f"Expected frozen parameter '{name}' of class {kind.__name__} in {param.dtype}, "
+                f"got param_dtype {cast}, and a cast would corrupt packed values; store it in that "
                 "dtype, or return its dtype from param_dtype_override_fn"
             )
 

@@ -174,10 +174,7 @@ def notes_of_checkpoints(*, with_graph_around: bool) -> list[dict[Any, Any]]:
             frame = frame.f_back
         if outermost is not None and (with_graph_around or any(outermost.needs_input_grad)):
             found.append(outermost)
-    for holder in found:
-        if not hasattr(holder, _NOTES):
-            setattr(holder, _NOTES, {})
-    return [getattr(holder, _NOTES) for holder in found]
+    return [vars(holder).setdefault("_composable_shard_notes", {}) for holder in found]
 
 
 def is_in_checkpoint() -> bool:
@@ -188,7 +185,6 @@ def is_in_checkpoint() -> bool:
     return any(name.startswith(_checkpoint_hook.__qualname__) for name in names)
 
 
-_NOTES = "_composable_shard_notes"
 _autograd = torch._C._autograd
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from operator import attrgetter
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -18,8 +18,6 @@ from torch.distributed.tensor.placement_types import Placement, Shard, _StridedS
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable_shard._torch.tensors import without_overrides
-
-_spec_of = attrgetter("_spec")
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,9 +34,8 @@ local_tensors: Callable[..., Iterator[torch.Tensor]] = partial(map, attrgetter("
 """Returns the local tensor objects of DTensors."""
 
 
-def specs_of(tensors: Iterable[Any]) -> Iterator[DTensorSpec]:
-    """Return the spec of each DTensor; raise ``AttributeError`` for any other tensor."""
-    return map(_spec_of, tensors)
+specs_of: Callable[..., Iterator[DTensorSpec]] = partial(map, attrgetter("_spec"))
+"""Returns the specs of DTensors; raises ``AttributeError`` for any other tensor."""
 
 
 def spec_of(tensor: torch.Tensor) -> DTensorSpec:
@@ -146,9 +143,7 @@ def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     assert meta is not None
     if meta.dtype == dtype:
         return spec
-    return DTensorSpec(
-        spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype)
-    )
+    return make_spec(spec.mesh, spec.placements, meta._replace(dtype=dtype))
 
 
 # The constructor itself, without torch's guard against tracing.

@@ -276,7 +276,5 @@ def memory_in_use(device: torch.device) -> tuple[int, int]:
     if not torch._C._accelerator_isAllocatorInitialized():
         return 0, 0
     stats = torch._C._accelerator_getDeviceStats(device.index)
-    live, reserved = (
-        stats[f"{kind}_bytes"]["all"]["current"] for kind in ("allocated", "reserved")
-    )
-    return live, reserved
+    live, reserved = stats["allocated_bytes"], stats["reserved_bytes"]
+    return live["all"]["current"], reserved["all"]["current"]

@@ -6,6 +6,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -52,26 +53,24 @@ class Scope(NamedTuple):
     ignored_modules: frozenset[nn.Module]
     ignored_params: frozenset[nn.Parameter]
 
-    def places(self) -> Iterator[tuple[torch.Tensor, Place]]:
-        """Yield all parameters and buffers, also ignored ones, with each of their places."""
+    def places(self, *, ignored: bool = False) -> Iterator[tuple[torch.Tensor, Place]]:
+        """Yield all parameters and buffers, or those that are ignored, at each of their places."""
         for module in self.modules:
             for registered in (module._parameters, module._buffers):
                 for name, tensor in registered.items():
-                    if tensor is not None:
+                    if tensor is not None and (tensor in self.ignored_params) == ignored:
                         yield tensor, Place(module, registered, name)
 
     def held(self) -> dict[torch.Tensor, list[Place]]:
-        """Return the parameters and buffers that are not ignored, with their places."""
+        """Return all parameters and buffers with their places."""
         found: dict[torch.Tensor, list[Place]] = {}
         for tensor, place in self.places():
-            if tensor not in self.ignored_params:
-                found.setdefault(tensor, []).append(place)
+            found.setdefault(tensor, []).append(place)
         return found
 
     def on_meta(self) -> set[nn.Module]:
         """Return the modules with parameters or buffers on the meta device."""
-        held = self.held().items()
-        return {place.module for old, places in held if old.is_meta for place in places}
+        return {place.module for tensor, place in self.places() if tensor.is_meta}
 
     def params(self) -> list[nn.Parameter]:
         """Return the parameters, each once."""
@@ -211,7 +210,7 @@ def materialize(
     held, on_meta = scope.held(), scope.on_meta()
     if not on_meta:
         return
-    aside = [(old, place) for old, place in scope.places() if old in scope.ignored_params]
+    aside = list(scope.places(ignored=True))
     for param, place in aside:  # so that it keeps its values
         other = torch.empty_like(param, device="meta")
         place.registered[place.name] = nn.Parameter(other, param.requires_grad)
@@ -254,9 +253,8 @@ def stays_on_cpu(scope: Scope, choices: options.Choices, device: torch.device) -
             f"Expected parameters and buffers on {device} to synchronize them, got some on the "
             "CPU; pass device_id, or move the module first"
         )
-    if choices.cpu_offload.offload_params or not any(
-        param.device == _CPU for param in scope.params()
-    ):
+    is_on_cpu = any(param.device == _CPU for param in scope.params())
+    if choices.cpu_offload.offload_params or not is_on_cpu:
         return False
     warnings.warn(
         f"The module is on CPU and stays there: move it to {device} before training, or pass "
@@ -456,14 +454,13 @@ class Plan:
         """
         plans = [*self.below, self]
         check_calls((plan.tops, plan.shard_arguments) for plan in plans if plan.tops)
-        for plan in plans:
-            needs_reset = plan.choices.param_init_fn is None
-            for module in plan.scope.on_meta() if needs_reset else ():
-                if not callable(getattr(module, "reset_parameters", None)):
-                    raise MaterializationError(
-                        f"Expected {type(module).__name__} on the meta device to have "
-                        "reset_parameters(), got none; pass param_init_fn"
-                    )
+        to_reset = (plan.scope.on_meta() for plan in plans if plan.choices.param_init_fn is None)
+        for module in chain.from_iterable(to_reset):
+            if not callable(getattr(module, "reset_parameters", None)):
+                raise MaterializationError(
+                    f"Expected {type(module).__name__} on the meta device to have "
+                    "reset_parameters(), got none; pass param_init_fn"
+                )
 
     def wrap_below(self, wrap: Callable[[Plan], nn.Module]) -> None:
         """Replace the planned modules by wrappers, everywhere in the module."""

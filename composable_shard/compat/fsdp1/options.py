@@ -77,9 +77,8 @@ class CPUOffload:
 
     def policy(self) -> OffloadPolicy:
         """Return the policy for ``fully_shard``."""
-        if not self.offload_params:
-            return OffloadPolicy()
-        return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
+        pins = torch.accelerator.is_available()
+        return CPUOffloadPolicy(pin_memory=pins) if self.offload_params else OffloadPolicy()
 
 
 @dataclass(frozen=True)
