@@ -13,19 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard.arguments import check_module, check_type
-from composable_shard.core import optimizers  # noqa: F401 - its hooks
+from composable_shard.core import optimizers, shard  # noqa: F401 - the hooks of optimizers
 from composable_shard.core.agreement import record_ignored
 from composable_shard.core.group import group_of
 from composable_shard.core.hooks import install, register_forward_method
-from composable_shard.core.shard import (
-    build_group,
-    check_not_parallelized,
-    check_subclasses,
-    commit,
-    find_managed,
-    plan_params,
-    top_modules,
-)
 from composable_shard.core.state_dict import install_state_dict_hooks
 from composable_shard.core.storage import ShardedParam
 from composable_shard.core.ties import Claims, Managed, claim_ties
@@ -38,12 +29,7 @@ from composable_shard.mesh import (
     resolve_mesh,
 )
 from composable_shard.module import check_class, computes_later, groups_of, make_sharded
-from composable_shard.policy import (
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    check_offload,
-    check_own_class,
-)
+from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy, check_policies
 
 _Sharded = TypeVar("_Sharded", nn.Module, list[nn.Module])
 
@@ -111,14 +97,14 @@ def fully_shard(
         torch.Size([2, 8])
     """
     plan = _planned(locals())
-    group = build_group(plan.modules, plan.managed, plan.params, plan.mesh, plan.policy)
+    group = shard.build_group(plan.modules, plan.managed, plan.params, plan.mesh, plan.policy)
     group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
     plan.claims.commit()
     record_ignored(plan.managed.modules, ignored_params or ())
     for top in group.modules:
         check_class(top)
     # From here on, no error of the user can occur.
-    commit(group, plan.managed, plan.params)
+    shard.commit(group, plan.managed, plan.params)
     install(group, plan.managed.modules)
     install_state_dict_hooks(group)
     for top in group.modules:
@@ -145,12 +131,11 @@ def _planned(arguments: Mapping[str, Any], before: Collection[nn.Module] = ()) -
         arguments: All arguments of the call, by name.
         before: The modules that earlier calls shard.
     """
-    modules, place = top_modules(arguments["module"]), arguments["shard_placement_fn"]
+    modules, place = shard.top_modules(arguments["module"]), arguments["shard_placement_fn"]
     policy, offload_policy = arguments["mp_policy"], arguments["offload_policy"]
     policy = MixedPrecisionPolicy() if policy is None else policy
-    check_not_parallelized(modules)
-    check_own_class("mp_policy", policy, MixedPrecisionPolicy)
-    check_offload(offload_policy)
+    shard.check_not_parallelized(modules)
+    check_policies(policy, offload_policy)
     ignored = set() if arguments["ignored_params"] is None else arguments["ignored_params"]
     check_type("ignored_params", ignored, isinstance(ignored, (set, frozenset)), "a set")
     for param in ignored:
@@ -160,9 +145,9 @@ def _planned(arguments: Mapping[str, Any], before: Collection[nn.Module] = ()) -
     what, remedy = "a function of a parameter or None", "pass lambda param: Shard(1), say"
     check_type("shard_placement_fn", place, fits, what, remedy)
     mesh = resolve_mesh(arguments["mesh"], arguments["dp_mesh_dims"])
-    managed = find_managed(modules, ignored, before)
+    managed = shard.find_managed(modules, ignored, before)
     managed, claims = claim_ties(managed, modules)
-    params = plan_params(managed, mesh, place, policy, offload_policy)
+    params = shard.plan_params(managed, mesh, place, policy, offload_policy)
     return _Plan(modules, managed, claims, params, mesh, policy)
 
 
@@ -182,7 +167,7 @@ def check_calls(calls: Iterable[tuple[object, Mapping[str, Any]]]) -> None:
         plan = _planned(bound.arguments, before)
         if reshards != 1:  # the call itself warns about 1
             check_reshard(reshards, [plan.mesh, *(param.mesh for param in plan.params)])
-        check_subclasses(plan.params, plan.managed)
+        shard.check_subclasses(plan.params, plan.managed)
         for top in plan.modules:
             check_class(top)
         before.update(plan.modules)

@@ -146,8 +146,7 @@ def check_path(name: str, value: object, *, is_needed: bool = True) -> None:
 
 def check_module(name: str, value: object) -> None:
     """Raise ``TypeError`` unless an argument is a module."""
-    is_list = isinstance(value, (list, tuple))
-    remedy = "call it for each" if is_list else ""
+    remedy = "call it for each" if isinstance(value, (list, tuple)) else ""
     check_type(name, value, isinstance(value, nn.Module), "an nn.Module", remedy)
 
 

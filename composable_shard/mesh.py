@@ -210,13 +210,10 @@ def _from_names(mesh: DeviceMesh, dims: DataParallelMeshDims) -> ShardMesh:
     known = mesh.mesh_dim_names or ()
     for name in (*dims.shard_names, *dims.replicate_names):
         check_value("dp_mesh_dims", name, name in known, f"to name axes out of {known}")
-    if not dims.replicate_names:
-        return _shard_mesh(_torch.flat_axis(mesh, dims.shard_names), 0, None, dims, mesh)
-    replicas = _torch.flat_axis(mesh, dims.replicate_names)
-    if not dims.shard_names:
-        return _shard_mesh(replicas, None, 0, dims, mesh)
-    both = _torch.concatenate_meshes([replicas, _torch.flat_axis(mesh, dims.shard_names)])
-    return _shard_mesh(both, 1, 0, dims, mesh)
+    kinds = [names for names in (dims.replicate_names, dims.shard_names) if names]
+    axes = _torch.concatenate_meshes([_torch.flat_axis(mesh, names) for names in kinds])
+    shard_axis = axes.ndim - 1 if dims.shard_names else None
+    return _shard_mesh(axes, shard_axis, 0 if dims.replicate_names else None, dims, mesh)
 
 
 def _shard_mesh(

@@ -813,11 +813,8 @@ class FSDPModule(TorchFSDPModule):
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Call :meth:`set_gradient_divide_factor`; this is its deprecated name."""
-        warnings.warn(
-            "set_reduce_scatter_divide_factor is deprecated; call set_gradient_divide_factor",
-            FutureWarning,
-            stacklevel=2,
-        )
+        text = "set_reduce_scatter_divide_factor is deprecated; call set_gradient_divide_factor"
+        warnings.warn(text, FutureWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -193,16 +193,23 @@ def offload_of(name: str, policy: Offload) -> CPUOffloadPolicy | None:
     return policy if isinstance(policy, CPUOffloadPolicy) else None
 
 
-def check_offload(policy: object) -> None:
-    """Raise ``TypeError`` unless ``policy`` is an offload policy or a mapping of them by name."""
-    members = policy.items() if isinstance(policy, Mapping) else [("", policy)]
-    for name, member in members:
+def check_policies(mp_policy: object, offload_policy: object) -> None:
+    """Raise ``TypeError`` unless the arguments of ``fully_shard`` are policies.
+
+    Args:
+        mp_policy: The policy of dtypes.
+        offload_policy: An offload policy, a mapping of them by parameter name, or ``None``.
+    """
+    _check_own_class("mp_policy", mp_policy, MixedPrecisionPolicy)
+    is_one = not isinstance(offload_policy, Mapping)
+    members: Any = {"": offload_policy} if is_one else offload_policy
+    for name, member in members.items():
         if member is not None:
             place = f" for '{name}'" if name else ""
-            check_own_class("offload_policy", member, OffloadPolicy, place)
+            _check_own_class("offload_policy", member, OffloadPolicy, place)
 
 
-def check_own_class(name: str, value: object, kind: type, place: str = "") -> None:
+def _check_own_class(name: str, value: object, kind: type, place: str = "") -> None:
     """Raise ``TypeError`` unless a value is of a class that torch has under the same name."""
     if not isinstance(value, kind):
         raise TypeError(

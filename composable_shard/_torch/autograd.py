@@ -13,20 +13,15 @@ import torch
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import Node
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import _pop_mode, _push_mode
-from torch.utils.checkpoint import (
-    CheckpointFunction,
-    _CachedTorchDispatchMode,
-    _CachingTorchDispatchMode,
-    _checkpoint_hook,
-)
 
 # Transforms of torch.func, and the tensors that they wrap -----------------------------------------
 
 num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Returns the number of dispatch modes, such as those of selective checkpoints or fake tensors."""
 
-_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+_SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
 
 @contextlib.contextmanager
@@ -163,13 +158,13 @@ def notes_of_checkpoints(*, with_graph_around: bool) -> list[dict[Any, Any]]:
     """
     if torch.is_grad_enabled() and _autograd._top_saved_tensors_default_hooks(False) is None:
         return []
-    of_checkpoints, hooks = CheckpointFunction.__module__, _saved_tensors_hooks()
+    of_checkpoints, hooks = checkpoint.__name__, _saved_tensors_hooks()
     found: list[Any] = [pack for pack, _ in hooks if pack.__module__ == of_checkpoints][:1]
     if not torch.is_grad_enabled():
         outermost: Any = None
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            if frame.f_code is CheckpointFunction.forward.__code__:
+            if frame.f_code is checkpoint.CheckpointFunction.forward.__code__:
                 outermost = frame.f_locals["ctx"]
             frame = frame.f_back
         if outermost is not None and (with_graph_around or any(outermost.needs_input_grad)):
@@ -182,7 +177,7 @@ def is_in_checkpoint() -> bool:
     if not torch.is_grad_enabled():
         return True
     names = (getattr(pack, "__qualname__", "") for pack, _ in _saved_tensors_hooks())
-    return any(name.startswith(_checkpoint_hook.__qualname__) for name in names)
+    return any(name.startswith(checkpoint._checkpoint_hook.__qualname__) for name in names)
 
 
 _autograd = torch._C._autograd

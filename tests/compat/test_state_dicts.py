@@ -246,9 +246,9 @@ def test_messages() -> None:
             "Expected states of the optimizer's parameters, got some of ['gain']": (
                 load({"gain": {}, "weight": {}})
             ),
-            "Expected a group in param_groups with 'weight', as optim_state_dict returns them, "
+            "Expected a group in param_groups with ['weight'], as optim_state_dict returns them, "
             "got groups of []": load({}),
-            "Expected a group in param_groups with 'weight', as optim_state_dict returns them, "
+            "Expected a group in param_groups with ['weight'], as optim_state_dict returns them, "
             "got groups of [['other']]": load({}, {"params": ["other"]}),
             "Expected the optimizer's states on every rank, got rank0_only=True; set it to False": (
                 load_on_first

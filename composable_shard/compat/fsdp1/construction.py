@@ -15,18 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from composable_shard import (
-    DataParallelMeshDims,
-    FSDPModule,
-    MaterializationError,
-    fully_shard,
-    sync_module_states,
-)
-from composable_shard.api import check_calls
+from composable_shard.api import check_calls, fully_shard
 from composable_shard.arguments import check_type, check_value
 from composable_shard.compat.fsdp1 import options
 from composable_shard.compat.fsdp1.state_dicts import Wrapper
-from composable_shard.mesh import current_device, start_process_group
+from composable_shard.errors import MaterializationError
+from composable_shard.mesh import DataParallelMeshDims, current_device, start_process_group
+from composable_shard.module import FSDPModule
+from composable_shard.train.init import sync_module_states
 from composable_shard.train.wrap import has_forward, inside_out
 
 # The modules of one wrapper, without ignored modules and those of inner wrappers ------------------

@@ -156,10 +156,7 @@ def get_state_dict_type(module: nn.Module) -> options.StateDictSettings:
         ...     get_state_dict_type(model).state_dict_config
         FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
     """
-    found: list[options.StateDictSettings] = []
-    for wrapper in _wrappers(module):
-        if wrapper.fsdp_state_dict_settings not in found:
-            found.append(wrapper.fsdp_state_dict_settings)
+    found = list({wrapper.fsdp_state_dict_settings for wrapper in _wrappers(module)})
     if len(found) != 1:
         got = f"{len(found)} kinds: {found}" if found else "no wrapper"
         raise ValueError(
@@ -229,16 +226,13 @@ def _after_save(wrapper: Wrapper, state_dict: dict[str, Any], prefix: str, *_: o
     kind, config = settings.state_dict_type, settings.state_dict_config
     # A tied parameter is one tensor under several names.
     params = {prefix + n: id(p) for n, p in wrapper.named_parameters(remove_duplicate=False)}
-    tensors = {
-        key: value
-        for key, value in state_dict.items()
-        if key.startswith(prefix) and isinstance(value, torch.Tensor)
-    }
+    keys = [key for key in state_dict if key.startswith(prefix)]
+    tensors = {key: state_dict[key] for key in keys if isinstance(state_dict[key], torch.Tensor)}
     distinct = {params.get(key, key): value for key, value in tensors.items()}
     found = converted(distinct, kind, config)
     state_dict.update((key, found[params.get(key, key)]) for key in tensors)
     if is_rank0_only(config) and not is_first_rank(wrapper):
-        for key in [key for key in state_dict if key.startswith(prefix)]:
+        for key in keys:
             del state_dict[key]
 
 
@@ -371,7 +365,7 @@ def optim_state_dict_to_load(
         fitting = [group for group in saved if not names or names[0] in group["params"]]
         if not fitting:
             raise ValueError(
-                f"Expected a group in param_groups with {names[0]!r}, as optim_state_dict returns "
+                f"Expected a group in param_groups with {names[:1]}, as optim_state_dict returns "
                 f"them, got groups of {[group['params'] for group in saved]}"
             )
         result["param_groups"].append({**fitting[0], "params": [keys[name] for name in names]})
