@@ -80,14 +80,12 @@ def uncompiled() -> Iterator[None]:
         torch._C._dynamo.eval_frame.set_eval_frame(before)
 
 
-def is_transformed(tensor: torch.Tensor) -> bool:
-    """Return whether a transform has wrapped ``tensor``."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Returns whether a transform has wrapped a tensor."""
 
 
-def inner_value(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that the innermost transform has wrapped into ``tensor``."""
-    return torch._C._functorch.get_unwrapped(tensor)
+inner_value: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.get_unwrapped
+"""Returns the tensor that the innermost transform has wrapped into a tensor."""
 
 
 # Autograd: the running backward, pending nodes, hooks on leaves -----------------------------------
@@ -246,10 +244,9 @@ class _Reached(torch.autograd.Function):
 
 def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
     """Share the hooks of one leaf with another; a removed hook is removed from both."""
-    if source._backward_hooks:
-        target._backward_hooks = source._backward_hooks
-    if source._post_accumulate_grad_hooks:
-        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(source, name):
+            setattr(target, name, getattr(source, name))
 
 
 def has_grad_hooks(param: torch.Tensor) -> bool:

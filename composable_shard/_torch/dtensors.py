@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from operator import attrgetter
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -65,9 +65,8 @@ def num_parts_of_strided(placement: Placement) -> int | None:
 
 def with_dim(placement: Placement, dim: int) -> Placement:
     """Return the same placement for another dim."""
-    if isinstance(placement, _StridedShard):
-        return strided_shard(dim, int(placement.split_factor))
-    return Shard(dim)
+    num_parts = num_parts_of_strided(placement)
+    return Shard(dim) if num_parts is None else strided_shard(dim, num_parts)
 
 
 def split(numbers: torch.Tensor, placement: Placement, num_parts: int) -> list[torch.Tensor]:
@@ -214,13 +213,8 @@ def cloned(tensor: torch.Tensor) -> torch.Tensor:
 @lru_cache
 def _rebuilds(kind: type) -> bool:
     """Return whether ``__tensor_unflatten__`` of a class has the signature of torch's protocol."""
-    try:
-        inspect.signature(kind.__tensor_unflatten__).bind(  # type: ignore[attr-defined]
-            "inner", "context", "shape", "stride"
-        )
-    except (TypeError, ValueError):
-        return False
-    return True
+    function: Any = kind.__tensor_unflatten__  # type: ignore[attr-defined]
+    return len(inspect.signature(function).parameters) == 4  # inner, context, shape, stride
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:

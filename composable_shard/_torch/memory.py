@@ -149,7 +149,6 @@ def is_big(tensor: torch.Tensor) -> bool:
     return tensor.nbytes >= (_BIG_NBYTES if _poison is None else 1) and _is_of_host(tensor)
 
 
-_NUM_SPARE = 2
 _spare: deque[torch.UntypedStorage] | None = None
 _swap: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)  # not in every version
 
@@ -164,7 +163,7 @@ def keep_spare() -> None:
     """
     global _spare
     if _spare is None and _swap is not None:
-        _spare = deque(maxlen=_NUM_SPARE)
+        _spare = deque(maxlen=2)
 
 
 def return_spare() -> None:
@@ -232,12 +231,12 @@ def free(tensor: torch.Tensor) -> bool:
         _poison.sweep()
         fill(storage, tensor.dtype)
     spare = _spare
-    if spare is None or not storage.size() or not is_big(tensor):
+    if spare is not None and storage.size() and is_big(tensor):
+        freed = torch.UntypedStorage(0, device="cpu")
+        _swap(freed, storage)
+        spare.append(freed)
+    else:
         storage.resize_(0)
-        return True
-    freed = torch.UntypedStorage(0, device="cpu")
-    _swap(freed, storage)
-    spare.append(freed)
     return True
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils.stateless import _functional_call
 from torch.utils._pytree import SUPPORTED_NODES, _get_node_type
 from torch.utils.hooks import RemovableHandle
@@ -144,6 +144,4 @@ def registered_container(value: Any) -> tuple[list[Any], Callable[..., Any]] | N
 
 def is_replicated(module: nn.Module) -> bool:
     """Return whether torch's ``replicate`` (either one) or its DDP class wraps a module."""
-    return "replicate" in composable_functions(module) or isinstance(
-        module, DistributedDataParallel
-    )
+    return "replicate" in composable_functions(module) or isinstance(module, DDP)

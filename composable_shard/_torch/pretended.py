@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,16 +20,6 @@ DispatchMode = TorchDispatchMode
 
 ReadsValues = DataDependentOutputException
 """Raised if code reads the value of a fake tensor."""
-
-_KNOWN_AS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
-        torch.ops.aten._scaled_dot_product_flash_attention
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ),
-}
-"""Operations of the CPU that torch before 2.15 does not count, and those with as many flops."""
 
 
 def fake_tensors() -> contextlib.AbstractContextManager[Any]:
@@ -67,7 +57,9 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
     from torch.utils.flop_counter import flop_registry  # late: it reports a missing triton
 
     packet = func.overloadpacket
-    count = flop_registry.get(_KNOWN_AS.get(packet, packet))
+    if "attention_for_cpu" in packet.__name__:  # which torch before 2.15 does not count
+        packet = getattr(torch.ops.aten, packet.__name__.replace("_for_cpu", ""), packet)
+    count = flop_registry.get(packet)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
 
@@ -77,12 +69,11 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
 @contextlib.contextmanager
 def threaded_world() -> Iterator[Callable[[BaseException], None]]:
     """Give each thread a process group of its own; yield a function that wakes waiting threads."""
-    # Imported late, since only tests with threads need these modules.
-    from torch._C import _distributed_c10d
+    # Imported late, since only tests with threads need this module.
     from torch.testing._internal.distributed import multi_threaded_pg
 
     backend: Any = multi_threaded_pg  # neither module is typed
-    bindings: Any = _distributed_c10d
+    bindings: Any = torch._C._distributed_c10d
     if not hasattr(backend.ThreadLocalWorld, "comms"):  # torch 2.11 reads it and lacks it
         backend.ThreadLocalWorld.comms = []
     _enter_fake_mode()
@@ -113,5 +104,4 @@ def fake_store() -> dist.Store:
     """Register the backend ``fake``; return its store."""
     from torch.testing._internal.distributed import fake_pg
 
-    store: dist.Store = fake_pg.FakeStore()
-    return store
+    return cast(dist.Store, fake_pg.FakeStore())

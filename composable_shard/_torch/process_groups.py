@@ -322,11 +322,8 @@ def rebind(mesh: DeviceMesh) -> None:
 def _name_of_ranks(ranks: list[int], name: str) -> str:
     """Return the name of a process group of ``ranks``: ``name`` if it is one, else the first."""
     world = distributed_c10d._world
-    names = [
-        str(world.pg_names[group])
-        for group, members in world.pg_group_ranks.items()
-        if list(members) == ranks
-    ]
+    groups = [group for group, members in world.pg_group_ranks.items() if list(members) == ranks]
+    names = [str(world.pg_names[group]) for group in groups]
     if not names:
         raise ValueError(
             f"Expected a process group of the ranks {ranks}, got none; make the saved mesh first"
