@@ -178,15 +178,10 @@ def resolve_mesh(
         )
     if dims is not None:
         return _from_names(mesh, dims)
-    if mesh.ndim not in (1, 2):
+    if mesh.ndim > 2 or (mesh.ndim == 2 and mesh.mesh_dim_names is None):
         raise ValueError(
-            f"Expected mesh to have 1 axis, or 2 (replicate, shard), got {mesh.ndim}: {mesh}; "
-            "pass the data-parallel axes, such as mesh['shard'], or name them by dp_mesh_dims"
-        )
-    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise ValueError(
-            f"Expected a 2-D mesh to name its axes (replicate, shard), got none: {mesh}; "
-            "pass mesh_dim_names to init_device_mesh"
+            f"Expected a mesh of 1 axis, or of 2 with names (replicate, shard), got {mesh}; pass "
+            "mesh_dim_names, or the data-parallel axes, such as mesh['shard'], or dp_mesh_dims"
         )
     _check_axis_names(mesh)
     return _shard_mesh(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None)

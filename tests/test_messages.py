@@ -346,12 +346,13 @@ sharded().set_custom_reduce_scatter(None)
     TypeError: Expected comm to be a custom reduce-scatter with allocate and __call__, got NoneType:
     None
 fully_shard(plain(), mesh=mesh(2, 2))
-    ValueError: Expected a 2-D mesh to name its axes (replicate, shard), got none: DeviceMesh((2,
-    2), 'cpu', stride=(2, 1)); pass mesh_dim_names to init_device_mesh
+    ValueError: Expected a mesh of 1 axis, or of 2 with names (replicate, shard), got DeviceMesh((2,
+    2), 'cpu', stride=(2, 1)); pass mesh_dim_names, or the data-parallel axes, such as
+    mesh['shard'], or dp_mesh_dims
 fully_shard(plain(), shard_placement_fn=lambda _: ShardPlacementResult(mesh=mesh(2, 2)))
-    ValueError: Expected a 2-D mesh to name its axes (replicate, shard), got none: DeviceMesh((2,
-    2), 'cpu', stride=(2, 1)); pass mesh_dim_names to init_device_mesh, from shard_placement_fn for
-    parameter 'weight'
+    ValueError: Expected a mesh of 1 axis, or of 2 with names (replicate, shard), got DeviceMesh((2,
+    2), 'cpu', stride=(2, 1)); pass mesh_dim_names, or the data-parallel axes, such as
+    mesh['shard'], or dp_mesh_dims, from shard_placement_fn for parameter 'weight'
 fully_shard(plain(), mesh=square('dp_shard', 'tp'))
     ValueError: Expected a mesh of the axes (replicate, shard), or of one that shards, got axes
     named ('dp_shard', 'tp'); pass the axes in this order, or name their purposes by
@@ -421,8 +422,8 @@ def test_message_of_a_mesh_of_three_axes() -> None:
         with pytest.raises(ValueError) as caught:
             fully_shard(plain(), mesh=cube)
         assert str(caught.value) == (
-            f"Expected mesh to have 1 axis, or 2 (replicate, shard), got 3: {cube}; pass the "
-            "data-parallel axes, such as mesh['shard'], or name them by dp_mesh_dims"
+            f"Expected a mesh of 1 axis, or of 2 with names (replicate, shard), got {cube}; pass "
+            "mesh_dim_names, or the data-parallel axes, such as mesh['shard'], or dp_mesh_dims"
         )
 
 

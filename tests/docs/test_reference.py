@@ -30,11 +30,15 @@ def public_packages() -> list[ModuleType]:
     return [importlib.import_module(name) for name in ("composable_shard", *names)]
 
 
+def functions_and_classes(package: ModuleType) -> list[str]:
+    return [name for name, value in vars(package).items() if callable(value) and name[0] != "_"]
+
+
 def public_names() -> list[str]:
     names = [
         f"{package.__name__}.{name}"
         for package in public_packages()
-        for name in getattr(package, "__all__", ())
+        for name in getattr(package, "__all__", functions_and_classes(package))
     ]
     for path in BY_FULL_NAME:
         module = importlib.import_module(path)
