@@ -151,9 +151,7 @@ class ShardMesh:
         return names == set(self.full_mesh.mesh_dim_names or ())
 
 
-def resolve_mesh(
-    mesh: DeviceMesh | None = None, dims: DataParallelMeshDims | None = None
-) -> ShardMesh:
+def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> ShardMesh:
     """Derive the data-parallel ranks from a mesh.
 
     Args:
@@ -184,7 +182,7 @@ def resolve_mesh(
             "mesh_dim_names, or the data-parallel axes, such as mesh['shard'], or dp_mesh_dims"
         )
     _check_axis_names(mesh)
-    return _shard_mesh(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None)
+    return shard_mesh_of(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None)
 
 
 def _check_axis_names(mesh: DeviceMesh) -> None:
@@ -208,16 +206,21 @@ def _from_names(mesh: DeviceMesh, dims: DataParallelMeshDims) -> ShardMesh:
     kinds = [names for names in (dims.replicate_names, dims.shard_names) if names]
     axes = _torch.concatenate_meshes([_torch.flat_axis(mesh, names) for names in kinds])
     shard_axis = axes.ndim - 1 if dims.shard_names else None
-    return _shard_mesh(axes, shard_axis, 0 if dims.replicate_names else None, dims, mesh)
+    return shard_mesh_of(axes, shard_axis, 0 if dims.replicate_names else None, dims, mesh)
 
 
-def _shard_mesh(
+def shard_mesh_of(
     mesh: DeviceMesh,
     shard_axis: int | None,
     replicate_axis: int | None = None,
     dims: DataParallelMeshDims | None = None,
     full_mesh: DeviceMesh | None = None,
 ) -> ShardMesh:
+    """Return the ShardMesh that shards over one axis of a mesh and replicates over another.
+
+    Raises:
+        ValueError: If this process cannot use the devices of the mesh.
+    """
     shards = None if shard_axis is None else mesh.get_group(shard_axis)
     replicas = None if replicate_axis is None else mesh.get_group(replicate_axis)
     shard_rank = 0 if shards is None else shards.rank()
@@ -227,10 +230,9 @@ def _shard_mesh(
 
 
 def _restored_mesh(mesh: DeviceMesh, *others: Any) -> ShardMesh:
-    for unpickled in (mesh, *others):
-        if isinstance(unpickled, DeviceMesh):
-            _torch.rebind(unpickled)
-    return _shard_mesh(mesh, *others)
+    for unpickled in filter(None, (mesh, others[-1])):  # the last one is the full mesh
+        _torch.rebind(unpickled)
+    return shard_mesh_of(mesh, *others)
 
 
 def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -286,15 +288,6 @@ def places_of(mesh: DeviceMesh) -> dict[int, int]:
     for axis in range(mesh.ndim):
         places = places * mesh.size(axis) + mesh.mesh.argsort(axis).argsort(axis)
     return dict(zip(mesh.mesh.flatten().tolist(), places.flatten().tolist(), strict=True))
-
-
-def axis_of(mesh: DeviceMesh, axis: int) -> ShardMesh:
-    """Return the ShardMesh that shards over one axis of a mesh.
-
-    Raises:
-        ValueError: If this process cannot use the devices of the mesh.
-    """
-    return _shard_mesh(mesh, axis)
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
@@ -354,29 +347,25 @@ def shard_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int | 
     return placement.dim % param.ndim
 
 
-def check_reshard(
-    reshard_after_forward: bool | int | None, meshes: Iterable[ShardMesh]
-) -> bool | int | None:
-    """Check the argument, and return it; ``1`` becomes ``False``, the number of shards ``True``.
+def check_reshard(choice: bool | int | None, meshes: Iterable[ShardMesh]) -> bool | int | None:
+    """Check a ``reshard_after_forward``; return it, or the bool that means the same as an int.
 
     Raises:
         ValueError: If it is neither a bool nor an int that divides the number of shards.
     """
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward
-    is_int, what = isinstance(reshard_after_forward, int), "True, False, a number of ranks or None"
-    check_value("reshard_after_forward", reshard_after_forward, is_int, f"to be {what}")
+    if choice is None or isinstance(choice, bool):
+        return choice
+    is_int, what = isinstance(choice, int), "to be True, False, a number of ranks or None"
+    check_value("reshard_after_forward", choice, is_int, what)
     sizes = sorted({mesh.num_shards for mesh in meshes})
     for num_shards in sizes:
-        if reshard_after_forward < 1 or num_shards % reshard_after_forward:
+        if choice < 1 or num_shards % choice:
             raise ValueError(
                 "Expected reshard_after_forward to divide the number of shards, got "
-                f"{reshard_after_forward} for {num_shards} shards"
+                f"{choice} for {num_shards} shards"
             )
-    if reshard_after_forward == 1:
-        warnings.warn(
-            "reshard_after_forward=1 keeps all parameters after forward; pass False to say so",
-            stacklevel=3,
-        )
+    if choice == 1:
+        text = "reshard_after_forward=1 keeps all parameters after forward; pass False to say so"
+        warnings.warn(text, stacklevel=3)
         return False
-    return True if sizes == [reshard_after_forward] else reshard_after_forward
+    return True if sizes == [choice] else choice

@@ -95,9 +95,8 @@ def _explained(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _original_class(sharded: type) -> type:
-    return next(
-        c for c in sharded.__mro__ if issubclass(c, nn.Module) and not issubclass(c, FSDPModule)
-    )
+    classes = (kind for kind in sharded.__mro__ if issubclass(kind, nn.Module))
+    return next(kind for kind in classes if not issubclass(kind, FSDPModule))
 
 
 def _new_sharded(original: type) -> nn.Module:
@@ -119,9 +118,8 @@ def groups_of(name: str, modules: Iterable[nn.Module]) -> list[ParamGroup]:
     for module in modules:
         group = group_of(module) if isinstance(module, nn.Module) else None
         if group is None:
-            raise ValueError(
-                f"Expected sharded modules, got {type(module).__name__}; apply fully_shard to it"
-            )
+            kind = type(module).__name__
+            raise ValueError(f"Expected sharded modules, got {kind}; apply fully_shard to it")
         groups.append(group)
     return groups
 
@@ -134,9 +132,7 @@ def _check_comm(what: str, comm: Any) -> None:
 _Conversion = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _convert(
-    modules: list[nn.Module], fn: _Conversion, apply: Callable[[_Conversion], Any]
-) -> None:
+def _convert(modules: list[nn.Module], fn: _Conversion, apply: Callable[[Any], Any]) -> None:
     """Convert parameters, their gradients and buffers; all of them or, after a failure, none.
 
     All tensors are converted before any is replaced. Torch replaces a DTensor together with its
@@ -229,9 +225,7 @@ class FSDPModule(TorchFSDPModule):
         checked_bool("async_op", async_op)
         group = self._group()
         if group.is_in_unsharded_context:
-            raise ShardError(
-                f"Expected unshard() of {group.label} outside of unsharded(), got it inside"
-            )
+            raise ShardError(f"Expected no unshard() of {group.label} inside unsharded(), got one")
         if not group.tree.call_stack:
             group.tree.prepare_gather()
         group.refresh()
@@ -907,9 +901,7 @@ class FSDPModule(TorchFSDPModule):
         is_stream = stream is None or hasattr(stream, needed)
         check_type("stream", stream, is_stream, "a torch.Stream or None")
         if stream is not None and any(mesh.num_replicas > 1 for mesh in group.channels):
-            raise ValueError(
-                f"Expected no stream for {group.label}: the hook runs after the all-reduce"
-            )
+            raise ValueError(f"Expected no stream for {group.label}: the all-reduce comes first")
         used_stream = stream if has_streams else None
         self._set(False, recompiles=True, all_reduce_hook=hook, hook_stream=used_stream)
 

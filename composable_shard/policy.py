@@ -124,16 +124,14 @@ class MixedPrecisionPolicy:
         """Return the policy for module inputs and outputs, without the per-parameter override."""
         return replace(self, param_dtype_override_fn=None)
 
-    def reduction_dtype(
-        self, original: torch.dtype, asked: torch.dtype | None = None
-    ) -> torch.dtype:
+    def reduction_dtype(self, dtype: torch.dtype, asked: torch.dtype | None = None) -> torch.dtype:
         """Return the dtype in which a gradient is summed over ranks and microbatches.
 
         Args:
-            original: Dtype of the parameter.
+            dtype: Dtype of the parameter.
             asked: The ``grad_dtype`` of the parameter, if it is set.
         """
-        return of_its_kind(self.reduce_dtype or asked or self.grad_dtype or original, original)
+        return of_its_kind(self.reduce_dtype or asked or self.grad_dtype or dtype, dtype)
 
 
 def of_its_kind(dtype: torch.dtype, original: torch.dtype) -> torch.dtype:

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -20,17 +20,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from composable_shard._torch.tensors import without_overrides
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """Return the local tensor object of a DTensor; ``to_local()`` would return a fresh view."""
     return cast(DTensor, tensor)._local_tensor
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor; return any other tensor as it is."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-local_tensors: Callable[..., Iterator[torch.Tensor]] = partial(map, attrgetter("_local_tensor"))
+local_tensors: Callable[..., Iterator[Tensor]] = partial(map, attrgetter("_local_tensor"))
 """Returns the local tensor objects of DTensors."""
 
 
@@ -38,12 +38,12 @@ specs_of: Callable[..., Iterator[DTensorSpec]] = partial(map, attrgetter("_spec"
 """Returns the specs of DTensors; raises ``AttributeError`` for any other tensor."""
 
 
-def spec_of(tensor: torch.Tensor) -> DTensorSpec:
+def spec_of(tensor: Tensor) -> DTensorSpec:
     """Return the spec of a DTensor: mesh, placements, global shape, stride and dtype."""
     return cast(DTensor, tensor)._spec
 
 
-def waited(tensor: torch.Tensor) -> torch.Tensor:
+def waited(tensor: Tensor) -> Tensor:
     """Wait for the functional collective that makes a local tensor; return the tensor."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
@@ -69,7 +69,7 @@ def with_dim(placement: Placement, dim: int) -> Placement:
     return Shard(dim) if num_parts is None else strided_shard(dim, num_parts)
 
 
-def split(numbers: torch.Tensor, placement: Placement, num_parts: int) -> list[torch.Tensor]:
+def split(numbers: Tensor, placement: Placement, num_parts: int) -> list[Tensor]:
     """Split a 1-D tensor into the parts that the ranks of an axis hold.
 
     Hazard: torch's public functions return only the part of the calling rank, so this uses a
@@ -81,12 +81,12 @@ def split(numbers: torch.Tensor, placement: Placement, num_parts: int) -> list[t
     return parts
 
 
-def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
+def set_local_tensor(tensor: Tensor, local: Tensor) -> None:
     """Replace the local tensor of a DTensor by one of the same shape."""
     cast(DTensor, tensor)._local_tensor = local
 
 
-def relocate(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
+def relocate(tensor: Tensor, local: Tensor, spec: DTensorSpec) -> None:
     """Move a DTensor to other ranks or placements; its global shape and dtype stay.
 
     Hazard: torch caches the sharding of ops by spec. Guard: the DTensor gets a new spec, and the
@@ -96,7 +96,7 @@ def relocate(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> No
     inner._local_tensor, inner._spec = local, spec
 
 
-def parameter_of(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+def parameter_of(tensor: Tensor, requires_grad: bool) -> nn.Parameter:
     """Make a parameter of a tensor; a DTensor keeps its mesh object.
 
     Hazard: torch treats equal meshes as one, so the parameter may get a mesh with other process
@@ -109,18 +109,16 @@ def parameter_of(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
     return made
 
 
-def class_in_memory(tensor: torch.Tensor) -> type[torch.Tensor] | None:
+def class_in_memory(tensor: Tensor) -> type[Tensor] | None:
     """Return the user's class of a tensor with plain memory; ``None`` for all other tensors."""
     return None if _is_of_torch(tensor) or is_subclass(tensor) else type(tensor)
 
 
-def _is_of_torch(tensor: torch.Tensor) -> bool:
+def _is_of_torch(tensor: Tensor) -> bool:
     return type(tensor).__module__.partition(".")[0] == "torch"
 
 
-def parameter_of_class(
-    tensor: torch.Tensor, kind: type[torch.Tensor], requires_grad: bool
-) -> nn.Parameter:
+def parameter_of_class(tensor: Tensor, kind: type[Tensor], requires_grad: bool) -> nn.Parameter:
     """Make a parameter of a class (see :func:`class_in_memory`) from a plain tensor."""
     with torch.no_grad():
         made = tensor.detach().as_subclass(kind)
@@ -146,35 +144,35 @@ def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 
 
 # The constructor itself, without torch's guard against tracing.
-_new_dtensor: Callable[..., DTensor] = getattr(torch.Tensor, "_dtensor__new__", DTensor.__new__)
+_new_dtensor: Callable[..., DTensor] = getattr(Tensor, "_dtensor__new__", DTensor.__new__)
 
 
 from_local = partial(_new_dtensor, DTensor, requires_grad=False)
 """Wraps a local tensor without checks, copies or communication (1 us, not 25)."""
 
 
-def local_like(param: torch.Tensor, local: torch.Tensor) -> DTensor:
+def local_like(param: Tensor, local: Tensor) -> DTensor:
     """Wrap ``local``, of any dtype, in a DTensor with the mesh and placements of ``param``."""
     return from_local(local, spec_with_dtype(spec_of(param), local.dtype))
 
 
-def cut(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
+def cut(full: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
     """Return this rank's shard of a full tensor that all ranks hold. Collective: none."""
     return distribute_tensor(full, mesh, placements, src_data_rank=None)._local_tensor
 
 
-def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
+def is_wrapper_subclass(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is a subclass made of inner tensors (``__tensor_flatten__``)."""
     return not isinstance(tensor, DTensor) and is_traceable_wrapper_subclass(tensor)
 
 
-def is_subclass(tensor: torch.Tensor) -> bool:
+def is_subclass(tensor: Tensor) -> bool:
     """Return whether the class of ``tensor`` defines its own operations."""
-    plain = torch.Tensor.__torch_dispatch__
+    plain = Tensor.__torch_dispatch__
     return is_wrapper_subclass(tensor) or type(tensor).__torch_dispatch__ is not plain
 
 
-def is_subclass_of_user(tensor: torch.Tensor) -> bool:
+def is_subclass_of_user(tensor: Tensor) -> bool:
     """Return the same, except ``False`` for torch's own classes, such as fake tensors."""
     return is_wrapper_subclass(tensor) or (is_subclass(tensor) and not _is_of_torch(tensor))
 
@@ -189,7 +187,7 @@ def last_axis(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if mesh.ndim == 1 else mesh[cast(tuple[str, ...], mesh.mesh_dim_names)[-1]]
 
 
-def cloned(tensor: torch.Tensor) -> torch.Tensor:
+def cloned(tensor: Tensor) -> Tensor:
     """Copy a tensor bit by bit, since ``clone`` of a quantized subclass may quantize it again.
 
     A class that cannot be rebuilt from its inner tensors is copied into a tensor of zeros, as
@@ -200,7 +198,7 @@ def cloned(tensor: torch.Tensor) -> torch.Tensor:
     if is_wrapper_subclass(tensor) and _rebuilds(type(tensor)):
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = {name: cloned(getattr(tensor, name)) for name in names}
-        rebuilt: torch.Tensor = type(tensor).__tensor_unflatten__(  # type: ignore[attr-defined]
+        rebuilt: Tensor = type(tensor).__tensor_unflatten__(  # type: ignore[attr-defined]
             inner, context, tensor.shape, tensor.stride()
         )
         if type(rebuilt) is type(tensor):
@@ -233,7 +231,7 @@ def let_foreach_zero_any_placement() -> None:
 
 
 def _foreach_zero(_: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    tensors = cast(list[torch.Tensor], args[0])
+    tensors = cast(list[Tensor], args[0])
     torch._foreach_zero_([t._local_tensor if isinstance(t, DTensor) else t for t in tensors])
     torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
@@ -249,7 +247,7 @@ def clear_sharding_cache() -> None:
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
-def leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
+def leaves(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors inside a tensor subclass; for a plain tensor, the tensor itself.
 
     For a subclass without memory and without ``__tensor_flatten__``, they are in its attributes.
@@ -259,11 +257,11 @@ def leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [leaf for name in names for leaf in leaves(getattr(tensor, name))]
     if not is_subclass(tensor) or _has_memory(tensor):
         return [tensor]
-    inner = [value for value in vars(tensor).values() if isinstance(value, torch.Tensor)]
+    inner = [value for value in vars(tensor).values() if isinstance(value, Tensor)]
     return [leaf for value in inner for leaf in leaves(value)]
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
+def _has_memory(tensor: Tensor) -> bool:
     storage = tensor.untyped_storage()
     if storage.device.type == "meta":  # fake tensors, too
         return True

@@ -224,9 +224,7 @@ def _name_of_group(*args: Any, **kwargs: Any) -> Any:
     return getattr(_given, "name", None) or _unnamed(*args, **kwargs)
 
 
-def new_local_group(
-    ranks: list[int], backend: str, name: str, timeout: float | None
-) -> ProcessGroup:
+def new_local_group(ranks: list[int], backend: str, name: str, limit: float | None) -> ProcessGroup:
     """Make a process group; only its own ranks take part.
 
     Hazard: torch names such a group after its ranks and the number of groups in this process. That
@@ -238,7 +236,7 @@ def new_local_group(
         ranks: Global ranks.
         backend: The backend.
         name: The name, unique in the job and the same on all of ``ranks``.
-        timeout: The time-out of its collectives in seconds; torch's default if absent.
+        limit: The time-out of its collectives in seconds; torch's default if absent.
 
     Collective: among ``ranks``.
     """
@@ -246,8 +244,8 @@ def new_local_group(
     _given.name = name
     try:
         with gloo_of_one_worker():
-            limit = None if timeout is None else timedelta(seconds=timeout)
-            made = dist.new_group(ranks, limit, backend, use_local_synchronization=True)
+            timeout = None if limit is None else timedelta(seconds=limit)
+            made = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
         return cast(ProcessGroup, made)
     finally:
         _given.name = None
@@ -299,9 +297,7 @@ def rebind(mesh: DeviceMesh) -> None:
         ValueError: If another rank has pickled the mesh, or a group does not exist.
     """
     if not dist.is_initialized():
-        raise ValueError(
-            "Expected the mesh of the saved module, got no process group; make it before loading"
-        )
+        raise ValueError("Expected the saved mesh, got no process group; make it before loading")
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     saved_by, rank = int(mesh.mesh[tuple(coordinate)]), dist.get_rank()
@@ -325,7 +321,5 @@ def _name_of_ranks(ranks: list[int], name: str) -> str:
     groups = [group for group, members in world.pg_group_ranks.items() if list(members) == ranks]
     names = [str(world.pg_names[group]) for group in groups]
     if not names:
-        raise ValueError(
-            f"Expected a process group of the ranks {ranks}, got none; make the saved mesh first"
-        )
+        raise ValueError(f"Expected a process group of ranks {ranks}, got none; make its mesh")
     return name if name in names else names[0]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from composable_shard._torch import streams
 
@@ -17,7 +19,7 @@ without_overrides = torch._C.DisableTorchFunctionSubclass
 read their attributes. No code of the user may run inside."""
 
 
-def fresh_storage_view(storage_of: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+def fresh_storage_view(storage_of: Tensor, offset: int, like: Tensor) -> Tensor:
     """View the storage of ``storage_of``, shaped as ``like``, with a version counter of its own.
 
     A write through another tensor does not bump this counter. So autograd accepts saved views of
@@ -28,7 +30,7 @@ def fresh_storage_view(storage_of: torch.Tensor, offset: int, like: torch.Tensor
         return view.set_(storage_of.untyped_storage(), offset, like.shape, like.stride())
 
 
-def with_own_storage(view: torch.Tensor) -> torch.Tensor:
+def with_own_storage(view: Tensor) -> Tensor:
     """Return a tensor in the memory of ``view``, with a storage that covers just this tensor."""
     if view.untyped_storage().device.type == "meta":  # fake tensors, too
         return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
@@ -38,7 +40,7 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     return tensor.set_(storage, 0, view.shape, view.stride())
 
 
-def preserved_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+def preserved_versions(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
     """Return a context that keeps version counters, whatever is written inside."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
@@ -47,7 +49,7 @@ set_versions = torch._C._autograd._unsafe_set_version_counter
 """Sets the version counters of a tuple of tensors; autograd checks those of saved tensors."""
 
 
-chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
+chunk_cat: Callable[..., Tensor] = torch._chunk_cat
 """Cuts each tensor along dim 0 into ``num_chunks`` padded chunks; row i of ``out`` gets chunks i.
 
 One fused kernel that pads with zeros and casts to the dtype of ``out``.
@@ -58,27 +60,27 @@ copy_each_: Callable[..., object] = torch._foreach_copy_
 """Copies one or more tensors into others of the same shapes, in one call; casts."""
 
 
-def copy_all_(into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def copy_all_(into: list[Tensor], sources: list[Tensor]) -> None:
     """Copy any number of tensors into others of the same shapes, in one call; cast."""
     if into:
         copy_each_(into, sources)
 
 
-def zero_ranges_(flat: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
+def zero_ranges_(flat: Tensor, ranges: Sequence[tuple[int, int]]) -> None:
     """Fill ranges (start, end) of a flat tensor with zeros, in one kernel where there is one."""
     if ranges:
         torch._foreach_zero_([flat[start:end] for start, end in ranges])
 
 
-divide_all_: Callable[[list[torch.Tensor], float], object] = torch._foreach_div_
+divide_all_: Callable[[list[Tensor], float], object] = torch._foreach_div_
 """Divides tensors in place, in one kernel where the device has one."""
 
 
-multiply_all_: Callable[[list[torch.Tensor], torch.Tensor], object] = torch._foreach_mul_
+multiply_all_: Callable[[list[Tensor], Tensor], object] = torch._foreach_mul_
 """Multiplies tensors in place by a scalar tensor, in one kernel where the device has one."""
 
 
-norms_of_all: Callable[..., Sequence[torch.Tensor]] = torch._foreach_norm
+norms_of_all: Callable[..., Sequence[Tensor]] = torch._foreach_norm
 """Takes the norm of each tensor, of an order and in a dtype, in one kernel where there is one."""
 
 
@@ -90,12 +92,12 @@ element of the tensors is infinite or NaN.
 """
 
 
-def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
+def sparse_values(tensor: Tensor) -> Tensor:
     """Return the values of a sparse tensor without a copy, coalesced or not."""
     return tensor._values()
 
 
-def carried(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def carried(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to another device; it is safe to read there.
 
     Hazard: the host reads an asynchronous copy before it is complete. Guard: only copies to a
@@ -110,16 +112,14 @@ def carried(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 class GradScalerBase(torch.amp.GradScaler):
     """Base of a grad scaler; the subclass defines :meth:`unscale_gradients`."""
 
-    def unscale_gradients(
-        self, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, found_inf: torch.Tensor
-    ) -> None:
+    def unscale_gradients(self, optimizer: Optimizer, inverse: Tensor, found_inf: Tensor) -> None:
         """Multiply all gradients by ``inverse``; set ``found_inf`` to 1 if one is not finite.
 
         Called once for each step, by ``unscale_`` or by ``step``. For an optimizer that unscales in
         its own kernel, ``inverse`` is 1.
         """
 
-    def scale_on(self, device: torch.device) -> torch.Tensor:
+    def scale_on(self, device: torch.device) -> Tensor:
         """Return the scale, a float32 scalar, on ``device``; the first call creates it there."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
@@ -127,11 +127,7 @@ class GradScalerBase(torch.amp.GradScaler):
         return carried(self._scale, device)
 
     def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool = True,
-    ) -> dict[torch.device, torch.Tensor]:
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
+    ) -> dict[torch.device, Tensor]:
         self.unscale_gradients(optimizer, inv_scale, found_inf)
         return {found_inf.device: found_inf}

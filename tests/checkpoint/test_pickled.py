@@ -253,13 +253,13 @@ def test_a_module_is_not_loaded_without_its_process_groups() -> None:
     with pytest.raises(ValueError) as caught:
         pickle.loads(saved)
     assert str(caught.value) == (
-        "Expected the mesh of the saved module, got no process group; make it before loading"
+        "Expected the saved mesh, got no process group; make it before loading"
     )
     with fake_ranks(4, rank=1):
         with pytest.raises(ValueError) as caught:
             pickle.loads(saved)
         assert str(caught.value) == (
-            "Expected a process group of the ranks [1, 3], got none; make the saved mesh first"
+            "Expected a process group of ranks [1, 3], got none; make its mesh"
         )
 
 

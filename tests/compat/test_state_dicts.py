@@ -229,8 +229,8 @@ def test_messages() -> None:
             "Expected state_dict_type to be a StateDictType, got str: 'full'": lambda: (
                 FSDP.set_state_dict_type(model, "full")
             ),
-            "Expected a FullStateDictConfig for StateDictType.FULL_STATE_DICT, got "
-            "ShardedStateDictConfig": (
+            "Expected the config for StateDictType.FULL_STATE_DICT to be a FullStateDictConfig, "
+            "got ShardedStateDictConfig: ShardedStateDictConfig(offload_to_cpu=False)": (
                 lambda: FSDP.set_state_dict_type(model, full_state, ShardedStateDictConfig())
             ),
             "Expected one kind of state dicts in all wrappers of Sequential, got 2 kinds: ": (
@@ -250,9 +250,7 @@ def test_messages() -> None:
             "got groups of []": load({}),
             "Expected a group in param_groups with ['weight'], as optim_state_dict returns them, "
             "got groups of [['other']]": load({}, {"params": ["other"]}),
-            "Expected the optimizer's states on every rank, got rank0_only=True; set it to False": (
-                load_on_first
-            ),
+            "Expected the optimizer's states on every rank, got rank0_only=True": load_on_first,
         }
         for text, call in cases.items():
             got = raised(call)

@@ -728,7 +728,7 @@ def test_world_size_1_sharding_strategy_warning() -> None:
             warnings.simplefilter("always")
             model = FSDP(nn.Linear(3, 3), device_id=CPU, **kwargs)
         assert model.sharding_strategy is NO_SHARD
-        text = f"One rank has nothing to shard: it uses `NO_SHARD` instead of {said}"
+        text = f"One rank uses `NO_SHARD` instead of {said}"
         assert [str(warning.message) for warning in caught] == ([text] if said else [])
 
 

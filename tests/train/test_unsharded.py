@@ -397,7 +397,7 @@ REFUSED: list[tuple[Callable[[Net], None], str]] = [
     (within("inp", edited_forward), SHARDED.format("out.weight")),
     (
         within("", lambda model: model.blocks[0].unshard()),
-        "ShardError: Expected unshard() of group 'blocks.0' outside of unsharded(), got it inside",
+        "ShardError: Expected no unshard() of group 'blocks.0' inside unsharded(), got one",
     ),
     (transposed, SHAPE),
     (

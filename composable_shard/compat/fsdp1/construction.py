@@ -164,9 +164,8 @@ def _asked_device(choices: options.Choices, current: torch.device) -> torch.devi
         device_id = torch.device(current.type, int(device_id))
     asked = torch.device(device_id)
     fits = asked == _CPU or asked.type == current.type != "cpu"
-    check_value(
-        "device_id", choices.device_id, fits, f"to be a device of this machine, such as {current}"
-    )
+    what = f"to be a device of this machine, such as {current}"
+    check_value("device_id", choices.device_id, fits, what)
     if asked.index is None and asked != _CPU:
         warnings.warn(
             f"device_id {asked} of {_rank()} does not have an explicit index: the current device, "
@@ -189,9 +188,7 @@ _real = WeakTensorKeyDictionary()
 module that initialized that."""
 
 
-def materialize(
-    scope: Scope, init_fn: Callable[[nn.Module], object] | None, device: torch.device
-) -> None:
+def materialize(scope: Scope, init_fn: Callable[..., object] | None, device: torch.device) -> None:
     """Replace parameters and buffers on the meta device by initialized tensors.
 
     Tied tensors stay tied, also across wrappers, and take the values that the first of their
@@ -326,9 +323,7 @@ def resolve_layout(choices: options.Choices, device_type: str, wraps_below: bool
         groups, names = [mesh.get_group(axis) for axis in range(mesh.ndim)], _NAMES[: mesh.ndim]
         mesh = DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh, mesh_dim_names=names)
     if mesh.size() == 1 and strategy is not options.ShardingStrategy.NO_SHARD:
-        warnings.warn(
-            f"One rank has nothing to shard: it uses `NO_SHARD` instead of {strategy}", stacklevel=4
-        )
+        warnings.warn(f"One rank uses `NO_SHARD` instead of {strategy}", stacklevel=4)
         strategy = options.ShardingStrategy.NO_SHARD
     axes = mesh.mesh_dim_names
     return Layout(strategy, mesh, DataParallelMeshDims(replicate=axes) if is_replicated else None)
@@ -351,9 +346,8 @@ def _mesh_of_groups(
     shards, replicas = groups
     rows: list[list[int]] = [[]] * replicas.size()
     dist.all_gather_object(rows, dist.get_process_group_ranks(shards), group=replicas)
-    return DeviceMesh.from_group(
-        [replicas, shards], device_type, torch.tensor(rows), mesh_dim_names=_NAMES
-    )
+    ranks = torch.tensor(rows)
+    return DeviceMesh.from_group([replicas, shards], device_type, ranks, mesh_dim_names=_NAMES)
 
 
 def _mesh_of_nodes(device_type: str) -> DeviceMesh:

@@ -42,11 +42,9 @@ def precision(wrapper: FullyShardedDataParallel) -> Iterator[torch.dtype | None]
     Raises:
         ShardError: If gradients are enabled in a forward with full parameters.
     """
-    dtype, lowers_in_eval = (
-        wrapper.mixed_precision.param_dtype,
-        not wrapper.fsdp_full_precision_in_eval,
-    )
-    if dtype is None or wrapper.module.training or lowers_in_eval:
+    dtype = wrapper.mixed_precision.param_dtype
+    lowers = wrapper.module.training or not wrapper.fsdp_full_precision_in_eval
+    if dtype is None or lowers:
         yield dtype
         return
     if torch.is_grad_enabled():
@@ -134,9 +132,8 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
     ) -> None:
         check_module("module", module)
         if isinstance(module, FSDPModule):
-            raise ValueError(
-                f"Expected a module that is not sharded, got {type(module).__name__}; use it as is"
-            )
+            kind = type(module).__name__
+            raise ValueError(f"Expected a module that is not sharded, got {kind}; use it as is")
         plan = construction.Plan(module, locals())
         plan.check()
         self.fsdp_wrap(plan)
@@ -148,9 +145,7 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         self.fsdp_use_orig_params = choices.use_orig_params
         self.fsdp_limit_all_gathers = choices.limit_all_gathers
         self.mixed_precision = choices.mixed_precision or options.MixedPrecision()
-        self.fsdp_full_precision_in_eval = any(
-            os.environ.get(name) == "1" for name in _EVAL_VARIABLES
-        )
+        self.fsdp_full_precision_in_eval = "1" in map(os.environ.get, _EVAL_VARIABLES)
         self.compute_device, self.sharding_strategy = plan.device, plan.layout.strategy
         self._is_checked = False
         kind = FullyShardedDataParallel

@@ -244,9 +244,8 @@ def settings_of(
     configs: list[Any] = []
     for wanted, given in zip(_CONFIGS[kind], (config, optim_config), strict=True):
         configs.append(wanted() if given is None else given)
-        if type(configs[-1]) is not wanted:
-            got = type(given).__name__
-            raise TypeError(f"Expected a {wanted.__name__} for {kind}, got {got}")
+        fits = type(configs[-1]) is wanted
+        check_type(f"the config for {kind}", given, fits, f"a {wanted.__name__}")
     return StateDictSettings(kind, *configs)
 
 
@@ -384,10 +383,8 @@ def picked_by(
         if not policy(module=module, recurse=True, nonwrapped_numel=numel):
             return 0
         wrapped = sum(map(visit, module.children()))
-        is_picked = module is not root and policy(
-            module=module, recurse=False, nonwrapped_numel=numel - wrapped
-        )
-        if not is_picked:
+        left = numel - wrapped
+        if module is root or not policy(module=module, recurse=False, nonwrapped_numel=left):
             return wrapped
         picked[module] = {}
         return numel

@@ -196,14 +196,12 @@ def state_dict_type(
         ...         type(model.state_dict()["weight"]).__name__
         'DTensor'
     """
-    before = set_state_dict_type(
-        module, state_dict_type, state_dict_config, optim_state_dict_config
-    )
+    old = set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
         yield
     finally:
         for wrapper in _wrappers(module):
-            wrapper.fsdp_state_dict_settings = before
+            wrapper.fsdp_state_dict_settings = old
 
 
 def _wrappers(module: nn.Module) -> list[Wrapper]:
@@ -344,9 +342,7 @@ def optim_state_dict_to_load(
     """
     settings = get_state_dict_type(model)
     if is_rank0_only(settings.optim_state_dict_config):
-        raise ValueError(
-            "Expected the optimizer's states on every rank, got rank0_only=True; set it to False"
-        )
+        raise ValueError("Expected the optimizer's states on every rank, got rank0_only=True")
     params = _named_params(model, optim)
     unknown = sorted(set(optim_state_dict["state"]) - set(params))
     if unknown:

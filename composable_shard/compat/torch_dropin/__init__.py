@@ -87,7 +87,8 @@ def _translated_function(place: Callable[[Any], Any]) -> Callable[[Any], Any]:
 # The functions in the place of torch's --------------------------------------------------------
 
 _NAMES = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
-OF_TORCH: dict[str, Callable[..., Any]] = {  # an older torch lacks some of them
+_Functions = dict[str, Callable[..., Any]]
+OF_TORCH: _Functions = {  # an older torch lacks some of them
     name: getattr(_torch_fsdp, name) for name in _NAMES if hasattr(_torch_fsdp, name)
 }
 
@@ -118,7 +119,7 @@ def share_comm_ctx(modules: Sequence[Any]) -> None:
 # Torch's pipeline schedules call ``fully_shard.state(module)``, which also finds our state.
 fully_shard.state = OF_TORCH["fully_shard"].state  # type: ignore[attr-defined]
 
-OURS: dict[str, Callable[..., Any]] = {name: globals()[name] for name in _NAMES}
+OURS: _Functions = {name: globals()[name] for name in _NAMES}
 
 
 def _is_of_torch(module: Any) -> bool:
@@ -215,9 +216,7 @@ def is_installed() -> bool:
     return vars(_torch_fsdp)["fully_shard"] is OURS["fully_shard"]
 
 
-def _replace(
-    before: Mapping[str, Callable[..., Any]], after: Mapping[str, Callable[..., Any]]
-) -> list[str]:
+def _replace(before: _Functions, after: _Functions) -> list[str]:
     """Replace functions in the globals of all modules but those of this package."""
     for name in _torch.FULLY_SHARD_MODULES:
         with contextlib.suppress(ModuleNotFoundError):  # not in this torch

@@ -36,7 +36,7 @@ from composable_shard.core.layout import ParamLayout
 from composable_shard.core.placement import matching_pieces
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Waitable
-from composable_shard.mesh import axis_of
+from composable_shard.mesh import shard_mesh_of
 from composable_shard.train.full import as_bytes, boxes_of, full_copy, shape_of, sharded_axes
 from composable_shard.train.ranks import Ranks, naming_failures
 from composable_shard.train.weights.entries import Entry
@@ -177,7 +177,7 @@ class Message:
     @cached_property
     def _channels(self) -> list[Channel]:
         """The collectives along each of the axes, the last axis first."""
-        channels = [Channel(axis_of(self._mesh, axis)) for axis in self._axes]
+        channels = [Channel(shard_mesh_of(self._mesh, axis)) for axis in self._axes]
         for channel in channels:
             channel.set_label(_LABEL)
         return channels
