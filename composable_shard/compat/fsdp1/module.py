@@ -26,7 +26,7 @@ _EVAL_VARIABLES = ("COMPOSABLE_SHARD_FULL_PRECISION_IN_EVAL", "FSDP_USE_FULL_PRE
 
 
 def step_and_clear(param: torch.Tensor) -> None:
-    """Step the optimizers of a parameter, and drop its gradient."""
+    """Step the optimizers of a parameter as soon as its gradient is reduced, and drop it."""
     for optimizer in _torch.optimizers_in_backward(param):
         optimizer.step()
     param.grad = None
@@ -148,8 +148,8 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         self.fsdp_full_precision_in_eval = "1" in map(os.environ.get, _EVAL_VARIABLES)
         self.compute_device, self.sharding_strategy = plan.device, plan.layout.strategy
         self._is_checked = False
-        kind = FullyShardedDataParallel
-        plan.wrap_below(lambda inner: kind.__new__(kind).fsdp_wrap(inner))
+        wrapper = FullyShardedDataParallel
+        plan.wrap_below(lambda inner: wrapper.__new__(wrapper).fsdp_wrap(inner))
         self._tops = plan.shard()
         self._fsdp_wrapped_module = plan.module
         self.training = plan.module.training
@@ -268,7 +268,7 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         return output
 
     def _check_tree(self) -> None:
-        """Check all wrappers below, once; step optimizers as soon as a gradient is reduced."""
+        """Check all wrappers below, once; install the hooks of optimizers in backward."""
         if not self._is_checked:
             wrappers = self.fsdp_modules(self)
             for name in ("use_orig_params", "limit_all_gathers", "full_precision_in_eval"):

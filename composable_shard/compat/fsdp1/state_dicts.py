@@ -156,7 +156,7 @@ def get_state_dict_type(module: nn.Module) -> options.StateDictSettings:
         ...     get_state_dict_type(model).state_dict_config
         FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
     """
-    found = list({wrapper.fsdp_state_dict_settings for wrapper in _wrappers(module)})
+    found = list(dict.fromkeys(wrapper.fsdp_state_dict_settings for wrapper in _wrappers(module)))
     if len(found) != 1:
         got = f"{len(found)} kinds: {found}" if found else "no wrapper"
         raise ValueError(
