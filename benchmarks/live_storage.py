@@ -1,8 +1,8 @@
-"""How many bytes of tensor storage are alive, seen from the operations that run.
+"""Counts the live bytes of tensor storage after every operation.
 
-After every operation that is no view, all storages seen so far are asked whether they live and
-how large they are, so storage that is freed or resized in place counts from the next operation
-on. Storages that share memory count once. What an operation allocates within itself is not seen.
+After each operation that is not a view, this adds up the sizes of all live storages seen so far. So
+if a storage is freed or resized in place, the next operation shows it. Storages that share memory
+count once. Memory that an operation allocates only internally is not counted.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from composable_shard._torch import spare_storages
 
 
 class LiveStorage(Observer):
-    """Tracks the storages of all tensors that operations make or take.
+    """Tracks the storages of the inputs and outputs of all operations.
 
     Attributes:
-        peak: The most bytes that lived at once since the last `reset_peak`.
+        peak: The largest number of live bytes since the last `reset_peak`.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class LiveStorage(Observer):
         self.peak = max(self.peak, self.live())
 
     def live(self) -> int:
-        """Return the bytes of memory that living storages occupy."""
+        """Return the number of bytes of live storages."""
         ranges = []
         for key, reference in list(self._storages.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
@@ -64,7 +64,7 @@ class LiveStorage(Observer):
 
 
 def union_length(ranges: Sequence[tuple[int, int]]) -> int:
-    """Return how many integers lie in one of the ranges.
+    """Return the number of integers that lie in at least one range.
 
     >>> union_length([(0, 4), (2, 6), (8, 9), (8, 8)])
     7

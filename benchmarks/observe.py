@@ -1,4 +1,4 @@
-"""Watching the operations that torch runs, below autograd and below DTensor."""
+"""Observes the operations that torch runs, below autograd and DTensor."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Observer(TorchDispatchMode):
-    """Sees every operation on plain tensors that this thread runs, the backward's included.
+    """Observes every operation on plain tensors that this thread runs, also in backward.
 
-    Left out are views, what an operation does inside, and what other threads do.
+    Views, operations within other operations and operations of other threads are not observed.
     """
 
     def __torch_dispatch__(
@@ -41,12 +41,12 @@ class Observer(TorchDispatchMode):
         kwargs: Mapping[str, Any],
         result: Any,
     ) -> None:
-        """Take note of an operation that has run and was no view."""
+        """Called after an operation that is not a view."""
         raise NotImplementedError
 
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:
-    """Yield the tensors within containers, without those by which DTensor infers shapes."""
+    """Yield the tensors within containers, except fake tensors of DTensor's shape inference."""
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
             yield leaf

@@ -1,7 +1,7 @@
-"""Fair timing: all contestants live in the same processes and take turns, round by round.
+"""Fair timing: all contestants run in the same processes and take turns, round by round.
 
-The load of a machine changes over seconds. What is compared are therefore the times of one
-round, pair by pair; the order changes so that none always runs after the same other one.
+The load of a machine changes within seconds. So times are compared within each round, pair by
+pair. The order changes from round to round, so that no contestant always runs after the same one.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch.distributed as dist
 from contestants import Contestant, Spec
 from limit import Steps, build
 
-# Rank side: the contestants live here from one call to the next.
+# The contestants of this rank, kept between calls.
 _BUILT: dict[str, Steps] = {}
 
 
 class Turn(NamedTuple):
-    """Seconds per step: on the clock, and of processor time of one rank, all its threads."""
+    """Seconds per step: wall time, and processor time of all threads of one rank."""
 
     wall: float
     processor: float
 
 
 class Quartiles(NamedTuple):
-    """The middle of a sample and where its middle half lies."""
+    """The median and the quartiles of a sample."""
 
     median: float
     lower: float
@@ -37,25 +37,25 @@ class Quartiles(NamedTuple):
 
 
 def build_one(name: str, spec: Spec, num_warmup_steps: int = 2) -> None:
-    """Build a contestant on this rank and let it find its buffers and its order."""
+    """Build a contestant on this rank; the warm-up makes its buffers and records its order."""
     _BUILT[name] = build(name, spec)
     for step in range(num_warmup_steps):
         _BUILT[name].step(step)
     gc.collect()
-    gc.freeze()  # no contestant pays for looking at the others' objects
+    gc.freeze()  # no contestant pays for the objects of the others
 
 
 def set_batch(batch: int) -> None:
-    """Let every contestant train on that many sequences from now on."""
+    """Set the number of sequences of a batch for every contestant."""
     for built in _BUILT.values():
         if isinstance(built, Contestant):
             built.spec = replace(built.spec, batch=batch)
 
 
 def time_turn(name: str, num_steps: int) -> Turn:
-    """Return this rank's seconds per step of one turn."""
+    """Time one turn on this rank; return the seconds per step."""
     contestant = _BUILT[name]
-    contestant.step(0)  # untimed: brings its weights back into the caches
+    contestant.step(0)  # untimed, to bring its weights back into the caches
     dist.barrier()
     wall, processor = time.perf_counter(), time.process_time()
     for step in range(num_steps):
@@ -69,7 +69,7 @@ def time_round(order: Sequence[str], num_steps: int) -> dict[str, Turn]:
 
 
 def orders(names: Sequence[str], num_rounds: int) -> Iterator[list[str]]:
-    """Yield the order of each round: rotated, and every second time backwards.
+    """Yield the order of each round: rotated, and reversed in every second round.
 
     >>> ["".join(order) for order in orders("abc", 6)]
     ['abc', 'cba', 'bca', 'acb', 'cab', 'bac']
@@ -81,7 +81,7 @@ def orders(names: Sequence[str], num_rounds: int) -> Iterator[list[str]]:
 
 
 def join_ranks(turns: Sequence[dict[str, Turn]]) -> dict[str, Turn]:
-    """Join the ranks' times of one round: a step has ended when it has on every rank.
+    """Join the times of all ranks: the wall time of the slowest, the mean processor time.
 
     >>> join_ranks([{"a": Turn(1.0, 3.0)}, {"a": Turn(2.0, 1.0)}])
     {'a': Turn(wall=2.0, processor=2.0)}
@@ -96,7 +96,7 @@ def join_ranks(turns: Sequence[dict[str, Turn]]) -> dict[str, Turn]:
 
 
 def quartiles(sample: Sequence[float]) -> Quartiles:
-    """Return the median and the quartiles of a sample of any length from one.
+    """Return the median and the quartiles of a sample.
 
     >>> quartiles([1.0, 2.0, 3.0])
     Quartiles(median=2.0, lower=1.5, upper=2.5)
@@ -108,7 +108,7 @@ def quartiles(sample: Sequence[float]) -> Quartiles:
 
 
 def ratios(mine: Sequence[float], other: Sequence[float]) -> Quartiles:
-    """Compare two contestants round by round.
+    """Return the quartiles of the ratios of two contestants, round by round.
 
     >>> ratios([1.0, 2.0], [2.0, 4.0]).median
     0.5
@@ -117,7 +117,7 @@ def ratios(mine: Sequence[float], other: Sequence[float]) -> Quartiles:
 
 
 def spread(ratio: Quartiles) -> str:
-    """Write the median and the quartiles.
+    """Format the median and the quartiles.
 
     >>> spread(Quartiles(1.0, 0.5, 1.25))
     '1.000 (0.500 - 1.250)'
