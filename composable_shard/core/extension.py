@@ -296,7 +296,7 @@ class ExtensionBucket:
                 f"Expected the unsharded tensor of {param.name} to have shape "
                 f"{list(expected)}, got {list(tensor.shape)} from {type(tensor).__name__}"
             )
-        param.create_unsharded(fitting, is_encoded=has_extension(param.local))
+        param.create_unsharded(fitting, is_from_hooks=has_extension(param.local))
         unsharded = param.unsharded_local
         self._out = tensor if is_padded else unsharded
         gathered, of_inner = storage_views(self._gathered), storage_views(inner)

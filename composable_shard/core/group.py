@@ -67,7 +67,7 @@ ON_OTHER_RANKS = "on other ranks; move() the model to a mesh with this rank firs
 
 
 def process_groups_of(groups: Iterable[ParamGroup]) -> list[dist.ProcessGroup | None]:
-    """Return the process groups in which ranks may wait for this one."""
+    """Return the process groups in which other ranks may wait for this rank."""
     channels = (channel for group in groups for channel in group.channels.values())
     return [process_group for channel in channels for process_group in channel.process_groups]
 
@@ -87,7 +87,7 @@ class Settings:
 
     Attributes:
         reshard_after_forward: Whether the parameters are freed after forward; ``None`` to free them
-            except on the root; a number of ranks to keep them together, each rank a part.
+            except on the root; a number of ranks to keep them split over so many ranks.
         reshard_after_backward: Whether the parameters are freed after backward.
         reduce_grads: Whether backward reduces gradients over the ranks.
         all_reduce_grads: Whether backward also reduces them over the replicas.
@@ -142,12 +142,12 @@ class ParamGroup:
         is_in_unsharded_context: Whether ``unsharded()`` has given the modules full parameters.
         num_optimizer_steps: The number of optimizer steps that have changed the shards.
         unsynced_names: Names of parameters that may have unreduced gradients.
-        finished_nodes: The graph task of each node that has run: gradient accumulations and input
-            markers.
+        finished_nodes: For each gradient accumulation and each input marker that has run, the id of
+            its graph task.
         count_gradient: A post-accumulate hook made of builtins; it appends to ``finished_nodes``.
         channels: The collectives of each mesh.
         streams: The streams that use the unsharded memory.
-        is_compiled: Whether ``program`` exists.
+        is_compiled: Whether ``program`` may run. If not, there is none, or one that is out of date.
         needs_reduce: Whether the group has gradients to reduce.
         is_trained: Whether some parameters are not frozen.
         tree, progress, calls: Set by the layers above: its `Tree`, its `GroupProgress` in the
@@ -179,13 +179,13 @@ class ParamGroup:
         self.is_unsharded_registered = self.is_kept_by_user = self.is_partly_run = False
         self.is_in_unsharded_context = self.awaits_weight_half = False
         self._why_absent: str | None = None
-        self._modules_run: set[nn.Module] = set()  # of several modules, since the last free
+        self._modules_run: set[nn.Module] = set()  # since the last free, if there are several
         self.unsharded_version = 0
         self.num_optimizer_steps = 0
         self.unsynced_names: frozenset[str] = frozenset()
         self.finished_nodes: list[int] = []
         count = map(self.finished_nodes.append, iter(_torch.current_backward, None))
-        self.count_gradient = partial(next, count)  # appends at each `next`
+        self.count_gradient = partial(next, count)  # each call appends the current task
         self.streams = UsedStreams(mesh.device)
         self._stream: int | None = None
         self.channels = self._new_channels()
@@ -228,7 +228,7 @@ class ParamGroup:
     @why_absent.setter
     def why_absent(self, reason: str | None) -> None:
         self._why_absent = reason
-        if self.is_compiled:  # the backward of an earlier forward would run this program
+        if self.is_compiled:  # a backward of an earlier forward would gather with this program
             check, gather = partial(self.check_in_memory, "to be gathered"), self.program.gather
             self.program.gather = gather._replace(launch=(check, *gather.launch))
         self.is_compiled = False
@@ -240,7 +240,7 @@ class ParamGroup:
 
     @property
     def stays_after_forward(self) -> bool:
-        """Whether forward leaves the unsharded parameters registered, if a backward may come."""
+        """Whether the settings keep the unsharded parameters registered until the backward."""
         reshard = self.settings.reshard_after_forward
         return self.tree.root is self if reshard is None else not reshard
 
@@ -301,7 +301,7 @@ class ParamGroup:
         stream = compute_stream_id(self.mesh.device)
         if stream != self._stream:
             self._stream = stream
-            if self.state is State.PARTLY_SHARDED:
+            if self.state is State.PARTLY_SHARDED:  # a new program would not have the kept parts
                 self.reshard()
             self.program.accumulators.clear()  # releases the nodes of the old stream
             self.compile()
@@ -401,7 +401,7 @@ class ParamGroup:
         announce(process_groups_of([self]), f"{doing} {self.label}", error)
 
     def prefetch(self) -> None:
-        """Launch the all-gather early; the use drops it if the program is out of date by then."""
+        """Launch the all-gather early; the next use drops it if the program is then out of date."""
         if self.params and self.refresh(is_used_now=False):
             self.unshard()
 
@@ -436,8 +436,8 @@ class ParamGroup:
             try:
                 for op in program.regather.free if was_partly else program.gather.free:
                     op()
-            except RuntimeError:  # NumPy arrays share the memory; a new program expects that
-                if not any([bucket.free() for bucket in self.buckets]):
+            except RuntimeError:  # NumPy arrays share the memory; a new program keeps it
+                if not any([bucket.free() for bucket in self.buckets]):  # a list, to free them all
                     raise
                 state = State.SHARDED
                 self.compile()
@@ -455,6 +455,7 @@ class ParamGroup:
     def take_snapshot(self) -> None:
         """Record the unsharded parameters: they stay registered, and users may change them."""
         settings = self.settings
+        # Pipeline schedules turn off both, and write ``.grad`` of unsharded parameters themselves.
         has_marks = settings.reduce_grads or settings.reshard_after_backward
         self._snapshot = self._snapshot or UnshardedSnapshot(self.params, has_marks=has_marks)
 
@@ -558,7 +559,7 @@ class ParamGroup:
     def record_unsynced(self, program: Program) -> None:
         """Record that the gradients taken by a program are still to be reduced."""
         self.unsynced_names |= program.reduced_names
-        if program.would_round:
+        if program.would_round:  # the next program has a wider dtype
             program.generation = -1
             if self.state in (State.SHARDED, State.UNSHARDED):
                 self.compile()
@@ -568,8 +569,8 @@ class ParamGroup:
         """Set the divisor of gradient sums; rescale accumulated gradients that are not reduced yet.
 
         Raises:
-            ShardError: On all ranks, if an unreduced gradient was added to a reduced gradient,
-                which is already divided.
+            ShardError: If an unreduced gradient was added to a reduced one, which is already
+                divided; on all ranks.
         """
         self.tree.in_flight.finish()
         to_scale: list[tuple[torch.Tensor, float]] = []
@@ -618,12 +619,12 @@ class ParamGroup:
             "sharded parameters under torch.no_grad(), before forward or after the optimizer's "
             "step (for nn.Embedding, instead of max_norm)"
         )
-        ranks = process_groups_of(self.tree.groups)
+        ranks = process_groups_of(self.tree.groups)  # other ranks may wait in a later group
         announce(ranks, f"running forward of {self.label}", error)
         raise error
 
     def reset(self) -> None:
-        """Return to the state between two steps after a forward or backward has failed."""
+        """After a forward or backward has failed, return to the state between two steps."""
         if self._snapshot is not None:
             self._snapshot.apply_user_changes()
             self._snapshot = None
@@ -727,6 +728,7 @@ class ReductionQueue:
         oldest = self._holding_grads.popleft()
         if not oldest.advance():
             return
-        if oldest.program.has_offloaded_replicas:  # earlier offloaded shards leave the device
+        if oldest.program.has_offloaded_replicas:
+            # Run the second stage of earlier reductions: it copies their shards to the host.
             self._delivering = [r for r in self._delivering if r.num_run > 1 or r.advance()]
         self._delivering.append(oldest)

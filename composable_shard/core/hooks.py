@@ -41,7 +41,7 @@ def owner_of(module: nn.Module) -> ParamGroup | None:
 
 
 def groups_in(modules: Iterable[nn.Module]) -> list[ParamGroup]:
-    """Return the groups with parameters in ``modules``, including outer groups of tied parameters.
+    """Return the groups of ``modules``, and the groups that own tied parameters of ``modules``.
 
     A parameter that is tied across groups is registered in modules of groups that do not own it.
     """
@@ -57,7 +57,7 @@ def groups_in(modules: Iterable[nn.Module]) -> list[ParamGroup]:
 
 
 def record_owners(group: ParamGroup) -> None:
-    """Record ``group`` as the owner of its modules and of their submodules without a group."""
+    """Record a copied group as the owner of its modules, except those of inner groups."""
     owned = list(group.modules)
     for module in owned:
         _owners[module] = weakref.ref(group)
@@ -87,7 +87,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     if not (isinstance(method, partial) and method.func is run_as_forward):
         # A partial, so that a copy or a pickle of the module refers to the copied method.
         registered = update_wrapper(partial(run_as_forward, module, method), method)
-        vars(registered)["__self__"] = module
+        vars(registered)["__self__"] = module  # as bound methods have it
         module.__dict__[name] = registered
 
 
@@ -165,7 +165,7 @@ class ModuleHooks:
         return self.leave(output, has_failed=has_failed)
 
     def leave(self, output: Any, *, has_failed: bool) -> Any:
-        """End the innermost call; return the output: hooked, cast and without freed memory."""
+        """End the innermost call; return the output: hooked, cast, and with copied parameters."""
         if self._group.is_in_unsharded_context:
             return output
         group, tree = self._group, self._group.tree
@@ -186,7 +186,8 @@ class ModuleHooks:
         stored = _stored_tensors(group) if adds_hooks and group.program.tensor_attributes else ()
         to_hook = (output, added, stored) if added or stored else output
         needs_grad = adds_hooks and _hook_outputs(call, to_hook)
-        # A group without parameters hooks nothing, but its outputs may need gradients.
+        # A group without parameters hooks nothing, but its outputs may need gradients, which
+        # `Tree._end_forward` must know after backwards inside the forward.
         if tree.inner_backward_groups and not needs_grad and torch.is_grad_enabled():
             needs_grad = any(tensor.requires_grad for tensor in tensors_in(output))
         output_dtype = group.policy.output_dtype
@@ -241,7 +242,8 @@ class ModuleHooks:
         group = self._group
         if torch.is_grad_enabled():  # a double backward will need the parameters again
             for grad in _all_levels(grad for grad in grads if grad is not None):
-                for tensor in (grad, grad._base):  # an in-place op on a view replaces its node
+                # If it is a view, an in-place op replaces its node: hook the base, too.
+                for tensor in (grad, grad._base):
                     if tensor is not None and tensor.requires_grad:
                         tensor.register_hook(self._gather_again)
         with _torch.apart_from_transforms():
@@ -312,7 +314,7 @@ def _find_tensor_attributes(call: Call) -> None:
 
 
 def _stored_tensors(group: ParamGroup) -> list[Tensor]:
-    """Return tensors that forward has stored on modules, because a loss may use them alone."""
+    """Return the stored tensors that no call has hooked: a loss may use only these."""
     values = [attributes.get(name) for attributes, name in group.program.tensor_attributes]
     return [tensor for tensor in tensors_in(values) if not _is_hooked_for(group, tensor)]
 
@@ -337,8 +339,8 @@ def _is_inside(call: Call, node: Any) -> bool:
 
     An output may be a view of an input, and the node of that input is older.
     """
-    age = _torch.sequence_number
-    return not call.markers or age(node) > age(call.markers[0])
+    number = _torch.sequence_number  # younger nodes have larger numbers
+    return not call.markers or number(node) > number(call.markers[0])
 
 
 def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Compiles the steady-state step of one group into tuples of operations.
 
-Imports reduction, storage, plugins. There is no second implementation for rare events: they make
-the program out of date, and the group compiles a new one.
+Imports reduction, storage, plugins. Rare events have no code of their own: they make the program
+out of date, and the group compiles a new one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _grad = attrgetter("grad")
 
 
 class Mode(enum.Enum):
-    """The treatment of new gradients, and whether there are earlier ones."""
+    """Whether new gradients are reduced, and whether they add to earlier gradients."""
 
     FRESH = enum.auto()  # reduce; no sharded parameter has a gradient
     ADDING = enum.auto()  # reduce; some have a gradient, which may be unreduced
@@ -55,15 +55,18 @@ class Program:
         regather: Operations that gather these parts from neighbouring ranks, or free the kept part.
         pre_forward, post_forward, pre_backward, post_backward: Operations of features only.
         reduce: For each mode, operations that launch the reduction, or accumulate without sync.
-        over_replicas: On devices, operations that launch the reduction over the replicas right
-            after the reduction over the shards.
+        over_replicas: On devices with streams, operations that launch the reduction over the
+            replicas right after the reduction over the shards; otherwise empty.
         deliver: The stages that complete a reduction: ``True`` with the reduction over the
             replicas, ``False`` without it. Each stage begins with a wait; the last stage writes
             ``.grad``.
+        has_offloaded_replicas: Whether a reduction over the replicas is followed by a copy to the
+            host.
         version_tensors: Tensors with version counters that grow when the shards change.
         slots: For each name of each parameter: the dict that holds it, the name, the sharded and
             the unsharded parameter, and the function that registers a parameter.
-        attribute_copiers: The copiers of parameters that do not share one dict between both forms.
+        attribute_copiers: The copiers of parameters with a ``__dict__`` for the sharded and another
+            for the unsharded parameter.
         sharded: The sharded parameters that were registered at compile time.
         requires_grad: Whether each of them was trainable.
         freeable: The unsharded parameters with memory that is freed between uses.
@@ -71,7 +74,8 @@ class Program:
         accumulators: The autograd nodes that accumulate into the trainable parameters.
         reduced_names: The parameters to reduce: trainable ones, and frozen ones that still have
             unsynced gradients.
-        reductions: One reduction for each mesh, class and dtype; see `reduced_together`.
+        reductions: A reduction for each mesh, subclass of `Reduction`, dtype and place of
+            ``.grad``; see `reduced_together`.
         needs_reduce: Whether there are any ``reductions``.
         searched_modules: The modules that have been searched for ``tensor_attributes``, each after
             its first forward since the program was compiled.
@@ -96,7 +100,7 @@ class Program:
         leaves = (leaf for param in freeable for leaf in _torch.leaves(param.unsharded_local))
         self.unsharded_storages = set(map(_torch.storage_number, leaves))
         self._list_slots(params)
-        self._match_requires_grad(group)
+        self._prepare_unsharded(group)
         self._compile(group)
         if _torch.has_streams(group.mesh.device):
             self._put_on_streams(group)
@@ -133,7 +137,7 @@ class Program:
 
     def forget_unsynced(self) -> None:
         """Make the program out of date if it was compiled while there were unsynced gradients."""
-        if self._had_unsynced or len(self.reduced_names) > len(self.accumulators):
+        if self._had_unsynced:
             self.generation = -1
 
     @property
@@ -157,8 +161,8 @@ class Program:
         columns = tuple(zip(*self.slots, strict=True)) or ((), (), (), (), ())
         self._holders, self._names, self._slots_sharded, self._slots_unsharded, _ = columns
 
-    def _match_requires_grad(self, group: Any) -> None:
-        """Copy ``requires_grad`` to the unsharded parameters; hook the trainable ones."""
+    def _prepare_unsharded(self, group: Any) -> None:
+        """Copy settings to the unsharded parameters, hook them, and list those to reduce."""
         self.accumulators: list[Node] = []
         reduced = []
         for param, sharded in zip(group.params, self.sharded, strict=True):
@@ -169,7 +173,7 @@ class Program:
                 param.attributes.sharded = sharded
             unsharded.requires_grad_(sharded.requires_grad)
             is_wider = reduce_dtype(param).itemsize > unsharded.dtype.itemsize
-            if not param.policy.rounds_gradients:
+            if not param.policy.rounds_gradients:  # autograd rounds to ``grad_dtype``, if it is set
                 unsharded.grad_dtype = None if is_wider else unsharded.dtype
             if sharded.requires_grad:
                 self.accumulators.append(*_torch.accumulate_nodes([unsharded]))
@@ -190,7 +194,7 @@ class Program:
         reductions = self.reductions
         self.pre_forward, self.post_forward = ops("pre_forward"), ops("post_forward")
         self.pre_backward, self.post_backward = ops("pre_backward"), ops("post_backward")
-        group.program = self  # features read it
+        group.program = self  # the ``ops`` of features read it
         launches = (reduction.launch for reduction in reductions)
         launch = (*ops("reduce"), *launches, *ops("reduce_launched"))
         self.reduce: dict[Mode, Ops] = {
@@ -207,14 +211,14 @@ class Program:
         """Compile the operations that gather the group from its shards, and from kept parts."""
         settings, reshard_after = group.settings, group.settings.reshard_after_forward
         keeps, regathers = settings.keeps_storage, list[Regather]()
-        gathers = [GatherOps((), (), (), ())]
+        gathers = [GatherOps((), (), (), ())]  # four columns below, even without buckets
         for bucket in group.buckets:
             channel, shards = group.channels[bucket.mesh], [param.local for param in bucket.params]
             gathers.append(bucket.gather_ops(shards, channel, keeps_storage=keeps))
             if reshard_after is not None and not isinstance(reshard_after, bool):
                 regathers.append(Regather(bucket, channel, reshard_after))
-        # The last launch operation of a bucket launches its collective, the others allocate. So
-        # flat buckets have their memory before the first collective is launched.
+        # Only the last launch operation of a bucket launches a collective; flat buckets allocate in
+        # the others. So all flat buckets allocate before the first collective.
         allocations = chain.from_iterable(gather.launch[:-1] for gather in gathers)
         launches = (*allocations, *chain.from_iterable(gather.launch[-1:] for gather in gathers))
         _, waits, drops, frees = map(chain.from_iterable, zip(*gathers, strict=True))
@@ -242,8 +246,9 @@ class Program:
     def _compile_delivery(self, group: Any, ops: Callable[[Phase], Ops]) -> None:
         """Compile the stages of the delivery, with a reduction over the replicas and without.
 
-        On devices, the reduction over the replicas is launched on a stream of its own, right after
-        the reduction over the shards. On the CPU, it is launched when the latter is complete.
+        On devices with streams, the reduction over the replicas is launched on a stream of its own,
+        right after the reduction over the shards. On the CPU, and for tensor subclasses, it is
+        launched when the latter is complete.
         """
         reductions = self.reductions
         hooks: Ops = ops("deliver")
@@ -277,7 +282,7 @@ class Program:
         self.deliver = {False: without, True: (first, *written)}
 
     def _with_write(self, ops: Ops, delivered: Ops) -> tuple[Ops, ...]:
-        """Add operations that write ``.grad``, in a later stage if the host waits for copies."""
+        """Add operations that write ``.grad``, in a separate stage if the host must wait first."""
         late = [each for each in self.reductions if each.is_late]
         write = tuple(
             each.download
@@ -352,15 +357,16 @@ def reduced_together(
     """Yield the class of each reduction, and its buckets, parameters and dtype.
 
     If the parameters have several reduce dtypes, real ones are promoted to one dtype, and complex
-    ones too. Dtypes without a promotion stay.
+    ones to another. Parameters with dtypes without a promotion are reduced apart.
     """
+    # A reduced gradient plus unreduced ones must not be rounded.
     unsynced = group.unsynced_names
     wide = {p for p in reduced if p.adds_to_synced and p.name in unsynced}
     dtypes = {p: wide_dtype(p) if p in wide else reduce_dtype(p) for p in reduced}
     widest: dict[bool, torch.dtype] = {}
     for is_complex in (False, True):
         alike = {dtype for dtype in dtypes.values() if dtype.is_complex == is_complex}
-        with suppress(RuntimeError, TypeError):  # float8 dtypes have no promotion
+        with suppress(RuntimeError, TypeError):  # no promotion (float8), or no such dtypes
             widest[is_complex] = reduce(torch.promote_types, alike)
     planned: dict[tuple[Any, ...], tuple[list[Bucket], list[ShardedParam]]] = {}
     for bucket in group.buckets:
@@ -397,5 +403,5 @@ def _setter(slot: Slot) -> Callable[[str, nn.Parameter], None]:
 
 
 def _set_unsharded_version(group: Any, unsharded: tuple[torch.Tensor, ...]) -> None:
-    """Set the version counters of the unsharded parameters, which a gather does not bump."""
+    """Set the version counters of the unsharded parameters; a gather does not bump them."""
     _torch.set_versions(unsharded, (group.unsharded_version,) * len(unsharded))

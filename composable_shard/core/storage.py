@@ -6,8 +6,10 @@ Imports layout, placement, plugins, and the transport below. The tensors of a pa
 - sharded: a DTensor parameter, registered outside of compute; its local tensor is a view of the
   flat sharded buffer of a bucket.
 - unsharded: a plain parameter, or under tensor parallelism a DTensor, registered during compute. It
-  is the leaf of autograd and a view of the bucket's unsharded buffer. The object lives as long as
-  its group; only its memory comes and goes.
+  is the leaf of autograd and a view of the bucket's unsharded buffer. Between uses, its memory is
+  freed, but the object stays, until the bucket is rebuilt.
+
+A *direct* parameter has its own message; the others share the *packed* message (`layout.py`).
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ from composable_shard.policy import (
 USER_GRAD_DTYPE = "_composable_shard_user_grad_dtype"
 """The attribute that records the user's ``grad_dtype`` while the library has set it to ``None``."""
 
+# If one of these is 1, parameters are registered without calling an overridden ``__setattr__``.
 _UNSAFE_VARIABLES = ("COMPOSABLE_SHARD_UNSAFE_SETATTR", "FSDP_USE_UNSAFE_SETATTR")
 
 
@@ -68,7 +71,7 @@ def owner_of_sharded(tensor: torch.Tensor) -> ShardedParam | None:
 
 
 _full_tensors: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[ShardedParam]]] = {}
-"""Unsharded parameters and full copies that modules hold or have held, by id, and their owners."""
+"""By id: the full tensors that modules hold or have held, and the parameters they replace."""
 
 
 def record_full_tensor(tensor: torch.Tensor, param: ShardedParam) -> None:
@@ -90,7 +93,7 @@ def as_sharded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def num_full_tensors(ids: Set[int]) -> int:
-    """Count the unsharded parameters and full copies among live tensors with these ids."""
+    """Count the unsharded parameters and full copies among live tensors, given their ids."""
     return 0 if ids.isdisjoint(_full_tensors) else len(ids & {*_full_tensors})
 
 
@@ -157,20 +160,20 @@ class ShardedParam:
         began_on_meta: Whether it was on the meta device when it was sharded.
         local: This rank's shard; outside of loads and conversions, a view of the bucket.
         outer_storage: The id of the storage of the DTensor itself, not of its local tensor.
-            Assigning ``.data`` changes it.
+            Assigning ``.data`` of the DTensor changes this id.
         sharded: The DTensor that is registered outside forward and backward.
         unsharded: The parameter used in compute.
         unsharded_local: The plain tensor of ``unsharded``: itself, except under tensor parallelism.
         is_counted: Whether a hook counts the gradient accumulations of ``unsharded``.
         shares_storage: Whether ``unsharded`` is a view of the sharded buffer.
-        adds_to_synced: Whether unreduced gradients were added to a reduced gradient.
+        adds_to_synced: Whether ``.grad`` is the sum of a reduced gradient and unreduced ones.
         group: Its group.
-        freed_inner: Inner tensors of a subclass, with memory that is freed, too. Autograd may save
-            these tensors.
+        freed_inner: Inner tensors of a subclass with memory that is freed between uses. Autograd
+            may save them, so they have versions, too.
         flat_position: The position of its shard in a flat buffer; ``None`` without such a buffer.
         state_before_load: The attributes and the ``grad_dtype`` when a load began.
-        attributes: Copies attributes that users have set between the sharded and the unsharded
-            parameter; ``None`` if both share one ``__dict__``.
+        attributes: Copies attributes of users from the sharded to the unsharded parameter, and
+            back; ``None`` if both share one ``__dict__``.
     """
 
     group: Any
@@ -204,7 +207,7 @@ class ShardedParam:
         self.freed_inner: list[torch.Tensor] = []
         self.flat_position: FlatPosition | None = None
         self.attributes: AttributeCopier | None = None
-        self._kind = _torch.class_in_memory(original)
+        self._kind = _torch.class_in_memory(original)  # of users, in plain memory; else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle only the sharded parameter."""
@@ -232,6 +235,7 @@ class ShardedParam:
             leaf = _torch.parameter_of(tensor, self.sharded.requires_grad)
             leaf.__dict__.update(self.sharded.__dict__)
             torch.utils.swap_tensors(self.sharded, leaf)
+        # Pickled meshes have no process groups.
         for spec in (self.placement.unsharded_spec, _torch.spec_of(self.sharded)):
             if spec is not None:
                 _torch.rebind(spec.mesh)
@@ -267,7 +271,7 @@ class ShardedParam:
         return self.policy.compute_dtype(self.dtype)
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of a full tensor, plain or a DTensor like the original."""
+        """Return this rank's rows of a full tensor, which may be a DTensor like the original."""
         return self.layout.shard_of(self.tensor_parallel_part(full), self.mesh.shard_rank).detach()
 
     def tensor_parallel_part(self, full: torch.Tensor) -> torch.Tensor:
@@ -278,7 +282,7 @@ class ShardedParam:
         return full if spec is None else _torch.cut(full, spec.mesh, spec.placements)
 
     def spec(self, stage: GradStage, dtype: torch.dtype) -> _torch.DTensorSpec:
-        """Describe the parameter, or a gradient at a stage of its reduction, as a DTensor."""
+        """Return the spec of a gradient at a stage; that of ``sharded`` is the parameter's, too."""
         meta = _torch.TensorMeta(self._shape, self._stride, dtype)
         return _torch.make_spec(self.placement.mesh, getattr(self.placement, stage), meta)
 
@@ -294,7 +298,7 @@ class ShardedParam:
 
     def set_local(self, local: torch.Tensor) -> None:
         """Make ``local`` this rank's shard."""
-        # Not a copy of the tensor object, so that `local` shares the version counter of its bucket.
+        # This sets the object itself, since a copy would not share the version counter.
         _torch.set_local_tensor(self.sharded, local)
         self.set_sharded(self.sharded)
 
@@ -314,7 +318,7 @@ class ShardedParam:
             slot.put(param)
 
     def find_registered(self) -> nn.Parameter | None:
-        """Return the registered parameter: the sharded one, or another that has replaced it."""
+        """Return the parameter that users have registered instead, if any; else the sharded one."""
         sharded, unsharded = self.sharded, self.__dict__.get("unsharded", self.sharded)
         params = (slot.get() for slot in self.slots)
         return next((p for p in params if p is not sharded and p is not unsharded), sharded)
@@ -327,7 +331,7 @@ class ShardedParam:
         self.forget_unsharded()
 
     def all_unsharded(self) -> list[torch.Tensor]:
-        """Return the unsharded parameter and the tensors inside it that have version counters."""
+        """Return the unsharded parameter, and the tensors inside it with versions of their own."""
         is_local = self.unsharded_local is self.unsharded
         return [self.unsharded, *([] if is_local else [self.unsharded_local]), *self.freed_inner]
 
@@ -337,18 +341,18 @@ class ShardedParam:
         self.__dict__.pop("unsharded_local", None)
         self.freed_inner, self.attributes = [], None
 
-    def create_unsharded(self, tensor: torch.Tensor, *, is_encoded: bool = False) -> None:
-        """Make the leaf of autograd around this rank's ``tensor``.
+    def create_unsharded(self, tensor: torch.Tensor, *, is_from_hooks: bool = False) -> None:
+        """Make the unsharded parameter, the leaf of autograd.
 
         Args:
-            tensor: The tensor.
-            is_encoded: Whether all-gather hooks have made it; then the leaf is of its class.
+            tensor: The full values; under tensor parallelism, this rank's part of them.
+            is_from_hooks: Whether all-gather hooks have made it; then the leaf has its class.
         """
         self.is_counted, self.attributes = False, None
         spec = self.placement.unsharded_spec
         if spec is not None:
             tensor = _torch.from_local(tensor, _torch.spec_with_dtype(spec, tensor.dtype))
-        kind = None if is_encoded else self._kind
+        kind = None if is_from_hooks else self._kind
         self.unsharded = _leaf_around(tensor, kind, requires_grad=False)
         self.unsharded_local = _torch.local_part(self.unsharded)
         record_full_tensor(self.unsharded, self)
@@ -417,8 +421,8 @@ class Bucket(Protocol):
         locals: The shard of each parameter.
         mesh: The data-parallel ranks.
         compute_dtype: The dtype of the unsharded parameters.
-        message_cost: The cost of a message; ``None`` if all gradients share a message.
-        unwritten: The ranges of its memory for backward that no gather writes.
+        message_cost: It decides which gradients get their own message; ``None`` if all share one.
+        unwritten: The ranges of :meth:`memory_for_backward` that no gather writes.
         reduction: The class that reduces its gradients; ``None`` for plain gradients.
     """
 
@@ -497,7 +501,7 @@ class Regather:
         self._pending = Pending(works, self._channel.gathering, stream, parts)
 
     def wait(self) -> None:
-        """Wait for the all-gather, and copy parameters that could not arrive in place."""
+        """Wait for the all-gather; if the parts are padded, copy the memory from them."""
         self._pending.wait()
         for whole, output in zip(self._memory, self._outputs, strict=True):
             if output is not whole:
@@ -567,8 +571,9 @@ class FlatBucket:
         is_on_host = self.device.type == "cpu"
         self.is_uploaded = is_on_host and copies_overlap_compute(first.offload, self.mesh.device)
         self.has_arrays = False
-        has_policy = first.offload is not None and _torch.aligns(self.mesh.device)
-        self.is_offloaded = has_policy or self.is_uploaded or self.device != self.mesh.device
+        # A simulated device is on the CPU, as offloaded shards are.
+        is_simulated = first.offload is not None and _torch.aligns(self.mesh.device)
+        self.is_offloaded = is_simulated or self.is_uploaded or self.device != self.mesh.device
         is_cast = self.dtype != self.compute_dtype
         self.shares_storage = self.mesh.num_shards == 1 and not is_cast and not self.is_offloaded
         for param in params:
@@ -642,7 +647,7 @@ class FlatBucket:
             self.unsharded = _torch.empty(numel, dtype=dtype, device=device)
         for param, offset in zip(self.params, offsets, strict=True):
             view = param.layout.whole(self.unsharded[offset:])
-            # It has its own version counter: a gather does not bump it, and `program.py` sets it.
+            # The view has its own version counter: no gather bumps it, and `program.py` sets it.
             start = int(view.storage_offset())
             view = _torch.fresh_storage_view(self.unsharded, start, view)
             param.create_unsharded(view)
@@ -681,21 +686,21 @@ class _AllGather:
         layout, mesh = bucket.layout, bucket.mesh
         self._are_in_bucket = all(map(is_, shards, bucket.locals))
         is_cast = bucket.dtype != bucket.compute_dtype
-        self._casts = is_cast or not self._are_in_bucket or bucket.is_offloaded
+        self._copies_input = is_cast or not self._are_in_bucket or bucket.is_offloaded
         self._shards = shards
         self._flat_input = bucket.sharded
-        if self._casts:
+        if self._copies_input:
             numel, dtype = layout.shard_numel, bucket.compute_dtype
             self._flat_input = _torch.empty(numel, dtype=dtype, device=mesh.device)
         self._inputs = [self._flat_input[start : start + n] for start, n in layout.message_spans]
         self._uploads: CopyStream | None = None
-        if self._casts:
+        if self._copies_input:
             _torch.free(self._flat_input)
 
     def ops(self, *, keeps_storage: bool) -> GatherOps:
         """Return the operations.
 
-        Memory that may stay allocated is not resized by builtins, since they always reallocate.
+        Builtins resize memory even if it is allocated, so they serve only memory that is freed.
         """
         bucket, flat_input, staging = self._bucket, self._flat_input, self._bucket.staging
         allocate, free = _memory_ops(bucket.unsharded, may_stay=keeps_storage or bucket.has_arrays)
@@ -706,7 +711,7 @@ class _AllGather:
         gather: list[Op] = [allocate]
         wait: list[Op] = [self.wait]
         drop: list[Op] = [self.drop]
-        if self._casts:
+        if self._copies_input:
             allocate_input, free_input = _memory_ops(flat_input)
             gather += [allocate_input, partial(self._copy_in, flat_input)]
             wait += [free_input]
@@ -756,14 +761,15 @@ class _AllGather:
 
 
 class Staging:
-    """The packed message of all ranks, until its parameters are copied out.
+    """Holds the packed messages of all ranks until their parameters are copied out.
 
     Attributes:
         flat: Its memory, freed between uses.
         message: The part of ``flat`` for the gathered message.
         copy_out: The operations that copy the parameters to the unsharded buffer. On devices, one
-            kernel splits the message: it writes parameters that gather in place to the unsharded
-            buffer, and everything else to the end of ``flat``.
+            kernel splits the message. It writes parameters to the unsharded buffer if their shards
+            end to end form them, and everything else to the end of ``flat``. From there, a second
+            operation copies the other parameters.
     """
 
     def __init__(self, bucket: FlatBucket) -> None:
@@ -789,14 +795,14 @@ class Staging:
             target = bucket.unsharded[layout.unsharded_offsets[index] :]
             offset, width = layout.shard_offsets[index] - layout.packed_offset, param.shard_numel
             column = columns[:, offset : offset + width]
-            if is_fused:
+            if is_fused:  # outputs from left to right: gap, parameter, gap, parameter, ...
                 outputs += [rest_columns(offset - start), column]
                 start = offset + width
                 if param.gathers_in_place:
                     outputs[-1] = target[: num_ranks * width].view(num_ranks, width)
                     continue
                 outputs[-1] = column = rest_columns(width)
-            if param.gathers_in_place:  # padding follows the rows: one copy includes it
+            if param.gathers_in_place:  # padding follows the rows: whole shards are copied
                 count = param.num_nonempty
                 pairs.append((target[: count * width].view(count, width), column[:count]))
             else:

@@ -41,7 +41,7 @@ _is_trained = attrgetter("is_trained")
 
 
 class Call:
-    """One call of a group's module. After it, only the autograd graph keeps this object alive.
+    """One call of a group's module. Once it has returned, only the autograd graph keeps the object.
 
     Attributes:
         module: The module.
@@ -114,24 +114,24 @@ class Tree:
         self._grad_enabled = False  # when the outermost call began
         self._backward: Backward | None = None
         self.inner_backward_groups: dict[ParamGroup, None] = {}
-        self._to_free: dict[ParamGroup, None] = {}  # at the end of forward, if not used before
+        self._to_free: dict[ParamGroup, None] = {}  # at the end of forward, unless used again
         self.plan: Plan[ParamGroup] = NO_PLAN
         for group in groups:
             group.reshard()
             group.tree, group.plugins, group.is_compiled = self, self.plugins, False
 
     def install(self, feature: Feature) -> None:
-        """Add a feature, also in the middle of an iteration."""
+        """Add a feature, at any time."""
         self.plugins.install(feature)
         self._recompile()
 
     def remove(self, feature: Feature) -> None:
-        """Remove a feature, also in the middle of an iteration."""
+        """Remove a feature, at any time."""
         self.plugins.remove(feature)
         self._recompile()
 
     def _recompile(self) -> None:
-        """Recompile the programs of groups that are fully sharded or fully unsharded."""
+        """Recompile the programs of groups at rest; others are recompiled when they are used."""
         for group in self.groups:
             if group.is_compiled and group.state in (State.SHARDED, State.UNSHARDED):
                 group.compile()
@@ -143,7 +143,8 @@ class Tree:
         is_recomputed = _current_task() != -1 and self._is_in_backward(group)
         if not is_recomputed and (not self.call_stack or self._begins_forward(group)):
             self._begin_forward(group)
-        backward = self.begin_backward() if is_recomputed else None  # it must not see this call
+        # Before the call is on the stack, where it would make this a backward inside a forward.
+        backward = self.begin_backward() if is_recomputed else None
         call = Call(group, module, is_recomputed=is_recomputed)
         self.call_stack.append(call)
         if not group.params:
@@ -180,7 +181,7 @@ class Tree:
                 op()
 
     def _is_in_backward(self, group: ParamGroup) -> bool:
-        """Return whether the running backward passes through modules of ``group``."""
+        """Return whether the running backward needs ``group``, or a group inside an empty one."""
         if group.params:
             return group in self.tape or group in self.plan.groups
         if self._backward is not None and self._backward.is_running:
@@ -191,8 +192,8 @@ class Tree:
     def leave(self, call: Call, *, needs_grad: bool, has_failed: bool) -> None:
         """End the innermost call; free its group, unless the group stays gathered for backward.
 
-        Even if it stays gathered, its sharded parameters are registered, except with
-        ``reshard_after_forward=False`` and, by default, on the root.
+        The sharded parameters are registered, unless ``reshard_after_forward`` is ``False``, which
+        is the default of the root.
         """
         self.call_stack.pop()
         group = call.group
@@ -206,6 +207,7 @@ class Tree:
         if call.visit is not None and not has_failed:
             self.tape.leave(call.visit, needs_reduce=group.needs_reduce, needs_grad=needs_grad)
         interval = None if call.visit is None else call.visit.interval
+        # The fields of a `CallRecord`.
         record = len(self.call_stack), group, call.module, interval
         self.tape.calls.append((*record, torch.is_grad_enabled(), needs_grad))
         for outer in self.call_stack:
@@ -216,7 +218,7 @@ class Tree:
             self._end_forward(group, needs_grad=needs_grad, has_failed=has_failed)
 
     def _begins_forward(self, group: ParamGroup) -> bool:
-        """Return whether a call begins a forward, because an interrupt has ended the last one."""
+        """Return whether an interrupt has ended the calls on the stack, so that this one is new."""
         may_begin = group is self.call_stack[0].group or group is self.root
         # If the frame of the outermost call is still executing, a module has called itself.
         return may_begin and not (self._outer_frame and _torch.is_executing(self._outer_frame))
@@ -224,7 +226,7 @@ class Tree:
     def _begin_forward(self, outermost: ParamGroup) -> None:
         if self.call_stack or self.has_failed:
             self.reset()
-        for group in self.inner_backward_groups:  # the last forward had no backward itself
+        for group in self.inner_backward_groups:  # the last forward had only inner backwards
             group.accumulate()
         self.inner_backward_groups.clear()
         for group in self.groups:  # they may be stale: a write through ``.data`` bumps no version
@@ -232,7 +234,7 @@ class Tree:
                 group.reshard()
         self.finalization.check_ended()
         self.prepare_gather()
-        if not self._has_streams:  # otherwise the caching allocator keeps freed memory
+        if not self._has_streams:  # with streams, the caching allocator keeps freed memory
             _torch.keep_spare()
         self._outer_frame, self._grad_enabled = _torch.module_call_frame(), torch.is_grad_enabled()
         self.tape.begin_forward(outermost)
@@ -269,9 +271,9 @@ class Tree:
         self.tape, self.is_agreed = Tape(), False
 
     def agree(self) -> None:
-        """Check that all ranks hold the same model, unless they have compared it before.
+        """Check once that all ranks hold the same model.
 
-        Collective: unless they have, see `agree_on_model`.
+        Collective: the first time, see `agree_on_model`.
         """
         if not self.is_agreed:
             self._check_modules()
@@ -295,7 +297,7 @@ class Tree:
             self.tape.discard_forward()
             self.reset()
             return
-        if _current_task() == -1:
+        if _current_task() == -1:  # otherwise the end of the backward does that
             _torch.return_spare()
         if not self.tape.visits:  # otherwise the end of the backward waits
             self._wait_for_copies()
@@ -303,6 +305,7 @@ class Tree:
             feature.end_forward(self, outermost)
         self.tape.end_forward(outermost)
         for group in self.groups:
+            # The next forward may complete an outermost group of several modules.
             will_not_complete = group.is_partly_run and group is not outermost
             if group.state is State.UNSHARDING:  # prefetched, but not used after all
                 group.reshard()
@@ -338,6 +341,7 @@ class Tree:
     def _free(self, group: ParamGroup, *, may_have_backward: bool) -> None:
         """Free a group after its call, unless this forward or a backward needs the group soon."""
         stays = group.stays_after_forward
+        # A frozen group has a backward only if another group is trained.
         if stays and not group.is_trained and not group.is_kept_by_user:
             may_have_backward = may_have_backward and any(map(_is_trained, self.groups))
         if group.is_partly_run:
@@ -346,6 +350,7 @@ class Tree:
             if group.is_unsharded_registered:
                 group.take_snapshot()
             return
+        # This forward may call the group again; the call of the root ends it.
         keeps_memory = self.tape.upcoming is group or (stays and group is not self.root)
         if keeps_memory:
             self._to_free[group] = None
@@ -357,7 +362,7 @@ class Tree:
             group.register_sharded()
 
     def _interval_of(self, checkpoints: Sequence[dict[Any, Any]]) -> Interval:
-        """Return the interval that all calls inside the enclosing checkpoints share."""
+        """Return the `Interval` of all calls inside these checkpoints; their notes keep it."""
         known = next((notes[self] for notes in checkpoints if self in notes), None)
         interval = known or self.tape.enter_checkpoint()
         for notes in checkpoints:
@@ -376,7 +381,7 @@ class Tree:
                 self.groups, NO_PLAN, (), self.in_flight, self._end_inner_backward, is_inner=True
             )
             return self._backward
-        if backward is not None:
+        if backward is not None:  # it has failed
             self.reset()
         if self.tape.visits:  # otherwise this is another backward of the same forwards
             self.plan = self.tape.plan_backward()
@@ -440,6 +445,7 @@ class Tree:
 
     def _wait_for_copies(self) -> None:
         """Wait for copies between host and device: users may write the shards from now on."""
+        # Only uploads read shards.
         if not host.uploads or not host.is_busy():
             return
         for op in self.plugins.ops(self.root, "before_wait_for_copies"):
@@ -464,7 +470,7 @@ class Tree:
                 setting.all_reduce_grads = before
 
     def launch_reductions(self) -> None:
-        """Launch the deferred reductions that the settings allow; free the groups.
+        """Launch the reductions of unsynced gradients, and free groups, as the settings say.
 
         Collective: the reductions.
         """
@@ -497,7 +503,7 @@ class Tree:
 
     @property
     def is_computing(self) -> bool:
-        """Whether a forward of the tree is running, or any backward."""
+        """Whether a forward of the tree is running, or any backward, even of another model."""
         return bool(self.call_stack) or _current_task() != -1
 
     def reset(self, *, drops_earlier: bool = False) -> None:
@@ -507,9 +513,10 @@ class Tree:
         backwards have launched are finished, unless ``drops_earlier``. Other gradients are dropped.
         """
         launched = self._backward.launched if self._backward is not None else set()
-        for group in self.groups if self.in_flight and not drops_earlier else ():
-            if group not in launched:
-                with suppress(ShardError, RuntimeError):  # the next collective raises the error
+        finishes_earlier = self.in_flight and not drops_earlier
+        for group in self.groups:
+            if finishes_earlier and group not in launched:
+                with suppress(ShardError, RuntimeError):  # the next collective raises it again
                     self.in_flight.finish_of(group)
         if self._backward is not None:
             self._backward = None
@@ -530,7 +537,7 @@ def check_at_rest(group: ParamGroup, op: str) -> None:
     """Raise ``ShardError`` if ``op`` is called in a forward, a backward or ``unsharded()``."""
     if group.tree.is_computing:
         raise ShardError(
-            f"Expected {op}() outside of forward and backward, got a call within one of "
+            f"Expected {op}() outside of forward and backward, got a call during one of "
             f"{group.label}; use it between iterations"
         )
     if group.is_in_unsharded_context:

@@ -173,7 +173,7 @@ def test_in_a_forward_and_within_unsharded(whole: Path) -> None:
             list(iter_full(model if dist.get_rank() else linear()))
 
     assert all_say(in_forward) == (
-        "Expected load_sharded() outside of forward and backward, got a call within one of the "
+        "Expected load_sharded() outside of forward and backward, got a call during one of the "
         "root group; use it between iterations"
     )
     outside = (

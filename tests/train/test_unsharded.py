@@ -374,7 +374,7 @@ SHARDED = (
 
 
 OUTSIDE = (
-    "ShardError: Expected unsharded() outside of forward and backward, got a call within one of "
+    "ShardError: Expected unsharded() outside of forward and backward, got a call during one of "
     "{}; use it between iterations"
 )
 SHAPE = (
