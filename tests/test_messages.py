@@ -291,7 +291,7 @@ sharded().set_reshard_after_forward(None)
 sharded().set_modules_to_forward_prefetch([plain()])
     ValueError: Expected sharded modules, got Linear; apply fully_shard to it
 enter(record_events(plain()))
-    ValueError: Expected a sharded module, got Linear; apply fully_shard to it
+    ValueError: Expected sharded modules in Linear, got none; apply fully_shard to it
 enter(record_events(sharded(), 'reshard', 'resharded'))
     ValueError: Expected events out of ('pre_forward', 'post_forward', 'pre_backward',
     'post_backward', 'all_gather', 'wait_for_all_gather', 'reshard', 'accumulate', 'reduce_scatter',

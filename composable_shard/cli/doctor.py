@@ -54,10 +54,7 @@ VARIABLES = (
 )
 """Relevant environment variables."""
 COSTS = {
-    ("COMPOSABLE_SHARD_CHECK", "1"): (
-        "compares ranks before every collective, which costs time: unset it once training is "
-        "debugged"
-    ),
+    ("COMPOSABLE_SHARD_CHECK", "1"): "slows every collective: unset it once training is debugged",
     ("NCCL_P2P_DISABLE", "1"): "keeps GPUs from copying to each other: unset it",
     ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"): "makes every collective slower: unset it",
 }
@@ -111,10 +108,7 @@ def problems_of(machine: Facts, num_ranks: int) -> Iterator[str]:
     elif machine["device_type"] == "cuda" and not machine["backends"]["nccl"]:
         yield "there are GPUs, but torch has no nccl: install a CUDA build"
     if 0 < num_devices < num_ranks:
-        yield (
-            f"{num_ranks} ranks need as many devices, but there are {num_devices}: pass --ranks or "
-            "--device cpu"
-        )
+        yield f"{num_ranks} ranks, but {num_devices} devices: pass --ranks or --device cpu"
 
 
 def warnings_of(machine: Facts) -> Iterator[str]:
@@ -128,10 +122,8 @@ def warnings_of(machine: Facts) -> Iterator[str]:
     allocator = "".join(variables[name] or "" for name in ALLOCATOR)
     is_cuda = machine["device_type"] == "cuda" and build.startswith("cuda")  # ROCm is "hip"
     if is_cuda and "expandable_segments" not in allocator:
-        yield (
-            "the caching allocator of CUDA uses segments of fixed size, and unsharded parameters "
-            f"that come and go fragment them: set {ALLOCATOR[0]}=expandable_segments:True"
-        )
+        remedy = f"set {ALLOCATOR[0]}=expandable_segments:True"
+        yield f"gathered parameters fragment the memory of the CUDA allocator: {remedy}"
 
 
 # The collectives that ``fully_shard`` uses, measured on ranks of this machine ---------------------
@@ -293,10 +285,7 @@ def slowness(measured: Facts) -> dict[str, float]:
     return {name: copied / measured[key]["bytes_per_second"] for key, name in COLLECTIVES.items()}
 
 
-UNREACHED = (
-    "if they do not reach each other, set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) to a network "
-    "interface, lo for one machine"
-)
+UNREACHED = "if they cannot connect, set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME): lo on one machine"
 
 
 def measure_often(report: Facts, nbytes: int) -> None:
@@ -322,8 +311,7 @@ def measure_often(report: Facts, nbytes: int) -> None:
         if not all(attempt[key]["is_right"] for attempt in attempts)
     ]
     report["warnings"] += [
-        f"ranks {pairs} communicate through sockets instead of shared memory: "
-        f"{way.removeprefix(SENDS)}"
+        f"ranks {pairs} do not share memory: {way.removeprefix(SENDS)}"
         for way, pairs in pairs_by_way(report["measured"]).items()
         if way != SHARES
     ]
@@ -342,10 +330,7 @@ def other_programs(report: Facts) -> str:
     load, num_cores = report["machine"]["load"], report["machine"]["num_cores"]
     if load <= max(0, num_cores - report["num_ranks"]) + IDLE:
         return ""
-    return (
-        f"other programs were running (load {load:.1f} on {counted(num_cores, 'core')}): measure "
-        "again when they have ended"
-    )
+    return f"other programs ran (load {load:.1f} on {counted(num_cores, 'core')}): try again later"
 
 
 def judge_speed(report: Facts) -> None:

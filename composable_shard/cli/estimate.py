@@ -297,15 +297,13 @@ def run(args: argparse.Namespace) -> int:
 
         result = estimate(build, **call)
     except Exception as error:  # noqa: BLE001 - user functions may raise anything
-        if isinstance(error, ImportError):
-            code = FAILED
         is_clear = isinstance(
             error, (ConfigError, ImportError, TypeError, ValueError, RuntimeError)
         )
-        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-        text = f"{error if is_clear else _described(error)}{notes}"
+        text = str(error) if is_clear else _described(error)
+        text = "\n".join([text, *getattr(error, "__notes__", ())])
         print(f"composable-shard estimate: {text}", file=sys.stderr)
-        return code
+        return FAILED if isinstance(error, ImportError) else code
     if args.json:
         print(json.dumps(result.to_dict()))
     else:

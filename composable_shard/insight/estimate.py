@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from types import FrameType
 from typing import Any, NamedTuple
@@ -192,10 +192,8 @@ def default_loss(output: Any, batch: Any) -> torch.Tensor:
     if isinstance(loss, torch.Tensor):
         return loss
     if not isinstance(output, torch.Tensor):
-        raise TypeError(
-            "Expected forward to return a tensor, or an output with a loss, got "
-            f"{type(output).__name__}; pass loss=, a function of the output and the batch"
-        )
+        kind = type(output).__name__
+        raise TypeError(f"Expected forward to return a tensor or a loss, got {kind}; pass loss=")
     return output.sum()
 
 
@@ -277,8 +275,7 @@ def estimate(
     )
     if dist.is_initialized():
         raise ShardError(
-            "Expected estimate in a process without a process group, got one of backend "
-            f"'{dist.get_backend()}'; call it before init_process_group, or in a process of its own"
+            f"Expected estimate before init_process_group, got backend '{dist.get_backend()}'"
         )
     check_type("batch", batch, batch is not None, "the inputs of one rank's forward")
     others = [*(["policy"] if policy is not None else []), *kwargs]
@@ -304,10 +301,7 @@ def estimate(
                 rehearsal.record(batch, loss)
                 return _weigh(rehearsal, shape, optimizer, speeds)
     except _torch.ReadsValues as error:
-        error.add_note(
-            "estimate runs the model on tensors without values, but the model or the loss "
-            "reads a value"
-        )
+        error.add_note("estimate runs on tensors without values; the model or the loss reads one")
         raise
 
 
@@ -329,12 +323,8 @@ def _weigh(
     at_once = rehearsal.is_accelerator
     explained, kept, offloaded = None, OptimizerBytes(), OptimizerBytes()
     if isinstance(optimizer, Mapping):
-        if away:
-            raise ValueError(
-                "Expected parameters on the device for an estimate of layouts, got "
-                f"'{next(iter(away)).name}', which is offloaded; leave out the offload_policy, or "
-                "pass a function that makes an optimizer from parameters"
-            )
+        offloaded_names = [param.name for param in away]
+        check_value("layouts", offloaded_names, not away, "of parameters that are not offloaded")
         steps, kept = plan_layouts(model, optimizer, at_once=at_once)
         explained = explain_layouts(steps)
     elif optimizer is not None:
@@ -351,18 +341,17 @@ def _weigh(
     if stepping.total > peak.total:
         peak, peak_at = stepping, "optimizer step"
     between = MemorySplit(peak.shards, optimizer=kept.state, unsharded=peak.unsharded)
-    traffics = {group: traffic_of(group) for group in rehearsal.groups}
     return Estimate(
         mesh_shape=shape if len(shape) == 2 else (1, shape[0]),
         num_parameters=sum(param.numel() for param in model.parameters()),
-        num_groups=sum(len({param.mesh for param in group.params}) for group in traffics),
+        num_groups=sum(len({param.mesh for param in group.params}) for group in rehearsal.groups),
         peak=peak,
         peak_at=peak_at,
         between_steps=between,
         on_cpu=rehearsal.on_cpu + sum(offloaded),
-        traffic=sum(traffics.values(), StepTraffic()),
+        traffic=sum(map(traffic_of, rehearsal.groups), StepTraffic()),
         flops=sum(moment.flops for moment in rehearsal.moments),
-        time=None if speeds is None else _time_of(rehearsal.moments, traffics, speeds),
+        time=None if speeds is None else _time_of(rehearsal.moments, speeds),
         optimizer=explained,
     )
 
@@ -386,18 +375,14 @@ def _checked_speeds(**given: float | None) -> dict[str, float] | None:
     return {"replica_bandwidth": numbers["bandwidth"], **numbers} if has_speeds else None
 
 
-def _time_of(
-    moments: Iterable[Moment],
-    traffics: Mapping[ParamGroup, StepTraffic],
-    speeds: Mapping[str, float],
-) -> StepTime:
+def _time_of(moments: Iterable[Moment], speeds: Mapping[str, float]) -> StepTime:
     """Replay a recorded step: one lane computes, one communicates, each in order.
 
     Args:
         moments: The step.
-        traffics: The traffic of each group.
         speeds: The arguments of :func:`estimate` that are speeds, by name.
     """
+    traffic_in_step = cache(traffic_of)
     compute = clock = lane = communication = 0.0
     done: dict[tuple[ParamGroup | None, str], float] = {}
     is_backward = False
@@ -406,7 +391,7 @@ def _time_of(
         compute, clock = compute + seconds, clock + seconds
         is_backward = is_backward or event == "pre_backward"
         if group is not None and event in ("all_gather", "reduce_scatter", "all_reduce"):
-            traffic, rate = traffics[group], speeds["bandwidth"]
+            traffic, rate = traffic_in_step(group), speeds["bandwidth"]
             sent = traffic.backward_gathers if is_backward else traffic.forward_gathers
             if event == "reduce_scatter":
                 sent = traffic.reductions
@@ -446,13 +431,7 @@ class LiveBytes(_torch.DispatchMode):
         self._resized = weakref.WeakSet[Storage]()  # memory of the library, which comes and goes
         self._totals = Counter[str]()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back as operations on local tensors
         if _torch.reads_a_value(func) and _maker() != "activations":
@@ -568,8 +547,8 @@ def optimizer_bytes(
             optimizer.step()
     except _torch.ReadsValues as error:
         raise ValueError(
-            f"Expected an optimizer step that reads no values, got {type(optimizer).__name__}; "
-            "pass another one with as much state, or optimizer=None to leave it out"
+            f"Expected an optimizer that reads no values, got {type(optimizer).__name__}; pass "
+            "another one with as much state, or optimizer=None"
         ) from error
     return OptimizerBytes(state, live.peak.activations - state)
 
@@ -689,7 +668,6 @@ class Rehearsal:
     Attributes:
         model: The sharded model.
         groups: Its groups.
-        trees: Their trees.
         is_accelerator: Whether the ranks have accelerators.
         params: Their parameters.
         moments: The step.
@@ -702,14 +680,10 @@ class Rehearsal:
     def __init__(self, model: nn.Module, *, is_accelerator: bool) -> None:
         self.model, self.groups, self.is_accelerator = model, groups_in(model), is_accelerator
         self.params = [param for group in self.groups for param in group.params]
-        if not all(param.flat_position for param in self.params):
-            raise ValueError(
-                "Expected plain parameters, which can be laid out for any number of ranks, got a "
-                "tensor subclass; estimate the model before its parameters are converted"
-            )
-        self.trees = dict.fromkeys(group.tree for group in self.groups)
-        for tree in self.trees:
-            tree.agree()  # it compares numbers, which fake tensors do not have
+        classes = sorted({type(p.local).__name__ for p in self.params if p.flat_position is None})
+        check_value("parameters", classes, not classes, "that are not converted to a subclass yet")
+        for group in self.groups:
+            group.tree.agree()  # it compares numbers, which fake tensors do not have
         for channel in (channel for group in self.groups for channel in group.channels.values()):
             channel.all_gather = channel.reduce_scatter = Silent(is_widening=not is_accelerator)
         offloaded = [param for param in self.params if param.offload is not None]
@@ -738,8 +712,7 @@ class Rehearsal:
                     live.count([bucket.sharded], "" if is_away else "shards")
                     self.on_cpu += bucket.sharded.nbytes if is_away else 0
             live.count([tensor for tensor in others if id(tensor) not in ours], "unsharded")
-            for tree in self.trees:
-                stack.enter_context(listening(tree, self._hear))
+            stack.enter_context(listening(self.groups, self._hear))
             for param in self.params:
                 if param.unsharded.requires_grad:
                     take = partial(self._take_gradient, param)

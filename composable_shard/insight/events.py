@@ -12,7 +12,7 @@ wait for copies between host and device.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from weakref import WeakKeyDictionary
@@ -22,7 +22,6 @@ from torch import nn
 from composable_shard.arguments import check_module, check_value
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.plugins import Feature, Op, Phase
-from composable_shard.core.tree import Tree
 
 Event = tuple[str, str]
 
@@ -79,9 +78,9 @@ def groups_in(model: nn.Module) -> list[ParamGroup]:
     return groups
 
 
-def join(prefix: str, name: str) -> str:
-    """Return the name within the model of a group that is called ``name`` within its tree."""
-    return f"{prefix}.{name}" if prefix and name else prefix or name
+def name_in(names: Mapping[nn.Module, str], group: ParamGroup) -> str:
+    """Return the name of a group, given those of modules; empty for a root, or if it has none."""
+    return ", ".join(filter(None, map(names.get, group.modules)))
 
 
 class _Listener(Feature):
@@ -104,18 +103,21 @@ _listeners: WeakKeyDictionary[ParamGroup, _Listener] = WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def listening(tree: Tree, hear: Hear) -> Iterator[None]:
-    """Call ``hear`` with every event of a tree within the context."""
-    root = tree.root
-    listener = _listeners.setdefault(root, _Listener())
-    listener.hears.append(hear)
-    tree.install(listener)
+def listening(groups: Iterable[ParamGroup], hear: Hear) -> Iterator[None]:
+    """Call ``hear`` with every event of the trees of some groups within the context."""
+    roots = dict.fromkeys(group.tree.root for group in groups)
+    for root in roots:
+        listener = _listeners.setdefault(root, _Listener())
+        listener.hears.append(hear)
+        root.tree.install(listener)
     try:
         yield
     finally:
-        listener.hears.remove(hear)
-        if not listener.hears:
-            root.tree.remove(listener)  # fully_shard may have put the root in another tree
+        for root in roots:
+            listener = _listeners[root]
+            listener.hears.remove(hear)
+            if not listener.hears:
+                root.tree.remove(listener)  # fully_shard may have put the root in another tree
 
 
 @contextlib.contextmanager
@@ -123,7 +125,8 @@ def record_events(module: nn.Module, *events: str) -> Iterator[list[Event]]:
     """Record what the groups of a sharded module do within the context.
 
     Args:
-        module: A sharded module; the whole tree it belongs to is recorded.
+        module: A sharded module, or one with sharded modules in it; the whole trees that they
+            belong to are recorded.
         events: The events to record, out of ``EVENTS``; all of them if none is given.
 
     Returns:
@@ -132,7 +135,7 @@ def record_events(module: nn.Module, *events: str) -> Iterator[list[Event]]:
 
     Raises:
         TypeError: If ``module`` is no module.
-        ValueError: If the module is not sharded, or an event does not exist.
+        ValueError: If nothing in the module is sharded, or an event does not exist.
 
     Collective: none.
 
@@ -148,11 +151,7 @@ def record_events(module: nn.Module, *events: str) -> Iterator[list[Event]]:
         [('all_gather', ''), ('reduce_scatter', '')]
     """
     check_module("module", module)
-    group = group_of(module)
-    if group is None:
-        raise ValueError(
-            f"Expected a sharded module, got {type(module).__name__}; apply fully_shard to it"
-        )
+    groups = groups_in(module)
     unknown = set(events) - set(EVENTS)
     check_value("events", sorted(unknown), not unknown, f"out of {EVENTS}")
     recorded, wanted = list[Event](), events or EVENTS
@@ -161,5 +160,5 @@ def record_events(module: nn.Module, *events: str) -> Iterator[list[Event]]:
         if event in wanted:
             recorded.append((event, group.name))
 
-    with listening(group.tree, hear):
+    with listening(groups, hear):
         yield recorded

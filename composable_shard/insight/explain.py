@@ -236,17 +236,13 @@ def _copy_text(copy: Copy) -> str:
 
 
 def _pass_texts(costs: PassCosts) -> Iterator[str]:
-    yield (
-        f"iter_full() in buckets of {nbytes_text(costs.bucket_nbytes)}: "
-        f"{counted(costs.num_buckets, 'bucket')}, {counted(costs.launches, 'gather')}, "
-        f"{counted(costs.messages, 'message')}"
-    )
+    nums = (costs.num_buckets, "bucket"), (costs.launches, "gather"), (costs.messages, "message")
+    counts = ", ".join(counted(num, noun) for num, noun in nums)
+    yield f"iter_full() in buckets of {nbytes_text(costs.bucket_nbytes)}: {counts}"
     sent, received = nbytes_text(costs.sent_nbytes), nbytes_text(costs.received_nbytes)
     yield f"this rank sends {sent} and receives {received}"
-    yield (
-        f"besides the model, a rank holds at most {nbytes_text(costs.held_nbytes)}, if the caller "
-        "drops each tensor"
-    )
+    held = nbytes_text(costs.held_nbytes)
+    yield f"besides the model, a rank holds at most {held}, if the caller drops each tensor"
     if costs.by_class:
         names = names_text(costs.by_class)
         yield f"parameters that their class gathers in further collectives: {names}"
@@ -409,14 +405,9 @@ def _on_giant_root(explained: Explained) -> Iterator[Advice]:
         blocks = [block for top in group.modules for block in repeated_blocks(top)]
         if group is group.tree.root and nbytes > GIANT_SHARE * whole and blocks:
             kind, count = Counter(type(block).__name__ for block in blocks).most_common(1)[0]
-            problem = (
-                f"the root group gathers {nbytes_text(nbytes)} at once, {nbytes / whole:.0%} of "
-                "the parameters, and nothing overlaps with this gather"
-            )
-            remedy = (
-                f"apply fully_shard to each {kind} ({count} of them) before the root, or "
-                f"apply_fully_shard(model, {kind})"
-            )
+            share = f"{nbytes_text(nbytes)}, {nbytes / whole:.0%} of the parameters"
+            problem = f"the root group gathers {share}, at once, and nothing overlaps with it"
+            remedy = f"shard each {kind} ({count} of them) first: apply_fully_shard(model, {kind})"
             yield Advice("giant root", (explanation.name,), problem, remedy)
 
 
@@ -428,9 +419,9 @@ def _on_small_groups(explained: Explained) -> Iterator[Advice]:
         and {param.travels for param in explanation.parameters} == {"packed"}
     }
     if small:
+        most = nbytes_text(max(small.values()))
         problem = (
-            f"{counted(len(small), 'group')} of at most {nbytes_text(max(small.values()))} each: a "
-            "gather of so few bytes costs mostly latency"
+            f"{counted(len(small), 'group')} of at most {most}: such a gather is mostly latency"
         )
         remedy = "shard the module around instead, or several in one list: fully_shard([a, b])"
         yield Advice("small group", tuple(small), problem, remedy)
@@ -451,10 +442,8 @@ def _padded(
 def _on_uneven_rows(explained: Explained) -> Iterator[Advice]:
     for param, layout, padding in chain.from_iterable(starmap(_padded, explained)):
         if param.travels != "packed" and layout.num_rows >= layout.num_shards:
-            problem = (
-                f"{layout.num_rows} rows over {layout.num_shards} ranks are padded by "
-                f"{nbytes_text(padding)}, and the whole gradient is copied to pad it"
-            )
+            uneven = f"{layout.num_rows} rows over {layout.num_shards} ranks"
+            problem = f"{uneven} are padded by {nbytes_text(padding)}, which copies the gradient"
             rows = layout.rows_per_shard * layout.num_shards
             remedy = f"make it {rows} rows, or shard another dim by shard_placement_fn"
             yield Advice("uneven rows", (param.name,), problem, remedy)
@@ -469,12 +458,9 @@ def _on_empty_ranks(explained: Explained) -> Iterator[Advice]:
         ]
         if found:
             names, layouts, paddings = zip(*found, strict=True)
-            num_shards, fewest = layouts[0].num_shards, min(layout.num_rows for layout in layouts)
-            problem = (
-                f"{counted(len(found), 'parameter')} of {explanation.name} with as few as "
-                f"{counted(fewest, 'row')} for {num_shards} ranks: some ranks hold none, and "
-                f"gathering pads by {nbytes_text(sum(paddings))}"
-            )
+            num_shards, pads = layouts[0].num_shards, nbytes_text(sum(paddings))
+            some = f"{counted(len(found), 'parameter')} of {explanation.name}"
+            problem = f"{some} with fewer rows than {num_shards} ranks: gathers pad by {pads}"
             longer = [name for name, at, _ in found if max(at.shape) >= num_shards > at.num_rows]
             remedy = "nothing, if they are small: they share one message"
             if longer:
@@ -492,9 +478,7 @@ def _on_narrow_sums(explained: Explained) -> Iterator[Advice]:
     if narrow:
         names, dtypes, counts = zip(*sorted(narrow), strict=True)
         listed = ", ".join(sorted(set(dtypes)))
-        problem = (
-            f"gradients of {max(counts)} ranks are summed in {listed}, and every sum is rounded"
-        )
+        problem = f"{max(counts)} ranks sum gradients in {listed}, and every sum is rounded"
         wide = "MixedPrecisionPolicy(reduce_dtype=torch.float32), for twice the bytes of reductions"
         yield Advice("narrow sums", names, problem, wide)
 
@@ -517,8 +501,6 @@ def _on_unsharded(model: nn.Module, explained: Explained) -> Iterator[Advice]:
     nbytes = sum(buffer.nbytes for buffer in buffers.values())
     shards = sum(explanation.sharded_nbytes for _, explanation in explained)
     if nbytes > max(BUFFERS_NBYTES, BUFFERS_SHARE * shards):
-        problem = (
-            f"every rank holds {counted(len(buffers), 'buffer')} of {nbytes_text(nbytes)} whole"
-        )
+        problem = f"ranks hold {counted(len(buffers), 'buffer')} of {nbytes_text(nbytes)} whole"
         remedy = "compute them when they are needed, share one among modules, or narrow their dtype"
         yield Advice("unsharded buffers", tuple(buffers), problem, remedy)

@@ -30,7 +30,7 @@ from composable_shard.core.reduction import (
 )
 from composable_shard.core.storage import Bucket, FlatBucket, ShardedParam
 from composable_shard.core.transport.collectives import sum_dtype
-from composable_shard.insight.events import join
+from composable_shard.insight.events import name_in
 
 
 def short(dtype: torch.dtype) -> str:
@@ -137,22 +137,15 @@ def residence_of(group: ParamGroup) -> tuple[str, str]:
     if not settings.unshard_in_backward:
         return "unread", "set_unshard_in_backward(False): backward gathers nothing"
     if not _has_backward(group):
-        why = "backward does not reach the group: no parameter in it or before it is trained"
-        return "unread", why
+        return "unread", "backward does not reach the group: nothing in it or before it is trained"
     if reshard is False:
         return "kept", "reshard_after_forward=False keeps the parameters until backward"
     if group.stays_after_forward:
         return "kept", "backward needs the parameters of the root first, so they are kept"
     if _ends_forward_and_begins_backward(group):
-        return "kept", (
-            "the group is last in forward and first in backward, so its parameters are kept from "
-            "the second step on"
-        )
+        return "kept", "the last group in forward is first in backward, so it stays from step 2 on"
     if reshard not in (None, True):
-        return "regathered", (
-            f"after forward each of {reshard} neighbours keeps a part of all parameters, from "
-            "which backward gathers them again"
-        )
+        return "regathered", f"each of {reshard} neighbours keeps a part, which backward gathers"
     then = "freed after forward and gathered again for backward"
     if settings.keeps_storage:
         then = "gathered again for backward, into memory that is kept"
@@ -407,10 +400,11 @@ class GroupExplanation:
 def explain_group(group: ParamGroup, modules: Mapping[nn.Module, str]) -> GroupExplanation:
     """Explain a step of a group, given the names of the modules in the model."""
     slots = {param: param.slots[0] for param in group.params}  # of tied parameters, the first one
-    names = {p: join(modules.get(slot.module, ""), slot.name) for p, slot in slots.items()}
+    within = {param: modules.get(slot.module, "") for param, slot in slots.items()}
+    names = {param: f"{within[param]}.{slot.name}".lstrip(".") for param, slot in slots.items()}
     gathered = [unsharded_nbytes(bucket) for bucket in group.buckets]
     return GroupExplanation(
-        name=", ".join(filter(None, map(modules.get, group.modules))) or "(root)",
+        name=name_in(modules, group) or "(root)",
         modules=tuple(type(module).__name__.removeprefix("FSDP") for module in group.modules),
         parameters=tuple(
             _explain_param(bucket, index, names[param])
@@ -496,10 +490,7 @@ def _copies_of_gather(bucket: FlatBucket, in_backward: str) -> Iterator[_Copy]:
         why = f"stored as {stored}, computed with as {dtype}"
         yield "cast", params, layout.unsharded_numel * itemsize, why
     elif stored != dtype:
-        why = (
-            f"shards stored as {stored} are cast to {dtype} in one kernel before each gather, so "
-            "that fewer bytes travel"
-        )
+        why = f"shards of {stored} are cast to {dtype} before each gather, so fewer bytes travel"
         yield "cast", params, layout.shard_numel * itemsize, why
     ways: dict[str, list[ShardedParam]] = defaultdict(list)
     for index, param in enumerate(bucket.params):
@@ -508,9 +499,7 @@ def _copies_of_gather(bucket: FlatBucket, in_backward: str) -> Iterator[_Copy]:
     yield "permuted", ways["permuted"], _numel(ways["permuted"]) * itemsize, why
     packed = [param.layout.flat for param in ways["packed"]]
     numel = sum(param.num_nonempty * param.shard_numel for param in packed)
-    why = (
-        "parameters too small for messages of their own share one message, and are copied out of it"
-    )
+    why = "parameters too small for messages of their own share one, and are copied out of it"
     yield "packed", ways["packed"], numel * itemsize, why
     if in_backward == "regathered":
         count = num_neighbours(params[0].group)
@@ -539,16 +528,14 @@ def _copies_of_reduction(of: ReductionPlan) -> Iterator[_Copy]:
     small = [param for param in packed if param not in of.large]
     why = "one flag for each gradient shows whether any rank has it"
     if small:
-        why = f"gradients too small for messages of their own share one message, and {why}"
+        why = f"gradients too small for messages of their own share one, and {why}"
     yield "packed", small, (num_shards * of.packed_numel - numel) * itemsize, why
     if num_shards == 1:
         why = "no rank shares these parameters: gradients are copied into the all-reduce buffer"
         yield "moved", of.members, of.numel * itemsize, why
     if of.is_all_reduced and of.replica_dtype != of.dtype:
-        why = (
-            f"sums of {dtype} are cast to {short(of.replica_dtype)} to be summed over the "
-            "replicas, and rounded once"
-        )
+        wide = short(of.replica_dtype)
+        why = f"sums of {dtype} are added over the replicas in {wide}, and rounded once"
         yield "cast", of.members, of.numel * (itemsize + of.replica_dtype.itemsize), why
     away, pairs = is_away(of.members[0]), zip(of.members, of.finals, strict=True)
     changed = [(param, final) for param, final in pairs if away or final != of.dtype]
@@ -581,10 +568,7 @@ def _reasons(group: ParamGroup, names: Mapping[ShardedParam, str]) -> Iterator[s
         if mesh.num_replicas > 1 and not settings.all_reduce_grads:
             yield "the all-reduce over the replicas is off: gradients are only reduced over shards"
         elif mesh.num_replicas > 1 and dtypes:
-            yield (
-                f"{mesh.num_replicas} replicas hold the same shards, so gradients are reduced over "
-                "the replicas as well"
-            )
+            yield f"gradients are also reduced over {mesh.num_replicas} replicas of the shards"
     if group.params and not settings.reduce_grads:
         yield "gradient sync is off: gradients stay unsharded on this rank until you turn it on"
 

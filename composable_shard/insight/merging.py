@@ -360,44 +360,6 @@ def side_by_side(flights: Iterable[Span]) -> list[list[Span]]:
 MS = 1e6
 
 
-def summarize(traces: Sequence[RankTrace], shifts: Mapping[str, Shift]) -> dict[str, Any]:
-    """Return the means over all steps, of each rank and over ranks.
-
-    Times are milliseconds of one step. The parts of a step add up to it: ``forward``, ``backward``
-    and ``optimizer`` (together ``compute``), ``launch`` and ``copy`` of collectives, ``exposed``
-    waits, and ``other`` for everything that no event marks: the loss, the next batch.
-    ``late`` is the part of ``exposed`` in which another rank had not yet launched its part;
-    ``communication`` is the time in which anything was in flight, also beside compute.
-
-    ``exposed_share`` is the share of the step that is exposed; ``hidden_share`` the share of the
-    communication that is not. ``peak_nbytes`` is the peak of live memory; ``peak_reserved_nbytes``
-    that of the memory reserved by the caching allocator of a device, 0 where there is none.
-    ``clock_error_ms`` is the uncertainty of the clocks, ``None`` if only wall clocks align the
-    hosts.
-    """
-    ranks = [_summarize_rank(trace) for trace in traces]
-    first = traces[0]
-    means = {
-        name: sum(rank[name] for rank in ranks) / len(ranks)
-        for name in ranks[0]
-        if name.endswith(("_ms", "_share"))
-    }
-    present = {trace.rank for trace in traces}
-    error = max(shift.error for shift in shifts.values())
-    return {
-        "num_ranks": first.num_ranks,
-        "missing_ranks": [rank for rank in range(first.num_ranks) if rank not in present],
-        "num_steps": min(len(trace.steps) for trace in traces),
-        "first_step": first.first_step,
-        **means,
-        **{name: max(rank[name] for rank in ranks) for name in ranks[0] if "peak" in name},
-        "memory_of": first.memory_of,
-        "ranks": ranks,
-        "num_clocks": len(shifts),
-        "clock_error_ms": None if math.isinf(error) else error / MS,
-    }
-
-
 def _summarize_rank(trace: RankTrace) -> dict[str, Any]:
     intervals = trace.intervals
     begin, end = intervals[0][0], intervals[-1][1]
@@ -486,14 +448,12 @@ def _events_of(trace: RankTrace) -> Iterator[Event]:
 def _words(span: Span) -> tuple[str, str]:
     """Return the text on a span, and its category."""
     name = span.name or "root"
-    match span.kind:
-        case "wait":
-            what = "copies" if span.op == "copies" else f"{span.op} {name}"
-            return f"wait for {what}", "exposed"
-        case "launch" | "copy":
-            return f"{span.kind} {span.op} {name}", "communication"
-        case "step":
-            return f"step {name}", "step"
+    if span.kind == "wait":
+        return f"wait for {span.op if span.op == 'copies' else f'{span.op} {name}'}", "exposed"
+    if span.kind in ("launch", "copy"):
+        return f"{span.kind} {span.op} {name}", "communication"
+    if span.kind == "step":
+        return f"step {name}", "step"
     return f"{span.kind} {name}", "communication" if span.kind == span.op else "compute"
 
 
@@ -562,8 +522,41 @@ class MergedTrace:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Where the time of a step goes, in milliseconds; see :func:`summarize`."""
-        return summarize(self.ranks, self.shifts)
+        """The means over all steps, of each rank and over ranks.
+
+        Times are milliseconds of one step. The parts of a step add up to it: ``forward``,
+        ``backward`` and ``optimizer`` (together ``compute``), ``launch`` and ``copy`` of
+        collectives, ``exposed`` waits, and ``other`` for everything that no event marks: the loss,
+        the next batch. ``late`` is the part of ``exposed`` in which another rank had not yet
+        launched its part; ``communication`` is the time in which anything was in flight, also
+        beside compute.
+
+        ``exposed_share`` is the share of the step that is exposed; ``hidden_share`` the share of
+        the communication that is not. ``peak_nbytes`` is the peak of live memory;
+        ``peak_reserved_nbytes`` that of the memory reserved by the caching allocator of a device, 0
+        where there is none. ``clock_error_ms`` is the uncertainty of the clocks, ``None`` if only
+        wall clocks align the hosts.
+        """
+        ranks = [_summarize_rank(trace) for trace in self.ranks]
+        first = self.ranks[0]
+        error = max(shift.error for shift in self.shifts.values())
+        columns = {name: [rank[name] for rank in ranks] for name in ranks[0]}
+        return {
+            "num_ranks": first.num_ranks,
+            "missing_ranks": sorted({*range(first.num_ranks)} - {*columns["rank"]}),
+            "num_steps": min(len(trace.steps) for trace in self.ranks),
+            "first_step": first.first_step,
+            **{name: max(column) for name, column in columns.items() if "peak" in name},
+            **{
+                name: sum(column) / len(ranks)
+                for name, column in columns.items()
+                if name.endswith(("_ms", "_share"))
+            },
+            "memory_of": first.memory_of,
+            "ranks": ranks,
+            "num_clocks": len(self.shifts),
+            "clock_error_ms": None if math.isinf(error) else error / MS,
+        }
 
     def save(self, folder: str | Path) -> None:
         """Write the trace and the page, under the names that :func:`merge` gives them."""

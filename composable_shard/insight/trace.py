@@ -36,7 +36,7 @@ from torch.optim.optimizer import (
 from composable_shard import _torch
 from composable_shard.arguments import check_int, check_module, check_path
 from composable_shard.core.group import ParamGroup
-from composable_shard.insight.events import groups_in, join, listening
+from composable_shard.insight.events import groups_in, listening, name_in
 from composable_shard.insight.merging import (
     GATHERS,
     GroupFacts,
@@ -317,14 +317,10 @@ class Timeline:
         check_int("skip", skip, 0)
         if steps is not None:
             check_int("steps", steps, 1)
-        names = {inner: name for name, inner in module.named_modules()}
-        roots = dict.fromkeys(group.tree.root for group in groups_in(module))
-        self._roots = {
-            next((names[inner] for inner in root.modules if inner in names), ""): root
-            for root in roots
-        }
-        self._module, self._folder = module, folder
-        device = next(iter(roots)).mesh.device
+        self._names = {inner: name for name, inner in module.named_modules()}
+        trees = dict.fromkeys(group.tree for group in groups_in(module))
+        groups = [group for tree in trees for group in tree.groups]
+        device = groups[0].mesh.device
         memory = memory or live_memory(device)
         self._clock, self._read_memory = clock or clock_of(device), memory.read
         self._empty = RankTrace(
@@ -333,14 +329,10 @@ class Timeline:
             clock=_BOOT.read_text().strip() if _BOOT.exists() else platform.node(),
             device=str(device),
             memory_of=memory.of,
-            groups={
-                join(prefix, group.name): _facts_of(group)
-                for prefix, root in self._roots.items()
-                for group in root.tree.groups
-            },
+            groups={self._name_of(group): _facts_of(group) for group in groups},
         )
         self.recorded: RankTrace | None = None
-        self._skip, self._num_steps = skip, 0
+        self._module, self._folder, self._skip, self._num_steps = module, folder, skip, 0
         self._last = None if steps is None else skip + steps
         self._marks: list[tuple[Any, str, str, Bytes | None]] = []  # none but while it records
         self._hooks = contextlib.ExitStack()
@@ -348,6 +340,9 @@ class Timeline:
             clear(folder, self._empty.rank, self._empty.num_ranks)
         if skip == 0:
             self._open()
+
+    def _name_of(self, group: ParamGroup) -> str:
+        return name_in(self._names, group) or group.name
 
     def step(self) -> None:
         """Mark the end of a training step.
@@ -434,8 +429,7 @@ class Timeline:
 
     def _open(self) -> None:
         self._mark("begin")
-        for prefix, root in self._roots.items():
-            self._hooks.enter_context(listening(root.tree, partial(self._mark_group, prefix)))
+        self._hooks.enter_context(listening(groups_in(self._module), self._mark_group))
         pre = register_optimizer_step_pre_hook(partial(self._mark_step, "begin_optimizer"))
         post = register_optimizer_step_post_hook(partial(self._mark_step, "optimizer"))
         self._hooks.callback(pre.remove)
@@ -446,8 +440,8 @@ class Timeline:
         memory = None if read is None else read()
         self._marks.append((self._clock.stamp(), event, name, memory))
 
-    def _mark_group(self, prefix: str, event: str, group: ParamGroup) -> None:
-        self._mark(event, join(prefix, group.name))
+    def _mark_group(self, event: str, group: ParamGroup) -> None:
+        self._mark(event, self._name_of(group))
 
     def _mark_step(self, event: str, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}

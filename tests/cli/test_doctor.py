@@ -134,7 +134,7 @@ PROBLEMS: list[tuple[Facts, int, str]] = [
         {**GPUS, "backends": {"gloo": True, "nccl": False}},
         *(2, "there are GPUs, but torch has no nccl: install a CUDA build"),
     ),
-    (GPUS, 4, "4 ranks need as many devices, but there are 2: pass --ranks or --device cpu"),
+    (GPUS, 4, "4 ranks, but 2 devices: pass --ranks or --device cpu"),
 ]
 
 
@@ -144,13 +144,10 @@ def test_problems(of: Facts, num_ranks: int, problem: str) -> None:
 
 
 SEGMENTS = (
-    "the caching allocator of CUDA uses segments of fixed size, and unsharded parameters that come "
-    "and go fragment them: set PYTORCH_ALLOC_CONF=expandable_segments:True"
+    "gathered parameters fragment the memory of the CUDA allocator: set "
+    "PYTORCH_ALLOC_CONF=expandable_segments:True"
 )
-COMPARES = (
-    "COMPOSABLE_SHARD_CHECK=1 compares ranks before every collective, which costs time: unset it "
-    "once training is debugged"
-)
+COMPARES = "COMPOSABLE_SHARD_CHECK=1 slows every collective: unset it once training is debugged"
 WARNINGS: list[tuple[Facts, str]] = [
     (HERE, ""),
     (GPUS, SEGMENTS),
@@ -238,8 +235,8 @@ def test_a_busy_machine_is_no_fault(load: float, is_busy: bool) -> None:
     problems, warnings = judged({**HERE, "load": load}, 2, measured_with(1, 2e9, 0.1e9))
     assert bool(problems) is not is_busy
     assert warnings == is_busy * [
-        "reduce-scatter is 80 times slower than a copy of memory; other programs were running "
-        f"(load {load} on 4 cores): measure again when they have ended"
+        "reduce-scatter is 80 times slower than a copy of memory; other programs ran "
+        f"(load {load} on 4 cores): try again later"
     ]
     problems, warnings = judged({**HERE, "load": load}, 2, measured_with(4, 2e9, 0.1e9))
     assert (f"{SHARED}: set OMP_NUM_THREADS=2" in warnings) is is_busy
@@ -254,7 +251,7 @@ def test_ranks_that_do_not_end_on_a_busy_machine_are_no_fault(
     assert cli.main(["doctor"]) == 0
     assert (
         "warning    2 ranks could not measure: TimeoutError: no result within 120 s; other "
-        "programs were running (load 9.0 on 4 cores): measure again when they have ended"
+        "programs ran (load 9.0 on 4 cores): try again later"
     ) in capsys.readouterr().out
 
 
@@ -279,10 +276,7 @@ def test_one_thread_each_is_not_too_many_for_more_ranks_than_cores() -> None:
 
 
 WHY = "a rank cannot set up shared memory: [Errno 1] not here"
-SENT = (
-    "ranks 0-1, 1-2 communicate through sockets instead of shared memory: "
-    "a rank cannot set up shared memory: [Errno 1] not here"
-)
+SENT = "ranks 0-1, 1-2 do not share memory: a rank cannot set up shared memory: [Errno 1] not here"
 MIXED = {
     "0-1": f"messages, because {WHY}",
     "0-2": "shared memory",
@@ -379,9 +373,8 @@ def test_one_gpu_is_well_and_has_nothing_to_measure(
         ),
         (
             RuntimeError("of gloo:\nno route\n"),
-            "2 ranks could not measure: RuntimeError: no route; if they do not reach each other, "
-            "set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) to a network interface, lo for one "
-            "machine",
+            "2 ranks could not measure: RuntimeError: no route; if they cannot connect, set "
+            "GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME): lo on one machine",
         ),
     ],
     ids=["wrong", "failed"],

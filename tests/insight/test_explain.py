@@ -30,15 +30,15 @@ One step: launches x messages, and the bytes that this rank sends and copies
 
 (root)
   - backward needs the parameters of the root first, so they are kept
-  - packed (after.weight, after.bias), 8.03 KiB: parameters too small for messages of their own share one message, and are copied out of it
-  - packed (after.weight, after.bias), 8.05 KiB: gradients too small for messages of their own share one message, and one flag for each gradient shows whether any rank has it
+  - packed (after.weight, after.bias), 8.03 KiB: parameters too small for messages of their own share one, and are copied out of it
+  - packed (after.weight, after.bias), 8.05 KiB: gradients too small for messages of their own share one, and one flag for each gradient shows whether any rank has it
 
 layers.0 to layers.1 (2 alike)
   - the parameters are freed after forward and gathered again for backward
-  - cast (layers.0.up.weight, layers.0.up.bias, layers.0.down.weight and 1 more), 193 KiB, 2 times a step: shards stored as float32 are cast to bfloat16 in one kernel before each gather, so that fewer bytes travel
-  - packed (layers.0.up.bias, layers.0.down.bias), 1.25 KiB, 2 times a step: parameters too small for messages of their own share one message, and are copied out of it
+  - cast (layers.0.up.weight, layers.0.up.bias, layers.0.down.weight and 1 more), 193 KiB, 2 times a step: shards of float32 are cast to bfloat16 before each gather, so fewer bytes travel
+  - packed (layers.0.up.bias, layers.0.down.bias), 1.25 KiB, 2 times a step: parameters too small for messages of their own share one, and are copied out of it
   - cast (layers.0.up.weight, layers.0.down.weight), 768 KiB: gradients are cast to float32, in which they are summed
-  - packed (layers.0.up.bias, layers.0.down.bias), 2.53 KiB: gradients too small for messages of their own share one message, and one flag for each gradient shows whether any rank has it"""  # noqa: E501
+  - packed (layers.0.up.bias, layers.0.down.bias), 2.53 KiB: gradients too small for messages of their own share one, and one flag for each gradient shows whether any rank has it"""  # noqa: E501
 
 
 def model_of_text() -> nn.Module:
@@ -113,8 +113,7 @@ def test_reasons() -> None:
             "reshard_after_forward=False keeps the parameters until backward",
         )
         assert reasons(shard(Stack(), reshard_after_forward=2)) == (
-            "after forward each of 2 neighbours keeps a part of all parameters, from which "
-            "backward gathers them again",
+            "each of 2 neighbours keeps a part, which backward gathers",
         )
         model = shard(Stack())
         model.set_requires_gradient_sync(False)
@@ -128,8 +127,7 @@ def test_reasons() -> None:
         fully_shard(model)
         assert reasons(model, 0) == ("the group has no parameters of its own, so it sends nothing",)
         assert reasons(model, 2) == (
-            "the group is last in forward and first in backward, so its parameters are kept from "
-            "the second step on",
+            "the last group in forward is first in backward, so it stays from step 2 on",
         )
     with fake_ranks(1):
         assert reasons(shard(Stack()))[1:] == (
@@ -159,30 +157,28 @@ def summed_in_bf16() -> nn.Module:
 ADVICE: dict[str, tuple[int, Callable[[], nn.Module], tuple[str, ...], str, str]] = {
     "giant root": (
         *(2, lambda: fully_shard(Stack(layers=6)), ("(root)",)),
-        "the root group gathers 4.77 MiB at once, 100% of the parameters, and nothing overlaps "
-        "with this gather",
-        "apply fully_shard to each Layer (6 of them) before the root, or "
-        "apply_fully_shard(model, Layer)",
+        "the root group gathers 4.77 MiB, 100% of the parameters, at once, and nothing overlaps "
+        "with it",
+        "shard each Layer (6 of them) first: apply_fully_shard(model, Layer)",
     ),
     "small group": (
         *(2, with_a_small_group, ("small",)),
-        "1 group of at most 1.06 KiB each: a gather of so few bytes costs mostly latency",
+        "1 group of at most 1.06 KiB: such a gather is mostly latency",
         "shard the module around instead, or several in one list: fully_shard([a, b])",
     ),
     "uneven rows": (
         *(2, lambda: fully_shard(nn.Linear(512, 257, bias=False)), ("weight",)),
-        "257 rows over 2 ranks are padded by 2 KiB, and the whole gradient is copied to pad it",
+        "257 rows over 2 ranks are padded by 2 KiB, which copies the gradient",
         "make it 258 rows, or shard another dim by shard_placement_fn",
     ),
     "empty ranks": (
         *(8, lambda: fully_shard(nn.Linear(64, 4)), ("weight", "bias")),
-        "2 parameters of (root) with as few as 4 rows for 8 ranks: some ranks hold none, and "
-        "gathering pads by 1.02 KiB",
+        "2 parameters of (root) with fewer rows than 8 ranks: gathers pad by 1.02 KiB",
         "shard a longer dim of weight by shard_placement_fn",
     ),
     "narrow sums": (
         *(8, summed_in_bf16, ("(root)",)),
-        "gradients of 8 ranks are summed in bfloat16, and every sum is rounded",
+        "8 ranks sum gradients in bfloat16, and every sum is rounded",
         "MixedPrecisionPolicy(reduce_dtype=torch.float32), for twice the bytes of reductions",
     ),
 }
@@ -222,7 +218,7 @@ def test_what_is_whole_on_every_rank() -> None:
         ),
         (
             ("table",),
-            "every rank holds 1 buffer of 3.81 MiB whole",
+            "ranks hold 1 buffer of 3.81 MiB whole",
             "compute them when they are needed, share one among modules, or narrow their dtype",
         ),
     ]

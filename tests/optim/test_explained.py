@@ -231,9 +231,7 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
         (
             LAYOUTS,
             {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-            "Expected parameters on the device for an estimate of layouts, got 'before.weight', "
-            "which is offloaded; leave out the offload_policy, or pass a function that makes an "
-            "optimizer from parameters",
+            "Expected layouts of parameters that are not offloaded, got ['before.weight', ",
         ),
     ):
         with pytest.raises(ValueError) as caught:
