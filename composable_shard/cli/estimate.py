@@ -79,8 +79,6 @@ def _are_counts(values: Iterable[Any], least: int = 1) -> bool:
 def _import(name: Any) -> Any:
     """Import ``module:attribute``, also from the current folder."""
     module, _, attribute = name.partition(":")
-    if not attribute:
-        raise ValueError
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -88,11 +86,8 @@ def _import(name: Any) -> Any:
     except ImportError:
         raise
     except Exception as error:
-        raise ImportError(
-            f"Expected to import module '{module}', got {_described(error)}"
-        ) from error
-    if not hasattr(found, attribute):
-        raise ConfigError(f"Expected '{attribute}' in module '{module}', got none")
+        expected = f"Expected to import module '{module}'"
+        raise ImportError(f"{expected}, got {_described(error)}") from error
     return getattr(found, attribute)
 
 
@@ -208,15 +203,15 @@ def _read(table: Mapping[str, Any], keys: Mapping[str, _Key], where: str = "") -
     unknown = sorted(set(table) - set(keys))
     if unknown:
         raise ConfigError(f"Expected keys out of {sorted(keys)}{where}, got {unknown}")
-    values = {}
-    for name, value in table.items():
+    values = {name: value for name, value in table.items() if value is not None}
+    for name, value in values.items():
+        fits, key = False, keys[name]
         with contextlib.suppress(AttributeError, TypeError, ValueError):
-            converted = None if value is None else keys[name].convert(value)
-            if value is None or keys[name].fits(converted):
-                values[name] = converted
-                continue
-        raise ConfigError(f"Expected '{name}'{where} to be {keys[name].expected}, got {value!r}")
-    return {name: value for name, value in values.items() if value is not None}
+            values[name] = key.convert(value)
+            fits = key.fits(values[name])
+        if not fits:
+            raise ConfigError(f"Expected '{name}'{where} to be {key.expected}, got {value!r}")
+    return values
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -420,9 +420,7 @@ def _on_small_groups(explained: Explained) -> Iterator[Advice]:
     }
     if small:
         most = nbytes_text(max(small.values()))
-        problem = (
-            f"{counted(len(small), 'group')} of at most {most}: such a gather is mostly latency"
-        )
+        problem = f"{counted(len(small), 'group')} of at most {most}: gathers are mostly latency"
         remedy = "shard the module around instead, or several in one list: fully_shard([a, b])"
         yield Advice("small group", tuple(small), problem, remedy)
 

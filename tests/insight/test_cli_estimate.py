@@ -190,10 +190,12 @@ WRONG: list[tuple[str, str]] = [
         (f"model = {said}\n[batch]", f"Expected 'model' to be {FUNCTION}, got {said}")
         for said in ("'tests'", "['tests:Net']")
     ),
-    (f"{MODEL}:Nothing'\n[batch]", "Expected 'Nothing' in module 'tests.insight.models', got none"),
-    (
-        f"{MODEL}:__name__'\n[batch]",
-        f"Expected 'model' to be {FUNCTION}, got 'tests.insight.models:__name__'",
+    *(
+        (
+            f"{MODEL}:{name}'\n[batch]",
+            f"Expected 'model' to be {FUNCTION}, got 'tests.insight.models:{name}'",
+        )
+        for name in ("Nothing", "__name__")
     ),
     (
         f"{STACK}loss = 'tests.insight.models:__name__'\n[batch]",

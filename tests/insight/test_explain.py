@@ -163,7 +163,7 @@ ADVICE: dict[str, tuple[int, Callable[[], nn.Module], tuple[str, ...], str, str]
     ),
     "small group": (
         *(2, with_a_small_group, ("small",)),
-        "1 group of at most 1.06 KiB: such a gather is mostly latency",
+        "1 group of at most 1.06 KiB: gathers are mostly latency",
         "shard the module around instead, or several in one list: fully_shard([a, b])",
     ),
     "uneven rows": (
