@@ -48,11 +48,10 @@ from composable_shard.optim.stepping import (
     States,
     Told,
     counts_of,
-    joined,
     load_states,
     loss_of,
     only_makes_states,
-    shaped_like_blocks,
+    shared_names,
     stand_in,
 )
 
@@ -460,13 +459,12 @@ class LayoutOptimizer(Optimizer):
         """Return the states of each parameter, sharded like it. Collective: see state_dict."""
         told, saved = self._told(), Saved(dict)
         blocks = dict(chain.from_iterable(bucket.blocks.items() for _, bucket in self._buckets))
-        like = shaped_like_blocks(told, blocks)
+        shared = shared_names(told, blocks)
         for shards in self._shards.values():
             shards.save(saved)
         for _, bucket in self._buckets:
-            bucket.save(told, like, saved)
-        stepped = [param for param in self._stepped() if param in self.state]
-        return Saved(dict, {param: joined(saved[param]) for param in stepped})
+            bucket.save(told, shared, saved)
+        return Saved(dict, {p: saved[p] for p in self._stepped() if p in self.state})
 
     def _told(self) -> Told:
         """Return the descriptions of all states of blocks. Collective: see state_dict."""

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
 from composable_shard import _torch
-from composable_shard.core.codec import Codec, codec_of
+from composable_shard.core.codec import codec_of
 from composable_shard.errors import ShardError
 from composable_shard.optim.blocks import Block, Box, BucketPlan, Sent, Spread, spread_over, whole
 from composable_shard.optim.exchange import Exchange, Move, Ranks, arrive, launch, part_of
@@ -260,12 +260,12 @@ class OwnedBucket:
         places = enumerate(self._owned)
         return {block: taken_apart(saved[place]) for place, block in places if place in saved}
 
-    def save(self, told: Told, like: Mapping[str, set[str]], saved: Saved) -> None:
+    def save(self, told: Told, shared: Mapping[str, set[str]], saved: Saved) -> None:
         """Add the states of the blocks to those of their parameters. Collective: an exchange.
 
         Args:
             told: The descriptions of all owners.
-            like: See :func:`shaped_like_blocks`.
+            shared: See :func:`shared_names`.
             saved: The states of each parameter; its blocks may be in many buckets.
         """
         own_states, moves = self._states(), list[Move]()
@@ -275,14 +275,17 @@ class OwnedBucket:
             for name, state in sorted(told.get(key, {}).items()):
                 if isinstance(state, ShardError):
                     raise state
-                is_like = name in like[param.name]
-                saved_as = name if is_like else f"{name}[{block.number}]"
-                if not isinstance(state, torch.Tensor) or not state.ndim:
+                is_shared = name in shared[param.name]
+                saved_as = name if is_shared else f"{name}[{block.number}]"
+                if not _has_dims(state):
                     states[saved_as] = state
                     continue
-                of_state = block if is_like else self._block_of_state(block, state.shape)
+                of_state = block if is_shared else self._block_of_state(block, state.shape)
                 if saved_as not in states:
-                    states[saved_as] = self._new_state(param, of_state, state.dtype, is_like)
+                    local = torch.empty_like(param.local(), dtype=state.dtype)
+                    if not is_shared:
+                        local = local.new_empty(of_state.spread.boxes[self.ranks.rank].sizes)
+                    states[saved_as] = param.as_sharded(local, None if is_shared else state.shape)
                 whole_state = own_states.get(block, {}).get(name)
                 moves.append(Move(of_state, _local(states[saved_as]), whole_state))
         exchange = launch(self.ranks, moves, to_owner=False)
@@ -297,7 +300,7 @@ class OwnedBucket:
                 name, number = _name_and_number(saved_as)
                 if number not in (None, block.number):
                     continue
-                if not isinstance(state, torch.Tensor) or not state.ndim:
+                if not _has_dims(state):
                     is_tensor = isinstance(state, torch.Tensor)
                     found[block][name] = _local(state).clone() if is_tensor else state
                     continue
@@ -317,26 +320,21 @@ class OwnedBucket:
         whole_dict = {**self.optimizer.state_dict(), "state": states_of}
         load_states(self.optimizer.load_state_dict, whole_dict, {})
 
-    def _new_state(
-        self, param: Param, block: Block, dtype: torch.dtype, is_like: bool
-    ) -> torch.Tensor:
-        """Return memory for a state, sharded like the parameter or by rows."""
-        local = torch.empty_like(param.local(), dtype=dtype)
-        if is_like:
-            return param.as_sharded(local)
-        sizes = block.spread.boxes[self.ranks.rank].sizes
-        return param.as_sharded(local.new_empty(sizes), block.box.sizes)
-
     def _block_of_state(self, block: Block, shape: Sequence[int]) -> Block:
         """Return the block of a state with another shape than its block."""
         return replace(block, box=whole(shape), spread=self.params[block.param].spread(shape))
 
 
+def _has_dims(state: Any) -> bool:
+    """Return whether a state is a tensor, not a number, so that it travels."""
+    return isinstance(state, torch.Tensor) and state.ndim > 0
+
+
 def _described(param: str, name: str, state: Any) -> Any:
     """Return a meta tensor, a scalar tensor, or another value; an error to raise otherwise."""
+    if _has_dims(state):
+        return torch.empty(state.shape, dtype=state.dtype, device="meta")
     if isinstance(state, torch.Tensor):
-        if state.ndim:
-            return torch.empty(state.shape, dtype=state.dtype, device="meta")
         return state.cpu().clone()
     if state is None or isinstance(state, (bool, int, float, str)):
         return state
@@ -346,19 +344,25 @@ def _described(param: str, name: str, state: Any) -> Any:
     )
 
 
-def shaped_like_blocks(told: Told, blocks: Mapping[Key, Block]) -> dict[str, set[str]]:
-    """Return, for each parameter, the names of the states that have the shape of every block.
+def shared_names(told: Told, blocks: Mapping[Key, Block]) -> dict[str, set[str]]:
+    """Return, for each parameter, the names of the states that all of its blocks share.
+
+    These are tensors that have the shape of every block, and values that are equal for all blocks.
 
     Args:
         told: The states of all blocks.
         blocks: All blocks.
     """
-    like = dict[str, set[str]]()
+    first, shared = dict[str, States](), dict[str, set[str]]()
     for key, states in told.items():
-        tensors = {name: s for name, s in states.items() if isinstance(s, torch.Tensor) and s.ndim}
-        names = {name for name, state in tensors.items() if state.shape == blocks[key].shape}
-        like[key[0]] = like.get(key[0], names) & names
-    return like
+        param, others = key[0], first.setdefault(key[0], states)
+        names = {
+            name
+            for name, state in states.items()
+            if (state.shape == blocks[key].shape if _has_dims(state) else state == others.get(name))
+        }
+        shared[param] = shared.get(param, names) & names
+    return shared
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -391,35 +395,28 @@ def _name_and_number(key: str) -> tuple[str, int | None]:
     return (key, None) if found is None else (found[1], int(found[2]))
 
 
-def joined(states: States) -> States:
-    """Save a value under its plain name if it is equal for all blocks of the parameter."""
-    values = defaultdict[str, States](dict)
-    for key, state in states.items():
-        if not isinstance(state, torch.Tensor) or not state.ndim:
-            values[_name_and_number(key)[0]][key] = state
-    for name, several in values.items():
-        first, *others = several.values()
-        if all(other == first for other in others):
-            states = {name if k in several else k: v for k, v in states.items()}
-    return states
-
-
 # States as optimizers save and load them ----------------------------------------------------------
 
 
-def _codec(state: Any) -> Codec | None:
-    return codec_of(state) if isinstance(state, torch.Tensor) else None
+def _mapped(name: str, state: Any, function: Callable[[str, Any], Any]) -> Any:
+    """Replace each plain value of a state by the result of a function of its name and itself.
+
+    The contents of dicts and of wrapper subclasses have names with dots.
+    """
+    codec = codec_of(state) if isinstance(state, torch.Tensor) else None
+    if codec is not None:
+        inner = zip(codec.names, codec.inner_tensors(state), strict=True)
+        return codec.rebuild(function(f"{name}.{part}", tensor) for part, tensor in inner)
+    if isinstance(state, dict):
+        return {key: _mapped(f"{name}.{key}", value, function) for key, value in state.items()}
+    return function(name, state)
 
 
 def taken_apart(states: States) -> States:
     """Replace dicts and wrapper subclasses by their contents, under names with dots."""
     found: States = {}
     for name, state in states.items():
-        codec = _codec(state)
-        if codec is not None:
-            state = dict(zip(codec.names, codec.inner_tensors(state), strict=True))
-        inner = taken_apart(state) if isinstance(state, dict) else None
-        found |= {name: state} if inner is None else {f"{name}.{n}": v for n, v in inner.items()}
+        _mapped(name, state, found.setdefault)
     return found
 
 
@@ -438,21 +435,10 @@ def put_together(parts: States, factory: Factory, like: torch.Tensor) -> States:
     optimizer = factory([{"params": [first]}])
     with torch.random.fork_rng([] if first.device.type == "cpu" else [first.device]):
         optimizer.step()
-    return _composed(parts, optimizer.state_dict()["state"][0])
-
-
-def _composed(parts: States, like: States) -> States:
-    found = dict(parts)
-    for name, state in like.items():
-        codec, begin = _codec(state), f"{name}."
-        if codec is None and not isinstance(state, dict):
-            continue
-        own = {k.removeprefix(begin): found.pop(k) for k in parts if k.startswith(begin)}
-        if own and codec is None:
-            found[name] = _composed(own, state)
-        elif own and codec is not None:
-            found[name] = codec.rebuild(own[part] for part in codec.names)
-    return found
+    rest, roots = dict(parts), {name.partition(".")[0] for name in parts}
+    made = optimizer.state_dict()["state"][0].items()
+    found = {name: _mapped(name, s, lambda n, _: rest.pop(n)) for name, s in made if name in roots}
+    return {**found, **rest}
 
 
 Counts = dict[torch.Tensor, int]
