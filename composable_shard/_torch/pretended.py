@@ -32,7 +32,7 @@ def tensors_of(*values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+def map_tensors(function: Callable[[torch.Tensor], Any], values: Any) -> Any:
     """Replace each tensor in nested containers by the result of a function."""
     return tree_map_only(torch.Tensor, function, values)
 

@@ -12,7 +12,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
-from itertools import chain, islice, pairwise
+from itertools import chain, pairwise
 from operator import attrgetter, is_, sub
 from typing import Any, ClassVar
 
@@ -268,6 +268,7 @@ class _Run:
         self._start, self._range = first.start, slice(first.start, last.end)
         self.tensor = first.buffer[self._range].detach()
         self.with_elements = [member for member in members if member.local.numel()]
+        self._indices = [member.index for member in self.with_elements]
         starts = [member.start * self.tensor.itemsize for member in self.with_elements]
         self._distances = list(map(sub, starts[1:], starts))
         ends = [
@@ -308,15 +309,16 @@ class _Run:
                 found[name] = _torch.local_like(member.param, member.part_of(value, self._start))
         return found
 
-    def take(self, grads: list[torch.Tensor]) -> None:
+    def take(self, all_grads: Sequence[Any]) -> None:
         """Set the gradient of the stepped tensor.
 
         If the gradients have the layout of the shards, they already form one tensor, within the
         storage of the first one. The gaps between them have no values, so they are zeroed.
 
         Args:
-            grads: The local gradients of the members with elements.
+            all_grads: The gradients of all members.
         """
+        grads = list(_torch.local_tensors(map(all_grads.__getitem__, self._indices)))
         whole = self._one_tensor(grads)
         if whole is None:
             whole = torch.empty_like(self.tensor, dtype=grads[0].dtype if grads else None)
@@ -416,9 +418,8 @@ class _Steps:
                 self._seen = seen
             for index in self._unreduced:
                 grads[index] = reduced_grad(self._params[index])
-            local_grads = _torch.local_tensors(map(grads.__getitem__, self._order))
             for run in self._flat_runs:
-                run.take(list(islice(local_grads, len(run.with_elements))))
+                run.take(grads)
         try:
             self._step(self._inner())
             return self._keep_states()
@@ -450,7 +451,6 @@ class _Steps:
         self._unreduced = [m.index for m in flat_ones if _is_elsewhere(grads[m.index], m.param)]
         self._runs = list(map(_Run, self._joined(stepped, grads)))
         self._flat_runs = [run for run in self._runs if run.is_flat]
-        self._order = [member.index for run in self._flat_runs for member in run.with_elements]
         self._run_states = defaultdict[torch.Tensor, dict[str, Any]](dict)
         self._stepped = defaultdict[tuple[int, bool], list[torch.Tensor]](list)
         firsts = list(range(len(self._members)))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from composable_shard import _torch
 from composable_shard.arguments import check_int, check_module, check_type, check_value
 from composable_shard.core.storage import as_sharded
-from composable_shard.core.transport.process_groups import gather_objects
 from composable_shard.errors import ShardError
 from composable_shard.mesh import places_of
 from composable_shard.optim.blocks import (
@@ -46,12 +45,12 @@ from composable_shard.optim.stepping import (
     Param,
     Saved,
     States,
-    Told,
     counts_of,
+    described_by_owners,
     load_states,
     loss_of,
     only_makes_states,
-    shared_names,
+    save_states,
     stand_in,
 )
 
@@ -275,34 +274,6 @@ def _values(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-# The local shards of a layout ---------------------------------------------------------------------
-
-
-class FlatShards:
-    """The parameters of a layout that are stepped element by element.
-
-    Attributes:
-        params: The parameters.
-        optimizer: Steps them, by flat buffers.
-    """
-
-    def __init__(self, params: Sequence[Param], factory: Factory) -> None:
-        self.params = params
-        stock = factory([{"params": [param.tensor for param in params]}])
-        self.optimizer = flat(stock, elementwise=True)
-
-    def save(self, saved: Saved) -> None:
-        """Add the states to those of their parameters."""
-        for place, states in self.optimizer.state_dict()["state"].items():
-            saved[self.params[place].tensor] = states
-
-    def load(self, loaded: Mapping[torch.Tensor, States]) -> None:
-        """Load the states that :meth:`save` returned."""
-        places = {place: param.tensor for place, param in enumerate(self.params)}
-        states = {place: loaded[param] for place, param in places.items() if loaded.get(param)}
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": states})
-
-
 # The optimizer ------------------------------------------------------------------------------------
 
 
@@ -329,7 +300,8 @@ class LayoutOptimizer(Optimizer):
         ranks_on = cache(ranks_of)  # makes a process group, once
         for place, (layout, params) in enumerate(self._rules):
             if isinstance(layout, Sharded):
-                self._shards[place] = FlatShards(params, layout.optimizer)
+                stock = layout.optimizer([{"params": [param.tensor for param in params]}])
+                self._shards[place] = cast(FlatSteps, flat(stock, elementwise=True))
                 continue
             meshes = [ranks_on(param.mesh or param.tensor.device) for param in params]
             for ranks, blocks in cut_rule(layout, params, meshes, self._loads, self._bucket_nbytes):
@@ -339,7 +311,7 @@ class LayoutOptimizer(Optimizer):
     def forget_owners(self) -> None:
         """Drop all stock optimizers and their states. Collective: none."""
         self.state = defaultdict(dict)
-        self._shards: dict[int, FlatShards] = {}
+        self._shards: dict[int, FlatSteps] = {}
         self._buckets: list[tuple[int, OwnedBucket]] = []
         self._made: Counts | None = None
 
@@ -371,17 +343,17 @@ class LayoutOptimizer(Optimizer):
         """
         loss = loss_of(closure)
         self._made = Counts() if only_makes_states(self) else None
-        for place, part in self._parts():
-            part.optimizer.param_groups[0].update(_values(self.param_groups[place]))
+        for place, stock in self._stock():
+            stock.param_groups[0].update(_values(self.param_groups[place]))
         steps = [bucket.step() for _, bucket in self._buckets]
         for first in steps[:1]:
             next(first)
         for shards in self._shards.values():  # while the first bucket travels
-            shards.optimizer.step()
+            shards.step()
         for index in schedule(len(steps))[1:]:
             next(steps[index], None)
-        for place, part in self._parts():
-            self.param_groups[place].update(_values(part.optimizer.param_groups[0]))
+        for place, stock in self._stock():
+            self.param_groups[place].update(_values(stock.param_groups[0]))
         # Functions of torch look at the keys of states: all ranks have the same, whatever they own.
         for param in self._stepped():
             if param.grad is not None:
@@ -392,13 +364,11 @@ class LayoutOptimizer(Optimizer):
         """Return the work of a step on this rank if every trained parameter has a gradient."""
         groups = []
         for place, (layout, params) in enumerate(self._rules):
+            buckets = [bucket.plan() for group, bucket in self._buckets if group == place]
+            num_tensors = sum(len(bucket.owned) for bucket in buckets)
             if place in self._shards:
-                optimizer = self._shards[place].optimizer
-                assert isinstance(optimizer, FlatSteps)
-                groups.append(plan_group(layout, params, (), sum(optimizer.num_tensors())))
-            else:
-                buckets = [bucket.plan() for owner, bucket in self._buckets if owner == place]
-                groups.append(plan_group(layout, params, buckets))
+                num_tensors = sum(self._shards[place].num_tensors())
+            groups.append(plan_group(layout, params, buckets, num_tensors))
         return LayoutSteps(tuple(groups), tuple(self._loads.values()))
 
     def state_dict(self) -> dict[str, Any]:
@@ -433,58 +403,44 @@ class LayoutOptimizer(Optimizer):
 
     def _has_states(self) -> bool:
         """Return whether any rank's stock optimizers have states. Collective: see state_dict."""
-        states = chain.from_iterable(
-            part.optimizer.state.values() for part in self._shards.values()
-        )
-        return any(self._told().values()) or any(states)
+        told = described_by_owners([bucket for _, bucket in self._buckets])
+        states = chain.from_iterable(shards.state.values() for shards in self._shards.values())
+        return any(told.values()) or any(states)
 
     def take_states(self, loaded: Mapping[torch.Tensor, States]) -> None:
         """Load the result of :meth:`sharded_states`. Collective: see load_state_dict."""
-        for _, part in self._parts():
-            part.load(loaded)
+        for place, shards in self._shards.items():
+            params = enumerate(self.param_groups[place]["params"])
+            states = {index: loaded[param] for index, param in params if loaded.get(param)}
+            shards.load_state_dict({**shards.state_dict(), "state": states})
+        for _, bucket in self._buckets:
+            bucket.load(loaded)
         self.state = defaultdict(dict, {p: {} for p in self._stepped() if p in loaded})
 
     def stock_optimizers(self) -> list[Optimizer]:
         """Return the stock optimizers of this rank, which hold the states."""
-        return [part.optimizer for _, part in self._parts()]
+        return [stock for _, stock in self._stock()]
 
-    def _parts(self) -> list[tuple[int, FlatShards | OwnedBucket]]:
-        """Return all parts with a stock optimizer, each with the place of its group."""
-        return [*self._shards.items(), *self._buckets]
+    def _stock(self) -> list[tuple[int, Optimizer]]:
+        """Return the stock optimizers of this rank, each with the place of its group."""
+        of_buckets = ((place, bucket.optimizer) for place, bucket in self._buckets)
+        return [*self._shards.items(), *of_buckets]
 
     def _stepped(self) -> list[torch.Tensor]:
         return [param.tensor for _, params in self._rules for param in params]
 
     def sharded_states(self) -> Saved:
         """Return the states of each parameter, sharded like it. Collective: see state_dict."""
-        told, saved = self._told(), Saved(dict)
-        blocks = dict(chain.from_iterable(bucket.blocks.items() for _, bucket in self._buckets))
-        shared = shared_names(told, blocks)
-        for shards in self._shards.values():
-            shards.save(saved)
-        for _, bucket in self._buckets:
-            bucket.save(told, shared, saved)
+        saved = Saved(dict)
+        for place, shards in self._shards.items():
+            params = self.param_groups[place]["params"]
+            saved.update((params[i], s) for i, s in shards.state_dict()["state"].items())
+        save_states([bucket for _, bucket in self._buckets], saved)
         return Saved(dict, {p: saved[p] for p in self._stepped() if p in self.state})
-
-    def _told(self) -> Told:
-        """Return the descriptions of all states of blocks. Collective: see state_dict."""
-        told = Told()
-        for ranks in dict.fromkeys(bucket.ranks for _, bucket in self._buckets):
-            buckets = [bucket for _, bucket in self._buckets if bucket.ranks == ranks]
-            own = {key: states for b in buckets for key, states in b.tell().items()}
-            gathered = [own]
-            if ranks.group is not None:
-                gathered = gather_objects(own, ranks.group, "describing optimizer states")
-            for of_rank in gathered:
-                told.update(of_rank)
-        return told
 
 
 def plan_group(
-    layout: Layout,
-    params: Sequence[Param],
-    buckets: Sequence[BucketPlan] = (),
-    num_tensors: int | None = None,
+    layout: Layout, params: Sequence[Param], buckets: Sequence[BucketPlan], num_tensors: int
 ) -> GroupSteps:
     """Return the work of a step on the parameters of a layout.
 
@@ -492,11 +448,9 @@ def plan_group(
         layout: The layout.
         params: Its parameters.
         buckets: The buckets of its blocks.
-        num_tensors: The number of tensors that this rank steps; its blocks if absent.
+        num_tensors: The number of tensors that this rank steps.
     """
     trained = [param.tensor for param in params if param.tensor.requires_grad]
-    if num_tensors is None:
-        num_tensors = sum(len(bucket.owned) for bucket in buckets)
     numel = sum(map(torch.numel, trained))
     return GroupSteps(type(layout).__name__, len(trained), numel, num_tensors, buckets)
 
@@ -542,13 +496,12 @@ def ranks_of(mesh: DeviceMesh | torch.device) -> Ranks:
     device = mesh if isinstance(mesh, torch.device) else torch.device(mesh.device_type)
     if isinstance(mesh, torch.device) or mesh.size() == 1:
         return Ranks(None, 0, (0,), device)
-    axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    if len(axes) == 1:
-        group = mesh.get_group(axes[0])
-    else:
-        names = mesh.mesh_dim_names
-        assert names is not None  # of a mesh of several axes, see resolve_mesh
-        group = _torch.flat_axis(mesh, tuple(names[axis] for axis in axes)).get_group()
+    group = mesh.get_group(0)
+    if mesh.ndim > 1:
+        assert mesh.mesh_dim_names is not None  # see resolve_mesh
+        axes = zip(mesh.mesh_dim_names, mesh.shape, strict=True)
+        names = tuple(name for name, extent in axes if extent > 1)
+        group = _torch.flat_axis(mesh, names).get_group()
     place_of = places_of(mesh)
     places = tuple(place_of[rank] for rank in dist.get_process_group_ranks(group))
     return Ranks(group, places[group.rank()], places, device)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from composable_shard import _torch
 from composable_shard.core.codec import codec_of
+from composable_shard.core.transport.process_groups import gather_objects
 from composable_shard.errors import ShardError
 from composable_shard.optim.blocks import Block, Box, BucketPlan, Sent, Spread, spread_over, whole
 from composable_shard.optim.exchange import Exchange, Move, Ranks, arrive, launch, part_of
@@ -342,6 +343,31 @@ def _described(param: str, name: str, state: Any) -> Any:
         f"Expected states of '{param}' that are tensors or numbers, got '{name}', a "
         f"{type(state).__name__}, which cannot be saved in shards"
     )
+
+
+def save_states(buckets: Sequence[OwnedBucket], saved: Saved) -> None:
+    """Add the states of all blocks to those of their parameters.
+
+    Collective: an all-gather of descriptions for each mesh, and an exchange for each bucket.
+    """
+    told = described_by_owners(buckets)
+    shared = shared_names(told, dict(chain.from_iterable(b.blocks.items() for b in buckets)))
+    for bucket in buckets:
+        bucket.save(told, shared, saved)
+
+
+def described_by_owners(buckets: Sequence[OwnedBucket]) -> Told:
+    """Return the descriptions of the states of all blocks. Collective: see :func:`save_states`."""
+    told = Told()
+    for ranks in dict.fromkeys(bucket.ranks for bucket in buckets):
+        described = (bucket.tell().items() for bucket in buckets if bucket.ranks == ranks)
+        own = dict(chain.from_iterable(described))
+        gathered = [own]
+        if ranks.group is not None:
+            gathered = gather_objects(own, ranks.group, "describing optimizer states")
+        for of_rank in gathered:
+            told.update(of_rank)
+    return told
 
 
 def shared_names(told: Told, blocks: Mapping[Key, Block]) -> dict[str, set[str]]:

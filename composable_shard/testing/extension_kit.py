@@ -31,20 +31,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from composable_shard._torch import leaves, local_part, storage_number, waited
+from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard
 from composable_shard.arguments import check_value
-from composable_shard.core.codec import (
-    GRAD_POST,
-    GRAD_PRE,
-    POST,
-    PRE,
-    check_same_formats,
-    formats_of,
-    has_grad_extension,
-    needs_extension,
-    to_text,
-)
+from composable_shard.core import codec
 from composable_shard.core.extension import ExtensionBucket, GradExtension
 from composable_shard.core.group import group_of
 from composable_shard.errors import ExtensionError
@@ -220,7 +209,7 @@ class OneWeight(nn.Module):
 
 def weight_of(model: nn.Sequential) -> torch.Tensor:
     """Return the weight, or this rank's shard of it while it is sharded."""
-    return local_part(model.get_parameter("0.weight"))
+    return _torch.local_part(model.get_parameter("0.weight"))
 
 
 def own_rows() -> slice:
@@ -230,7 +219,7 @@ def own_rows() -> slice:
 
 def values(output: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
     """Return the elements of an output, for a subclass those of all inner tensors, as 1-D."""
-    return torch.cat([leaf[rows].flatten() for leaf in leaves(output.detach())])
+    return torch.cat([leaf[rows].flatten() for leaf in _torch.leaves(output.detach())])
 
 
 # The hooks for all-gathers, called directly -------------------------------------------------------
@@ -261,9 +250,9 @@ def dtypes_of(local: torch.Tensor) -> list[torch.dtype | None]:
 def hooks(case: Case) -> str | None:
     """Both hooks exist."""
     local = case.tensor()
-    found = [name for name in (PRE, POST) if hasattr(local, name)]
-    fits = len(found) != 1 and (bool(found) or needs_extension(local))
-    expect(fits, f"{PRE} and {POST}", f"{found[0]} alone" if found else "neither")
+    found = [name for name in (codec.PRE, codec.POST) if hasattr(local, name)]
+    fits = len(found) != 1 and (bool(found) or codec.needs_extension(local))
+    expect(fits, f"{codec.PRE} and {codec.POST}", f"{found[0]} alone" if found else "neither")
     return None if found else "none: it travels inner tensor by inner tensor"
 
 
@@ -271,7 +260,8 @@ def sent(case: Case) -> None:
     """All ranks send tensors of the same number, dtypes and trailing dims, with equal metadata."""
     bucket = bucket_of(case.sharded())
     shard = bucket.param.local
-    check_same_formats(PRE, "the tensor", dict(enumerate(case.show(bucket.encode(shard)))))
+    formats = dict(enumerate(case.show(bucket.encode(shard))))
+    codec.check_same_formats(codec.PRE, "the tensor", formats)
     _, metadata = bucket.call_pre(shard)
     what = "equal metadata on all ranks, since each rank gets its own back"
     expect_same(case.show(metadata), what, str, "send the parts that differ")
@@ -288,15 +278,11 @@ def expect_same(
 
 
 def alike(left: Any, right: Any) -> bool:
-    """Compare metadata: tensors by value, objects without a comparison by their attributes."""
-    if isinstance(left, torch.Tensor) or type(left) is not type(right):
-        return isinstance(right, torch.Tensor) and same_bytes(left, right)
-    if isinstance(left, (tuple, list)):
-        return len(left) == len(right) and all(map(alike, left, right))
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(alike(left[key], right[key]) for key in left)
-    if type(left).__eq__ is object.__eq__:
-        return alike(getattr(left, "__dict__", {}), getattr(right, "__dict__", {}))
+    """Compare metadata: tensors in containers bit by bit, all else by comparison."""
+    tensors, others = _torch.tensors_of(left), _torch.tensors_of(right)
+    if len(tensors) != len(others) or not all(map(same_bytes, tensors, others)):
+        return False
+    left, right = (_torch.map_tensors(lambda _: None, metadata) for metadata in (left, right))
     return bool(left == right)
 
 
@@ -312,11 +298,12 @@ def shard(case: Case) -> None:
     """The hooks leave the shard as it is."""
     model = case.sharded()
     local, bucket = weight_of(model), bucket_of(model)
-    before = [leaf.detach().clone() for leaf in leaves(local)]
-    for hook, call in ((PRE, partial(bucket.call_pre, local)), (POST, partial(gather, model))):
+    before = [leaf.detach().clone() for leaf in _torch.leaves(local)]
+    calls: list[Callable[[], Any]] = [partial(bucket.call_pre, local), partial(gather, model)]
+    for hook, call in zip((codec.PRE, codec.POST), calls, strict=True):
         with suppress(ExtensionError):  # of a wrong result, which `gathered` reports
             call()
-        for index, (now, then) in enumerate(zip(leaves(local), before, strict=True)):
+        for index, (now, then) in enumerate(zip(_torch.leaves(local), before, strict=True)):
             what = f"{hook} to leave the shard as it is"
             got = f"inner tensor {index} of it changed in place"
             expect(same_bytes(now, then), what, got, "work on a copy")
@@ -328,7 +315,7 @@ def gathered(case: Case) -> None:
     for dtype in dtypes_of(whole):
         tensor = gather(case.sharded(mp_policy=MixedPrecisionPolicy(dtype)))
         expected = dtype or whole.dtype
-        what = f"{POST} to return a tensor of param_dtype, {expected}"
+        what = f"{codec.POST} to return a tensor of param_dtype, {expected}"
         expect(tensor.dtype == expected, what, tensor.dtype)
         if tensor.dtype == whole.dtype:
             what = "the gathered tensor to give the outputs of the unsharded one"
@@ -341,19 +328,20 @@ def out(case: Case) -> None:
         policy = MixedPrecisionPolicy(dtype)
         model, other = (case.sharded(seed, mp_policy=policy) for seed in (0, 1))
         tensor = gather(model)
-        old, before = case.outputs_of(tensor), list(map(storage_number, leaves(tensor)))
+        old = case.outputs_of(tensor)
+        before = list(map(_torch.storage_number, _torch.leaves(tensor)))
         model[0].reshard()  # type: ignore[operator]
-        freed = [not leaf.untyped_storage().size() for leaf in leaves(tensor)]
+        freed = [not leaf.untyped_storage().size() for leaf in _torch.leaves(tensor)]
         model.load_state_dict(other.state_dict())
         gather(model)
         found, expected = case.outputs_of(tensor), case.outputs_of(gather(other))
-        what = f"{POST} to write the received values into out"
+        what = f"{codec.POST} to write the received values into out"
         got = "those of the last gather" if torch.equal(found, old) else "other values"
         remedy = "fill out where it is not the all-gather outputs themselves"
         expect(torch.equal(found, expected), what, got, remedy)
-        after = map(storage_number, leaves(tensor))
+        after = map(_torch.storage_number, _torch.leaves(tensor))
         kept = not any(map(and_, freed, map(ne, before, after)))
-        what = f"{POST} to keep the storages of out, which are freed and refilled"
+        what = f"{codec.POST} to keep the storages of out, which are freed and refilled"
         expect(kept, what, "another one", "copy into out instead of replacing its inner tensors")
 
 
@@ -391,7 +379,7 @@ class Reductions:
         received = tuple(self.own_rows(of_all) for of_all in zip(*sent, strict=True))
         out = torch.full((self._numel,), torch.nan)
         self._hooks.decode(received, out)
-        what, got = f"{GRAD_POST} to fill out, {self._numel} elements", "unwritten elements"
+        what, got = f"{codec.GRAD_POST} to fill out, {self._numel} elements", "unwritten elements"
         expect(not out.isnan().any(), what, got, "write into it")
         return out
 
@@ -402,10 +390,10 @@ class Reductions:
 
 def gradient_sent(case: Case) -> None:
     """An encoded gradient has a row for each rank, with one format on all ranks in all steps."""
-    what = f"{GRAD_PRE} to return the same dtypes and shapes on all ranks and each time"
+    what = f"{codec.GRAD_PRE} to return the same dtypes and shapes on all ranks and each time"
     for reductions in map(partial(Reductions, case), DTYPES):
         for _ in range(2):
-            expect_same(case.show(formats_of(reductions.encode())), what, to_text)
+            expect_same(case.show(codec.formats_of(reductions.encode())), what, codec.to_text)
 
 
 def gradient_summed(case: Case) -> None:
@@ -424,11 +412,11 @@ def no_gradient(case: Case) -> None:
         total = Reductions(case).decode(sent)
     except Exception as error:
         raise Broken(
-            f"Expected {GRAD_POST} to work with metadata None on a rank that never had a gradient, "
-            f"got {type(error).__name__}: {error}"
+            f"Expected {codec.GRAD_POST} to work with metadata None on a rank that never had a "
+            f"gradient, got {type(error).__name__}: {error}"
         ) from error
     largest = max(map(abs, total.tolist()), default=0)
-    what, got = f"{GRAD_POST} to make zeros of zero bytes", f"values up to {largest:.3g}"
+    what, got = f"{codec.GRAD_POST} to make zeros of zero bytes", f"values up to {largest:.3g}"
     expect(not largest, what, got, "a rank without a gradient sends zero bytes")
 
 
@@ -525,8 +513,8 @@ def full_state_dict(case: Case) -> None:
     """A full state dict can be taken, saved, and loaded into a sharded model of other values."""
     options, model = StateDictOptions(full_state_dict=True), case.sharded()
     full: dict[str, Any] = get_model_state_dict(model, options=options)
-    for leaf in leaves(full["0.weight"]):
-        waited(leaf)
+    for leaf in _torch.leaves(full["0.weight"]):
+        _torch.waited(leaf)
     _expect_loaded(case, full, "after loading a full state dict")
 
 
@@ -625,8 +613,8 @@ def _findings(cases: Sequence[Case], skip: Collection[str]) -> Iterator[Finding]
     """Run the checks; once a hook is wrong, skip the checks that build on it."""
     found, tensor = _run(hooks, cases[:1]), cases[0].tensor()
     yield found
-    checks = HOOK_CHECKS if hasattr(tensor, PRE) else ()
-    for check in (*checks, *(GRADIENT_CHECKS if has_grad_extension(tensor) else ())):
+    checks = HOOK_CHECKS if hasattr(tensor, codec.PRE) else ()
+    for check in (*checks, *(GRADIENT_CHECKS if codec.has_grad_extension(tensor) else ())):
         if found.ok:
             found = _run(check, cases, skip)
             yield found

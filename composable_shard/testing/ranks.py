@@ -17,7 +17,6 @@ import contextlib
 import datetime
 import faulthandler
 import gc
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -138,7 +137,6 @@ class RankTimeout(RankError):
 
 # The process of one rank --------------------------------------------------------------------------
 
-CALLS_PER_COLLECTION = 32
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 # Sub-groups made by earlier calls hold sockets and threads that only a new process gives back.
 MAX_OPEN_FILES = 256
@@ -156,10 +154,8 @@ def serve(rank: int, num_ranks: int, port: int, stack_file: Path, pipe: Connecti
         with _torch.gloo_of_one_worker():  # also in groups that calls make
             _answer(rank, pipe, partial(_join_group, rank, num_ranks, port))
             gc.freeze()  # a collection then looks at objects of calls, not at all of torch
-            for num_calls in itertools.count(1):
+            while True:
                 _answer(rank, pipe, pipe.recv())
-                if num_calls % CALLS_PER_COLLECTION == 0:
-                    gc.collect()
     # No shutdown of the process group: the other ranks exit for the same reason at the same time.
     os._exit(0)
 

@@ -18,17 +18,9 @@ from composable_shard.api import fully_shard
 from composable_shard.arguments import check_value, checked_number
 from composable_shard.module import FSDPModule
 from composable_shard.policy import MixedPrecisionPolicy
-from composable_shard.testing import oracle
+from composable_shard.testing import oracle, programs
 from composable_shard.testing.oracle import Build, MakeOptimizer, Unsharded
-from composable_shard.testing.programs import (
-    Step,
-    TreeLoss,
-    TreeSpec,
-    call_expression,
-    changed_fields,
-    check_program,
-    shard_tree,
-)
+from composable_shard.testing.programs import Step, TreeLoss, TreeSpec, shard_tree
 from composable_shard.testing.ranks import RankError, run_ranks
 
 # One rank that follows a program ------------------------------------------------------------------
@@ -309,7 +301,7 @@ def assert_trains_like_unsharded(
         >>> model = TreeSpec((ParamSpec((3, 2)),), (TreeSpec((ParamSpec((5,)),)),))
         >>> assert_trains_like_unsharded(model, ["backward", "step", "accumulate", "backward"])
     """
-    steps = check_program(program)
+    steps = programs.check_program(program)
     if tolerance is not None:
         fits = 0 <= checked_number("tolerance", tolerance) < math.inf
         check_value("tolerance", tolerance, fits, "to be a finite number of at least 0")
@@ -320,10 +312,11 @@ def assert_trains_like_unsharded(
     plan = Plan(build, shard, loss, optimizer, mesh, policy, tolerance, within, options)
     failure = _rehearse(plan, steps, num_ranks, timeout)
     if failure is not None:
-        shown = {} if mesh else {"world_size": num_ranks}
-        chosen = {k: v for k, v in changed_fields(plan).items() if k not in ("build", "options")}
-        arguments = (build, list(steps)), {**shown, **chosen, **options}
-        call = call_expression("assert_trains_like_unsharded", *arguments)
+        shown: dict[str, Any] = {} if mesh else {"world_size": num_ranks}
+        shown |= programs.changed_fields(plan)
+        del shown["build"], shown["options"]
+        arguments = (build, list(steps)), {**shown, **options}
+        call = programs.call_expression("assert_trains_like_unsharded", *arguments)
         raise AssertionError(f"{failure}\n\n{call}")
 
 
