@@ -25,14 +25,7 @@ from composable_shard import _torch
 from composable_shard.arguments import check_flags, check_type
 from composable_shard.core.reduction import is_partial
 from composable_shard.core.storage import owner_of_sharded
-from composable_shard.optim.stepping import (
-    counts_of,
-    load_states,
-    loss_of,
-    only_makes_states,
-    reduced_grad,
-    set_grad,
-)
+from composable_shard.optim import stepping
 
 # Elementwise optimizers: those of torch are known, others have to be declared ---------------------
 
@@ -109,18 +102,18 @@ class FlatSteps(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step as the class of the stock optimizer does. Collective: none."""
         self._opt_called = True  # schedulers look at it, instead of wrapping this method
-        loss = loss_of(closure)
-        makes_states = only_makes_states(self)
+        loss = stepping.loss_of(closure)
+        makes_states = stepping.only_makes_states(self)
         if self._flat.step():
             self._renew()
-        self.__dict__[_MADE] = counts_of(self.state) if makes_states else {}
+        self.__dict__[_MADE] = stepping.counts_of(self.state) if makes_states else {}
         return loss
 
     vars(step)["_wrapped_by_lr_sched"] = True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states without changing their dtypes. Collective: none."""
-        load_states(super().load_state_dict, state_dict, self.__dict__.pop(_MADE, {}))
+        stepping.load_states(super().load_state_dict, state_dict, self.__dict__.pop(_MADE, {}))
         self.num_tensors()  # adopts the loaded tensors now: the caller may go on to use them
 
     @property
@@ -326,7 +319,7 @@ class _Run:
             _torch.copy_all_(parts, grads)
         for gap in self._gaps:
             whole[gap].zero_()
-        set_grad(self.tensor, whole)
+        stepping.set_grad(self.tensor, whole)
 
     def _one_tensor(self, grads: list[torch.Tensor]) -> torch.Tensor | None:
         addresses = list(map(torch.Tensor.data_ptr, grads))
@@ -417,7 +410,7 @@ class _Steps:
                 self._arrange(grads)
                 self._seen = seen
             for index in self._unreduced:
-                grads[index] = reduced_grad(self._params[index])
+                grads[index] = stepping.reduced_grad(self._params[index])
             for run in self._flat_runs:
                 run.take(grads)
         try:

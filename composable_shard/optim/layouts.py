@@ -26,6 +26,7 @@ from composable_shard.arguments import check_int, check_module, check_type, chec
 from composable_shard.core.storage import as_sharded
 from composable_shard.errors import ShardError
 from composable_shard.mesh import places_of
+from composable_shard.optim import stepping
 from composable_shard.optim.blocks import (
     Block,
     Box,
@@ -38,21 +39,7 @@ from composable_shard.optim.blocks import (
 )
 from composable_shard.optim.exchange import Ranks
 from composable_shard.optim.flat import ELEMENTWISE, FlatSteps, flat
-from composable_shard.optim.stepping import (
-    Counts,
-    Factory,
-    OwnedBucket,
-    Param,
-    Saved,
-    States,
-    counts_of,
-    described_by_owners,
-    load_states,
-    loss_of,
-    only_makes_states,
-    save_states,
-    stand_in,
-)
+from composable_shard.optim.stepping import Factory, OwnedBucket, Param, Saved, States
 
 # Layouts ------------------------------------------------------------------------------------------
 
@@ -246,7 +233,7 @@ def _values_for(layout: Layout, param: Param, shape: tuple[int, ...]) -> dict[st
     Every rank makes such an optimizer, so that an optimizer that refuses the tensor does so on all
     ranks.
     """
-    tensor = stand_in(shape, param.tensor.dtype, torch.device("cpu"))
+    tensor = stepping.stand_in(shape, param.tensor.dtype, torch.device("cpu"))
     name = type(layout).__name__
     try:
         optimizer = layout.optimizer([{"params": [tensor]}])
@@ -313,7 +300,7 @@ class LayoutOptimizer(Optimizer):
         self.state = defaultdict(dict)
         self._shards: dict[int, FlatSteps] = {}
         self._buckets: list[tuple[int, OwnedBucket]] = []
-        self._made: Counts | None = None
+        self._made: stepping.Counts | None = None
 
     def __reduce__(self) -> Any:
         """Refuse copies and pickles, which would lack the states of the owners."""
@@ -341,8 +328,8 @@ class LayoutOptimizer(Optimizer):
 
         Collective: two all-to-alls for each bucket in which anything moves.
         """
-        loss = loss_of(closure)
-        self._made = Counts() if only_makes_states(self) else None
+        loss = stepping.loss_of(closure)
+        self._made = stepping.Counts() if stepping.only_makes_states(self) else None
         for place, stock in self._stock():
             stock.param_groups[0].update(_values(self.param_groups[place]))
         steps = [bucket.step() for _, bucket in self._buckets]
@@ -379,7 +366,7 @@ class LayoutOptimizer(Optimizer):
         """
         live, self.state = self.state, self.sharded_states()
         if self._made is not None:
-            self._made = counts_of(self.state)
+            self._made = stepping.counts_of(self.state)
         try:
             return super().state_dict()
         finally:
@@ -397,13 +384,13 @@ class LayoutOptimizer(Optimizer):
                 "read a flattened one (flatten_optimizer_state_dict=True) into an optimizer of "
                 "with_layout, so save it without that option"
             )
-        load_states(super().load_state_dict, state_dict, self._made or {})
+        stepping.load_states(super().load_state_dict, state_dict, self._made or {})
         self._made = None
         self.take_states(self.state)
 
     def _has_states(self) -> bool:
         """Return whether any rank's stock optimizers have states. Collective: see state_dict."""
-        told = described_by_owners([bucket for _, bucket in self._buckets])
+        told = stepping.described_by_owners([bucket for _, bucket in self._buckets])
         states = chain.from_iterable(shards.state.values() for shards in self._shards.values())
         return any(told.values()) or any(states)
 
@@ -435,7 +422,7 @@ class LayoutOptimizer(Optimizer):
         for place, shards in self._shards.items():
             params = self.param_groups[place]["params"]
             saved.update((params[i], s) for i, s in shards.state_dict()["state"].items())
-        save_states([bucket for _, bucket in self._buckets], saved)
+        stepping.save_states([bucket for _, bucket in self._buckets], saved)
         return Saved(dict, {p: saved[p] for p in self._stepped() if p in self.state})
 
 

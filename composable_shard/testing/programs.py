@@ -10,7 +10,7 @@ needs. So a failing program shrinks by leaving out words.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache, partial
 from typing import Any, Literal, cast, get_args
@@ -234,12 +234,11 @@ def shard_tree(model: Tree, **options: Any) -> Tree:
         ...     model.p0.placements
         (Shard(dim=1),)
     """
-    params = reversed(list(_params_with_specs(model)))  # the first place of a tied one counts
+    params = reversed(_params_with_specs(model))  # the first place of a tied one counts
     dims = {id(param): spec.dim for param, spec in params}
 
     def placement(param: nn.Parameter) -> Shard | None:
-        dim = dims[id(param)]
-        return None if dim == 0 else Shard(dim)
+        return Shard(dims[id(param)]) if param.ndim else None
 
     def visit(tree: Tree) -> None:
         for child in tree.trees:
@@ -254,11 +253,10 @@ def shard_tree(model: Tree, **options: Any) -> Tree:
     return model
 
 
-def _params_with_specs(model: Tree) -> Iterator[tuple[nn.Parameter, ParamSpec]]:
-    for index, spec in enumerate(model.spec.params):
-        yield getattr(model, f"p{index}"), spec
-    for child in model.trees:
-        yield from _params_with_specs(child)
+def _params_with_specs(model: Tree) -> list[tuple[nn.Parameter, ParamSpec]]:
+    trees = [module for module in model.modules() if isinstance(module, Tree)]
+    specs = [(tree, index, s) for tree in trees for index, s in enumerate(tree.spec.params)]
+    return [(getattr(tree, f"p{index}"), spec) for tree, index, spec in specs]
 
 
 @dataclass(frozen=True)

@@ -306,8 +306,7 @@ def assert_trains_like_unsharded(
         fits = 0 <= checked_number("tolerance", tolerance) < math.inf
         check_value("tolerance", tolerance, fits, "to be a finite number of at least 0")
     num_ranks = _num_ranks(world_size, mesh)
-    is_tree = isinstance(build, TreeSpec)
-    if loss is None and not is_tree:
+    if loss is None and not isinstance(build, TreeSpec):
         raise ValueError("Expected a loss, loss(model, step, rank), for a model that is no tree")
     plan = Plan(build, shard, loss, optimizer, mesh, policy, tolerance, within, options)
     failure = _rehearse(plan, steps, num_ranks, timeout)
@@ -364,11 +363,10 @@ def _follow(plan: Plan, steps: tuple[Step, ...]) -> list[tuple[int, str]]:
     """Follow a program on this rank; a difference does not end it, as other ranks would wait.
 
     Returns:
-        The differences, each with the index of its step; -1 before the first.
+        The differences, each with the index of its step.
     """
     with plan.within() as complaints:
-        rehearsal = Rehearsal(plan)
-        found = [(-1, text) for text in rehearsal.differences()]
+        rehearsal, found = Rehearsal(plan), list[tuple[int, str]]()
         for place, step in enumerate(steps):
             try:
                 found += [(place, text) for text in rehearsal.do(step)]
@@ -394,8 +392,7 @@ def _rehearse(plan: Plan, steps: tuple[Step, ...], num_ranks: int, timeout: floa
     same = [f"rank {rank}: {text}" for step, rank, text in found if step == first]
     if len(same) > MAX_DIFFERENCES:
         same[MAX_DIFFERENCES:] = [f"and {len(same) - MAX_DIFFERENCES} more differences"]
-    where = _place(first, steps) if first >= 0 else "before the first step"
-    return "\n".join([f"{head} a difference at {where}:", *same])
+    return "\n".join([f"{head} a difference at {_place(first, steps)}:", *same])
 
 
 def _place(place: int, steps: tuple[Step, ...]) -> str:
