@@ -264,10 +264,8 @@ class _Run:
         self._indices = [member.index for member in self.with_elements]
         starts = [member.start * self.tensor.itemsize for member in self.with_elements]
         self._distances = list(map(sub, starts[1:], starts))
-        ends = [
-            (one.end - self._start, other.start - self._start) for one, other in pairwise(members)
-        ]
-        self._gaps = [slice(*gap) for gap in ends if gap[0] < gap[1]]
+        gaps = [(a.end - first.start, b.start - first.start) for a, b in pairwise(members)]
+        self._gaps = [slice(*gap) for gap in gaps if gap[0] < gap[1]]
 
     def states(self) -> dict[str, torch.Tensor]:
         """Return the states of a flat run: numbers of the first member, and parts of buffers."""
