@@ -12,7 +12,7 @@ class ShardError(RuntimeError):
 
 
 class MaterializationError(ShardError):
-    """Parameters are still on the meta device (or on the wrong one) when they are needed."""
+    """Parameters are still on the meta device, or on another wrong device, when they are needed."""
 
 
 class ExtensionError(ShardError):
