@@ -116,23 +116,22 @@ def full_copy(tensor: torch.Tensor, name: str) -> torch.Tensor:
     whole = cast(DTensor, tensor.detach())
     if local.device.type != mesh.device_type:
         whole = _torch.local_like(tensor, local.detach().to(mesh.device_type))
-    kind, counts = type(local), _torch.is_subclass_of_user(local)
+    kind, is_of_user = type(local), _torch.is_subclass_of_user(local)
     try:
-        full, cause = whole.full_tensor(), None
-        got = "" if not counts or isinstance(full, kind) else type(full).__name__
+        full = whole.full_tensor()
+        if is_of_user and not isinstance(full, kind):
+            raise TypeError(f"a {type(full).__name__}")
     except Exception as error:
-        if not counts:
+        if not is_of_user:
             raise
-        got, cause = f"{type(error).__name__}: {error}", error
-    if got:
         raise ExtensionError(
             f"Expected {name}, a {kind.__name__}, to have the ops by which DTensor makes a full "
-            f"tensor of its shards, got {got}; its hooks gather it for forward alone, as "
-            "module.unshard() does"
-        ) from cause
-    is_local = all(p.is_replicate() or mesh.size(axis) == 1 for axis, p in enumerate(placements))
+            f"tensor of its shards, got {type(error).__name__}: {error}; its hooks gather it for "
+            "forward alone, as module.unshard() does"
+        ) from error
     # The inner tensors of a subclass may still be in flight: copying waits for them.
-    return full.clone() if is_local or _torch.is_wrapper_subclass(full) else full
+    is_shared = not sharded_axes(mesh, placements) or _torch.is_wrapper_subclass(full)
+    return full.clone() if is_shared else full
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

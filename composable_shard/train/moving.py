@@ -19,7 +19,7 @@ from composable_shard.arguments import check_int, check_module, check_type, list
 from composable_shard.core.codec import has_extension, has_grad_extension
 from composable_shard.core.extension import build_buckets
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
-from composable_shard.core.placement import ParamPlacement, Role, plan_placement, plan_tensor
+from composable_shard.core.placement import ParamPlacement, plan_placement, plan_tensor
 from composable_shard.core.reduction import assign_grad, is_partial
 from composable_shard.core.storage import Bucket, ShardedParam, as_sharded
 from composable_shard.core.transport import host
@@ -48,8 +48,9 @@ def _unmovable(what: str, got: str) -> ShardError:
 
 # Descriptions of tensors --------------------------------------------------------------------------
 
-Key = tuple[str | int, ...]
-"""The place of a tensor in a model, the same on all ranks, such as ``("parameter", 3)``."""
+Key = tuple[Any, ...]
+"""The place of a tensor in a model, the same on all ranks: ``("parameter", 3)``, ``("gradient",
+3)``, ``("plain", "norm.weight")`` or ``("state", 0, "parameter", 3, "exp_avg")``."""
 
 Tensors = dict[Key, torch.Tensor]
 """The tensors of this rank: local shards, or full tensors."""
@@ -79,21 +80,13 @@ class Item(NamedTuple):
     dim: int | None = None
 
 
-class Description(NamedTuple):
-    """The description of a model that its ranks send to the ranks that join.
+Description = dict[Key, Any]
+"""The description of a model that its ranks send to the ranks that join: an :class:`Item` for each
+tensor, numbers among the states of optimizers, and the settings of their parameter groups."""
 
-    Attributes:
-        entries: The tensors that move, and numbers among the states of optimizers, in their order.
-        settings: The settings of the parameter groups of each optimizer.
-    """
 
-    entries: dict[Key, Item | Any]
-    settings: list[list[dict[str, Any]]]
-
-    @property
-    def items(self) -> dict[Key, Item]:
-        """The tensors that move."""
-        return {key: entry for key, entry in self.entries.items() if isinstance(entry, Item)}
+def _items(described: Description) -> dict[Key, Item]:
+    return {key: entry for key, entry in described.items() if isinstance(entry, Item)}
 
 
 # This rank's part of a model ----------------------------------------------------------------------
@@ -120,15 +113,13 @@ class _Holder:
         self.over: dict[ShardedParam, ShardMesh] = {}
         self.placements: list[ParamPlacement] = []
         self._model, self._optimizers = model, optimizers
-        self._indices = {id(param.sharded): index for index, param in enumerate(self.params)}
-        named = [*model.named_parameters(), *model.named_buffers()]
-        self._plain = {name: one for name, one in named if id(one) not in self._indices}
-        known = {*self._indices, *map(id, self._plain.values())}
-        stepped = [[p for group in one.param_groups for p in group["params"]] for one in optimizers]
-        self._stepped = [
-            {index: param for index, param in enumerate(params) if id(param) in known}
-            for params in stepped
-        ]
+        self._tensors = Tensors()
+        for index, param in enumerate(self.params):
+            self._tensors["parameter", index] = param.sharded
+        self._keys = {id(tensor): key for key, tensor in self._tensors.items()}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            key = self._keys.setdefault(id(tensor), ("plain", name))
+            self._tensors[key] = tensor
         self._states: list[Mapping[torch.Tensor, dict[str, Any]]] = [{} for _ in optimizers]
         self._before = [dict(param.__dict__) for param in self.params]
         self._meshes_of_groups: list[ShardMesh] = []
@@ -143,8 +134,8 @@ class _Holder:
                 group.check_in_memory("to be moved")
             if group.tree.is_reducing:
                 raise ShardError(
-                    f"Expected the gradients of {group.label} before it is moved, got some that "
-                    "are being reduced; end the backward first"
+                    f"Expected reduced gradients of {group.label}, got some that are being "
+                    "reduced; end the backward first"
                 )
             for param in group.params:
                 if param.placement.unsharded_spec is not None:
@@ -158,8 +149,7 @@ class _Holder:
 
     def grounds(self) -> list[Ground]:
         """Return the location of each parameter; nothing if this rank has no values."""
-        placements = [] if self.is_empty else [param.placement for param in self.params]
-        return [Ground.of(placement.mesh, placement.roles) for placement in placements]
+        return [] if self.is_empty else [Ground.of(param.placement) for param in self.params]
 
     def plan(self, meshes: Meshes) -> list[Ground]:
         """Return the new location of each parameter; nothing on a rank that leaves.
@@ -171,10 +161,7 @@ class _Holder:
         self._meshes = self._mesh_of_each(meshes)
         members = {mesh.get_coordinate() is not None for mesh in self._meshes}
         if len(members) > 1:
-            raise ShardError(
-                "Expected this rank in the meshes of all parameters, or of none, got it in "
-                "those of some"
-            )
+            raise ShardError("Expected this rank in the meshes of all parameters, got it in some")
         if True not in members:
             return []
         for param, mesh in zip(self.params, self._meshes, strict=True):
@@ -190,7 +177,7 @@ class _Holder:
             self._meshes_of_groups.append(over)
             all_over = [over, *(self.over[param] for param in group.params)]
             check_reshard(group.settings.reshard_after_forward, all_over)
-        return [Ground.of(planned.mesh, planned.roles) for planned in self.placements]
+        return list(map(Ground.of, self.placements))
 
     def _mesh_of_each(self, meshes: Meshes) -> list[DeviceMesh]:
         names: dict[torch.Tensor, list[str]] = {}
@@ -201,10 +188,7 @@ class _Holder:
             aliases = names.get(param.sharded, [param.name])
             fitting = [m for fits, m in meshes.items() if does_fit(fits, aliases, param.sharded)]
             if not fitting:
-                raise ValueError(
-                    f"Expected a mesh for parameter '{aliases[0]}', got none that fits; add one "
-                    "for '*'"
-                )
+                raise ValueError(f"Expected a mesh for '{aliases[0]}', got none; add one for '*'")
             found.append(fitting[0])
         return found
 
@@ -219,38 +203,38 @@ class _Holder:
 
         Collective: for optimizers of ``with_layout``, see ``LayoutOptimizer.state_dict``.
         """
-        described, tensors = Description({}, []), Tensors()
+        described, tensors = Description(), Tensors()
 
         def add(key: Key, what: str, value: Any, param: int | None = None) -> None:
             if isinstance(value, torch.Tensor):
                 tensors[key] = _torch.local_part(value).detach()
                 value = self._described(what, value, param)
-            described.entries[key] = value
+            described[key] = value
 
-        for index, param in enumerate(self.params):
-            add(("parameter", index), f"parameter '{param.name}'", param.sharded, index)
-            if param.sharded.grad is not None:
-                what = f"the gradient of '{param.name}'"
-                add(("gradient", index), what, param.sharded.grad, index)
-        for name, tensor in self._plain.items():
-            if not isinstance(tensor, DTensor):
+        for (kind, name), tensor in self._tensors.items():
+            if kind == "parameter":
+                what = f"parameter '{self.params[name].name}'"
+                add(("parameter", name), what, tensor, name)
+                if tensor.grad is not None:
+                    add(("gradient", name), f"the gradient of {what}", tensor.grad, name)
+            elif not isinstance(tensor, DTensor):
                 add(("plain", name), f"'{name}'", tensor)
             elif has_joining:
                 raise _unmovable(f"'{name}'", f"a DTensor of {tensor.placements}")
         for place, optimizer in enumerate(self._optimizers):
-            numbers = {id(param): index for index, param in self._stepped[place].items()}
             known: Mapping[torch.Tensor, dict[str, Any]] = optimizer.state
             if isinstance(optimizer, LayoutOptimizer):
                 known = optimizer.sharded_states()
             self._states[place] = known
             for stepped, states in known.items():
-                moved = self._indices.get(id(stepped))
+                owner = self._keys.get(id(stepped), ())
+                moved = owner[1] if owner[:1] == ("parameter",) else None
                 of = "" if moved is None else f" of '{self.params[moved].name}'"
-                for name, value in states.items() if id(stepped) in numbers else ():
+                for name, value in states.items() if owner else ():
                     if moved is not None or not isinstance(value, DTensor):
-                        key = ("state", place, numbers[id(stepped)], name)
-                        add(key, f"state '{name}'{of}", value, moved)
-            described.settings.append([{**group, "params": []} for group in optimizer.param_groups])
+                        add(("state", place, *owner, name), f"state '{name}'{of}", value, moved)
+            settings = [{**group, "params": []} for group in optimizer.param_groups]
+            described["settings", place] = settings
         return described, tensors
 
     def _described(self, what: str, tensor: torch.Tensor, param: int | None) -> Item:
@@ -261,24 +245,40 @@ class _Holder:
         item = Item(shape, stride, tensor.dtype, local.device.type)
         if param is None or not isinstance(tensor, DTensor):
             return item
-        placement = self.params[param].placement
         dims = [cut.dim for cut in tensor.placements if isinstance(cut, Shard)]
         item = item._replace(param=param, dim=dims[0] if dims else None)
-        laid = placement.mesh, _placements_of(placement.roles, item.dim)
-        sizes = _sizes(item, placement)
-        if (tensor.device_mesh, tensor.placements) != laid or sizes != local.shape:
-            got = f"{list(local.shape)} of {list(sizes)}, {tensor.placements} on "
-            raise _unmovable(what, f"{got}{tensor.device_mesh}")
+        sizes, own, spec = self._box(item).sizes, _torch.spec_of(tensor), self._spec(item)
+        if (own.mesh, own.placements) != (spec.mesh, spec.placements) or sizes != local.shape:
+            got = f"{list(local.shape)} of {list(sizes)}, {own.placements} on {own.mesh}"
+            raise _unmovable(what, got)
         return item
+
+    def _box(self, item: Item) -> Box:
+        """Return this rank's part of a tensor, on the ranks for which parameters are planned."""
+        if item.param is None:
+            return whole(item.shape)
+        return Ground.of(self.params[item.param].placement).box(item.shape, item.dim)
+
+    def _spec(self, item: Item) -> _torch.DTensorSpec:
+        """Return the spec of a tensor that has the layout of a parameter."""
+        assert item.param is not None
+        placement = self.params[item.param].placement
+        cut: Placement = Replicate() if item.dim is None else Shard(item.dim)
+        placements = tuple(cut if role == "shard" else Replicate() for role in placement.roles)
+        meta = _torch.TensorMeta(torch.Size(item.shape), item.stride, item.dtype)
+        return _torch.make_spec(placement.mesh, placements, meta)
 
     # Memory for the new values ----------------------------------------------------------------
 
     def make_room(self, described: Description) -> Tensors:
         """Return memory for the new values; the current values stay until :meth:`settle`."""
-        items, found = described.items, Tensors()
+        items, found = _items(described), Tensors()
+        shards = {
+            param: self._new_shard(index, items["parameter", index].dtype)
+            for index, param in enumerate(self.params)
+        }
         for group in self.groups:
-            shards = [self._new_shard(param, items) for param in group.params]
-            buckets = build_buckets(group.params, shards)
+            buckets = build_buckets(group.params, [shards[param] for param in group.params])
             self._buckets.append(buckets)
             pairs = [pair for b in buckets for pair in zip(b.params, b.locals, strict=True)]
             locals_ = dict(pairs)
@@ -286,18 +286,16 @@ class _Holder:
         for key, item in items.items():
             if item.param is None and not self.is_empty:
                 continue  # this rank has it
-            like, sizes = self._like(key), item.shape
-            if item.param is not None:
-                sizes = _sizes(item, self.placements[item.param])
-            if key[0] in ("parameter", "plain") and not like.is_meta:
-                found[key] = like.detach().view(sizes)
+            box, known = self._box(item), self._tensors.get(key)
+            if key[0] == "parameter":
+                known = self._locals[key[1]]
+            if known is not None and not known.is_meta:
+                found[key] = known.detach().view(box.sizes)
                 continue
-            if like.shape != sizes:
-                like = like.new_zeros(()).expand(sizes)
-            device = torch.device("cpu") if item.device_type == "cpu" else self.device
-            found[key] = _torch.without_values(
-                torch.empty_like(like, dtype=item.dtype, device=device, requires_grad=False)
-            )
+            full = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="meta")
+            device = "cpu" if item.device_type == "cpu" else self.device
+            new = torch.empty_like(part_of(full, box), device=device)
+            found[key] = _torch.without_values(new)
         return found
 
     @property
@@ -305,30 +303,20 @@ class _Holder:
         """The device of compute."""
         return self.groups[0].mesh.device
 
-    def _new_shard(self, param: ShardedParam, items: Mapping[Key, Item]) -> torch.Tensor:
+    def _new_shard(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a local shard without memory of its own, as its bucket has the memory.
 
         The parameter is planned for its new ranks; the DTensor is left as it is.
         """
-        index, mesh = self._indices[id(param.sharded)], self.over[param]
+        param, placement = self.params[index], self.placements[index]
+        mesh = self.over[param]
         param.layout = plan_tensor(_whole_on_meta(param), param.layout.dim, mesh.num_shards)
-        param.mesh, param.placement, param.flat_position = mesh, self.placements[index], None
+        param.mesh, param.placement, param.flat_position = mesh, placement, None
         param.device = torch.device("cpu") if param.offload is not None else mesh.device
         param.forget_unsharded()
         numel = param.layout.flat.local_numel(mesh.shard_rank)
         like = param.layout.local(torch.empty(numel, device="meta"), mesh.shard_rank)
-        dtype = items["parameter", index].dtype
         return torch.zeros((), dtype=dtype, device=param.device).expand(like.shape)
-
-    def _like(self, key: Key) -> torch.Tensor:
-        """Return the new local shard, or the unsharded tensor, with the layout of a tensor."""
-        if key[0] == "plain":
-            return self._plain[str(key[1])]
-        if key[0] != "state":
-            return self._locals[int(key[1])]
-        stepped = self._stepped[int(key[1])][int(key[2])]
-        index = self._indices.get(id(stepped))
-        return stepped if index is None else self._locals[index]
 
     def stay(self) -> None:
         """Discard the plan for the new ranks, and restore the current one."""
@@ -347,54 +335,50 @@ class _Holder:
 
         Collective: for optimizers of ``with_layout``, see ``LayoutOptimizer``.
         """
-        items = described.items
-        for param, local in zip(self.params, self._locals, strict=True):
+        old: dict[ShardedParam, ShardMesh] = {}
+        for param, local, before in zip(self.params, self._locals, self._before, strict=True):
+            old[param] = before["mesh"]
             spec = _torch.spec_with_dtype(param.sharded_spec, local.dtype)
             if _torch.local_tensor(param.sharded).is_meta:
                 # It gets new memory, and stays the same object.
                 made = _torch.from_local(local, spec)
-                exchange_params(
-                    param.sharded, _torch.parameter_of(made, param.sharded.requires_grad)
-                )
+                made_param = _torch.parameter_of(made, param.sharded.requires_grad)
+                exchange_params(param.sharded, made_param)
             _torch.relocate(param.sharded, local, spec)
             param.set_local(local)
-        old = {id(p): before["mesh"] for p, before in zip(self.params, self._before, strict=True)}
         places = zip(self.groups, self._buckets, self._meshes_of_groups, strict=True)
         for group, buckets, mesh in places:
-            moved = [(old[id(param)], param.mesh) for param in group.params]
+            moved = [(old[param], param.mesh) for param in group.params]
             group.relocate(buckets, mesh, dict.fromkeys([(group.mesh, mesh), *moved]))
             group.tree.forget_forwards()
-        for key, item in items.items():
+        for key, item in _items(described).items():
             if key[0] == "gradient":
-                param = self.params[int(key[1])]
-                shard = self._shown(item, tensors[key], param.sharded.grad)
-                if param.sharded.grad is not shard:
-                    assign_grad(param.sharded, shard)
-            elif key[0] == "plain" and self.is_empty:
-                tensor = self._plain[str(key[1])]
-                if tensor.is_meta:
-                    register_instead(self._model, tensor, tensors[key])
+                sharded = self.params[key[1]].sharded
+                shard = self._shown(item, tensors[key], sharded.grad)
+                if sharded.grad is not shard:
+                    assign_grad(sharded, shard)
+            elif key[0] == "plain" and self.is_empty and self._tensors[key].is_meta:
+                register_instead(self._model, self._tensors[key], tensors[key])
         for place, optimizer in enumerate(self._optimizers):
             self._settle_states(place, optimizer, described, tensors)
 
     def _settle_states(
         self, place: int, optimizer: Optimizer, described: Description, tensors: Tensors
     ) -> None:
-        stepped, before = self._stepped[place], self._states[place]
-        states: dict[torch.Tensor, dict[str, Any]] = {
-            param: dict(before[param]) for param in stepped.values() if param in before
-        }
-        for key, entry in described.entries.items():
-            if key[:2] != ("state", place) or not (self.is_empty or key in tensors):
-                continue
-            param_states, name = states.setdefault(stepped[int(key[2])], {}), str(key[3])
-            if isinstance(entry, Item):
-                entry = self._shown(entry, tensors[key], param_states.get(name))
-            param_states[name] = entry
+        before = self._states[place]
+        stepped = [param for param in self._tensors.values() if param in before]
+        states = {param: dict(before[param]) for param in stepped}
+        for key, entry in described.items():
+            if key[:2] == ("state", place) and (self.is_empty or key in tensors):
+                owner, name = key[2:-1], key[-1]
+                param_states = states.setdefault(self._tensors[owner], {})
+                if isinstance(entry, Item):
+                    entry = self._shown(entry, tensors[key], param_states.get(name))
+                param_states[name] = entry
         if self.is_empty:
-            settings = described.settings[place]
+            settings = described["settings", place]
             for group, given in zip(optimizer.param_groups, settings, strict=True):
-                group.update({name: value for name, value in given.items() if name != "params"})
+                group.update({**given, "params": group["params"]})
         if isinstance(optimizer, LayoutOptimizer):
             optimizer.choose_owners()
             optimizer.take_states(states)
@@ -406,12 +390,9 @@ class _Holder:
         """Return a gradient or a state as users see it: the previous object, if there was one."""
         if item.param is None:
             return local
-        placement = self.params[item.param].placement
-        meta = _torch.TensorMeta(torch.Size(item.shape), item.stride, item.dtype)
-        spec = _torch.make_spec(placement.mesh, _placements_of(placement.roles, item.dim), meta)
         if not isinstance(before, DTensor):
-            return _torch.from_local(local, spec)
-        _torch.relocate(before, local, spec)
+            return _torch.from_local(local, self._spec(item))
+        _torch.relocate(before, local, self._spec(item))
         return before
 
     def leave(self) -> None:
@@ -420,10 +401,10 @@ class _Holder:
         Torch does not slice a mesh on a rank that is not in it, so the mesh of a parameter may have
         more axes here than on the other ranks.
         """
-        for optimizer, stepped in zip(self._optimizers, self._stepped, strict=True):
+        for optimizer in self._optimizers:
             if isinstance(optimizer, LayoutOptimizer):
                 optimizer.forget_owners()
-            for param in stepped.values():
+            for param in self._tensors.values():
                 optimizer.state.pop(param, None)
         for sharded, mesh in zip(self.params, self._meshes, strict=True):
             cuts = [cut for cut in sharded.placement.sharded if not cut.is_replicate()]
@@ -439,19 +420,6 @@ class _Holder:
             group.move_away()
 
 
-def _placements_of(roles: Sequence[Role], dim: int | None) -> tuple[Placement, ...]:
-    """Return the placements of a DTensor on axes of these roles, sharded on a dim or on none."""
-    cut: Placement = Replicate() if dim is None else Shard(dim)
-    return tuple(cut if role == "shard" else Replicate() for role in roles)
-
-
-def _sizes(item: Item, placement: ParamPlacement) -> tuple[int, ...]:
-    """Return this rank's local shape of a tensor that is sharded like a parameter."""
-    ground = Ground.of(placement.mesh, placement.roles)
-    box, _ = ground.holding(item.shape, item.dim)[dist.get_rank()]
-    return box.sizes
-
-
 def _whole_on_meta(param: ShardedParam) -> torch.Tensor:
     """Return a meta tensor like the full parameter."""
     return param.layout.whole(torch.empty(param.layout.flat.numel, device="meta"))
@@ -459,7 +427,7 @@ def _whole_on_meta(param: ShardedParam) -> torch.Tensor:
 
 # The move, on all ranks ---------------------------------------------------------------------------
 
-Places = dict[int, tuple[Ground, ...]]
+Places = dict[int, list[Ground]]
 """By rank, the current or the new location of each parameter; without ranks that hold nothing."""
 
 
@@ -488,7 +456,7 @@ class _Move:
                 if self._rank in self._after:
                     after = holder.make_room(described)
             self._agree()
-            self._send(described.items, before, after, bucket_nbytes)
+            self._send(_items(described), before, after, bucket_nbytes)
             self._agree()
         except BaseException:
             holder.stay()
@@ -518,50 +486,14 @@ class _Move:
             locations = holder.grounds(), planned
             facts += [f"'{param.name}', {list(param.shape)}" for param in holder.params]
         self._agree(facts)
-        for rank, both in ranks.gather(locations).items():
-            for places, grounds in zip((self._before, self._after), both, strict=True):
-                if grounds:
-                    places[rank] = tuple(grounds)
-        self._check_complete()
-        self._ways = [self._ways_of(param.name, n) for n, param in enumerate(holder.params)]
-
-    def _check_complete(self) -> None:
-        """Raise if ranks of the old or new meshes are missing, or differ."""
+        both = ranks.gather(locations)
+        self._before = {rank: before for rank, (before, _) in both.items() if before}
+        self._after = {rank: after for rank, (_, after) in both.items() if after}
+        names = [param.name for param in holder.params]
         of_model = "the model on all ranks of its meshes, and without values on the others"
-        of_mesh = "all ranks of the mesh to call move() with it"
-        for places, expected in ((self._before, of_model), (self._after, of_mesh)):
-            wanted = {rank for grounds in places.values() for one in grounds for rank in one.ranks}
-            if not places or wanted != places.keys():
-                got = f"ranks {[*places]} and meshes of ranks {sorted(wanted)}"
-                raise ShardError(f"Expected {expected}, got {got}")
-            for index, param in enumerate(self._holder.params):
-                for ground in dict.fromkeys(grounds[index] for grounds in places.values()):
-                    others = [rank for rank in ground.ranks if places[rank][index] != ground]
-                    if others:
-                        raise ShardError(
-                            f"Expected parameter '{param.name}' on the same mesh on all of its "
-                            f"ranks, got {places[others[0]][index]} on rank {others[0]}, of "
-                            f"{ground}"
-                        )
-
-    def _ways_of(self, name: str, index: int) -> list[tuple[Ground, Ground]]:
-        """Return the old and the new location of a parameter, for each of its meshes.
-
-        The source is the one mesh that shares ranks with the new mesh, or the only mesh.
-        """
-        before = list(dict.fromkeys(grounds[index] for grounds in self._before.values()))
-        found = []
-        for after in dict.fromkeys(grounds[index] for grounds in self._after.values()):
-            near = [ground for ground in before if not {*ground.ranks}.isdisjoint(after.ranks)]
-            sources = near or before
-            if len(sources) > 1:
-                raise ShardError(
-                    f"Expected parameter '{name}' of ranks {list(after.ranks)} to come from one "
-                    f"mesh, got meshes of ranks {[list(ground.ranks) for ground in sources]}, "
-                    "which may have other values"
-                )
-            found.append((sources[0], after))
-        return found
+        before = _by_param(self._before, names, of_model)
+        after = _by_param(self._after, names, "all ranks of the mesh to call move() with it")
+        self._ways = list(map(_ways_of, names, before, after))
 
     def _joining(self) -> list[int]:
         """Return the ranks that will have values and have none yet."""
@@ -572,16 +504,15 @@ class _Move:
 
         The ranks that have the model agree on it; the first of them sends it to the others.
         """
-        own: Description | None = None
-        tensors, sent, first = Tensors(), b"", next(iter(self._before))
+        own, tensors, sent, first = Description(), Tensors(), b"", next(iter(self._before))
         if self._rank in self._before:
             with self._ranks.noting_failure():
                 own, tensors = self._holder.describe(has_joining=bool(self._joining()))
                 sent = pickle.dumps(own) if self._rank == first else b""
         self._agree()
         described: Description = pickle.loads(self._ranks.from_one(sent, first))
-        own_items = (own or described).items
-        self._agree(sorted(f"{key}: {item}" for key, item in own_items.items()), "state")
+        facts = [f"{key}: {item}" for key, item in _items(own or described).items()]
+        self._agree(sorted(facts), "state")
         return described, tensors
 
     # The transfers ----------------------------------------------------------------------------
@@ -594,7 +525,11 @@ class _Move:
 
         def view(piece: Piece, tensors: Tensors, places: Places) -> torch.Tensor:
             key = keys[piece.tensor]
-            return part_of(tensors[key], piece.box.within(self._box(items[key], places)))
+            item = items[key]
+            held = whole(item.shape)
+            if item.param is not None:
+                held = places[rank][item.param].box(item.shape, item.dim)
+            return part_of(tensors[key], piece.box.within(held))
 
         source = partial(view, tensors=before, places=self._before)
         target = partial(view, tensors=after, places=self._after)
@@ -620,30 +555,65 @@ class _Move:
             nbytes = [sum(padded(tensor.nbytes) for tensor in tensors) for tensors in received]
             exchange.Exchange(over, sent, nbytes, self._ranks.doing).write(received)
 
-    def _box(self, item: Item, places: Places) -> Box:
-        """Return this rank's part of an item."""
-        if item.param is None:
-            return whole(item.shape)
-        return places[self._rank][item.param].holding(item.shape, item.dim)[self._rank][0]
-
     def _pieces(self, number: int, item: Item) -> list[Piece]:
         """Return the pieces of an item that move; ranks keep full tensors that they have.
 
         A rank that joins gets full tensors from a rank that shares all of its meshes, if there is
         one, and else from the first rank.
         """
-        if item.param is not None:
-            ways = [
-                [ground.holding(item.shape, item.dim) for ground in way]
-                for way in self._ways[item.param]
-            ]
-            return [piece for before, after in ways for piece in pieces_of(number, before, after)]
         found = list[Piece]()
+        if item.param is not None:
+            for way in self._ways[item.param]:
+                found += pieces_of(number, *(one.holding(item.shape, item.dim) for one in way))
+            return found
         for rank in self._joining():
             meshes = [ground.ranks for ground in self._after[rank]]
             near = [one for one in self._before if all(one in ranks for ranks in meshes)]
             found.append(Piece(number, [*near, *self._before][0], rank, whole(item.shape)))
         return found
+
+
+def _by_param(places: Places, names: Sequence[str], expected: str) -> list[list[Ground]]:
+    """Return the different locations of each parameter.
+
+    Raises:
+        ShardError: If ranks of a location are missing, or have another one.
+    """
+    wanted = {rank for grounds in places.values() for one in grounds for rank in one.ranks}
+    if not places or wanted != places.keys():
+        got = f"ranks {[*places]} and meshes of ranks {sorted(wanted)}"
+        raise ShardError(f"Expected {expected}, got {got}")
+    found = [list(dict.fromkeys(grounds)) for grounds in zip(*places.values(), strict=True)]
+    for index, grounds in enumerate(found):
+        for ground in grounds:
+            held = [places[rank][index] for rank in ground.ranks]
+            others = [other for other in held if other != ground]
+            if others:
+                raise ShardError(
+                    f"Expected parameter '{names[index]}' on the same mesh on all of its ranks, "
+                    f"got {ground} and {others[0]}"
+                )
+    return found
+
+
+def _ways_of(
+    name: str, before: Sequence[Ground], after: Sequence[Ground]
+) -> list[tuple[Ground, Ground]]:
+    """Return the old and the new location of a parameter, for each of its new meshes.
+
+    The source is the one mesh that shares ranks with the new mesh, or the only mesh.
+    """
+    found = []
+    for target in after:
+        near = [ground for ground in before if not {*ground.ranks}.isdisjoint(target.ranks)]
+        source, *others = near or before
+        if others:
+            raise ShardError(
+                f"Expected '{name}' of ranks {list(target.ranks)} to come from one mesh, got "
+                f"meshes of ranks {[list(ground.ranks) for ground in near or before]}"
+            )
+        found.append((source, target))
+    return found
 
 
 def move(

@@ -20,9 +20,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
 
-from composable_shard.core.placement import Role
+from composable_shard.core.placement import ParamPlacement, Role
 from composable_shard.errors import ShardError
 from composable_shard.optim.blocks import Box, spread_over
 
@@ -136,23 +136,26 @@ class Ground(NamedTuple):
 
     @classmethod
     @lru_cache(maxsize=64)
-    def of(cls, mesh: DeviceMesh, roles: tuple[Role, ...]) -> Ground:
-        """Return the ranks of a mesh; the same object each time, so that it is pickled once.
+    def of(cls, placement: ParamPlacement) -> Ground:
+        """Return the ranks of a parameter; the same object each time, so that it is pickled once.
 
         Raises:
             ShardError: If the ranks do not ascend: process groups sort their ranks, so the real
                 layout would differ from the mesh.
         """
-        ranks = mesh.mesh
+        mesh, ranks = placement.mesh, placement.mesh.mesh
         if not all(bool((ranks.diff(dim=axis) > 0).all()) for axis in range(ranks.ndim)):
             raise ShardError(
-                f"Expected a mesh of ascending ranks for a model to move, got {ranks.tolist()}; "
-                "save a checkpoint instead"
+                f"Expected a mesh of ascending ranks, got {ranks.tolist()}; save a checkpoint"
             )
-        return cls(tuple(ranks.flatten().tolist()), tuple(mesh.shape), roles)
+        return cls(tuple(ranks.flatten().tolist()), tuple(mesh.shape), placement.roles)
 
     def holding(self, shape: Sequence[int], dim: int | None) -> Holding:
         """Return the layout of a tensor that is sharded on a dim, or on none."""
         over = tuple(dim if role == "shard" else None for role in self.roles)
         spread = spread_over(tuple(shape), self.extents, over)
         return dict(zip(self.ranks, zip(spread.boxes, spread.replicas, strict=True), strict=True))
+
+    def box(self, shape: Sequence[int], dim: int | None) -> Box:
+        """Return this rank's part of a tensor that is sharded on a dim, or on none."""
+        return self.holding(shape, dim)[dist.get_rank()][0]

@@ -32,8 +32,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composable_shard import _torch
-from composable_shard.core.layout import ParamLayout
-from composable_shard.core.placement import matching_pieces
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.mesh import shard_mesh_of
@@ -111,9 +109,8 @@ class Planned:
         made = self.make_plain(subclass)
         if _torch.is_subclass(made) or made.shape != subclass.shape:
             raise TypeError(
-                f"Expected a plain tensor of shape {list(subclass.shape)} of the "
-                f"{type(subclass).__name__} '{self.entry.names[0]}', got a {type(made).__name__} "
-                f"of shape {list(made.shape)}"
+                f"Expected a plain tensor of shape {list(subclass.shape)} for "
+                f"'{self.entry.names[0]}', got {type(made).__name__} of shape {list(made.shape)}"
             )
         return made
 
@@ -166,6 +163,7 @@ class Message:
         self, mesh: DeviceMesh, axes: tuple[int, ...], to: int | None, planned: Sequence[Planned]
     ) -> None:
         self._mesh, self._axes, self._to, self._planned = mesh, axes[::-1], to, planned
+        self._coordinate = mesh.get_coordinate() or []
         first = (0,) * mesh.ndim  # the first chunks are the longest
         most = {item: prod(shape_of(item.entry.tensor, first)) for item in planned}
         self.sent = {item: numel * item.dtype.itemsize for item, numel in most.items() if numel}
@@ -194,19 +192,15 @@ class Message:
         """Return for each gather its receiver on the axis, and whether this rank receives."""
         if self._to is None:
             return [(None, True)] * len(self._axes)
-        own = self._mesh.get_coordinate()
         (target,) = torch.nonzero(self._mesh.mesh == self._to).tolist() or [None]
-        if own is None or target is None:
+        if target is None or not self._coordinate:
             return []
-        differs = [axis for axis, place in enumerate(own) if place != target[axis]]
-        if not {*differs} <= {*self._axes}:
+        differs = {axis for axis, place in enumerate(self._coordinate) if place != target[axis]}
+        if not differs <= {*self._axes}:
             return []
-        receivers: list[tuple[int | None, bool]] = []
-        for axis in self._axes:
-            receivers.append((target[axis], axis not in differs))
-            if axis in differs:
-                break
-        return receivers
+        # This rank takes part until it has sent its values to another rank.
+        last = next((n for n, axis in enumerate(self._axes) if axis in differs), len(self._axes))
+        return [(target[axis], axis not in differs) for axis in self._axes[: last + 1]]
 
     def prepare(self) -> None:
         """Copy the input and allocate the output of each gather; nothing is launched yet."""
@@ -271,18 +265,10 @@ class Message:
         self, item: Planned, full: torch.Tensor, rows: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pair views of a full tensor with views of the shards of all ranks."""
-        tensor = cast(DTensor, item.entry.tensor)
-        shards = rows.view(-1, self.sent[item]).view(item.dtype)
-        placement = tensor.placements[item.axes[0]]
-        if len(item.axes) == 1 and type(placement) is Shard:
-            layout = ParamLayout(tuple(tensor.shape), placement.dim, len(shards))
-            yield from matching_pieces(layout, full.view(-1), shards)
-            return
-        own = self._mesh.get_coordinate()
-        assert own is not None
+        tensor, shards = item.entry.tensor, rows.view(-1, self.sent[item]).view(item.dtype)
         extents = [
             range(self._mesh.size(axis)) if axis in self._axes else (place,)
-            for axis, place in enumerate(own)
+            for axis, place in enumerate(self._coordinate)
         ]
         for coordinate, shard in zip(product(*extents), shards, strict=True):
             shape = shape_of(tensor, coordinate)
