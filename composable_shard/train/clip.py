@@ -9,6 +9,7 @@ all-reduce, gives all ranks and replicas the same bits, and handles NaN and ever
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache, partial, reduce
 from itertools import chain, islice
@@ -19,14 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from composable_shard import _torch
-from composable_shard.arguments import (
-    check_flags,
-    check_type,
-    check_value,
-    checked_list,
-    checked_number,
-)
+from composable_shard import _torch, arguments
 from composable_shard.core.storage import as_sharded, owner_of_sharded
 from composable_shard.core.transport.failures import announce, watched
 from composable_shard.errors import ShardError
@@ -45,25 +39,23 @@ def pending(grad: torch.Tensor) -> list[tuple[int, Placement]]:
     return [(axis, p) for axis, p in enumerate(grad.placements) if p.is_partial()]
 
 
-def check_scalable(grads: Iterable[torch.Tensor], doing: str) -> None:
+def check_scalable(grads: Iterable[torch.Tensor]) -> None:
     """Raise ``ValueError`` if scaling the parts of a pending gradient does not scale its result."""
-    for grad in grads:
-        for _, placement in pending(grad):
-            if isinstance(placement, Partial) and placement.reduce_op not in _LINEAR:
-                raise ValueError(
-                    f"Expected gradients that are pending as one of {_LINEAR}, got {placement}; "
-                    f"redistribute them before {doing}"
-                )
+    for placement in (placement for grad in grads for _, placement in pending(grad)):
+        if isinstance(placement, Partial) and placement.reduce_op not in _LINEAR:
+            raise ValueError(
+                f"Expected pending gradients of {_LINEAR}, got {placement}; redistribute them first"
+            )
 
 
-def alike(
-    tensors: Sequence[torch.Tensor],
-) -> dict[tuple[torch.device, torch.dtype, type], list[torch.Tensor]]:
-    """Group tensors that one kernel can process: by device, dtype, and kind."""
-    found: dict[tuple[torch.device, torch.dtype, type], list[torch.Tensor]] = {}
+Kind = tuple[torch.device, torch.dtype, type]
+
+
+def alike(tensors: Iterable[torch.Tensor]) -> dict[Kind, list[torch.Tensor]]:
+    """Group tensors that one kernel can process: by device, dtype, and class."""
+    found = defaultdict[Kind, list[torch.Tensor]](list)
     for tensor in tensors:
-        key = (tensor.device, tensor.dtype, type(tensor))
-        found.setdefault(key, []).append(tensor)
+        found[tensor.device, tensor.dtype, type(tensor)].append(tensor)
     return found
 
 
@@ -120,7 +112,7 @@ def _local_norms(
     """Return the norm of each local part; for an empty part, a value that changes no norm."""
     locals_ = list(map(_torch.local_part, grads))
     norms: dict[int, torch.Tensor] = {}
-    for (_, of_dtype, kind), some in alike([local for local in locals_ if local.numel()]).items():
+    for (_, of_dtype, kind), some in alike(part for part in locals_ if part.numel()).items():
         # Half precision overflows where the norm of a big model lies.
         wide = dtype if of_dtype.is_floating_point and of_dtype.itemsize < 4 else None
         if kind is torch.Tensor:
@@ -129,8 +121,7 @@ def _local_norms(
             found = [torch.linalg.vector_norm(part, p, dtype=wide) for part in some]
         if _torch.is_wrapper_subclass(found[0]):
             raise TypeError(
-                f"Expected gradients with a plain tensor as norm, got {kind.__name__} with a "
-                f"{type(found[0]).__name__} as norm; clip its inner tensors instead"
+                f"Expected gradients with a plain norm, got {kind.__name__}; clip its inner tensors"
             )
         stacked = torch.stack(list(found)).to(device).to(dtype)
         norms.update(zip(map(id, some), stacked.unbind(), strict=True))
@@ -144,10 +135,8 @@ def _local_norms(
 def _groups_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.ProcessGroup, ...]:
     """Return the process groups of the axes over which a gradient is sharded."""
     if mesh.get_coordinate() is None:
-        raise ValueError(
-            "Expected this rank to be on the mesh of every gradient, got rank "
-            f"{dist.get_rank()} and {mesh}; leave its parameter out on this rank"
-        )
+        rank = dist.get_rank()
+        raise ValueError(f"Expected gradients on meshes with rank {rank}, got {mesh}; leave it out")
     return tuple(map(mesh.get_group, sharded_axes(mesh, placements)))
 
 
@@ -253,22 +242,20 @@ def clip_grad_norm_(
         [(tensor(2.0000), tensor([[0.5000, 0.5000]])), (tensor(2.0000), tensor([[0.5000, 0.5000]]))]
     """
     remedy = "pass its parameters()"
-    params = (
-        [parameters]
-        if isinstance(parameters, torch.Tensor)
-        else checked_list("parameters", parameters, "tensors", remedy)
-    )
+    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    params = arguments.checked_list("parameters", given, "tensors", remedy)
     for param in params:
-        check_type("parameters", param, isinstance(param, torch.Tensor), "tensors", remedy)
-    limit = checked_number("max_norm", max_norm)
-    check_value("max_norm", max_norm, limit >= 0, "of at least 0")
-    order = math.inf if norm_type == "inf" else checked_number("norm_type", norm_type)
-    check_flags(error_if_nonfinite=error_if_nonfinite, foreach=foreach is not None and foreach)
+        is_tensor = isinstance(param, torch.Tensor)
+        arguments.check_type("parameters", param, is_tensor, "tensors", remedy)
+    limit = arguments.checked_number("max_norm", max_norm)
+    arguments.check_value("max_norm", max_norm, limit >= 0, "of at least 0")
+    order = math.inf if norm_type == "inf" else arguments.checked_number("norm_type", norm_type)
+    arguments.check_flags(error_if_nonfinite=error_if_nonfinite, foreach=foreach or False)
     owners = [param for param in map(as_sharded, params) if param.grad is not None]
     if not owners:
         return torch.tensor(0.0)
     grads = [cast(torch.Tensor, param.grad) for param in owners]
-    check_scalable(grads, "clipping")
+    check_scalable(grads)
     for param, grad in zip(owners, grads, strict=True):
         _check_local_shape(param, grad)
     dtype = reduce(torch.promote_types, (grad.dtype.to_real() for grad in grads))
@@ -288,7 +275,7 @@ def clip_grad_norm_(
             "set error_if_nonfinite=False to scale them by it anyway"
         )
     coefficient = torch.clamp(limit / (total + 1e-6), max=1.0)
-    for (device, _, kind), locals_ in alike(list(map(_torch.local_part, grads))).items():
+    for (device, _, kind), locals_ in alike(map(_torch.local_part, grads)).items():
         factor = coefficient.to(device)
         if kind is torch.Tensor:
             _torch.multiply_all_(locals_, factor)

@@ -10,15 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from composable_shard import _torch
-from composable_shard.arguments import (
-    check_int,
-    check_process_group,
-    check_type,
-    check_value,
-    checked_bool,
-    checked_number,
-)
+from composable_shard import _torch, arguments
 from composable_shard.core.nested import map_tensors
 from composable_shard.mesh import default_device_type
 from composable_shard.train.clip import alike, check_scalable, pending
@@ -84,16 +76,16 @@ class ShardedGradScaler(_torch.GradScalerBase):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         is_type = device is None or isinstance(device, str)
-        check_type("device", device, is_type, "the type of a device, such as 'cuda', or None")
-        if checked_bool("enabled", enabled):
-            scale = checked_number("init_scale", init_scale)
-            check_value("init_scale", init_scale, scale > 0, "above 0")
-            backoff = checked_number("backoff_factor", backoff_factor)
-            check_value("backoff_factor", backoff_factor, 0 < backoff < 1, "between 0 and 1")
-            growth = checked_number("growth_factor", growth_factor)
-            check_value("growth_factor", growth_factor, growth > 1, "above 1")
-            check_int("growth_interval", growth_interval, 1)
-        check_process_group(process_group)
+        arguments.check_type("device", device, is_type, "a device type such as 'cuda', or None")
+        if arguments.checked_bool("enabled", enabled):
+            scale = arguments.checked_number("init_scale", init_scale)
+            arguments.check_value("init_scale", init_scale, scale > 0, "above 0")
+            fits = 0 < arguments.checked_number("backoff_factor", backoff_factor) < 1
+            arguments.check_value("backoff_factor", backoff_factor, fits, "between 0 and 1")
+            growth = arguments.checked_number("growth_factor", growth_factor)
+            arguments.check_value("growth_factor", growth_factor, growth > 1, "above 1")
+            arguments.check_int("growth_interval", growth_interval, 1)
+        arguments.check_process_group(process_group)
         place, factors = device or default_device_type(), (growth_factor, backoff_factor)
         super().__init__(place, init_scale, *factors, growth_interval, enabled)
         self.process_group = process_group
@@ -117,11 +109,8 @@ class ShardedGradScaler(_torch.GradScalerBase):
         if isinstance(outputs, Iterator):
             return map(self.scale, outputs)
         scaled = map_tensors(self._scaled, outputs)
-        if scaled is outputs:
-            raise TypeError(
-                "Expected outputs to be tensors or containers of tensors, got "
-                f"{type(outputs).__name__}: {outputs!r}"
-            )
+        has_tensors = scaled is not outputs
+        arguments.check_type("outputs", outputs, has_tensors, "tensors or containers of tensors")
         return scaled
 
     def _scaled(self, output: torch.Tensor) -> torch.Tensor:
@@ -151,7 +140,7 @@ class ShardedGradScaler(_torch.GradScalerBase):
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
         group = self._ranks_to_agree(params)
-        check_scalable([p.grad for p in params if p.grad is not None], "unscaling")
+        check_scalable(p.grad for p in params if p.grad is not None)
         _unscale_own(params, inverse, found_inf)
         if group is not None and group.size() > 1:
             message = found_inf.to(_torch.device_for(group, found_inf.device))
@@ -162,13 +151,11 @@ class ShardedGradScaler(_torch.GradScalerBase):
         """Return the process group over which ranks agree; ``None`` for one rank alone."""
         if self.process_group is None:
             return dist.group.WORLD if dist.is_initialized() else None
+        members = dist.get_process_group_ranks(self.process_group)
         for mesh in {param.device_mesh for param in params if isinstance(param, DTensor)}:
-            members = dist.get_process_group_ranks(self.process_group)
-            if not {*mesh.mesh.flatten().tolist()} <= {*members}:
-                raise ValueError(
-                    "Expected process_group to have the ranks of all meshes of the parameters, got "
-                    f"ranks {members} and {mesh}; leave it out to agree over all ranks"
-                )
+            fits = {*mesh.mesh.flatten().tolist()} <= {*members}
+            what = f"to have all ranks of {mesh}, or to be left out"
+            arguments.check_value("process_group", members, fits, what)
         return self.process_group
 
 
@@ -197,7 +184,7 @@ def _unscale_plain(
     tensors: Sequence[torch.Tensor], factor: torch.Tensor, found_inf: torch.Tensor
 ) -> None:
     """Multiply plain tensors in place, those of one device and dtype in one kernel."""
-    for (device, *_), ones in alike([tensor for tensor in tensors if tensor.numel()]).items():
+    for (device, *_), ones in alike(tensor for tensor in tensors if tensor.numel()).items():
         found = found_inf if device == found_inf.device else torch.zeros((), device=device)
         _torch.unscale_all_(ones, found, factor.to(device))
         if found is not found_inf:

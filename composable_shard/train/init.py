@@ -19,25 +19,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from composable_shard import _torch
-from composable_shard.arguments import (
-    check_flags,
-    check_function,
-    check_int,
-    check_module,
-    check_value,
-)
+from composable_shard import _torch, arguments
 from composable_shard.errors import MaterializationError, ShardError
 from composable_shard.mesh import default_device_type, start_process_group
 from composable_shard.train.full import as_bytes, count_write, full_copy, sharded_axes
 from composable_shard.train.ranks import Ranks
-from composable_shard.train.weights.entries import (
-    Entry,
-    contents_of,
-    listed,
-    materialize,
-    reshard,
-)
+from composable_shard.train.weights.entries import Entry, contents_of, listed, materialize, reshard
 from composable_shard.train.weights.gathering import runs_within
 
 
@@ -87,8 +74,8 @@ def init_sharded(
     """
     ranks, entries = Ranks(process_group, "initializing a model"), list[Entry]()
     with ranks.checking():
-        check_function("fn", fn)
-        check_int("seed", seed, 0)
+        arguments.check_function("fn", fn)
+        arguments.check_int("seed", seed, 0)
         entries = contents_of(model, "init_sharded", has_volatile=True)
         for entry in entries:
             if entry.plain is None:
@@ -110,8 +97,7 @@ def init_sharded(
         if missing:
             by = "reset_parameters()" if fn is None else "fn"
             raise MaterializationError(
-                f"Expected {by} to initialize every parameter and buffer without values, got none "
-                f"for {listed(missing)}; pass a function that initializes each module"
+                f"Expected {by} to initialize {listed(missing)}, got no values; pass another fn"
             )
     ranks.agree([], "", "")
 
@@ -243,12 +229,12 @@ def sync_module_states(
         start_process_group()
     ranks, entries = Ranks(process_group, f"synchronizing {type(module).__name__}"), list[Entry]()
     with ranks.checking():
-        check_module("module", module)
-        check_int("src_rank", src_rank, 0)
+        arguments.check_module("module", module)
+        arguments.check_int("src_rank", src_rank, 0)
         known = f"to be one of the ranks {ranks.numbers}"
-        check_value("src_rank", src_rank, src_rank in ranks.numbers, known)
-        check_flags(keep_shards=keep_shards)
-        check_int("bucket_nbytes", bucket_nbytes, 1)
+        arguments.check_value("src_rank", src_rank, src_rank in ranks.numbers, known)
+        arguments.check_flags(keep_shards=keep_shards)
+        arguments.check_int("bucket_nbytes", bucket_nbytes, 1)
         reshard(module, "sync_module_states")
         named = [*module.named_parameters(), *module.named_buffers()]
         entries = [Entry((name,), tensor) for name, tensor in named]
@@ -260,13 +246,11 @@ def sync_module_states(
             if is_sharded and not keep_shards:
                 raise ShardError(
                     f"Expected {type(module).__name__} before it is sharded, got '{name}' sharded; "
-                    "call sync_module_states before fully_shard, or set keep_shards=True to "
-                    "synchronize only unsharded tensors"
+                    "call sync_module_states before fully_shard, or set keep_shards=True"
                 )
             if entry.is_meta:
                 raise MaterializationError(
-                    "Expected materialized parameters and buffers on all ranks, got "
-                    f"'{name}' on the meta device; call module.to_empty(device=...) first"
+                    f"Expected '{name}' with values, got it on meta; call module.to_empty() first"
                 )
     facts = [f"src_rank {src_rank}, keep_shards {keep_shards}, bucket_nbytes {bucket_nbytes}"]
     facts += [entry.fact() for entry in entries]
@@ -274,12 +258,12 @@ def sync_module_states(
     if ranks.group is not None and len(ranks.numbers) > 1:
         plain = [entry.local for entry in entries if not isinstance(entry.tensor, DTensor)]
         _broadcast(plain, ranks.group, ranks.numbers.index(src_rank), bucket_nbytes)
-    for tensor in [entry.tensor for entry in entries]:
-        if isinstance(tensor, DTensor):
-            for axis, placement in enumerate(tensor.placements):
-                if placement.is_replicate() and tensor.device_mesh.size(axis) > 1:
-                    group = tensor.device_mesh.get_group(axis)
-                    _broadcast([_torch.local_tensor(tensor)], group, 0, bucket_nbytes)
+    for entry in entries:
+        if isinstance(entry.tensor, DTensor):
+            mesh = entry.tensor.device_mesh
+            for axis, placement in enumerate(entry.tensor.placements):
+                if placement.is_replicate() and mesh.size(axis) > 1:
+                    _broadcast([entry.local], mesh.get_group(axis), 0, bucket_nbytes)
 
 
 def _broadcast(

@@ -258,19 +258,14 @@ def _refuse_use(
         group.why_absent = "parked; leave the context of parked() first"
         until.callback(setattr, group, "why_absent", None)
     for optimizer in optimizers:
-        for register in (
-            optimizer.register_step_pre_hook,
-            optimizer.register_state_dict_pre_hook,
-            optimizer.register_load_state_dict_pre_hook,
-        ):
+        for use in ("step", "state_dict", "load_state_dict"):
+            register = getattr(optimizer, f"register_{use}_pre_hook")
             until.callback(register(_refuse_optimizer).remove)
 
 
 def _refuse_optimizer(optimizer: Optimizer, *_: object) -> None:
-    raise ShardError(
-        f"Expected {type(optimizer).__name__} in memory for its step or its states, got it parked; "
-        "leave the context of parked() first"
-    )
+    kind = type(optimizer).__name__
+    raise ShardError(f"Expected {kind} in memory, got it parked; leave parked() first")
 
 
 # Parked -------------------------------------------------------------------------------------------
@@ -327,9 +322,8 @@ def parked(
         tensors = _tensors_of(model, optimizers)
         if not any(map(_is_on_device, chain(*tensors.values()))):
             raise ShardError(
-                f"Expected {type(model).__name__} on a device to be parked, got all of it in "
-                "memory of the host, which parked() does not free; save a checkpoint, delete the "
-                "model and its optimizers, and load them from it afterwards"
+                f"Expected {type(model).__name__} on a device to be parked, got all of it in host "
+                "memory, which parked() does not free; save a checkpoint, and load it afterwards"
             )
     until, storages = contextlib.ExitStack(), DeviceStorages({})
     try:
@@ -347,10 +341,6 @@ def parked(
         raise
     with ranks.noting_failure():
         storages.come_back()
-    ranks.agree(
-        [],
-        "parked model",
-        "all ranks to have the parked model in memory again",
-        remedy="; it stays parked, so start all ranks again, from a checkpoint",
-    )
+    remedy = "; it stays parked, so start all ranks again, from a checkpoint"
+    ranks.agree([], "", "all ranks to have the parked model in memory again", remedy=remedy)
     until.close()

@@ -146,8 +146,7 @@ def _register_full(
     for item in opened:
         if _torch.local_tensor(item.param).is_meta:
             raise MaterializationError(
-                f"Expected materialized parameters, got {item.label} on meta; call "
-                "init_sharded(model, seed=...)"
+                f"Expected materialized parameters, got {item.label} on meta; call init_sharded()"
             )
     tensors = [*(item.param for item in opened), *(item.param.grad for item in grads_of)]
     names = [item.label for item in (*opened, *grads_of)]

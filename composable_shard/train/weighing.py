@@ -57,8 +57,7 @@ class Weighing:
     @property
     def loss(self) -> float:
         """The mean loss over all tokens of all ranks and microbatches; known after the scope."""
-        total, loss = self._get()
-        return loss / total
+        return self._get()[1]
 
     def add(self, num_tokens: float | torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         """Add a microbatch; call backward on the result only.
@@ -103,8 +102,7 @@ class Weighing:
         if place or is_unfinished:
             got = f"one of '{params[place - 1].name}'" if place else "reductions in flight"
             raise ShardError(
-                f"Expected no gradients at the begin of weigh(), got {got}; clear them by "
-                "zero_grad(), and put all microbatches of a step into one scope"
+                f"Expected no gradients at the begin of weigh(), got {got}; call zero_grad() first"
             )
 
     def end(self) -> None:
@@ -118,7 +116,7 @@ class Weighing:
             if num_wrong:
                 raise ShardError(f"Expected {expected}; got others on some rank. {_UNDIVIDED}")
         self._divide(total)
-        self._known = total, loss
+        self._known = total, loss / total
 
     @torch.no_grad()
     def _divide(self, total: float) -> None:
@@ -147,8 +145,7 @@ class Weighing:
     def _get(self) -> tuple[float, float]:
         if self._known is None:
             raise ShardError(
-                "Expected the end of `with weigh(model)` before total and loss are read, got them "
-                "read inside of it or after an error; read them after it"
+                "Expected total and loss to be read after weigh(), got it open or ended by an error"
             )
         return self._known
 
@@ -223,16 +220,14 @@ def _check(groups: Sequence[ParamGroup]) -> None:
         group.check_in_memory("to weigh a loss")
         if group in _open:
             raise ShardError(
-                f"Expected one scope of weigh() at a time, got {group.label} in another one; "
-                "add all microbatches to that"
+                f"Expected one weigh() at a time, got {group.label} in another; add losses to that"
             )
         hooked = [f"'{param.name}'" for param in group.params if has_hooks(param)]
         if group.settings.all_reduce_hook is not None:
             hooked.append(f"the reductions of {group.label}")
         if hooked:
             raise ShardError(
-                "Expected no hooks on gradients inside of weigh(), where they are sums, got one on "
-                f"{hooked[0]}; remove it, and step optimizers after the scope"
+                f"Expected no gradient hooks in weigh(), which see sums, got one on {hooked[0]}"
             )
     for context in dict.fromkeys(group.tree for group in groups):
         context.clean_up_if_failed()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from composable_shard.api import check_calls, fully_shard
-from composable_shard.arguments import check_module
+from composable_shard.arguments import check_int, check_module, check_type
 from composable_shard.core.shard import is_parallelized, top_modules
 
 Policy = (
@@ -89,12 +89,10 @@ def _as_function(policy: object) -> Callable[[nn.Module], object]:
     classes = policy if isinstance(policy, (set, frozenset, tuple)) else (policy,)
     if classes and all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
         return lambda module: isinstance(module, tuple(classes))
-    if not callable(policy) or isinstance(policy, type):
-        raise TypeError(
-            "Expected policy to be module classes, a function of a module or a number of "
-            f"elements, got {type(policy).__name__}: {policy!r}"
-        )
-    return policy
+    is_function = callable(policy) and not isinstance(policy, type)
+    what = "module classes, a function of a module or a number of elements"
+    check_type("policy", policy, is_function, what)
+    return cast(Callable[[nn.Module], object], policy)
 
 
 def _choose(
@@ -105,17 +103,14 @@ def _choose(
     for inner in inside_out(module, set(filter(is_parallelized, module.modules()))):
         answer = policy(inner)
         if not isinstance(answer, (bool, dict)):
-            raise TypeError(
-                "Expected policy to return a bool or a dict of arguments for fully_shard, got "
-                f"{type(answer).__name__} for {type(inner).__name__}"
-            )
+            got = f"{type(answer).__name__} for {type(inner).__name__}"
+            raise TypeError(f"Expected policy to return a bool or a dict of arguments, got {got}")
         if answer is not False and has_forward(inner):
             chosen[inner] = answer if isinstance(answer, dict) else {}
     if not chosen and not any(map(is_parallelized, module.modules())):
         classes = ", ".join(dict.fromkeys(type(inner).__name__ for inner in module.modules()))
         raise ValueError(
-            f"Expected policy to pick a module that has a forward, got none of the classes in the "
-            f"model: {classes}; call fully_shard for a single group"
+            f"Expected policy to pick one of {classes}, got none; call fully_shard for one group"
         )
     return chosen
 
@@ -140,8 +135,7 @@ def has_forward(module: nn.Module) -> bool:
 
 def _plan_groups(module: nn.Module, budget: int, ignored: set[int]) -> list[list[nn.Module]]:
     """Return the groups inside of a module, inner groups first; the module takes the rest."""
-    if budget < 1:
-        raise ValueError(f"Expected a number of elements of at least 1, got {budget}")
+    check_int("policy", budget, 1)
     num_places = Counter(child for parent in module.modules() for child in parent.children())
     groups: list[list[nn.Module]] = []
     counted, seen = {*ignored}, set[nn.Module]()

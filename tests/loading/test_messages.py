@@ -93,10 +93,7 @@ def same(name: str) -> str:
 
 
 WEIGHT, BIAS_OF_4, MANY = torch.ones(4, 2), torch.ones(4), [f"w{n:02d}" for n in range(23)]
-TIES = (
-    "Expected '0.weight' and '1.weight', which the model ties, to hold the same, got different "
-    "values"
-)
+TIES = "Expected equal values of tied '0.weight' and '1.weight', got others"
 FIT = "Expected tensors in '{}' that fit the model, got "
 OWN = "Expected tensors with values and names of their own for save_full(), got "
 STATES: dict[str, dict[str, torch.Tensor]] = {
@@ -201,7 +198,7 @@ def test_places(whole: Path) -> None:
     refused(gone, f"FileNotFoundError: Expected a file at '{gone}', got none")
     two.mkdir()
     one, many = "model.safetensors", "model.safetensors.index.json"
-    text = f"Expected {one} or {many} in '{two}', or one other checkpoint, got {{}}; pass its path"
+    text = f"Expected {one} or {many} in '{two}', got {{}}; pass the path of a file"
     refused(two, f"FileNotFoundError: {text.format('none')}", broadcast_from_rank0=True)
     save_file({"x": torch.ones(1)}, two / "b.safetensors")
     save_file({"x": torch.ones(1)}, two / "a.safetensors")
@@ -212,7 +209,7 @@ def test_places(whole: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"weight": whole.name, "w": whole.name}}))
     absent = (
         "Expected 'w' in whole.safetensors, as model.safetensors.index.json says, got none; copy "
-        "the whole checkpoint anew"
+        "all files anew"
     )
     refused(index, f"ValueError: {absent}")
     there = f"'{whole}' is there already; choose another place, or set overwrite=True"
@@ -337,10 +334,10 @@ def test_ranks_that_ask_for_different_things(
 def broken_on(rank: int, call: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``call``, which fails on one rank for tensors named "weight"."""
 
-    def read(reader: files.Reader, stored: files.Stored, *args: Any) -> Any:
+    def read(stored: files.Stored, *args: Any) -> Any:
         if dist.get_rank() == rank and stored.name == "weight":
             raise OSError(5, "Input/output error")
-        return call(reader, stored, *args)
+        return call(stored, *args)
 
     return read
 
@@ -349,7 +346,7 @@ def broken_on(rank: int, call: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_disk_that_fails_on_one_rank_while_it_is_read(
     whole: Path, rank: int, sends: bool
 ) -> None:
-    with mock.patch.object(files.Reader, "read", broken_on(rank, files.Reader.read)):
+    with mock.patch.object(files, "read_part", broken_on(rank, files.read_part)):
         text = all_say(lambda: load_sharded(linear(), whole, broadcast_from_rank0=sends))
         assert text == (
             f"Expected to load '{whole}', got on rank {rank}: OSError: [Errno 5] Input/output "
@@ -440,10 +437,7 @@ def test_what_iter_full_cannot_give() -> None:
     assert plain == f"{one_name}'weight', a TwoTensor of several tensors"
 
     text = all_say(lambda: list(iter_full(two_tensors(), subclasses=lambda shard: shard + 1)))
-    got = (
-        "Expected a plain tensor of shape [2, 2] of the TwoTensor 'weight', got a TwoTensor of "
-        "shape [2, 2]"
-    )
+    got = "Expected a plain tensor of shape [2, 2] for 'weight', got TwoTensor of shape [2, 2]"
     going = "Expected all ranks to go through iter_full() to its end"
     assert text == f"{going}, got on rank 0: TypeError: {got}"
 

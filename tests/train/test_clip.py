@@ -354,13 +354,10 @@ NON_FINITE = (
     "set error_if_nonfinite=False to scale them by it anyway"
 )
 PRODUCT = (
-    "Expected gradients that are pending as one of ('sum', 'avg', 'max', 'min'), got P(product); "
-    "redistribute them before clipping"
+    "Expected pending gradients of ('sum', 'avg', 'max', 'min'), got P(product); redistribute "
+    "them first"
 )
-SUBCLASS = (
-    "Expected gradients with a plain tensor as norm, got TwoTensor with a TwoTensor as norm; clip "
-    "its inner tensors instead"
-)
+SUBCLASS = "Expected gradients with a plain norm, got TwoTensor; clip its inner tensors"
 
 
 @pytest.mark.parametrize("order", [2.0, math.inf])
@@ -438,10 +435,8 @@ def test_a_rank_outside_of_the_mesh() -> None:
     if dist.get_rank() == 1:
         with pytest.raises(ValueError) as caught:
             clip_grad_norm_(param, 1.0)
-        assert str(caught.value) == (
-            f"Expected this rank to be on the mesh of every gradient, got rank 1 and {mesh}; "
-            "leave its parameter out on this rank"
-        )
+        text = f"Expected gradients on meshes with rank 1, got {mesh}; leave it out"
+        assert str(caught.value) == text
 
 
 def test_of_many_gradients_that_are_not_finite_the_first_are_named() -> None:

@@ -257,8 +257,8 @@ def test_a_group_that_lacks_ranks_of_a_mesh() -> None:
     with pytest.raises(ValueError) as caught:
         scaler.unscale_(torch.optim.SGD([param]))
     assert str(caught.value) == (
-        "Expected process_group to have the ranks of all meshes of the parameters, got ranks "
-        f"[{dist.get_rank()}] and {param.device_mesh}; leave it out to agree over all ranks"
+        f"Expected process_group to have all ranks of {param.device_mesh}, or to be left out, got "
+        f"[{dist.get_rank()}]"
     )
 
 
@@ -301,8 +301,8 @@ def test_a_pending_sum_that_might_overflow_is_skipped_and_a_product_refused() ->
     with pytest.raises(ValueError) as caught:
         scale_after(1.0, "product")
     assert str(caught.value) == (
-        "Expected gradients that are pending as one of ('sum', 'avg', 'max', 'min'), got "
-        "P(product); redistribute them before unscaling"
+        "Expected pending gradients of ('sum', 'avg', 'max', 'min'), got P(product); redistribute "
+        "them first"
     )
 
 

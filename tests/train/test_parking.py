@@ -221,9 +221,10 @@ REFUSED: dict[str, Callable[[Wide], None]] = {
     "use it between iterations": park_in_forward,
     "Expected parked() outside of unsharded(), got a call inside of unsharded() of the root group; "
     "leave that context first": park_when_full,
-    "Expected FSDPWide on a device to be parked, got all of it in memory of the host, which "
-    "parked() does not free; save a checkpoint, delete the model and its optimizers, and load them "
-    "from it afterwards": lambda model: parked(model, stock(model)).__enter__(),
+    "Expected FSDPWide on a device to be parked, got all of it in host memory, which "
+    "parked() does not free; save a checkpoint, and load it afterwards": lambda model: parked(
+        model, stock(model)
+    ).__enter__(),
 }
 
 
@@ -347,8 +348,7 @@ def test_a_parked_model_is_not_used(tmp_path: Path) -> None:
             with pytest.raises(ShardError) as caught:
                 use()
             assert str(caught.value) == (
-                "Expected AdamW in memory for its step or its states, got it parked; leave the "
-                "context of parked() first"
+                "Expected AdamW in memory, got it parked; leave parked() first"
             )
     for one, its_optimizer in pairs:  # and afterwards all is well
         step(one, its_optimizer)

@@ -161,8 +161,9 @@ def one_of(*values: Any) -> Any:
 
 REFUSED: dict[str, Callable[[], object]] = {
     "ShardError: Expected FSDPNet before it is sharded, got 'inp.weight' sharded; call "
-    "sync_module_states before fully_shard, or set keep_shards=True to synchronize only "
-    "unsharded tensors": lambda: sync_module_states(shard_net(Net(1))),
+    "sync_module_states before fully_shard, or set keep_shards=True": (
+        lambda: sync_module_states(shard_net(Net(1)))
+    ),
     "ValueError: Expected src_rank to be one of the ranks [0, 1], got 5": (
         lambda: sync_module_states(linear(), src_rank=5)
     ),
@@ -170,10 +171,8 @@ REFUSED: dict[str, Callable[[], object]] = {
         lambda: sync_module_states(linear(), bucket_nbytes=0)
     ),
     "ShardError: Expected all ranks to begin synchronizing Sequential, got on rank 1: "
-    "MaterializationError: Expected materialized parameters and buffers on all ranks, got "
-    "'1.weight' on the meta device; call module.to_empty(device=...) first": (
-        lambda: sync_module_states(on_meta_on_one())
-    ),
+    "MaterializationError: Expected '1.weight' with values, got it on meta; call module.to_empty() "
+    "first": (lambda: sync_module_states(on_meta_on_one())),
     f"RankMismatchError: {SAME}'weight' of shape [4, 4], torch.float32; on rank 1: 'weight' of "
     "shape [5, 4], torch.float32": lambda: sync_module_states(nn.Linear(4, one_of(4, 5))),
     f"RankMismatchError: {SAME}src_rank 0, keep_shards False, bucket_nbytes 33554432; on rank "

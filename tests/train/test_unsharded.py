@@ -408,7 +408,7 @@ REFUSED: list[tuple[Callable[[Net], None], str]] = [
     (
         lambda _: open_it(fully_shard(nn.Linear(4, 4, device="meta"))),
         "MaterializationError: Expected materialized parameters, got 'weight' of FSDPLinear on "
-        "meta; call init_sharded(model, seed=...)",
+        "meta; call init_sharded()",
     ),
 ]
 

@@ -69,8 +69,8 @@ def test_a_policy_that_picks_nothing_is_refused(policy: Any) -> None:
         with pytest.raises(ValueError) as caught:
             apply_fully_shard(model, policy)
         assert str(caught.value) == (
-            "Expected policy to pick a module that has a forward, got none of the classes in the "
-            "model: Net, Linear, ModuleList, Block, LayerNorm; call fully_shard for a single group"
+            "Expected policy to pick one of Net, Linear, ModuleList, Block, LayerNorm, got none; "
+            "call fully_shard for one group"
         )
         assert not any(isinstance(module, FSDPModule) for module in model.modules())
         fully_shard(model.blocks[0])
@@ -187,11 +187,8 @@ NOT_A_POLICY = (
     "Expected policy to be module classes, a function of a module or a number of elements, "
     "got {}: {}"
 )
-NOT_AN_ANSWER = (
-    "Expected policy to return a bool or a dict of arguments for fully_shard, got NoneType for "
-    "Linear"
-)
-NOT_A_BUDGET = "Expected a number of elements of at least 1, got 0"
+NOT_AN_ANSWER = "Expected policy to return a bool or a dict of arguments, got NoneType for Linear"
+NOT_A_BUDGET = "Expected policy of at least 1, got 0"
 
 
 def last_gets(**arguments: Any) -> Callable[[nn.Module], Any]:

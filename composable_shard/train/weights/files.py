@@ -8,7 +8,6 @@ import importlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,8 +38,6 @@ def library(module: str) -> Any:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MAPPED_NBYTES = 8 * 2**20
-"""Bytes to read of a file before it is mapped again; until then they count as used memory."""
 
 
 class Stored(NamedTuple):
@@ -79,8 +76,7 @@ def list_stored(source: str | os.PathLike[str]) -> list[Stored]:
         if len(found) != 1:
             names = ", ".join(path.name for path in found) or "none"
             raise FileNotFoundError(
-                f"Expected {SINGLE} or {INDEX} in '{place}', or one other checkpoint, got {names}; "
-                "pass its path"
+                f"Expected {SINGLE} or {INDEX} in '{place}', got {names}; pass the path of a file"
             )
         place = found[0]
     return _by_index(place) if place.suffix == ".json" else _in_file(place)
@@ -98,8 +94,7 @@ def _by_index(index: Path) -> list[Stored]:
     for name, file in weight_map.items():
         if name not in inside[file]:
             raise ValueError(
-                f"Expected '{name}' in {file}, as {index.name} says, got none; copy the whole "
-                "checkpoint anew"
+                f"Expected '{name}' in {file}, as {index.name} says, got none; copy all files anew"
             )
     return [inside[file][name] for name, file in weight_map.items()]
 
@@ -107,8 +102,8 @@ def _by_index(index: Path) -> list[Stored]:
 def _in_file(place: Path) -> list[Stored]:
     with _opened(place) as file:
         names = file.keys()
-        views = [(name, file.get_tensor(name)) for name in names]  # mapped: nothing is read
-        return [Stored(name, place, tuple(view.shape), view.dtype) for name, view in views]
+        views = {name: file.get_tensor(name) for name in names}  # mapped: nothing is read
+    return [Stored(name, place, tuple(view.shape), view.dtype) for name, view in views.items()]
 
 
 @contextlib.contextmanager
@@ -124,31 +119,13 @@ def _opened(place: Path) -> Iterator[Any]:
         yield file
 
 
-class Reader(contextlib.ExitStack):
-    """Reads ranges of tensors; keeps the last file mapped, as the next range may be in it.
+def read_part(stored: Stored, box: Box) -> torch.Tensor:
+    """Return a range of a tensor: a view of the mapped file, to be copied at once.
 
-    Pages of a mapped file stay in memory until it is closed, so it is closed often.
+    The pages that were read count as used memory while the view lives, so no file stays mapped.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._place: Path | None = None
-        self._file: Any = None
-        self._nbytes = 0
-
-    def read(self, stored: Stored, box: Box) -> torch.Tensor:
-        """Return a range of a tensor: a view of the file, to be copied at once."""
-        rows = box[0].stop - box[0].start if box else 1
-        nbytes = rows * prod(stored.shape[1:]) * stored.dtype.itemsize  # pages that are touched
-        is_full = self._nbytes > 0 and self._nbytes + nbytes > MAPPED_NBYTES
-        if self._place != stored.file or is_full:
-            self.close()
-            self._file = self.enter_context(_opened(stored.file))
-            self._place, self._nbytes = stored.file, 0
-        self._nbytes += nbytes
-        if not box:
-            return self._file.get_tensor(stored.name)
-        return self._file.get_slice(stored.name)[box]
+    with _opened(stored.file) as file:
+        return file.get_slice(stored.name)[box] if box else file.get_tensor(stored.name)
 
 
 # Writing a safetensors file tensor by tensor, in any order ----------------------------------------

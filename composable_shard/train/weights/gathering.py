@@ -57,12 +57,14 @@ class Planned:
         dtype: The dtype of the full tensor.
         make_plain: Makes a plain tensor from a shard that is a tensor subclass of several tensors;
             ``None`` keeps such a shard in its own form.
+        to: The global rank that receives the full tensor; all ranks if ``None``.
     """
 
     names: tuple[str, ...]
     entry: Entry
     dtype: torch.dtype
     make_plain: MakePlain | None = None
+    to: int | None = None
 
     @property
     def name(self) -> str:
@@ -81,6 +83,11 @@ class Planned:
         if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
             return True
         return _torch.is_subclass(self.entry.local) and self.make_plain is None
+
+    @property
+    def arrives(self) -> bool:
+        """Whether this rank receives the full tensor."""
+        return _arrives(self.to)
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
@@ -163,7 +170,7 @@ class Message:
         self, mesh: DeviceMesh, axes: tuple[int, ...], to: int | None, planned: Sequence[Planned]
     ) -> None:
         self._mesh, self._axes, self._to, self._planned = mesh, axes[::-1], to, planned
-        self._coordinate = mesh.get_coordinate() or []
+        self._coordinate: list[int] = mesh.get_coordinate() or []
         first = (0,) * mesh.ndim  # the first chunks are the longest
         most = {item: prod(shape_of(item.entry.tensor, first)) for item in planned}
         self.sent = {item: numel * item.dtype.itemsize for item, numel in most.items() if numel}
@@ -286,25 +293,24 @@ class Bucket:
     """Tensors that are gathered together.
 
     Args:
-        wanted: The tensors, in their order, each with the global rank that receives it; ``None``
-            for all ranks.
+        planned: The tensors, in their order.
 
     Attributes:
         nbytes: The bytes of the full tensors.
         messages: The messages, one for each set of axes and receiver.
-        by_class: The tensors that only their class can gather, each with its receiver.
+        by_class: The tensors that only their class can gather.
     """
 
-    def __init__(self, wanted: Iterable[tuple[Planned, int | None]]) -> None:
-        self._wanted = list(wanted)
-        self.nbytes = sum(item.nbytes for item, _ in self._wanted)
+    def __init__(self, planned: Iterable[Planned]) -> None:
+        self._planned = list(planned)
+        self.nbytes = sum(item.nbytes for item in self._planned)
         by_axes: dict[tuple[DeviceMesh, tuple[int, ...], int | None], list[Planned]] = {}
-        for item, to in self._wanted:
+        for item in self._planned:
             if item.axes:
                 mesh = cast(DTensor, item.entry.tensor).device_mesh
-                by_axes.setdefault((mesh, item.axes, to), []).append(item)
-        self.messages = [Message(*where, planned) for where, planned in by_axes.items()]
-        self.by_class = [(item, to) for item, to in self._wanted if item.is_whole_by_class]
+                by_axes.setdefault((mesh, item.axes, item.to), []).append(item)
+        self.messages = [Message(*where, together) for where, together in by_axes.items()]
+        self.by_class = [item for item in self._planned if item.is_whole_by_class]
         self._full: dict[Planned, torch.Tensor] = {}
 
     def prepare(self) -> None:
@@ -325,10 +331,10 @@ class Bucket:
         """
         for message in self.messages:
             message.wait()
-        for item, to in self.by_class:
+        for item in self.by_class:
             with naming_failures(f"gathering {_LABEL}"):
                 full = full_copy(item.entry.tensor, item.name)
-            if _arrives(to):
+            if item.arrives:
                 self._full[item] = full
 
     def take(self, device: torch.device | None) -> deque[tuple[Planned, torch.Tensor]]:
@@ -341,7 +347,7 @@ class Bucket:
         tensors: deque[tuple[Planned, torch.Tensor]] = deque()
         for message in self.messages:
             found |= message.copy_out()
-        for item in [item for item, to in self._wanted if _arrives(to)]:
+        for item in [item for item in self._planned if item.arrives]:
             full = found.pop(item, None)
             if full is None:  # this rank has the full tensor
                 full = item.new_full(device or item.device).copy_(item.values())
@@ -426,15 +432,11 @@ def full_copies(
         each bucket.
     Memory: all full tensors on the ranks that get them; besides, a bucket in flight.
     """
-    planned = [
-        Planned((name,), Entry((name,), tensor), tensor.dtype)
-        for name, tensor in zip(names, tensors, strict=True)
-    ]
-    meshes = [tensor.device_mesh for tensor in tensors]
-    first = [int(mesh.mesh.flatten()[0]) if first_only else None for mesh in meshes]
-    to = dict(zip(planned, first, strict=True))
-    runs = runs_within(planned, BUCKET_NBYTES)
-    buckets = [Bucket((item, to[item]) for item in run) for run in runs]
+    planned, meshes = list[Planned](), [tensor.device_mesh for tensor in tensors]
+    for name, tensor, mesh in zip(names, tensors, meshes, strict=True):
+        to = int(mesh.mesh.flatten()[0]) if first_only else None
+        planned.append(Planned((name,), Entry((name,), tensor), tensor.dtype, to=to))
+    buckets = list(map(Bucket, runs_within(planned, BUCKET_NBYTES)))
     together = Ranks(None, f"gathering {_LABEL}", meshes) if first_only else None
     found = dict(stream(buckets, together, "all ranks to gather full tensors", device))
     return [found.get(item) for item in planned]

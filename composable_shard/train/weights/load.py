@@ -19,6 +19,7 @@ from composable_shard.arguments import check_flags, check_function, check_path
 from composable_shard.errors import ShardError
 from composable_shard.train.full import Box, as_bytes, boxes_of, count_write, same_bits
 from composable_shard.train.ranks import Ranks, naming_failures
+from composable_shard.train.weights import files
 from composable_shard.train.weights.entries import (
     Entry,
     Rename,
@@ -27,7 +28,7 @@ from composable_shard.train.weights.entries import (
     materialize,
     registered,
 )
-from composable_shard.train.weights.files import Reader, Stored, library, list_stored, progress_bar
+from composable_shard.train.weights.files import Stored
 
 # The tensors of a checkpoint and of a model -------------------------------------------------------
 
@@ -139,7 +140,7 @@ def _read(
 
     Collective: with ``sends``, a broadcast of each tensor.
     """
-    with torch.inference_mode(False), torch.no_grad(), Reader() as reader:
+    with torch.inference_mode(False), torch.no_grad():
         with ranks.noting_failure():
             materialize(model, matches)
         device = torch.device("cpu")
@@ -152,9 +153,9 @@ def _read(
             count_write(entry.local)  # also if this rank has no rows, or fails
         for entry, items in sorted(matches.items(), key=lambda pair: pair[1][0].file):
             for stored in items:
-                rows: Callable[[Box], torch.Tensor] = partial(reader.read, stored)
+                rows: Callable[[Box], torch.Tensor] = partial(files.read_part, stored)
                 if sends:
-                    rows = _broadcast(stored, reader, ranks, buffer[: stored.nbytes]).__getitem__
+                    rows = _broadcast(stored, ranks, buffer[: stored.nbytes]).__getitem__
                 if ranks.failure is None:
                     with ranks.noting_failure():
                         first = items[0] if strict else stored
@@ -173,24 +174,21 @@ def _fill(entry: Entry, stored: Stored, first: Stored, rows: Callable[[Box], tor
             target.copy_(piece)
         elif not same_bits(target, piece.to(target.device, target.dtype)):
             raise ValueError(
-                f"Expected '{first.name}' and '{stored.name}', which the model ties, to "
-                "hold the same, got different values"
+                f"Expected equal values of tied '{first.name}' and '{stored.name}', got others"
             )
 
 
-def _broadcast(stored: Stored, reader: Reader, ranks: Ranks, sent: torch.Tensor) -> torch.Tensor:
+def _broadcast(stored: Stored, ranks: Ranks, sent: torch.Tensor) -> torch.Tensor:
     """Return a full tensor, read by the first rank. Collective: a broadcast of its bytes.
 
     Args:
         stored: The tensor.
-        reader: Reads it, on the first rank.
         ranks: The ranks that get it.
         sent: Memory for its bytes.
     """
     if ranks.is_first and ranks.failure is None and len(sent):
         with ranks.noting_failure():
-            full = reader.read(stored, tuple(slice(0, length) for length in stored.shape))
-            sent = as_bytes(full).to(sent.device)
+            sent = as_bytes(files.read_part(stored, ())).to(sent.device)
     if ranks.group is not None and len(sent):
         with naming_failures(ranks.doing):
             dist.broadcast(sent, group=ranks.group, group_src=0)
@@ -304,8 +302,8 @@ def load_sharded(
     if ranks.is_first or not sends:
         with ranks.noting_failure():
             if shows:
-                library("tqdm")
-            stored = list_stored(source)
+                files.library("tqdm")
+            stored = files.list_stored(source)
     facts += [] if sends else [item.fact() for item in stored]
     what = "model, checkpoint and arguments of load_sharded()"
     ranks.agree(facts, what, f"a checkpoint at '{source}'")
@@ -314,7 +312,7 @@ def load_sharded(
     by_name = _by_name(stored, rename, ranks, source)
     matches, missing, unexpected = _match(entries, by_name, source, strict=strict)
     nbytes = sum(item.nbytes for items in matches.values() for item in items)
-    with progress_bar(f"loading {Path(source).name}", nbytes, shown=shows) as advance:
+    with files.progress_bar(f"loading {Path(source).name}", nbytes, shown=shows) as advance:
         _read(model, matches, ranks, advance, strict=strict, sends=sends)
     partly = "; the model is partly loaded, load it again"
     ranks.agree([], "tensors", f"to load '{source}'", remedy=partly)

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from uuid import uuid4
@@ -15,23 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_shard.arguments import (
-    check_dtype,
-    check_flags,
-    check_function,
-    check_path,
-    check_value,
-)
+from composable_shard import arguments
 from composable_shard.train.checkpoint import sync_folder, write_json
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.entries import Rename, contents_of
-from composable_shard.train.weights.files import (
-    INDEX,
-    SINGLE,
-    FileWriter,
-    library,
-    progress_bar,
-)
+from composable_shard.train.weights.files import INDEX, SINGLE, FileWriter, library, progress_bar
 from composable_shard.train.weights.gathering import Bucket, Planned, runs_within, stream
 from composable_shard.train.weights.stream import agree_on_plan
 
@@ -134,7 +123,7 @@ def _save(output: Output, files: Files, ranks: Ranks, advance: Callable[[int], o
     """
     expected = f"to save '{output.place}'"
     buckets = _buckets([*files.values()], _writers(ranks, output, len(files)))
-    homes = {item: name for name, inside in files.items() for item in inside}
+    homes = {item.name: name for name, inside in files.items() for item in inside}
     writers: dict[str, FileWriter] = {}
 
     def writer_of(name: str) -> FileWriter:
@@ -148,7 +137,7 @@ def _save(output: Output, files: Files, ranks: Ranks, advance: Callable[[int], o
             for item, full in arriving:
                 if ranks.failure is None:
                     with ranks.noting_failure():
-                        writer_of(homes[item]).write(item.name, full)
+                        writer_of(homes[item.name]).write(item.name, full)
                 del item, full  # otherwise they stay alive while the next bucket is finished
         if not homes:  # a model without tensors
             ranks.on_first(lambda: writer_of(*files).close(), expected)
@@ -169,7 +158,7 @@ def _buckets(files: Sequence[Sequence[Planned]], writers: Sequence[int]) -> list
         wave = [runs_within(file, BUCKET_NBYTES) for file in files[start : start + count]]
         for runs in zip_longest(*wave, fillvalue=()):
             pairs = zip(writers, runs, strict=False)
-            buckets.append(Bucket((item, to) for to, run in pairs for item in run))
+            buckets.append(Bucket(replace(item, to=to) for to, run in pairs for item in run))
     return buckets
 
 
@@ -185,10 +174,8 @@ def _writers(ranks: Ranks, output: Output, num_files: int) -> list[int]:
         if ranks.is_first:
             token.touch()
     ranks.say(0)
-    writes = ranks.is_first
-    with contextlib.suppress(ImportError):
-        writes = writes or (library("safetensors") is not None and token.exists())
-    writers = [rank for rank, does in ranks.gather(writes).items() if does]
+    writes = ranks.gather(ranks.is_first or token.exists())
+    writers = [rank for rank, does in writes.items() if does]
     if ranks.is_first:
         with contextlib.suppress(OSError):
             token.unlink(missing_ok=True)
@@ -259,11 +246,11 @@ def save_full(
     """
     ranks = Ranks(process_group, f"saving '{target}'")
     with ranks.checking():
-        check_path("target", target)
+        arguments.check_path("target", target)
         limit = num_bytes(max_shard_size)
-        check_function("rename", rename)
-        check_dtype("dtype", dtype)
-        check_flags(overwrite=overwrite, progress=progress)
+        arguments.check_function("rename", rename)
+        arguments.check_dtype("dtype", dtype)
+        arguments.check_flags(overwrite=overwrite, progress=progress)
         entries = contents_of(model, "save_full")
     output = Output(Path(target), overwrite=overwrite)
     shows = progress and ranks.is_first
@@ -302,5 +289,5 @@ def num_bytes(asked: int | str) -> int:
     elif isinstance(asked, (int, float)) and not isinstance(asked, bool):
         number = asked
     fits = "to be a positive number of bytes or a text such as '5GB'"
-    check_value("max_shard_size", asked, 1 <= number < math.inf, fits)
+    arguments.check_value("max_shard_size", asked, 1 <= number < math.inf, fits)
     return int(number)

@@ -14,28 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from composable_shard import _torch
-from composable_shard.arguments import (
-    check_dtype,
-    check_flags,
-    check_function,
-    check_int,
-    check_type,
-    check_value,
-    checked_device,
-)
+from composable_shard import _torch, arguments
 from composable_shard.errors import ShardError
 from composable_shard.train.full import Box, boxes_of
 from composable_shard.train.ranks import Ranks
+from composable_shard.train.weights import gathering
 from composable_shard.train.weights.entries import Entry, Rename, contents_of, listed, listed_in
-from composable_shard.train.weights.gathering import (
-    BUCKET_NBYTES,
-    Bucket,
-    MakePlain,
-    Planned,
-    runs_within,
-    stream,
-)
+from composable_shard.train.weights.gathering import MakePlain, Planned
 
 # Full tensors of a sharded model ------------------------------------------------------------------
 
@@ -46,7 +31,7 @@ Subclasses = Literal["own", "plain"] | MakePlain
 def iter_full(
     model: nn.Module,
     *,
-    bucket_bytes: int = BUCKET_NBYTES,
+    bucket_bytes: int = gathering.BUCKET_NBYTES,
     dtype: torch.dtype | None = None,
     rename: Rename | None = None,
     device: torch.device | str | None = None,
@@ -112,26 +97,27 @@ def iter_full(
     """
     ranks = Ranks(process_group, "gathering full weights")
     with ranks.checking():
-        check_int("bucket_bytes", bucket_bytes, 1)
-        check_flags(rank0_only=rank0_only)
-        check_dtype("dtype", dtype)
-        check_function("rename", rename)
-        check_value("tied", tied, tied in get_args(Tied), f"to be one of {get_args(Tied)}")
+        arguments.check_int("bucket_bytes", bucket_bytes, 1)
+        arguments.check_flags(rank0_only=rank0_only)
+        arguments.check_dtype("dtype", dtype)
+        arguments.check_function("rename", rename)
+        arguments.check_value(
+            "tied", tied, tied in get_args(Tied), f"to be one of {get_args(Tied)}"
+        )
         fits = callable(subclasses) or subclasses in ("own", "plain")
-        check_value("subclasses", subclasses, fits, "to be 'own', 'plain' or a function")
-        place = None if device is None else checked_device("device", device)
+        arguments.check_value("subclasses", subclasses, fits, "to be 'own', 'plain' or a function")
+        place = None if device is None else arguments.checked_device("device", device)
         entries = contents_of(model, "iter_full")
     form = "by a function" if callable(subclasses) else subclasses
     asked = f"dtype {dtype}, tied {tied}, subclasses {form}"
     facts = [f"bucket_bytes {bucket_bytes}, rank0_only {rank0_only}, {asked}"]
     call, expected = "iter_full()", "names for iter_full()"
-    chosen = {"dtype": dtype, "rename": rename, "tied": tied, "subclasses": subclasses}
-    planned = agree_on_plan(entries, facts, ranks, call, expected, **chosen)
     to = ranks.numbers[0] if rank0_only else None
-    runs = runs_within(planned, bucket_bytes)
-    buckets = [Bucket((item, to) for item in run) for run in runs]
+    chosen = {"dtype": dtype, "rename": rename, "tied": tied, "subclasses": subclasses, "to": to}
+    planned = agree_on_plan(entries, facts, ranks, call, expected, **chosen)
+    buckets = list(map(gathering.Bucket, gathering.runs_within(planned, bucket_bytes)))
     expected = "all ranks to go through iter_full() to its end"
-    with contextlib.closing(stream(buckets, ranks, expected, place)) as arriving:
+    with contextlib.closing(gathering.stream(buckets, ranks, expected, place)) as arriving:
         for item, full in arriving:
             for name in item.names:
                 yield name, full
@@ -145,8 +131,12 @@ def plan(
     rename: Rename | None = None,
     tied: Tied = "first",
     subclasses: Subclasses = "own",
+    to: int | None = None,
 ) -> list[Planned]:
-    """Plan the tensors of a model that are not left out; see :func:`iter_full`."""
+    """Plan the tensors of a model that are not left out, for one rank ``to`` or for all ranks.
+
+    For the other arguments see :func:`iter_full`.
+    """
     planned = []
     for entry in entries:
         known = entry.names if tied == "all" else entry.names[:1]
@@ -157,7 +147,7 @@ def plan(
         if subclasses == "plain":
             make = type(entry.local).dequantize
         if names:
-            planned.append(Planned(names, entry, cast or entry.tensor.dtype, make))
+            planned.append(Planned(names, entry, cast or entry.tensor.dtype, make, to))
     return planned
 
 
@@ -251,8 +241,8 @@ def costs_of(model: nn.Module, bucket_nbytes: int) -> PassCosts:
 
     Collective: none.
     """
-    runs = runs_within(plan(listed_in(model)), bucket_nbytes)
-    buckets = [Bucket((item, None) for item in run) for run in runs]
+    runs = gathering.runs_within(plan(listed_in(model)), bucket_nbytes)
+    buckets = list(map(gathering.Bucket, runs))
     gathers = [[gather for m in bucket.messages for gather in m.gathers()] for bucket in buckets]
     traffic = sum((num_ranks - 1) * sum(sent) for num_ranks, sent in chain(*gathers))
     parts = [sum(sum(sent) for _, sent in several) for several in gathers]
@@ -264,7 +254,7 @@ def costs_of(model: nn.Module, bucket_nbytes: int) -> PassCosts:
         sent_nbytes=traffic,
         received_nbytes=traffic,
         held_nbytes=2 * max(bucket.nbytes for bucket in buckets) + max(parts),
-        by_class=tuple(item.name for bucket in buckets for item, _ in bucket.by_class),
+        by_class=tuple(item.name for bucket in buckets for item in bucket.by_class),
     )
 
 
@@ -274,10 +264,9 @@ Version = tuple[int, ...]
 """Two versions are equal if no change was seen in between; the numbers have no meaning."""
 
 
-# Attributes of tensors: with a weak reference to it, a parameter could no longer be converted.
-_SERIAL = "_composable_shard_serial"  # the number of the tensor in this process
-_STEPS = "_composable_shard_num_steps"  # the number of steps of its optimizers
-_serials = count()
+# An attribute of tensors: with a weak reference to it, a parameter could no longer be converted.
+_NUMBER = "_composable_shard_number"  # of the tensor in this process; each optimizer step adds 1
+_numbers = count(step=2**32)
 
 
 @cache
@@ -293,18 +282,16 @@ def _watch_steps() -> None:
 def _count_step(optimizer: Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if param.requires_grad:
-                vars(param)[_STEPS] = vars(param).get(_STEPS, 0) + 1
+            if param.requires_grad and _NUMBER in vars(param):
+                vars(param)[_NUMBER] += 1
 
 
 def _version(entry: Entry) -> Version:
-    tensor, seen = entry.tensor, vars(entry.tensor)
-    if _SERIAL not in seen:
-        seen[_SERIAL] = next(_serials)
+    number = vars(entry.tensor).setdefault(_NUMBER, next(_numbers))
     leaves = _torch.leaves(entry.local)
-    counted = {id(item): item for item in (tensor, entry.local, *leaves)}
+    counted = {id(item): item for item in (entry.tensor, entry.local, *leaves)}
     counters = sum(item._version for item in counted.values() if not item.is_inference())
-    return seen[_SERIAL], seen.get(_STEPS, 0), counters, *(leaf.data_ptr() for leaf in leaves)
+    return number, counters, *(leaf.data_ptr() for leaf in leaves)
 
 
 class LocalShard(NamedTuple):
@@ -389,6 +376,6 @@ def changed_since(model: nn.Module, versions: Mapping[str, Version]) -> list[str
         ['bias']
     """
     is_mapping = isinstance(versions, Mapping)
-    check_type("versions", versions, is_mapping, "a mapping from names to versions")
+    arguments.check_type("versions", versions, is_mapping, "a mapping from names to versions")
     now = {shard.name: shard.version for shard in local_shards(model)}
     return [name for name, version in now.items() if versions.get(name) != version]
