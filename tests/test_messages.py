@@ -180,7 +180,7 @@ ShardedGradScaler(init_scale='x')
 ShardedGradScaler(growth_interval=3.5)
     TypeError: Expected growth_interval to be an int, got float: 3.5
 ShardedGradScaler(device=3)
-    TypeError: Expected device to be the type of a device, such as 'cuda', or None, got int: 3
+    TypeError: Expected device to be a device type such as 'cuda', or None, got int: 3
 ShardedGradScaler(process_group=mesh(2))
     TypeError: Expected process_group to be a ProcessGroup that this rank is in, got DeviceMesh:
     DeviceMesh((2,), 'cpu', stride=(1,)); pass its mesh.get_group()

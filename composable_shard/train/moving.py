@@ -111,7 +111,7 @@ class _Holder:
         has_gone = any(group.why_absent == ON_OTHER_RANKS for group in groups)
         self.is_empty = has_gone or any(param.local.is_meta for param in self.params)
         self.over: dict[ShardedParam, ShardMesh] = {}
-        self.placements: list[ParamPlacement] = []
+        self.placements: dict[ShardedParam, ParamPlacement] = {}
         self._model, self._optimizers = model, optimizers
         self._tensors = Tensors()
         for index, param in enumerate(self.params):
@@ -124,7 +124,7 @@ class _Holder:
         self._before = [dict(param.__dict__) for param in self.params]
         self._meshes_of_groups: list[ShardMesh] = []
         self._buckets: list[list[Bucket]] = []
-        self._locals: list[torch.Tensor] = []
+        self._locals: dict[ShardedParam, torch.Tensor] = {}
 
     def check(self) -> None:
         """Raise if the model cannot be moved now."""
@@ -170,14 +170,14 @@ class _Holder:
                 raise _unmovable(f"parameter '{param.name}'", str(dims))
             over = self.over[param] = resolve_mesh(mesh, dims)
             planned = plan_placement(param.name, _whole_on_meta(param), param.layout.dim, over)
-            self.placements.append(planned)
+            self.placements[param] = planned
         for group in self.groups:
             of_mesh = [param for param in group.params if param.mesh == group.mesh]
             over = next(self.over[param] for param in (*of_mesh, *group.params, *self.over))
             self._meshes_of_groups.append(over)
             all_over = [over, *(self.over[param] for param in group.params)]
             check_reshard(group.settings.reshard_after_forward, all_over)
-        return list(map(Ground.of, self.placements))
+        return list(map(Ground.of, self.placements.values()))
 
     def _mesh_of_each(self, meshes: Meshes) -> list[DeviceMesh]:
         names: dict[torch.Tensor, list[str]] = {}
@@ -233,8 +233,7 @@ class _Holder:
                 for name, value in states.items() if owner else ():
                     if moved is not None or not isinstance(value, DTensor):
                         add(("state", place, *owner, name), f"state '{name}'{of}", value, moved)
-            settings = [{**group, "params": []} for group in optimizer.param_groups]
-            described["settings", place] = settings
+            described["settings", place] = [{**g, "params": []} for g in optimizer.param_groups]
         return described, tensors
 
     def _described(self, what: str, tensor: torch.Tensor, param: int | None) -> Item:
@@ -273,49 +272,39 @@ class _Holder:
     def make_room(self, described: Description) -> Tensors:
         """Return memory for the new values; the current values stay until :meth:`settle`."""
         items, found = _items(described), Tensors()
-        shards = {
-            param: self._new_shard(index, items["parameter", index].dtype)
-            for index, param in enumerate(self.params)
-        }
         for group in self.groups:
-            buckets = build_buckets(group.params, [shards[param] for param in group.params])
-            self._buckets.append(buckets)
-            pairs = [pair for b in buckets for pair in zip(b.params, b.locals, strict=True)]
-            locals_ = dict(pairs)
-            self._locals += [locals_[param] for param in group.params]
+            shards = [self._new_shard(param, items) for param in group.params]
+            self._buckets.append(build_buckets(group.params, shards))
+            for bucket in self._buckets[-1]:
+                self._locals.update(zip(bucket.params, bucket.locals, strict=True))
         for key, item in items.items():
             if item.param is None and not self.is_empty:
                 continue  # this rank has it
             box, known = self._box(item), self._tensors.get(key)
             if key[0] == "parameter":
-                known = self._locals[key[1]]
+                known = self._locals[self.params[key[1]]]
             if known is not None and not known.is_meta:
                 found[key] = known.detach().view(box.sizes)
                 continue
             full = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="meta")
-            device = "cpu" if item.device_type == "cpu" else self.device
-            new = torch.empty_like(part_of(full, box), device=device)
-            found[key] = _torch.without_values(new)
+            device = "cpu" if item.device_type == "cpu" else self.groups[0].mesh.device
+            part = part_of(full, box)
+            found[key] = _torch.without_values(torch.empty_like(part, device=device))
         return found
 
-    @property
-    def device(self) -> torch.device:
-        """The device of compute."""
-        return self.groups[0].mesh.device
-
-    def _new_shard(self, index: int, dtype: torch.dtype) -> torch.Tensor:
+    def _new_shard(self, param: ShardedParam, items: Mapping[Key, Item]) -> torch.Tensor:
         """Return a local shard without memory of its own, as its bucket has the memory.
 
         The parameter is planned for its new ranks; the DTensor is left as it is.
         """
-        param, placement = self.params[index], self.placements[index]
-        mesh = self.over[param]
+        mesh, placement = self.over[param], self.placements[param]
         param.layout = plan_tensor(_whole_on_meta(param), param.layout.dim, mesh.num_shards)
         param.mesh, param.placement, param.flat_position = mesh, placement, None
         param.device = torch.device("cpu") if param.offload is not None else mesh.device
         param.forget_unsharded()
         numel = param.layout.flat.local_numel(mesh.shard_rank)
         like = param.layout.local(torch.empty(numel, device="meta"), mesh.shard_rank)
+        dtype = items[self._keys[id(param.sharded)]].dtype
         return torch.zeros((), dtype=dtype, device=param.device).expand(like.shape)
 
     def stay(self) -> None:
@@ -336,8 +325,8 @@ class _Holder:
         Collective: for optimizers of ``with_layout``, see ``LayoutOptimizer``.
         """
         old: dict[ShardedParam, ShardMesh] = {}
-        for param, local, before in zip(self.params, self._locals, self._before, strict=True):
-            old[param] = before["mesh"]
+        for param, before in zip(self.params, self._before, strict=True):
+            old[param], local = before["mesh"], self._locals[param]
             spec = _torch.spec_with_dtype(param.sharded_spec, local.dtype)
             if _torch.local_tensor(param.sharded).is_meta:
                 # It gets new memory, and stays the same object.
@@ -442,8 +431,6 @@ class _Move:
     def __init__(self, holder: _Holder, ranks: Ranks) -> None:
         self._holder, self._ranks = holder, ranks
         self._rank = dist.get_rank()
-        self._before, self._after = Places(), Places()
-        self._ways: list[list[tuple[Ground, Ground]]] = []  # from and to, for each parameter
 
     def go(self, meshes: Meshes, bucket_nbytes: int) -> None:
         """Move everything, or nothing."""
@@ -487,13 +474,13 @@ class _Move:
             facts += [f"'{param.name}', {list(param.shape)}" for param in holder.params]
         self._agree(facts)
         both = ranks.gather(locations)
-        self._before = {rank: before for rank, (before, _) in both.items() if before}
-        self._after = {rank: after for rank, (_, after) in both.items() if after}
+        self._before: Places = {rank: before for rank, (before, _) in both.items() if before}
+        self._after: Places = {rank: after for rank, (_, after) in both.items() if after}
         names = [param.name for param in holder.params]
         of_model = "the model on all ranks of its meshes, and without values on the others"
         before = _by_param(self._before, names, of_model)
         after = _by_param(self._after, names, "all ranks of the mesh to call move() with it")
-        self._ways = list(map(_ways_of, names, before, after))
+        self._ways = list(map(_ways_of, names, before, after))  # of each parameter
 
     def _joining(self) -> list[int]:
         """Return the ranks that will have values and have none yet."""
@@ -540,7 +527,7 @@ class _Move:
         group = self._ranks.group
         assert group is not None
         places = {number: place for place, number in enumerate(self._ranks.numbers)}
-        device = _torch.device_for(group, self._holder.device)
+        device = _torch.device_for(group, self._holder.groups[0].mesh.device)
         over = exchange.Ranks(group, places[rank], tuple(range(len(places))), device)
         away = [piece for piece in pieces if piece.source != piece.target]
         itemsizes = [item.dtype.itemsize for item in items.values()]

@@ -253,13 +253,8 @@ def unsharded(
         (torch.Size([2, 2]), [[2.0, 2.0]])
     """
     check_module("module", module)
-    check_flags(
-        recurse=recurse,
-        writeback=writeback,
-        rank0_only=rank0_only,
-        offload_to_cpu=offload_to_cpu,
-        with_grads=with_grads,
-    )
+    check_flags(recurse=recurse, writeback=writeback, rank0_only=rank0_only)
+    check_flags(offload_to_cpu=offload_to_cpu, with_grads=with_grads)
     modules = [m for m in module.modules() if recurse or owner_of(m) is owner_of(module)]
     owners = {group: None for m in modules if (group := owner_of(m)) is not None}
     for group in owners:

@@ -163,8 +163,8 @@ def test_a_model_without_ranks_and_without_shards(tmp_path: Path) -> None:
     with pytest.warns(UserWarning) as caught:
         told = load_sharded(model, tmp_path / "x.safetensors")
     assert [str(warning.message) for warning in caught] == [
-        "No checkpoint has the non-persistent buffers table, which are still on the meta device; "
-        "compute them as the constructor of their module does"
+        "The non-persistent buffers table are still on the meta device; compute them, as no "
+        "checkpoint has them"
     ]
     assert told.left_on_meta == ["table"]
     assert str(told).endswith(", nothing unexpected, still on the meta device: table>")

@@ -105,10 +105,9 @@ STATES: dict[str, dict[str, torch.Tensor]] = {
 }
 NOT_LOADED: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
     (linear, "names", {}, "Expected the names of the model in '{}', got missing: bias; unexpected: "
-     "b, c; pass rename to map names, or strict=False to load the common names"),
+     "b, c; pass rename or strict=False"),
     (linear, "many", {}, "Expected the names of the model in '{}', got unexpected: "
-     f"{', '.join(MANY[:20])} and 3 more; pass rename to map names, or strict=False to load the "
-     "common names"),
+     f"{', '.join(MANY[:20])} and 3 more; pass rename or strict=False"),
     (linear, "whole", {"rename": same}, "Expected distinct names from rename, got 'weight' for "
      "both 'bias' and 'weight' in '{}'"),
     (linear, "shapes", {"strict": False}, f"{FIT}'weight' of shape [2, 4] for [4, 2], 'bias' of "

@@ -158,11 +158,9 @@ def opened() -> str:
 
 def test_what_has_hooks_alone_has_no_full_tensor() -> None:
     texts = run_threads(opened, 2)
-    got = texts[0].partition(", got ")[2].rpartition("; its hooks")[0]
-    assert got.startswith("TypeError: a Tensor")
     expected = (
         "Expected 'weight' of FSDPLinear, a Hooked, to have the ops by which DTensor makes a full "
-        f"tensor of its shards, got {got}; its hooks gather it for forward alone, as "
+        "tensor of its shards, got TypeError: a Tensor; its hooks gather it for forward alone, as "
         "module.unshard() does"
     )
     assert texts == [expected] * 2

@@ -95,10 +95,10 @@ def reshard(module: nn.Module, doing: str) -> None:
 
 def listed_in(module: nn.Module, *, has_volatile: bool = False) -> list[Entry]:
     """List the tensors of a model; shards also of gathered parameters. Collective: none."""
-    found: dict[object, Entry] = {}
+    found: dict[int, Entry] = {}
     for name, tensor, is_persistent in registered(module):
         if is_persistent or has_volatile:
-            entry = found.setdefault(_identity(tensor), Entry((), tensor))
+            entry = found.setdefault(id(tensor), Entry((), tensor))
             entry.names += (name,)
     return [*found.values()]
 
@@ -114,15 +114,6 @@ def registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
         for attribute, buffer in inner._buffers.items():
             if buffer is not None:
                 yield ".".join([*steps, attribute]), buffer, attribute not in volatile
-
-
-def _identity(tensor: torch.Tensor) -> object:
-    """Return the identity of a tensor: its memory, since two objects may share it."""
-    if isinstance(tensor, DTensor) or tensor.is_meta or _torch.is_wrapper_subclass(tensor):
-        return id(tensor)
-    if not tensor.numel() or tensor.layout is not torch.strided:
-        return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 # Names --------------------------------------------------------------------------------------------

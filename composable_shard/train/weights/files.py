@@ -141,8 +141,6 @@ Shaped = tuple[torch.dtype, Sequence[int]]
 class FileWriter:
     """Writes tensors to their places in a file, bitwise equal to a file of ``save_file``.
 
-    The file is closed with its last tensor.
-
     Args:
         place: The file to create.
         tensors: All tensors of the file, by name.
@@ -153,7 +151,6 @@ class FileWriter:
 
     def __init__(self, place: Path, tensors: Mapping[str, Shaped]) -> None:
         header, self._starts = _header(tensors)
-        self._left = set(tensors)
         self._file = place.open("wb")
         self._file.write(header)
 
@@ -162,16 +159,12 @@ class FileWriter:
         self._file.seek(self._starts[name])
         if tensor.nbytes:
             self._file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
-        self._left.discard(name)
-        if not self._left:
-            self.close()
 
     def close(self) -> None:
-        """Flush the tensors to the disk, and close the file, unless it is closed."""
-        if not self._file.closed:
-            with self._file:
-                self._file.flush()
-                os.fsync(self._file.fileno())
+        """Flush the tensors to the disk, and close the file."""
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 def _header(tensors: Mapping[str, Shaped]) -> tuple[bytes, dict[str, int]]:

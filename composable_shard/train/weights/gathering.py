@@ -87,7 +87,7 @@ class Planned:
     @property
     def arrives(self) -> bool:
         """Whether this rank receives the full tensor."""
-        return _arrives(self.to)
+        return arrives(self.to)
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
@@ -170,7 +170,7 @@ class Message:
         self, mesh: DeviceMesh, axes: tuple[int, ...], to: int | None, planned: Sequence[Planned]
     ) -> None:
         self._mesh, self._axes, self._to, self._planned = mesh, axes[::-1], to, planned
-        self._coordinate: list[int] = mesh.get_coordinate() or []
+        self._coordinate = tuple(mesh.get_coordinate() or ())
         first = (0,) * mesh.ndim  # the first chunks are the longest
         most = {item: prod(shape_of(item.entry.tensor, first)) for item in planned}
         self.sent = {item: numel * item.dtype.itemsize for item, numel in most.items() if numel}
@@ -213,8 +213,8 @@ class Message:
         """Copy the input and allocate the output of each gather; nothing is launched yet."""
         device = self._channels[0].mesh.device
         inputs = [self._padded(item, nbytes) for item, nbytes in self.sent.items()]
-        arrives = _arrives(self._to)
-        in_place = [item for item in self.sent if arrives and item.arrives_in_place]
+        is_receiver = arrives(self._to)
+        in_place = [item for item in self.sent if is_receiver and item.arrives_in_place]
         self._full = {item: item.new_full(device) for item in in_place}
         receivers = zip(self._channels, self._receivers() if inputs else (), strict=False)
         for channel, (to, receives) in receivers:
@@ -228,7 +228,7 @@ class Message:
             gather = channel.gather if to is None else partial(channel.gather_to, to)
             self._launches.append(partial(gather, outputs, inputs))
             inputs = outputs
-        if arrives:
+        if is_receiver:
             self._rows = dict(zip(self.sent, inputs, strict=True))
 
     def _padded(self, item: Planned, nbytes: int) -> torch.Tensor:
@@ -256,7 +256,7 @@ class Message:
 
     def copy_out(self) -> dict[Planned, torch.Tensor]:
         """Return the full tensors, on a rank that receives them."""
-        if not _arrives(self._to):
+        if not arrives(self._to):
             return {}
         found, self._full = self._full, {}
         rows, self._rows = self._rows, {}
@@ -284,7 +284,7 @@ class Message:
                 yield full[box], held[local]
 
 
-def _arrives(to: int | None) -> bool:
+def arrives(to: int | None) -> bool:
     """Return whether this rank receives what goes to a global rank, or to all."""
     return to is None or not dist.is_initialized() or to == dist.get_rank()
 

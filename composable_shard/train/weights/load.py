@@ -88,8 +88,7 @@ def _match(
         sides = {"missing": missing, "unexpected": unexpected}
         got = "; ".join(f"{side}: {listed(names)}" for side, names in sides.items() if names)
         raise ShardError(
-            f"Expected the names of the model in '{source}', got {got}; pass rename to map names, "
-            "or strict=False to load the common names"
+            f"Expected the names of the model in '{source}', got {got}; pass rename or strict=False"
         )
     if wrong := [text for entry, items in matches.items() if (text := _misfit(entry, items))]:
         raise ShardError(f"Expected tensors in '{source}' that fit the model, got {listed(wrong)}")
@@ -316,12 +315,10 @@ def load_sharded(
         _read(model, matches, ranks, advance, strict=strict, sends=sends)
     partly = "; the model is partly loaded, load it again"
     ranks.agree([], "tensors", f"to load '{source}'", remedy=partly)
-    volatile = [(name, one) for name, one, is_persistent in registered(model) if not is_persistent]
-    left_on_meta = [name for name, buffer in volatile if buffer.is_meta]
+    left_on_meta = [
+        name for name, one, is_saved in registered(model) if one.is_meta and not is_saved
+    ]
     if left_on_meta and ranks.is_first:
-        warnings.warn(
-            f"No checkpoint has the non-persistent buffers {listed(left_on_meta)}, which "
-            "are still on the meta device; compute them as the constructor of their module does",
-            stacklevel=2,
-        )
+        left = f"non-persistent buffers {listed(left_on_meta)} are still on the meta device"
+        warnings.warn(f"The {left}; compute them, as no checkpoint has them", stacklevel=2)
     return Loaded(missing, unexpected, left_on_meta, len(matches))

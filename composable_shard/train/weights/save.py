@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import cycle, zip_longest
 from pathlib import Path
 from uuid import uuid4
 
@@ -21,7 +21,7 @@ from composable_shard.train.checkpoint import sync_folder, write_json
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights.entries import Rename, contents_of
 from composable_shard.train.weights.files import INDEX, SINGLE, FileWriter, library, progress_bar
-from composable_shard.train.weights.gathering import Bucket, Planned, runs_within, stream
+from composable_shard.train.weights.gathering import Bucket, Planned, arrives, runs_within, stream
 from composable_shard.train.weights.stream import agree_on_plan
 
 # Files of full tensors: planned, filled tensor by tensor, and renamed when complete ---------------
@@ -122,31 +122,30 @@ def _save(output: Output, files: Files, ranks: Ranks, advance: Callable[[int], o
     Collective: those of :func:`_writers` and of ``stream``; two small objects at the end.
     """
     expected = f"to save '{output.place}'"
-    buckets = _buckets([*files.values()], _writers(ranks, output, len(files)))
+    to = _writers(ranks, output, len(files))
     homes = {item.name: name for name, inside in files.items() for item in inside}
-    writers: dict[str, FileWriter] = {}
-
-    def writer_of(name: str) -> FileWriter:
-        if name not in writers:
-            shapes = {item.name: (item.dtype, item.entry.tensor.shape) for item in files[name]}
-            writers[name] = FileWriter(output.part(name), shapes)
-        return writers[name]
-
+    writers, open_files = dict[str, FileWriter](), contextlib.ExitStack()
     try:
+        with ranks.noting_failure():
+            for (name, inside), rank in zip(files.items(), cycle(to), strict=False):
+                if arrives(rank):
+                    shapes = {item.name: (item.dtype, item.entry.tensor.shape) for item in inside}
+                    writers[name] = FileWriter(output.part(name), shapes)
+                    open_files.callback(writers[name].close)
+        buckets = _buckets([*files.values()], to)
         with contextlib.closing(stream(buckets, ranks, expected, CPU, advance)) as arriving:
             for item, full in arriving:
                 if ranks.failure is None:
                     with ranks.noting_failure():
-                        writer_of(homes[item.name]).write(item.name, full)
+                        writers[homes[item.name]].write(item.name, full)
                 del item, full  # otherwise they stay alive while the next bucket is finished
-        if not homes:  # a model without tensors
-            ranks.on_first(lambda: writer_of(*files).close(), expected)
+        with ranks.noting_failure():
+            open_files.close()
         ranks.agree([], "", expected)
         ranks.on_first(lambda: output.publish(files), expected)
     except BaseException:
-        for writer in writers.values():
-            with contextlib.suppress(OSError):
-                writer.close()
+        with contextlib.suppress(OSError):
+            open_files.close()
         output.discard(files)
         raise
 
