@@ -20,8 +20,7 @@ import torch.distributed as dist
 from composable_shard.errors import ShardError
 from composable_shard.train.ranks import Ranks, naming_failures
 
-LIST = "files.json"
-"""The file that marks a complete checkpoint: the names and the bytes of all other files."""
+LIST = "files.json"  # marks a complete checkpoint: the names and bytes of all other files
 
 
 def save_checkpoint(

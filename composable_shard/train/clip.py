@@ -28,8 +28,7 @@ from composable_shard.train.full import sharded_axes
 
 # Gradients that can be scaled ---------------------------------------------------------------------
 
-_LINEAR = ("sum", "avg", "max", "min")
-"""Pending reductions that commute with scaling."""
+_LINEAR = ("sum", "avg", "max", "min")  # pending reductions that commute with scaling
 
 
 def pending(grad: torch.Tensor) -> list[tuple[int, Placement]]:
@@ -158,8 +157,8 @@ def _check_local_shape(param: torch.Tensor, grad: torch.Tensor) -> None:
     if own == got or (param.device_mesh, param.placements) != (grad.device_mesh, grad.placements):
         return
     error = ShardError(
-        f"Expected a gradient of local shape {own} for {_name_of(param)}, got {got}; assign a "
-        "gradient with the rows of this rank, such as the result of distribute_tensor"
+        f"Expected a gradient of local shape {own} for {_name_of(param)}, got {got}; assign the "
+        "rows of this rank, such as the result of distribute_tensor"
     )
     announce(map(param.device_mesh.get_group, range(param.device_mesh.ndim)), _DOING, error)
     raise error

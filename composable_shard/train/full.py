@@ -16,11 +16,8 @@ from torch.distributed.tensor import DTensor, Placement
 from composable_shard import _torch
 from composable_shard.errors import ExtensionError
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_NUM_FACTORS = 2**18
-"""How many numbers a digest reads at a time: few enough for a cache."""
-
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_NUM_FACTORS = 2**18  # numbers that a digest reads at a time: few enough for a cache
 _FACTOR_OF_PIECES = 0x9E3779B97F4A7C15
 
 # The part of a tensor that a rank holds -----------------------------------------------------------

@@ -52,11 +52,8 @@ Key = tuple[Any, ...]
 """The place of a tensor in a model, the same on all ranks: ``("parameter", 3)``, ``("gradient",
 3)``, ``("plain", "norm.weight")`` or ``("state", 0, "parameter", 3, "exp_avg")``."""
 
-Tensors = dict[Key, torch.Tensor]
-"""The tensors of this rank: local shards, or full tensors."""
-
-Meshes = Mapping[Fits, DeviceMesh]
-"""A mesh for each pattern of names: the first that fits a parameter decides."""
+Tensors = dict[Key, torch.Tensor]  # of this rank: local shards, or full tensors
+Meshes = Mapping[Fits, DeviceMesh]  # by patterns of names: the first that fits decides
 
 
 class Item(NamedTuple):
@@ -134,8 +131,7 @@ class _Holder:
                 group.check_in_memory("to be moved")
             if group.tree.is_reducing:
                 raise ShardError(
-                    f"Expected reduced gradients of {group.label}, got some that are being "
-                    "reduced; end the backward first"
+                    f"Expected reduced gradients of {group.label}, got some in flight; end backward"
                 )
             for param in group.params:
                 if param.placement.unsharded_spec is not None:

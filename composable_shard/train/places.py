@@ -28,8 +28,7 @@ from composable_shard.optim.blocks import Box, spread_over
 
 # PURE: which part of a tensor goes from which rank to which ---------------------------------------
 
-COPIES_SENT = 2
-"""The copies of a message on the sending rank: each part alone, and all parts together."""
+COPIES_SENT = 2  # of a message on the sending rank: each part alone, and all parts together
 
 
 Holding = dict[int, tuple[Box, int]]

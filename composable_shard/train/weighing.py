@@ -22,8 +22,7 @@ from composable_shard.mesh import largest_of
 from composable_shard.train.clip import alike
 from composable_shard.train.uneven import sharded_groups
 
-_open: WeakSet[ParamGroup] = WeakSet()
-"""The groups with gradients that a scope will divide."""
+_open: WeakSet[ParamGroup] = WeakSet()  # the groups in scopes
 
 _EXPECTED = (
     "weights in weigh() that are finite and not negative",
@@ -236,10 +235,8 @@ def _check(groups: Sequence[ParamGroup]) -> None:
 def _as_scalar(name: str, given: torch.Tensor) -> torch.Tensor:
     number = given.full_tensor() if isinstance(given, DTensor) else given
     if number.numel() != 1 or number.is_complex():
-        raise ValueError(
-            f"Expected {name} to be one real number, got {number.dtype} of shape "
-            f"{list(number.shape)}"
-        )
+        got = f"{number.dtype} of shape {list(number.shape)}"
+        raise ValueError(f"Expected {name} to be one real number, got {got}")
     if _torch.is_wrapper_subclass(number):
         return torch.tensor(float(number), dtype=torch.float64)
     return number.detach().reshape(())

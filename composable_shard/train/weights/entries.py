@@ -36,19 +36,15 @@ class Entry:
     @property
     def local(self) -> torch.Tensor:
         """The part of this rank."""
-        if isinstance(self.tensor, DTensor):
-            return _torch.local_tensor(self.tensor)
-        return self.tensor.detach()
+        tensor = self.tensor
+        return _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
     @property
     def plain(self) -> torch.Tensor | None:
         """``local`` as a single plain tensor; ``None`` if it consists of several."""
-        local = self.local
-        leaves = _torch.leaves(local)
-        if len(leaves) != 1:
-            return None
-        (leaf,) = leaves
-        return leaf if leaf.shape == local.shape and leaf.dtype == local.dtype else None
+        local, leaves = self.local, _torch.leaves(self.local)
+        kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        return leaves[0] if kinds == [(local.shape, local.dtype)] else None
 
     @property
     def is_meta(self) -> bool:
@@ -108,20 +104,17 @@ def registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     for path, inner in module.named_modules(remove_duplicate=False):
         steps = [step for step in path.split(".") if step and step not in WRAPPERS]
         volatile = _torch.non_persistent_buffers(inner)
-        for attribute, param in inner._parameters.items():
-            if param is not None:
-                yield ".".join([*steps, attribute]), as_sharded(param), True
-        for attribute, buffer in inner._buffers.items():
-            if buffer is not None:
-                yield ".".join([*steps, attribute]), buffer, attribute not in volatile
+        for attribute, tensor in (inner._parameters | inner._buffers).items():
+            if tensor is not None:
+                name = ".".join([*steps, attribute])
+                yield name, as_sharded(tensor), attribute not in volatile
 
 
 # Names --------------------------------------------------------------------------------------------
 
 Rename = Callable[[str], str | None]
 
-SHOWN = 20
-"""The number of names that a message lists; it counts the rest."""
+SHOWN = 20  # names that a message lists; it counts the rest
 
 
 def listed(names: Sequence[str]) -> str:

@@ -17,9 +17,6 @@ from composable_shard.train.full import Box
 
 # Reading safetensors files: their tensors, and ranges of them -------------------------------------
 
-EXTRA = "weights"
-"""The extra of the package that installs the libraries."""
-
 
 def library(module: str) -> Any:
     """Import a module of an optional library.
@@ -32,7 +29,7 @@ def library(module: str) -> Any:
     except ImportError as error:
         raise ImportError(
             f"Expected {module.split('.')[0]} to be installed, got: {error}; "
-            f"pip install 'composable_shard[{EXTRA}]'"
+            "pip install 'composable_shard[weights]'"
         ) from error
 
 
@@ -134,8 +131,8 @@ METADATA = {"format": "pt"}
 
 _LENGTH_NBYTES = 8  # of the header, in front of it
 
-Shaped = tuple[torch.dtype, Sequence[int]]
-"""The dtype and shape of a tensor."""
+
+Shaped = tuple[torch.dtype, Sequence[int]]  # of a tensor
 
 
 class FileWriter:
@@ -143,7 +140,7 @@ class FileWriter:
 
     Args:
         place: The file to create.
-        tensors: All tensors of the file, by name.
+        tensors: The dtypes and shapes of all tensors of the file, by name.
 
     Raises:
         OSError: Here and in all methods, if the file cannot be written.

@@ -84,16 +84,11 @@ class Planned:
             return True
         return _torch.is_subclass(self.entry.local) and self.make_plain is None
 
-    @property
-    def arrives(self) -> bool:
-        """Whether this rank receives the full tensor."""
-        return arrives(self.to)
-
     @cached_property
     def axes(self) -> tuple[int, ...]:
         """The axes of its mesh to gather it over; none if this rank has the full tensor."""
         tensor = self.entry.tensor
-        if self.is_whole_by_class or not isinstance(tensor, DTensor):
+        if self.is_whole_by_class or not isinstance(tensor, DTensor) or not tensor.numel():
             return ()
         return sharded_axes(tensor.device_mesh, tensor.placements)
 
@@ -172,8 +167,9 @@ class Message:
         self._mesh, self._axes, self._to, self._planned = mesh, axes[::-1], to, planned
         self._coordinate = tuple(mesh.get_coordinate() or ())
         first = (0,) * mesh.ndim  # the first chunks are the longest
-        most = {item: prod(shape_of(item.entry.tensor, first)) for item in planned}
-        self.sent = {item: numel * item.dtype.itemsize for item, numel in most.items() if numel}
+        self.sent = {
+            item: prod(shape_of(item.entry.tensor, first)) * item.dtype.itemsize for item in planned
+        }
         self._launches: deque[Callable[[], list[Waitable]]] = deque()
         self._works: list[Waitable] = []
         self._full: dict[Planned, torch.Tensor] = {}
@@ -190,7 +186,7 @@ class Message:
     def gathers(self) -> Iterator[tuple[int, list[int]]]:
         """Yield the number of ranks and the bytes of each input of the gathers to all ranks."""
         sent = [*self.sent.values()]
-        for axis in self._axes if sent else ():
+        for axis in self._axes:
             num_ranks = self._mesh.size(axis)
             yield num_ranks, sent
             sent = [num_ranks * nbytes for nbytes in sent]
@@ -216,8 +212,7 @@ class Message:
         is_receiver = arrives(self._to)
         in_place = [item for item in self.sent if is_receiver and item.arrives_in_place]
         self._full = {item: item.new_full(device) for item in in_place}
-        receivers = zip(self._channels, self._receivers() if inputs else (), strict=False)
-        for channel, (to, receives) in receivers:
+        for channel, (to, receives) in zip(self._channels, self._receivers(), strict=False):
             num_ranks = channel.mesh.num_shards
             outputs = [
                 as_bytes(self._full[item])
@@ -264,7 +259,7 @@ class Message:
         for item in self._planned:
             if item not in found:
                 found[item] = item.new_full(self._channels[0].mesh.device)
-                pairs += self._pieces(item, found[item], rows[item]) if item in rows else ()
+                pairs += self._pieces(item, found[item], rows[item])
         _torch.copy_all_([full for full, _ in pairs], [held for _, held in pairs])
         return found
 
@@ -334,7 +329,7 @@ class Bucket:
         for item in self.by_class:
             with naming_failures(f"gathering {_LABEL}"):
                 full = full_copy(item.entry.tensor, item.name)
-            if item.arrives:
+            if arrives(item.to):
                 self._full[item] = full
 
     def take(self, device: torch.device | None) -> deque[tuple[Planned, torch.Tensor]]:
@@ -347,10 +342,12 @@ class Bucket:
         tensors: deque[tuple[Planned, torch.Tensor]] = deque()
         for message in self.messages:
             found |= message.copy_out()
-        for item in [item for item in self._planned if item.arrives]:
+        for item in [item for item in self._planned if arrives(item.to)]:
             full = found.pop(item, None)
-            if full is None:  # this rank has the full tensor
-                full = item.new_full(device or item.device).copy_(item.values())
+            if full is None:
+                full = item.new_full(device or item.device)
+                if full.numel():  # this rank has the full tensor
+                    full.copy_(item.values())
             tensors.append((item, full if device is None else full.to(device)))
         return tensors
 
@@ -408,8 +405,7 @@ def stream(
 
 # Full tensors all at once -------------------------------------------------------------------------
 
-BUCKET_NBYTES = 64 * 2**20
-"""Bytes of full tensors that are gathered at once if all of them are kept."""
+BUCKET_NBYTES = 64 * 2**20  # gathered at once if all full tensors are kept
 
 
 def full_copies(

@@ -33,8 +33,7 @@ from composable_shard.train.weights.files import Stored
 # The tensors of a checkpoint and of a model -------------------------------------------------------
 
 
-Matches = dict[Entry, list[Stored]]
-"""The tensors of a model, each with the tensors of the checkpoint under its names, in order."""
+Matches = dict[Entry, list[Stored]]  # each with the tensors under its names, in order
 
 
 def _by_name(

@@ -26,16 +26,11 @@ from composable_shard.train.weights.stream import agree_on_plan
 
 # Files of full tensors: planned, filled tensor by tensor, and renamed when complete ---------------
 
-BUCKET_NBYTES = 32 * 2**20
-"""Bytes of full tensors that are gathered at once for each rank that writes."""
+BUCKET_NBYTES = 32 * 2**20  # gathered at once for each rank that writes
 
 CPU = torch.device("cpu")
 
-SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-"""The name of one of several files."""
-
-Files = dict[str, list[Planned]]
-"""The tensors in each file, by its name; the same on all ranks."""
+Files = dict[str, list[Planned]]  # the tensors in each file, by its name
 
 
 class Output:
@@ -107,10 +102,8 @@ class Output:
     def _old(self) -> list[Path]:
         if self.is_file:
             return [self.place] if self.place.exists() else []
-        found = sorted(self.folder.glob("model*.safetensors*"))
-        return [
-            path for path in found if path.name in (SINGLE, INDEX) or SHARD.fullmatch(path.name)
-        ]
+        names = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(INDEX))
+        return [path for path in sorted(self.folder.glob("*")) if names.fullmatch(path.name)]
 
 
 def _save(output: Output, files: Files, ranks: Ranks, advance: Callable[[int], object]) -> None:

@@ -101,9 +101,8 @@ def iter_full(
         arguments.check_flags(rank0_only=rank0_only)
         arguments.check_dtype("dtype", dtype)
         arguments.check_function("rename", rename)
-        arguments.check_value(
-            "tied", tied, tied in get_args(Tied), f"to be one of {get_args(Tied)}"
-        )
+        ways = get_args(Tied)
+        arguments.check_value("tied", tied, tied in ways, f"to be one of {ways}")
         fits = callable(subclasses) or subclasses in ("own", "plain")
         arguments.check_value("subclasses", subclasses, fits, "to be 'own', 'plain' or a function")
         place = None if device is None else arguments.checked_device("device", device)
@@ -111,10 +110,9 @@ def iter_full(
     form = "by a function" if callable(subclasses) else subclasses
     asked = f"dtype {dtype}, tied {tied}, subclasses {form}"
     facts = [f"bucket_bytes {bucket_bytes}, rank0_only {rank0_only}, {asked}"]
-    call, expected = "iter_full()", "names for iter_full()"
     to = ranks.numbers[0] if rank0_only else None
     chosen = {"dtype": dtype, "rename": rename, "tied": tied, "subclasses": subclasses, "to": to}
-    planned = agree_on_plan(entries, facts, ranks, call, expected, **chosen)
+    planned = agree_on_plan(entries, facts, ranks, "iter_full()", "names for iter_full()", **chosen)
     buckets = list(map(gathering.Bucket, gathering.runs_within(planned, bucket_bytes)))
     expected = "all ranks to go through iter_full() to its end"
     with contextlib.closing(gathering.stream(buckets, ranks, expected, place)) as arriving:
@@ -152,12 +150,7 @@ def plan(
 
 
 def agree_on_plan(
-    entries: Sequence[Entry],
-    facts: Sequence[str],
-    ranks: Ranks,
-    call: str,
-    expected: str,
-    **chosen: Any,
+    entries: list[Entry], facts: list[str], ranks: Ranks, call: str, expected: str, **chosen: Any
 ) -> list[Planned]:
     """Return the plan of the tensors of a model, the same on all ranks.
 
