@@ -31,7 +31,7 @@ from composable_shard.train.full import sharded_axes
 _LINEAR = ("sum", "avg", "max", "min")  # pending reductions that commute with scaling
 
 
-def pending(grad: torch.Tensor) -> list[tuple[int, Placement]]:
+def pending(grad: torch.Tensor | None) -> list[tuple[int, Placement]]:
     """Return the mesh axes over which a gradient is not yet reduced, with their placements."""
     if not isinstance(grad, DTensor):
         return []
@@ -96,8 +96,8 @@ def _norm_of(
             norm = torch.linalg.vector_norm(norm, p, dim=0, keepdim=True)
         for group in groups:
             message = norm.to(_torch.device_for(group, device))
-            shape, on = (group.size(), len(message)), message.device
-            gathered = _torch.empty(*shape, dtype=dtype, device=on)  # [ranks, norms]
+            # [ranks, norms]
+            gathered = _torch.empty(group.size(), len(message), dtype=dtype, device=message.device)
             with watched(group, _DOING):
                 _torch.all_gather_rows(gathered, message, group)
             norm = torch.linalg.vector_norm(gathered, p, dim=0).to(device)
@@ -146,11 +146,12 @@ def _name_of(param: torch.Tensor) -> str:
     return f"'{owner.name}' of {owner.group.label}"
 
 
-def _check_local_shape(param: torch.Tensor, grad: torch.Tensor) -> None:
+def _check_local_shape(param: torch.Tensor) -> None:
     """Raise ``ShardError`` if a gradient has its parameter's placements but another local shape.
 
     Collective: none; the error is sent to the ranks that wait for this rank.
     """
+    grad = param.grad
     if not (isinstance(param, DTensor) and isinstance(grad, DTensor)):
         return
     own, got = (list(_torch.local_tensor(tensor).shape) for tensor in (param, grad))
@@ -255,16 +256,15 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     grads = [cast(torch.Tensor, param.grad) for param in owners]
     check_scalable(grads)
-    for param, grad in zip(owners, grads, strict=True):
-        _check_local_shape(param, grad)
+    for param in owners:
+        _check_local_shape(param)
     dtype = reduce(torch.promote_types, (grad.dtype.to_real() for grad in grads))
     meshes = [grad.device_mesh for grad in grads if isinstance(grad, DTensor)]
     device = torch.device(meshes[0].device_type) if meshes else grads[0].device
     wide = torch.promote_types(dtype, torch.float32)
     norm_of = partial(_norm_of, p=order, dtype=wide, device=device)
     reduced = [grad for grad in grads if not pending(grad)]
-    unreduced = [param for param, grad in zip(owners, grads, strict=True) if pending(grad)]
-    total = norm_of(chain([reduced], ([_reduced(param)] for param in unreduced)))
+    total = norm_of(chain([reduced], ([_reduced(p)] for p in owners if pending(p.grad))))
     if error_if_nonfinite and not total.isfinite():
         wrong = (param for param in owners if not norm_of([[_reduced(param)]]).isfinite())
         names = list(map(_name_of, islice(wrong, _NUM_NAMED)))

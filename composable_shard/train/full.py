@@ -22,8 +22,7 @@ _FACTOR_OF_PIECES = 0x9E3779B97F4A7C15
 
 # The part of a tensor that a rank holds -----------------------------------------------------------
 
-Box = tuple[slice, ...]
-"""A range of each dim."""
+Box = tuple[slice, ...]  # a range of each dim
 
 
 def boxes_of(

@@ -206,5 +206,5 @@ def _local(param: torch.Tensor) -> torch.Tensor:
 
 def _num_parts(param: torch.Tensor) -> int:
     """Return the number of ranks over which the gradient of a parameter is not yet reduced."""
-    grad = cast(torch.Tensor, param.grad)
+    grad = param.grad
     return math.prod(cast(DTensor, grad).device_mesh.size(axis) for axis, _ in pending(grad))

@@ -48,9 +48,9 @@ def _unmovable(what: str, got: str) -> ShardError:
 
 # Descriptions of tensors --------------------------------------------------------------------------
 
+# The place of a tensor in a model, the same on all ranks: ("parameter", 3), ("gradient", 3),
+# ("plain", "norm.weight") or ("state", 0, "parameter", 3, "exp_avg").
 Key = tuple[Any, ...]
-"""The place of a tensor in a model, the same on all ranks: ``("parameter", 3)``, ``("gradient",
-3)``, ``("plain", "norm.weight")`` or ``("state", 0, "parameter", 3, "exp_avg")``."""
 
 Tensors = dict[Key, torch.Tensor]  # of this rank: local shards, or full tensors
 Meshes = Mapping[Fits, DeviceMesh]  # by patterns of names: the first that fits decides
@@ -77,9 +77,9 @@ class Item(NamedTuple):
     dim: int | None = None
 
 
+# The description of a model that its ranks send to the ranks that join: an Item for each tensor,
+# numbers among the states of optimizers, and the settings of their parameter groups.
 Description = dict[Key, Any]
-"""The description of a model that its ranks send to the ranks that join: an :class:`Item` for each
-tensor, numbers among the states of optimizers, and the settings of their parameter groups."""
 
 
 def _items(described: Description) -> dict[Key, Item]:
@@ -412,8 +412,8 @@ def _whole_on_meta(param: ShardedParam) -> torch.Tensor:
 
 # The move, on all ranks ---------------------------------------------------------------------------
 
+# By rank, the current or the new location of each parameter; without ranks that hold nothing.
 Places = dict[int, list[Ground]]
-"""By rank, the current or the new location of each parameter; without ranks that hold nothing."""
 
 
 class _Move:
@@ -547,7 +547,7 @@ class _Move:
         found = list[Piece]()
         if item.param is not None:
             for way in self._ways[item.param]:
-                found += pieces_of(number, *(one.holding(item.shape, item.dim) for one in way))
+                found += pieces_of(number, item.shape, item.dim, *way)
             return found
         for rank in self._joining():
             meshes = [ground.ranks for ground in self._after[rank]]

@@ -59,8 +59,7 @@ class Parked:
         return self.parameters + self.gradients + self.states + self.buffers
 
 
-Tensors = dict[str, list[torch.Tensor]]
-"""Plain tensors by kind, as :class:`Parked` has them."""
+Tensors = dict[str, list[torch.Tensor]]  # by kind, as Parked has them
 
 
 def _tensors_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> Tensors:

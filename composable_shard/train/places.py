@@ -15,7 +15,7 @@ part of it, has neither its process groups nor its order.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -24,15 +24,11 @@ import torch.distributed as dist
 
 from composable_shard.core.placement import ParamPlacement, Role
 from composable_shard.errors import ShardError
-from composable_shard.optim.blocks import Box, spread_over
+from composable_shard.optim.blocks import Box, Spread, spread_over
 
 # PURE: which part of a tensor goes from which rank to which ---------------------------------------
 
 COPIES_SENT = 2  # of a message on the sending rank: each part alone, and all parts together
-
-
-Holding = dict[int, tuple[Box, int]]
-"""The layout of a tensor: the box of each rank, and the copy of the tensor that it belongs to."""
 
 
 class Piece(NamedTuple):
@@ -49,27 +45,6 @@ class Piece(NamedTuple):
     source: int
     target: int
     box: Box
-
-
-def pieces_of(tensor: int, before: Holding, after: Holding) -> list[Piece]:
-    """Return the pieces that move a tensor to a new layout; each rank gets every element once.
-
-    Args:
-        tensor: Its index.
-        before: Its current layout.
-        after: Its new layout.
-    """
-    copies: dict[int, list[int]] = defaultdict(list)
-    for rank, (_, copy) in before.items():
-        copies[copy].append(rank)
-    found = []
-    for place, (target, (wanted, _)) in enumerate(after.items()):
-        copy = before[target][1] if target in before else place % len(copies)
-        pieces = [
-            Piece(tensor, one, target, before[one][0].overlap(wanted)) for one in copies[copy]
-        ]
-        found += [piece for piece in pieces if piece.box.numel]
-    return found
 
 
 def cut_box(box: Box, most: int) -> Iterator[Box]:
@@ -149,12 +124,34 @@ class Ground(NamedTuple):
             )
         return cls(tuple(ranks.flatten().tolist()), tuple(mesh.shape), placement.roles)
 
-    def holding(self, shape: Sequence[int], dim: int | None) -> Holding:
-        """Return the layout of a tensor that is sharded on a dim, or on none."""
+    def spread(self, shape: Sequence[int], dim: int | None) -> Spread:
+        """Return the parts of a tensor that is sharded on a dim, or on none, by rank."""
         over = tuple(dim if role == "shard" else None for role in self.roles)
-        spread = spread_over(tuple(shape), self.extents, over)
-        return dict(zip(self.ranks, zip(spread.boxes, spread.replicas, strict=True), strict=True))
+        return spread_over(tuple(shape), self.extents, over)
 
     def box(self, shape: Sequence[int], dim: int | None) -> Box:
         """Return this rank's part of a tensor that is sharded on a dim, or on none."""
-        return self.holding(shape, dim)[dist.get_rank()][0]
+        return self.spread(shape, dim).boxes[self.ranks.index(dist.get_rank())]
+
+
+def pieces_of(
+    tensor: int, shape: Sequence[int], dim: int | None, before: Ground, after: Ground
+) -> list[Piece]:
+    """Return the pieces that move a tensor to other ranks; each rank gets every element once.
+
+    Args:
+        tensor: Its index.
+        shape: Its shape.
+        dim: The sharded dim; ``None`` if it is not sharded.
+        before: Its current ranks.
+        after: Its new ranks.
+    """
+    have, want = before.spread(shape, dim), after.spread(shape, dim)
+    places = {rank: place for place, rank in enumerate(before.ranks)}
+    num_copies, found = max(have.replicas) + 1, list[Piece]()
+    for number, (target, wanted) in enumerate(zip(after.ranks, want.boxes, strict=True)):
+        copy = have.replicas[places[target]] if target in places else number % num_copies
+        for place, part in have.parts(wanted).items():
+            if have.replicas[place] == copy:
+                found.append(Piece(tensor, before.ranks[place], target, part))
+    return found

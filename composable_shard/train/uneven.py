@@ -165,8 +165,7 @@ def _calls_like(module: nn.Module) -> Sequence[_NestedCall]:
     if len(set(called)) < len(called):
         raise ShardError(
             f"Expected a module to sit out that is sharded itself, got {type(module).__name__}, "
-            "which has called a sharded module inside several times in its last forward; call "
-            "sit_out() for each of these calls"
+            "which calls a sharded module several times; call sit_out() for each of these calls"
         )
     return last
 

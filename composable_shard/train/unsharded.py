@@ -305,21 +305,17 @@ def _slots_in(
         modules: The modules.
         groups: The groups with parameters in these modules that are not open.
     """
-    within = set(modules)
-    slots: dict[nn.Parameter, list[Slot]] = {}
+    within, slots = set(modules), dict[nn.Parameter, list[Slot]]()
     for module in modules:
         for attribute, param in module._parameters.items():
-            if isinstance(param, DTensor):
+            if isinstance(param, DTensor) and owner_of_sharded(param) is None:
                 slots.setdefault(param, []).append(Slot.of(module, attribute))
-    known = {one.slots[0].get(): (group, one) for group in groups for one in group.params}
-    for param in list(slots):
-        if param not in known and owner_of_sharded(param) is not None:
-            del slots[param]
-    for registered, (group, one) in known.items():
+    for group in groups:
         is_whole = not within.isdisjoint(group.modules)
-        is_outside = all(owner_of(slot.module) is not group for slot in one.slots)
-        is_opened = registered in slots or (is_whole and is_outside)
-        if isinstance(registered, DTensor) and is_opened:
-            places = slots.setdefault(registered, [])
-            places += [place for place in one.slots if place not in places]
+        for one in group.params:
+            registered = one.slots[0].get()
+            is_inside = any(slot.module in within for slot in one.slots)
+            is_outside = all(owner_of(slot.module) is not group for slot in one.slots)
+            if isinstance(registered, DTensor) and (is_inside or (is_whole and is_outside)):
+                slots[registered] = sorted(one.slots, key=lambda slot: slot.module not in within)
     return slots

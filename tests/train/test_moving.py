@@ -76,19 +76,20 @@ def test_every_rank_gets_each_of_its_elements_once(
     shape: tuple[int, ...], data: st.DataObject, before: Ground, after: Ground
 ) -> None:
     dim = data.draw(st.sampled_from([None, *range(len(shape))]))
-    have, want = before.holding(shape, dim), after.holding(shape, dim)
-    pieces = pieces_of(5, have, want)
+    boxes = [ground.spread(shape, dim).boxes for ground in (before, after)]
+    have = dict(zip(before.ranks, boxes[0], strict=True))
+    want = dict(zip(after.ranks, boxes[1], strict=True))
+    pieces = pieces_of(5, shape, dim, before, after)
     assert all(piece.tensor == 5 for piece in pieces)
     for rank in range(6):
         got = [one for piece in pieces if piece.target == rank for one in elements(piece.box)]
         assert len(got) == len(set(got))
-        assert set(got) == (elements(want[rank][0]) if rank in want else set())
+        assert set(got) == (elements(want[rank]) if rank in want else set())
     for piece in pieces:
-        assert elements(piece.box) <= elements(have[piece.source][0])
+        assert elements(piece.box) <= elements(have[piece.source])
     for rank in have.keys() & want.keys():  # what a rank has is not sent to it
-        own, _ = have[rank]
         sent = {e for p in pieces if p.target == rank != p.source for e in elements(p.box)}
-        assert not sent & elements(own)
+        assert not sent & elements(have[rank])
 
 
 @reproducible(200)

@@ -94,9 +94,8 @@ def test_several_calls_inside_of_a_container_are_told_apart_by_sharding_it() -> 
         fully_shard(model)
         model(torch.ones(2, 4)).sum().backward()
         expected = (
-            "Expected a module to sit out that is sharded itself, got Reused, which has called a "
-            "sharded module inside several times in its last forward; call sit_out() for each of "
-            "these calls"
+            "Expected a module to sit out that is sharded itself, got Reused, which calls a "
+            "sharded module several times; call sit_out() for each of these calls"
         )
         with pytest.raises(ShardError, match=re.escape(expected)):
             sit_out(model[0])

@@ -17,8 +17,8 @@ from composable_shard.core.tree import check_at_rest
 
 # The tensors in a checkpoint: each once, with all of its names ------------------------------------
 
+# Names of wrapper modules, which a checkpoint leaves out of its names.
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-"""Names of wrapper modules, which a checkpoint leaves out of its names."""
 
 
 @dataclass(eq=False)
