@@ -28,13 +28,11 @@ from composable_shard.errors import ShardError
 from composable_shard.mesh import ShardMesh, check_reshard, resolve_mesh
 from composable_shard.optim import exchange
 from composable_shard.optim.blocks import Box, padded, whole
-from composable_shard.optim.exchange import part_of
 from composable_shard.optim.layouts import Fits, LayoutOptimizer, does_fit
 from composable_shard.train.places import Ground, Piece, pieces_of, rounds_of
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.uneven import sharded_groups
-from composable_shard.train.weights.entries import exchange as exchange_params
-from composable_shard.train.weights.entries import register_instead
+from composable_shard.train.weights import entries
 
 DEFAULT_BUCKET_NBYTES = 64 * 2**20
 
@@ -284,7 +282,7 @@ class _Holder:
                 continue
             full = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="meta")
             device = "cpu" if item.device_type == "cpu" else self.groups[0].mesh.device
-            part = part_of(full, box)
+            part = exchange.part_of(full, box)
             found[key] = _torch.without_values(torch.empty_like(part, device=device))
         return found
 
@@ -328,7 +326,7 @@ class _Holder:
                 # It gets new memory, and stays the same object.
                 made = _torch.from_local(local, spec)
                 made_param = _torch.parameter_of(made, param.sharded.requires_grad)
-                exchange_params(param.sharded, made_param)
+                entries.exchange(param.sharded, made_param)
             _torch.relocate(param.sharded, local, spec)
             param.set_local(local)
         places = zip(self.groups, self._buckets, self._meshes_of_groups, strict=True)
@@ -343,7 +341,7 @@ class _Holder:
                 if sharded.grad is not shard:
                     assign_grad(sharded, shard)
             elif key[0] == "plain" and self.is_empty and self._tensors[key].is_meta:
-                register_instead(self._model, self._tensors[key], tensors[key])
+                entries.register_instead(self._model, self._tensors[key], tensors[key])
         for place, optimizer in enumerate(self._optimizers):
             self._settle_states(place, optimizer, described, tensors)
 
@@ -512,7 +510,7 @@ class _Move:
             held = whole(item.shape)
             if item.param is not None:
                 held = places[rank][item.param].box(item.shape, item.dim)
-            return part_of(tensors[key], piece.box.within(held))
+            return exchange.part_of(tensors[key], piece.box.within(held))
 
         source = partial(view, tensors=before, places=self._before)
         target = partial(view, tensors=after, places=self._after)

@@ -211,7 +211,7 @@ def test_places(whole: Path) -> None:
         "all files anew"
     )
     refused(index, f"ValueError: {absent}")
-    there = f"'{whole}' is there already; choose another place, or set overwrite=True"
+    there = f"'{whole}' exists; choose another place, or set overwrite=True"
     assert all_say(lambda: save_full(linear(), whole)) == (
         f"Expected to save '{whole}', got on rank 0: FileExistsError: {there}"
     )

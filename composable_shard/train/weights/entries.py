@@ -28,10 +28,12 @@ class Entry:
     Attributes:
         names: Its names in the model, in the order of modules; several if it is tied.
         tensor: The tensor.
+        is_persistent: Whether a checkpoint has it.
     """
 
     names: tuple[str, ...]
     tensor: torch.Tensor
+    is_persistent: bool = True
 
     @property
     def local(self) -> torch.Tensor:
@@ -94,7 +96,7 @@ def listed_in(module: nn.Module, *, has_volatile: bool = False) -> list[Entry]:
     found: dict[int, Entry] = {}
     for name, tensor, is_persistent in registered(module):
         if is_persistent or has_volatile:
-            entry = found.setdefault(id(tensor), Entry((), tensor))
+            entry = found.setdefault(id(tensor), Entry((), tensor, is_persistent))
             entry.names += (name,)
     return [*found.values()]
 

@@ -20,14 +20,7 @@ from composable_shard.errors import ShardError
 from composable_shard.train.full import Box, as_bytes, boxes_of, count_write, same_bits
 from composable_shard.train.ranks import Ranks, naming_failures
 from composable_shard.train.weights import files
-from composable_shard.train.weights.entries import (
-    Entry,
-    Rename,
-    contents_of,
-    listed,
-    materialize,
-    registered,
-)
+from composable_shard.train.weights.entries import Entry, Rename, contents_of, listed, materialize
 from composable_shard.train.weights.files import Stored
 
 # The tensors of a checkpoint and of a model -------------------------------------------------------
@@ -141,19 +134,13 @@ def _read(
     with torch.inference_mode(False), torch.no_grad():
         with ranks.noting_failure():
             materialize(model, matches)
-        device = torch.device("cpu")
-        if ranks.group is not None:
-            device = _torch.device_for(ranks.group, device)
-        largest = max((item.nbytes for items in matches.values() for item in items), default=0)
-        # A buffer for each tensor would stay with the allocator.
-        buffer = _torch.empty(largest if sends else 0, dtype=torch.uint8, device=device)
         for entry in matches:
             count_write(entry.local)  # also if this rank has no rows, or fails
         for entry, items in sorted(matches.items(), key=lambda pair: pair[1][0].file):
             for stored in items:
                 rows: Callable[[Box], torch.Tensor] = partial(files.read_part, stored)
-                if sends:
-                    rows = _broadcast(stored, ranks, buffer[: stored.nbytes]).__getitem__
+                if sends and ranks.group is not None:
+                    rows = _broadcast(stored, ranks, ranks.group).__getitem__
                 if ranks.failure is None:
                     with ranks.noting_failure():
                         first = items[0] if strict else stored
@@ -176,20 +163,22 @@ def _fill(entry: Entry, stored: Stored, first: Stored, rows: Callable[[Box], tor
             )
 
 
-def _broadcast(stored: Stored, ranks: Ranks, sent: torch.Tensor) -> torch.Tensor:
+def _broadcast(stored: Stored, ranks: Ranks, group: dist.ProcessGroup) -> torch.Tensor:
     """Return a full tensor, read by the first rank. Collective: a broadcast of its bytes.
 
     Args:
         stored: The tensor.
         ranks: The ranks that get it.
-        sent: Memory for its bytes.
+        group: Their process group.
     """
+    device = _torch.device_for(group, torch.device("cpu"))
+    sent = _torch.empty(stored.nbytes, dtype=torch.uint8, device=device)
     if ranks.is_first and ranks.failure is None and len(sent):
         with ranks.noting_failure():
-            sent = as_bytes(files.read_part(stored, ())).to(sent.device)
-    if ranks.group is not None and len(sent):
+            sent = as_bytes(files.read_part(stored, ())).to(device)
+    if len(sent):
         with naming_failures(ranks.doing):
-            dist.broadcast(sent, group=ranks.group, group_src=0)
+            dist.broadcast(sent, group=group, group_src=0)
     return sent.view(stored.dtype).view(stored.shape)
 
 
@@ -292,7 +281,8 @@ def load_sharded(
         check_path("source", source)
         check_flags(strict=strict, broadcast_from_rank0=broadcast_from_rank0, progress=progress)
         check_function("rename", rename)
-        entries = contents_of(model, "load_sharded")
+        found = contents_of(model, "load_sharded", has_volatile=True)
+        entries = [entry for entry in found if entry.is_persistent]
     shows, sends = progress and ranks.is_first, broadcast_from_rank0
     arguments = f"strict {strict}, {'no ' if rename is None else ''}rename"
     facts = [f"{arguments}, broadcast_from_rank0 {sends}", *(entry.fact() for entry in entries)]
@@ -314,9 +304,8 @@ def load_sharded(
         _read(model, matches, ranks, advance, strict=strict, sends=sends)
     partly = "; the model is partly loaded, load it again"
     ranks.agree([], "tensors", f"to load '{source}'", remedy=partly)
-    left_on_meta = [
-        name for name, one, is_saved in registered(model) if one.is_meta and not is_saved
-    ]
+    volatile = [entry for entry in found if not entry.is_persistent and entry.is_meta]
+    left_on_meta = [name for entry in volatile for name in entry.names]
     if left_on_meta and ranks.is_first:
         left = f"non-persistent buffers {listed(left_on_meta)} are still on the meta device"
         warnings.warn(f"The {left}; compute them, as no checkpoint has them", stacklevel=2)

@@ -55,9 +55,7 @@ class Output:
         """
         old = self._old()
         if old and not self._overwrite:
-            raise FileExistsError(
-                f"'{old[0]}' is there already; choose another place, or set overwrite=True"
-            )
+            raise FileExistsError(f"'{old[0]}' exists; choose another place, or set overwrite=True")
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def file_names(self, num_files: int) -> list[str]:
