@@ -27,8 +27,7 @@ _open: WeakSet[ParamGroup] = WeakSet()  # the groups in scopes
 _EXPECTED = (
     "weights in weigh() that are finite and not negative",
     "no optimizer step and no other mesh or divide factor inside weigh(), where gradients are sums",
-    "finished reductions at the end of weigh(); end the last backward with "
-    "set_is_last_backward(True), or call finalize_backward() and wait for its handle",
+    "finished reductions at the end of weigh(); set_is_last_backward(True) or finalize_backward()",
     "a weight above 0 on any rank inside of weigh(), since without tokens there is no mean",
 )
 
