@@ -57,11 +57,10 @@ def save_checkpoint(
     target = Path(folder)
     part = target.with_name(f".{target.name}.part")
     ranks = Ranks(process_group, f"saving checkpoint '{target}'")
-    expected = f"to save checkpoint '{target}'"
     with naming_failures(ranks.doing):
-        ranks.on_first(partial(_make_room, target, part), expected)
+        ranks.on_first(partial(_make_room, target, part))
         _write(state, part, target, process_group)
-        ranks.on_first(partial(_publish, part, target), expected)
+        ranks.on_first(partial(_publish, part, target))
 
 
 def is_complete(folder: str | os.PathLike[str]) -> bool:

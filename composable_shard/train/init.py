@@ -83,7 +83,7 @@ def init_sharded(
                     f"Expected parameters of one plain tensor each, got '{entry.names[0]}', a "
                     f"{type(entry.local).__name__}; give it its values before fully_shard"
                 )
-    ranks.agree([f"seed {seed}", *(entry.fact() for entry in entries)], "model and seed", "a model")
+    ranks.agree(f"seed {seed}", *(entry.fact() for entry in entries), what="model and seed")
     with ranks.checking():
         fresh = [entry for entry in entries if entry.is_meta]
         params = {id(param) for param in model.parameters()} if fn is None else set[int]()
@@ -99,7 +99,7 @@ def init_sharded(
             raise MaterializationError(
                 f"Expected {by} to initialize {listed(missing)}, got no values; pass another fn"
             )
-    ranks.agree([], "", "")
+    ranks.agree()
 
 
 def _reset(module: nn.Module) -> None:
@@ -254,7 +254,7 @@ def sync_module_states(
                 )
     facts = [f"src_rank {src_rank}, keep_shards {keep_shards}, bucket_nbytes {bucket_nbytes}"]
     facts += [entry.fact() for entry in entries]
-    ranks.agree(facts, "arguments, parameters and buffers", "")
+    ranks.agree(*facts, what="arguments, parameters and buffers")
     if ranks.group is not None and len(ranks.numbers) > 1:
         plain = [entry.local for entry in entries if not isinstance(entry.tensor, DTensor)]
         _broadcast(plain, ranks.group, ranks.numbers.index(src_rank), bucket_nbytes)

@@ -436,9 +436,9 @@ class _Move:
             with self._ranks.noting_failure():
                 if self._rank in self._after:
                     after = holder.make_room(described)
-            self._agree()
+            self._ranks.agree()
             self._send(_items(described), before, after, bucket_nbytes)
-            self._agree()
+            self._ranks.agree()
         except BaseException:
             holder.stay()
             raise
@@ -447,10 +447,6 @@ class _Move:
             holder.settle(described, after)
         else:
             holder.leave()
-
-    def _agree(self, facts: Sequence[str] = (), what: str = "model") -> None:
-        """Raise on all ranks if a rank has failed, or if their facts differ."""
-        self._ranks.agree(facts, what, "all ranks to move the model")
 
     def _locate(self, meshes: Meshes, bucket_nbytes: int) -> None:
         """Exchange where the model is and where it moves, and check that all ranks agree.
@@ -466,7 +462,7 @@ class _Move:
             planned = holder.plan(meshes)
             locations = holder.grounds(), planned
             facts += [f"'{param.name}', {list(param.shape)}" for param in holder.params]
-        self._agree(facts)
+        ranks.agree(*facts, what="model")
         both = ranks.gather(locations)
         self._before: Places = {rank: before for rank, (before, _) in both.items() if before}
         self._after: Places = {rank: after for rank, (_, after) in both.items() if after}
@@ -490,10 +486,10 @@ class _Move:
             with self._ranks.noting_failure():
                 own, tensors = self._holder.describe(has_joining=bool(self._joining()))
                 sent = pickle.dumps(own) if self._rank == first else b""
-        self._agree()
+        self._ranks.agree()
         described: Description = pickle.loads(self._ranks.from_one(sent, first))
         facts = [f"{key}: {item}" for key, item in _items(own or described).items()]
-        self._agree(sorted(facts), "state")
+        self._ranks.agree(*sorted(facts), what="state")
         return described, tensors
 
     # The transfers ----------------------------------------------------------------------------
@@ -655,7 +651,7 @@ def move(
         >>> run_threads(go_hybrid, 2)[0]
         ((Replicate(), Shard(dim=0)), (4, 2))
     """
-    ranks = Ranks(process_group, f"moving {type(model).__name__}")
+    ranks = Ranks(process_group, "moving a model")
     with ranks.checking():
         check_module("model", model)
         meshes: Meshes = mesh if isinstance(mesh, Mapping) else {"*": mesh}

@@ -330,7 +330,7 @@ def parked(
         with ranks.noting_failure():
             storages = DeviceStorages(tensors)
             storages.copy()
-        ranks.agree([], "parked model", "all ranks to park the model")
+        ranks.agree()
         storages.let_go()
         _refuse_use(groups, optimizers, until)
         yield Parked(**storages.counted)
@@ -341,5 +341,5 @@ def parked(
     with ranks.noting_failure():
         storages.come_back()
     remedy = "; it stays parked, so start all ranks again, from a checkpoint"
-    ranks.agree([], "", "all ranks to have the parked model in memory again", remedy=remedy)
+    ranks.agree(remedy=remedy)
     until.close()

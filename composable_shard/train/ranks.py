@@ -111,24 +111,17 @@ class Ranks:
         except Exception as error:
             with self.noting_failure():
                 raise
-            self.agree([], "", f"all ranks to begin {self.doing}", refusal=error)
+            self.agree(refusal=error)
 
     def agree(
-        self,
-        facts: Sequence[str],
-        what: str,
-        expected: str,
-        *,
-        remedy: str = "",
-        refusal: Exception | None = None,
+        self, *facts: str, what: str = "", remedy: str = "", refusal: Exception | None = None
     ) -> None:
         """Raise on all ranks if a rank has failed, or if their facts differ.
 
         Args:
             facts: Facts that must be the same on all ranks.
             what: The subject of the facts, for messages.
-            expected: The start of the message if this rank has failed.
-            remedy: The end of that message.
+            remedy: The end of the message if a rank has failed.
             refusal: The exception to raise instead if all ranks have failed in the same way.
 
         Raises:
@@ -138,37 +131,38 @@ class Ranks:
         Collective: an all-gather of a small object; a second one before it raises.
         """
         digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
-        answers = self.gather((digest, self.failure, expected))
-        failures = {rank: failure for rank, (_, failure, _) in answers.items()}
-        if refusal is not None and {*failures.values()} == {self.failure}:
+        answers = self.gather((self.failure, digest))
+        if refusal is not None and {failure for failure, _ in answers.values()} == {self.failure}:
             raise refusal
-        for rank, (_, failure, expectation) in answers.items():
+        for rank, (failure, _) in answers.items():
             if failure is not None:
-                raise ShardError(f"Expected {expectation}, got on rank {rank}: {failure}{remedy}")
-        if len({digest for digest, *_ in answers.values()}) > 1:
+                raise ShardError(
+                    f"Expected no failure while {self.doing}, got on rank {rank}: {failure}{remedy}"
+                )
+        if len({*answers.values()}) > 1:
             facts_of = self.gather(list(facts))
             raise RankMismatchError(first_difference([*facts_of.values()], [*facts_of], what))
 
-    def on_first(self, act: Callable[[], object], expected: str) -> None:
+    def on_first(self, act: Callable[[], object]) -> None:
         """Act on the first rank; a failure raises on all ranks, see :meth:`agree`."""
         if self.is_first:
             with self.noting_failure():
                 act()
-        self.agree([], "", expected)
+        self.agree()
 
-    def go_on(self, expected: str) -> None:
+    def go_on(self) -> None:
         """Raise ``ShardError`` on all ranks if a rank has failed; cheaper than :meth:`agree`.
 
         Collective: 8 bytes; an all-gather of a small object before it raises.
         """
         if self.say(self.failure is not None):
-            self.agree([], "", expected)
+            self.agree()
 
-    def leave(self, expected: str, reason: str) -> None:
+    def leave(self, reason: str) -> None:
         """Make the next :meth:`go_on` of the other ranks raise. Collective: that of ``go_on``."""
         self.failure = reason
         with contextlib.suppress(ShardError):
-            self.go_on(expected)
+            self.go_on()
 
 
 @contextlib.contextmanager

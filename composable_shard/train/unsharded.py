@@ -266,7 +266,6 @@ def unsharded(
         group.tree.agree()
     slots = _slots_in(modules, groups)
     opened = [_Opened(param, places, writeback) for param, places in slots.items()]
-    expected = "all ranks to write back the edits of unsharded()"
     ranks = _ranks_of(*(item.mesh for item in opened if rank0_only and writeback))
     for group in groups:
         group.is_in_unsharded_context = True
@@ -279,10 +278,10 @@ def unsharded(
                 item.find_edit(with_grads=with_grads)
         except Exception as error:
             if ranks.groups:  # the others may come late, or never if they are in another collective
-                _log.warning("Expected %s, got %r; telling the other ranks", expected, error)
-                ranks.leave(expected, f"{type(error).__name__}: {error}")
+                _log.warning("unsharded() has failed with %r; telling the other ranks", error)
+                ranks.leave(f"{type(error).__name__}: {error}")
             raise
-        ranks.go_on(expected)
+        ranks.go_on()
     finally:
         for item in opened:
             item.register_sharded()

@@ -132,7 +132,7 @@ def refused(folder: Path, place: str = "json.dump", rank: int | None = None) -> 
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-FIRST = "ShardError: Expected to save checkpoint '{}', got on rank 0: "
+FIRST = "ShardError: Expected no failure while saving checkpoint '{}', got on rank 0: "
 
 
 def test_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:

@@ -117,8 +117,8 @@ NOT_LOADED: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
     (two_tensors, "whole", {}, f"{FIT}'weight' for a TwoTensor, which only its class can make "
      "from a plain tensor"),
     # The first rank has rows that are the same.
-    (tied, "tied", {}, f"Expected to load '{{}}', got on rank 1: ValueError: {TIES}; the model is "
-     "partly loaded, load it again"),
+    (tied, "tied", {}, f"Expected no failure while loading '{{}}', got on rank 1: ValueError: "
+     f"{TIES}; the model is partly loaded, load it again"),
 ]  # fmt: skip
 NOT_SAVED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (on_meta, {"rename": same}, f"{OWN}'weight' on the meta device, 'weight' for both 'weight' and "
@@ -178,7 +178,7 @@ def test_in_a_forward_and_within_unsharded(whole: Path) -> None:
     )
     assert all_say(within, True) == outside.format("save_full")
     assert all_say(within, False) == (
-        "Expected all ranks to begin gathering full weights, got on rank 1: ShardError: "
+        "Expected no failure while gathering full weights, got on rank 1: ShardError: "
         + outside.format("iter_full")
     )
 
@@ -192,7 +192,7 @@ def test_places(whole: Path) -> None:
 
     def refused(source: Path, why: str, **kwargs: Any) -> None:
         text = all_say(lambda: load_sharded(linear(), source, **kwargs))
-        assert text == f"Expected a checkpoint at '{source}', got on rank 0: {why}"
+        assert text == f"Expected no failure while loading '{source}', got on rank 0: {why}"
 
     refused(gone, f"FileNotFoundError: Expected a file at '{gone}', got none")
     two.mkdir()
@@ -213,7 +213,7 @@ def test_places(whole: Path) -> None:
     refused(index, f"ValueError: {absent}")
     there = f"'{whole}' exists; choose another place, or set overwrite=True"
     assert all_say(lambda: save_full(linear(), whole)) == (
-        f"Expected to save '{whole}', got on rank 0: FileExistsError: {there}"
+        f"Expected no failure while saving '{whole}', got on rank 0: FileExistsError: {there}"
     )
     for name in ("safetensors", "tqdm"):
         missing = (
@@ -224,7 +224,7 @@ def test_places(whole: Path) -> None:
         with mock.patch.dict(sys.modules, {name: None}):
             refused(whole, missing, progress=True)
             assert all_say(lambda new=new: save_full(linear(), new, progress=True)) == (
-                f"Expected to save '{new}', got on rank 0: {missing}"
+                f"Expected no failure while saving '{new}', got on rank 0: {missing}"
             )
 
 
@@ -239,7 +239,7 @@ def test_a_checkpoint_that_one_rank_lacks_or_has_another_of(whole: Path) -> None
         places = (whole, second)
         return all_say(lambda: load_sharded(linear(), places[dist.get_rank()]), kind=kind)
 
-    start = "Expected a checkpoint at '{}', got on rank 1: {}"
+    start = "Expected no failure while loading '{}', got on rank 1: {}"
     none = f"FileNotFoundError: Expected a file at '{gone}', got none"
     assert load(gone) == start.format(gone, none)
     cut.write_bytes(whole.read_bytes()[:-1])
@@ -269,9 +269,9 @@ def test_a_rename_that_fails_on_one_rank(whole: Path, calls: Any, rank: int) -> 
         return name
 
     place = whole if calls is load_sharded else whole.parent / "new"
-    expected = f"to save '{place}'" if calls is save_full else f"names from rename for '{place}'"
+    doing = f"{'saving' if calls is save_full else 'loading'} '{place}'"
     assert all_say(renamed_by, rename, calls, whole) in {
-        f"Expected {expected}, got on rank {rank}: KeyError: '{name}'"
+        f"Expected no failure while {doing}, got on rank {rank}: KeyError: '{name}'"
         for name in ("weight", "bias")
     }
 
@@ -348,8 +348,8 @@ def test_a_disk_that_fails_on_one_rank_while_it_is_read(
     with mock.patch.object(files, "read_part", broken_on(rank, files.read_part)):
         text = all_say(lambda: load_sharded(linear(), whole, broadcast_from_rank0=sends))
         assert text == (
-            f"Expected to load '{whole}', got on rank {rank}: OSError: [Errno 5] Input/output "
-            "error; the model is partly loaded, load it again"
+            f"Expected no failure while loading '{whole}', got on rank {rank}: OSError: "
+            "[Errno 5] Input/output error; the model is partly loaded, load it again"
         )
 
 
@@ -369,7 +369,7 @@ def test_a_disk_that_fails_while_it_is_written(tmp_path: Path, rank: int) -> Non
         with mock.patch.object(owner, name, act):
             text = all_say(lambda: save_full(linear(), place, max_shard_size=20))
         full = "OSError: [Errno 28] No space left on device"
-        assert text == f"Expected to save '{place}', got on rank {rank}: {full}"
+        assert text == f"Expected no failure while saving '{place}', got on rank {rank}: {full}"
         assert list(place.iterdir()) == []
 
 
@@ -419,7 +419,7 @@ def test_one_rank_without_the_model(whole: Path, doing: str, rank: int) -> None:
     do, doing = WRONG[doing], doing.removesuffix(" by the first").format(whole.parent)
     text = all_say(lambda: do(None if dist.get_rank() == rank else linear(), whole.parent))
     wrong = "Expected model to be an nn.Module, got NoneType: None"
-    assert text == f"Expected all ranks to begin {doing}, got on rank {rank}: TypeError: {wrong}"
+    assert text == f"Expected no failure while {doing}, got on rank {rank}: TypeError: {wrong}"
     assert all_say(lambda: do(None, whole.parent), kind=TypeError) == wrong
 
 
@@ -437,7 +437,7 @@ def test_what_iter_full_cannot_give() -> None:
 
     text = all_say(lambda: list(iter_full(two_tensors(), subclasses=lambda shard: shard + 1)))
     got = "Expected a plain tensor of shape [2, 2] for 'weight', got TwoTensor of shape [2, 2]"
-    going = "Expected all ranks to go through iter_full() to its end"
+    going = "Expected no failure while gathering full weights"
     assert text == f"{going}, got on rank 0: TypeError: {got}"
 
     def fail(name: str) -> str:
@@ -446,5 +446,5 @@ def test_what_iter_full_cannot_give() -> None:
         return name
 
     assert all_say(lambda: list(iter_full(linear(), rename=fail))) == (
-        "Expected names for iter_full(), got on rank 1: KeyError: 'weight'"
+        "Expected no failure while gathering full weights, got on rank 1: KeyError: 'weight'"
     )

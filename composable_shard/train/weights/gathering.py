@@ -355,7 +355,6 @@ class Bucket:
 def stream(
     buckets: Sequence[Bucket],
     ranks: Ranks | None,
-    expected: str,
     device: torch.device | None = None,
     advance: Callable[[int], object] = lambda _: None,
 ) -> Generator[tuple[Planned, torch.Tensor]]:
@@ -365,7 +364,6 @@ def stream(
         buckets: The buckets, the same on all ranks.
         ranks: The ranks that take part. A failure that is noted there ends the stream on all ranks.
             With ``None``, they exchange no words, and a failure is an error on its rank alone.
-        expected: The start of messages.
         device: The device of the tensors; that of the messages if absent.
         advance: Called with the number of bytes that have arrived.
 
@@ -388,7 +386,7 @@ def stream(
                 if bucket is not None:
                     bucket.prepare()
         if ranks is not None:
-            ranks.go_on(expected)
+            ranks.go_on()
         advance(under_way.nbytes)
         under_way = bucket or Bucket(())
         under_way.launch()
@@ -399,7 +397,7 @@ def stream(
         except BaseException:
             under_way.wait()
             if bucket is not None and ranks is not None:  # otherwise no rank waits for a word
-                ranks.leave(expected, f"it was left after {last}")
+                ranks.leave(f"it was left after {last}")
             raise
 
 
@@ -434,5 +432,5 @@ def full_copies(
         planned.append(Planned((name,), Entry((name,), tensor), tensor.dtype, to=to))
     buckets = list(map(Bucket, runs_within(planned, BUCKET_NBYTES)))
     together = Ranks(None, f"gathering {_LABEL}", meshes) if first_only else None
-    found = dict(stream(buckets, together, "all ranks to gather full tensors", device))
+    found = dict(stream(buckets, together, device))
     return [found.get(item) for item in planned]

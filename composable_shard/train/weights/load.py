@@ -46,7 +46,7 @@ def _by_name(
             names = [rename(item.name) for item in stored]
         pairs = zip(stored, names, strict=True)
         facts = [f"{'nothing' if new is None else repr(new)} of {old.name!r}" for old, new in pairs]
-        ranks.agree(facts, "names after rename", f"names from rename for '{source}'")
+        ranks.agree(*facts, what="names after rename")
     found: dict[str, Stored] = {}
     for item, name in zip(stored, names, strict=True):
         if name in found:
@@ -293,8 +293,7 @@ def load_sharded(
                 files.library("tqdm")
             stored = files.list_stored(source)
     facts += [] if sends else [item.fact() for item in stored]
-    what = "model, checkpoint and arguments of load_sharded()"
-    ranks.agree(facts, what, f"a checkpoint at '{source}'")
+    ranks.agree(*facts, what="model, checkpoint and arguments of load_sharded()")
     if sends:
         stored = ranks.from_one(stored)
     by_name = _by_name(stored, rename, ranks, source)
@@ -302,8 +301,7 @@ def load_sharded(
     nbytes = sum(item.nbytes for items in matches.values() for item in items)
     with files.progress_bar(f"loading {Path(source).name}", nbytes, shown=shows) as advance:
         _read(model, matches, ranks, advance, strict=strict, sends=sends)
-    partly = "; the model is partly loaded, load it again"
-    ranks.agree([], "tensors", f"to load '{source}'", remedy=partly)
+    ranks.agree(remedy="; the model is partly loaded, load it again")
     volatile = [entry for entry in found if not entry.is_persistent and entry.is_meta]
     left_on_meta = [name for entry in volatile for name in entry.names]
     if left_on_meta and ranks.is_first:

@@ -112,7 +112,6 @@ def _save(output: Output, files: Files, ranks: Ranks, advance: Callable[[int], o
 
     Collective: those of :func:`_writers` and of ``stream``; two small objects at the end.
     """
-    expected = f"to save '{output.place}'"
     to = _writers(ranks, output, len(files))
     homes = {item.name: name for name, inside in files.items() for item in inside}
     writers, open_files = dict[str, FileWriter](), contextlib.ExitStack()
@@ -124,7 +123,7 @@ def _save(output: Output, files: Files, ranks: Ranks, advance: Callable[[int], o
                     writers[name] = FileWriter(output.part(name), shapes)
                     open_files.callback(writers[name].close)
         buckets = _buckets([*files.values()], to)
-        with contextlib.closing(stream(buckets, ranks, expected, CPU, advance)) as arriving:
+        with contextlib.closing(stream(buckets, ranks, CPU, advance)) as arriving:
             for item, full in arriving:
                 if ranks.failure is None:
                     with ranks.noting_failure():
@@ -132,8 +131,8 @@ def _save(output: Output, files: Files, ranks: Ranks, advance: Callable[[int], o
                 del item, full  # otherwise they stay alive while the next bucket is finished
         with ranks.noting_failure():
             open_files.close()
-        ranks.agree([], "", expected)
-        ranks.on_first(lambda: output.publish(files), expected)
+        ranks.agree()
+        ranks.on_first(lambda: output.publish(files))
     except BaseException:
         with contextlib.suppress(OSError):
             open_files.close()
@@ -253,8 +252,7 @@ def save_full(
     place = "a file" if output.is_file else f"a folder, max_shard_size {limit}"
     facts = [f"{place}, {'no ' if rename is None else ''}rename, dtype {dtype}"]
     chosen = {"dtype": dtype, "rename": rename, "subclasses": torch.Tensor.dequantize}
-    expected = f"to save '{output.place}'"
-    planned = agree_on_plan(entries, facts, ranks, "save_full()", expected, **chosen)
+    planned = agree_on_plan(entries, facts, ranks, "save_full()", **chosen)
     runs = runs_within(planned, math.inf if output.is_file else limit)
     files = dict(zip(output.file_names(len(runs)), runs, strict=True))
     num_bytes_in_all = sum(item.nbytes for item in planned)

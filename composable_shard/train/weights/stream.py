@@ -112,10 +112,9 @@ def iter_full(
     facts = [f"bucket_bytes {bucket_bytes}, rank0_only {rank0_only}, {asked}"]
     to = ranks.numbers[0] if rank0_only else None
     chosen = {"dtype": dtype, "rename": rename, "tied": tied, "subclasses": subclasses, "to": to}
-    planned = agree_on_plan(entries, facts, ranks, "iter_full()", "names for iter_full()", **chosen)
+    planned = agree_on_plan(entries, facts, ranks, "iter_full()", **chosen)
     buckets = list(map(gathering.Bucket, gathering.runs_within(planned, bucket_bytes)))
-    expected = "all ranks to go through iter_full() to its end"
-    with contextlib.closing(gathering.stream(buckets, ranks, expected, place)) as arriving:
+    with contextlib.closing(gathering.stream(buckets, ranks, place)) as arriving:
         for item, full in arriving:
             for name in item.names:
                 yield name, full
@@ -150,7 +149,7 @@ def plan(
 
 
 def agree_on_plan(
-    entries: list[Entry], facts: list[str], ranks: Ranks, call: str, expected: str, **chosen: Any
+    entries: list[Entry], facts: list[str], ranks: Ranks, call: str, **chosen: Any
 ) -> list[Planned]:
     """Return the plan of the tensors of a model, the same on all ranks.
 
@@ -159,7 +158,6 @@ def agree_on_plan(
         facts: The arguments of the call.
         ranks: The ranks.
         call: The call, for messages.
-        expected: The start of the message if a rank has failed.
         chosen: The choices for :func:`plan`, which fails if ``rename`` does.
 
     Raises:
@@ -173,7 +171,7 @@ def agree_on_plan(
         planned = plan(entries, **chosen)
     named = {id(item.entry): " and ".join(map(repr, item.names)) for item in planned}
     called = [f"{entry.fact()}, called {named.get(id(entry), 'nothing')}" for entry in entries]
-    ranks.agree([*facts, *called], f"model and arguments of {call}", expected)
+    ranks.agree(*facts, *called, what=f"model and arguments of {call}")
     taken: dict[str, str] = {}
     wrong: list[str] = []
     for item in planned:
