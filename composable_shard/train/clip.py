@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache, partial, reduce
 from itertools import chain, islice
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -47,12 +47,9 @@ def check_scalable(grads: Iterable[torch.Tensor]) -> None:
             )
 
 
-Kind = tuple[torch.device, torch.dtype, type]
-
-
-def alike(tensors: Iterable[torch.Tensor]) -> dict[Kind, list[torch.Tensor]]:
+def alike(tensors: Iterable[torch.Tensor]) -> dict[Any, list[torch.Tensor]]:
     """Group tensors that one kernel can process: by device, dtype, and class."""
-    found = defaultdict[Kind, list[torch.Tensor]](list)
+    found = defaultdict[Any, list[torch.Tensor]](list)
     for tensor in tensors:
         found[tensor.device, tensor.dtype, type(tensor)].append(tensor)
     return found
@@ -61,7 +58,6 @@ def alike(tensors: Iterable[torch.Tensor]) -> dict[Kind, list[torch.Tensor]]:
 # The norm of gradients that lie on any mix of meshes, and scaling them by it ----------------------
 
 _DOING = "taking the norm of gradients"
-_NUM_NAMED = 3  # parameters with gradients that are not finite
 
 
 def _norm_of(
@@ -267,7 +263,7 @@ def clip_grad_norm_(
     total = norm_of(chain([reduced], ([_reduced(p)] for p in owners if pending(p.grad))))
     if error_if_nonfinite and not total.isfinite():
         wrong = (param for param in owners if not norm_of([[_reduced(param)]]).isfinite())
-        names = list(map(_name_of, islice(wrong, _NUM_NAMED)))
+        names = list(map(_name_of, islice(wrong, 3)))
         among = f", because of the gradients of {', '.join(names)}" if names else ""
         raise ShardError(
             f"Expected gradients of a finite norm of order {order}, got {total.item()}{among}; "

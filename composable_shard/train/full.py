@@ -55,7 +55,6 @@ def sharded_axes(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int
 
 
 _Runs = tuple[tuple[slice, slice], ...]
-_Cut = tuple[Placement, int, int]
 
 
 def _runs_by_dim(tensor: torch.Tensor, coordinate: Sequence[int] | None) -> list[_Runs]:
@@ -73,7 +72,7 @@ def _runs_by_dim(tensor: torch.Tensor, coordinate: Sequence[int] | None) -> list
 
 
 @lru_cache(maxsize=4096)
-def _runs(cuts: tuple[_Cut, ...], length: int) -> _Runs:
+def _runs(cuts: tuple[tuple[Placement, int, int], ...], length: int) -> _Runs:
     """Return the runs of contiguous rows of a dim that a rank holds after all cuts.
 
     The placements cut the numbers of the rows, so this holds for shards that are uneven, or cut by

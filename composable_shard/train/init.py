@@ -24,7 +24,7 @@ from composable_shard.errors import MaterializationError, ShardError
 from composable_shard.mesh import default_device_type, start_process_group
 from composable_shard.train.full import as_bytes, count_write, full_copy, sharded_axes
 from composable_shard.train.ranks import Ranks
-from composable_shard.train.weights.entries import Entry, contents_of, listed, materialize, reshard
+from composable_shard.train.weights.entries import Entry, contents_of, listed, materialize
 from composable_shard.train.weights.gathering import runs_within
 
 
@@ -103,9 +103,8 @@ def init_sharded(
 
 
 def _reset(module: nn.Module) -> None:
-    reset = getattr(module, "reset_parameters", None)
-    if callable(reset):
-        reset()
+    reset: Callable[[], object] = getattr(module, "reset_parameters", lambda: None)
+    reset()
 
 
 def _forked_generators() -> contextlib.AbstractContextManager[None]:
@@ -169,8 +168,6 @@ class _FullTensors(TorchFunctionMode):
 
 # All ranks start from the values of one -----------------------------------------------------------
 
-DEFAULT_BUCKET_NBYTES = 32 * 2**20
-
 
 @torch.no_grad()
 def sync_module_states(
@@ -179,7 +176,7 @@ def sync_module_states(
     src_rank: int = 0,
     process_group: dist.ProcessGroup | None = None,
     keep_shards: bool = False,
-    bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
+    bucket_nbytes: int = 32 * 2**20,
 ) -> None:
     """Overwrite the parameters and buffers of a module by those of one rank, in place.
 
@@ -235,9 +232,7 @@ def sync_module_states(
         arguments.check_value("src_rank", src_rank, src_rank in ranks.numbers, known)
         arguments.check_flags(keep_shards=keep_shards)
         arguments.check_int("bucket_nbytes", bucket_nbytes, 1)
-        reshard(module, "sync_module_states")
-        named = [*module.named_parameters(), *module.named_buffers()]
-        entries = [Entry((name,), tensor) for name, tensor in named]
+        entries = contents_of(module, "sync_module_states", has_volatile=True)
         for entry in entries:
             name, tensor = entry.names[0], entry.tensor
             is_sharded = isinstance(tensor, DTensor) and sharded_axes(

@@ -34,8 +34,6 @@ from composable_shard.train.ranks import Ranks
 from composable_shard.train.uneven import sharded_groups
 from composable_shard.train.weights import entries
 
-DEFAULT_BUCKET_NBYTES = 64 * 2**20
-
 
 def _unmovable(what: str, got: str) -> ShardError:
     return ShardError(
@@ -598,7 +596,7 @@ def move(
     optimizer: Optimizer | Iterable[Optimizer],
     mesh: DeviceMesh | Mapping[Fits, DeviceMesh],
     *,
-    bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
+    bucket_nbytes: int = 64 * 2**20,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Move a sharded model to another mesh: to fewer or more ranks, or to hybrid sharding.

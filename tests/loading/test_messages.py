@@ -285,7 +285,7 @@ def test_ranks_that_rename_differently(whole: Path, calls: Any) -> None:
     if calls is save_full:
         assert text.endswith(f"got on rank 0: {BIAS}; on rank 1: {IN_MODEL}, called nothing")
     else:
-        assert text.endswith("got on rank 0: 'bias' of 'bias'; on rank 1: nothing of 'bias'")
+        assert text.endswith("got on rank 0: 'bias' of 'bias'; on rank 1: None of 'bias'")
 
 
 ITER = "bucket_bytes 67108864, rank0_only False, dtype {}, tied first, subclasses own"

@@ -127,8 +127,6 @@ def read_part(stored: Stored, box: Box) -> torch.Tensor:
 
 # Writing a safetensors file tensor by tensor, in any order ----------------------------------------
 
-METADATA = {"format": "pt"}
-
 _LENGTH_NBYTES = 8  # of the header, in front of it
 
 
@@ -171,7 +169,7 @@ def _header(tensors: Mapping[str, Shaped]) -> tuple[bytes, dict[str, int]]:
     tensors with the same names and dtypes.
     """
     empty = {name: torch.empty(0, dtype=dtype) for name, (dtype, _) in tensors.items()}
-    sample = library("safetensors.torch").save(empty, metadata=METADATA)
+    sample = library("safetensors.torch").save(empty, metadata={"format": "pt"})
     length = int.from_bytes(sample[:_LENGTH_NBYTES], "little")
     header = json.loads(sample[_LENGTH_NBYTES : _LENGTH_NBYTES + length])
     starts, end = {}, 0

@@ -44,8 +44,7 @@ def _by_name(
     if rename is not None:
         with ranks.noting_failure():
             names = [rename(item.name) for item in stored]
-        pairs = zip(stored, names, strict=True)
-        facts = [f"{'nothing' if new is None else repr(new)} of {old.name!r}" for old, new in pairs]
+        facts = [f"{new!r} of {old.name!r}" for old, new in zip(stored, names, strict=True)]
         ranks.agree(*facts, what="names after rename")
     found: dict[str, Stored] = {}
     for item, name in zip(stored, names, strict=True):

@@ -28,8 +28,6 @@ from composable_shard.train.weights.stream import agree_on_plan
 
 BUCKET_NBYTES = 32 * 2**20  # gathered at once for each rank that writes
 
-CPU = torch.device("cpu")
-
 Files = dict[str, list[Planned]]  # the tensors in each file, by its name
 
 
@@ -123,7 +121,8 @@ def _save(output: Output, files: Files, ranks: Ranks, advance: Callable[[int], o
                     writers[name] = FileWriter(output.part(name), shapes)
                     open_files.callback(writers[name].close)
         buckets = _buckets([*files.values()], to)
-        with contextlib.closing(stream(buckets, ranks, CPU, advance)) as arriving:
+        arriving = stream(buckets, ranks, torch.device("cpu"), advance)
+        with contextlib.closing(arriving):
             for item, full in arriving:
                 if ranks.failure is None:
                     with ranks.noting_failure():
@@ -173,14 +172,12 @@ def _writers(ranks: Ranks, output: Output, num_files: int) -> list[int]:
 
 # Writing the full tensors of a sharded model to safetensors files ---------------------------------
 
-DEFAULT_SHARD_SIZE = "5GB"
-
 
 def save_full(
     model: nn.Module,
     target: str | os.PathLike[str],
     *,
-    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    max_shard_size: int | str = "5GB",
     rename: Rename | None = None,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,

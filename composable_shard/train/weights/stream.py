@@ -251,8 +251,7 @@ def costs_of(model: nn.Module, bucket_nbytes: int) -> PassCosts:
 
 # The parts of this rank, and their changes: nothing is communicated -------------------------------
 
-Version = tuple[int, ...]
-"""Two versions are equal if no change was seen in between; the numbers have no meaning."""
+Version = tuple[int, ...]  # equal if no change was seen in between; it has no other meaning
 
 
 # An attribute of tensors: with a weak reference to it, a parameter could no longer be converted.
