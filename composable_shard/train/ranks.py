@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,7 @@ class Ranks:
     """The ranks that take part in an operation; this process alone if there is no process group.
 
     Args:
-        process_group: The ranks; all of them if absent.
+        group: Their process group; all ranks if absent.
         doing: The operation, for messages.
         meshes: The ranks of some meshes instead, or this process alone if there are none. They
             exchange objects along each axis.
@@ -35,23 +35,20 @@ class Ranks:
         failure: The text of the last exception of this rank, if it has failed.
 
     Raises:
-        TypeError: If ``process_group`` is no process group, as on a rank that is not a member.
+        TypeError: If ``group`` is no process group, as on a rank that is not a member.
     """
 
     def __init__(
-        self,
-        process_group: dist.ProcessGroup | None,
-        doing: str,
-        meshes: Sequence[DeviceMesh] | None = None,
+        self, group: dist.ProcessGroup | None, doing: str, meshes: list[DeviceMesh] | None = None
     ) -> None:
-        check_process_group(process_group)
+        check_process_group(group)
         self.doing = doing
         self.groups: list[dist.ProcessGroup] = []
         if meshes is not None:
             axes = [(mesh, axis) for mesh in dict.fromkeys(meshes) for axis in range(mesh.ndim)]
             self.groups = list(dict.fromkeys(mesh.get_group(axis) for mesh, axis in axes))
         elif dist.is_available() and dist.is_initialized():
-            self.groups = [process_group or cast(dist.ProcessGroup, dist.group.WORLD)]
+            self.groups = [group or cast(dist.ProcessGroup, dist.group.WORLD)]
         self.group = self.groups[0] if self.groups else None
         self.is_first = self.group is None or dist.get_rank(self.group) == 0
         self.failure: str | None = None
@@ -131,15 +128,15 @@ class Ranks:
         Collective: an all-gather of a small object; a second one before it raises.
         """
         digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
-        answers = self.gather((self.failure, digest))
-        if refusal is not None and {failure for failure, _ in answers.values()} == {self.failure}:
+        answers = self.gather((self.failure, self.doing, digest))
+        if refusal is not None and {failure for failure, *_ in answers.values()} == {self.failure}:
             raise refusal
-        for rank, (failure, _) in answers.items():
+        for rank, (failure, doing, _) in answers.items():
             if failure is not None:
                 raise ShardError(
-                    f"Expected no failure while {self.doing}, got on rank {rank}: {failure}{remedy}"
+                    f"Expected no failure while {doing}, got on rank {rank}: {failure}{remedy}"
                 )
-        if len({*answers.values()}) > 1:
+        if len({digest for *_, digest in answers.values()}) > 1:
             facts_of = self.gather(list(facts))
             raise RankMismatchError(first_difference([*facts_of.values()], [*facts_of], what))
 

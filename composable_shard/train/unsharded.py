@@ -180,7 +180,7 @@ def _write_back(opened: Sequence[_Opened], *, rank0_only: bool) -> None:
 
 
 def _ranks_of(*meshes: DeviceMesh) -> Ranks:
-    return Ranks(None, "writing back the edits of unsharded()", meshes)
+    return Ranks(None, "writing back the edits of unsharded()", [*meshes])
 
 
 # The context --------------------------------------------------------------------------------------

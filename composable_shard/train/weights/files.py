@@ -187,8 +187,11 @@ def _header(tensors: Mapping[str, Shaped]) -> tuple[bytes, dict[str, int]]:
 # The progress bar of reading and writing weights --------------------------------------------------
 
 
+Advance = Callable[[int], object]  # called with a number of bytes
+
+
 @contextlib.contextmanager
-def progress_bar(title: str, num_bytes: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
+def progress_bar(title: str, num_bytes: int, *, shown: bool) -> Iterator[Advance]:
     """Show a bar of bytes on the terminal if ``shown``; yield a function that adds bytes."""
     if not shown:
         yield lambda num_bytes: None

@@ -21,7 +21,7 @@ from composable_shard.train.full import Box, as_bytes, boxes_of, count_write, sa
 from composable_shard.train.ranks import Ranks, naming_failures
 from composable_shard.train.weights import files
 from composable_shard.train.weights.entries import Entry, Rename, contents_of, listed, materialize
-from composable_shard.train.weights.files import Stored
+from composable_shard.train.weights.files import Advance, Stored
 
 # The tensors of a checkpoint and of a model -------------------------------------------------------
 
@@ -107,13 +107,7 @@ def _misfit(entry: Entry, stored: Sequence[Stored]) -> str | None:
 
 
 def _read(
-    model: nn.Module,
-    matches: Matches,
-    ranks: Ranks,
-    advance: Callable[[int], object],
-    *,
-    strict: bool,
-    sends: bool,
+    model: nn.Module, matches: Matches, ranks: Ranks, advance: Advance, *, strict: bool, sends: bool
 ) -> None:
     """Read the values of all tensors.
 
@@ -133,13 +127,19 @@ def _read(
     with torch.inference_mode(False), torch.no_grad():
         with ranks.noting_failure():
             materialize(model, matches)
+        device = torch.device("cpu")
+        if ranks.group is not None:
+            device = _torch.device_for(ranks.group, device)
+        largest = max((item.nbytes for items in matches.values() for item in items), default=0)
+        # A buffer for each tensor would stay with the allocator.
+        buffer = _torch.empty(largest if sends else 0, dtype=torch.uint8, device=device)
         for entry in matches:
             count_write(entry.local)  # also if this rank has no rows, or fails
         for entry, items in sorted(matches.items(), key=lambda pair: pair[1][0].file):
             for stored in items:
                 rows: Callable[[Box], torch.Tensor] = partial(files.read_part, stored)
-                if sends and ranks.group is not None:
-                    rows = _broadcast(stored, ranks, ranks.group).__getitem__
+                if sends:
+                    rows = _broadcast(stored, ranks, buffer[: stored.nbytes]).__getitem__
                 if ranks.failure is None:
                     with ranks.noting_failure():
                         first = items[0] if strict else stored
@@ -162,22 +162,20 @@ def _fill(entry: Entry, stored: Stored, first: Stored, rows: Callable[[Box], tor
             )
 
 
-def _broadcast(stored: Stored, ranks: Ranks, group: dist.ProcessGroup) -> torch.Tensor:
+def _broadcast(stored: Stored, ranks: Ranks, sent: torch.Tensor) -> torch.Tensor:
     """Return a full tensor, read by the first rank. Collective: a broadcast of its bytes.
 
     Args:
         stored: The tensor.
         ranks: The ranks that get it.
-        group: Their process group.
+        sent: Memory for its bytes.
     """
-    device = _torch.device_for(group, torch.device("cpu"))
-    sent = _torch.empty(stored.nbytes, dtype=torch.uint8, device=device)
     if ranks.is_first and ranks.failure is None and len(sent):
         with ranks.noting_failure():
-            sent = as_bytes(files.read_part(stored, ())).to(device)
-    if len(sent):
+            sent = as_bytes(files.read_part(stored, ())).to(sent.device)
+    if ranks.group is not None and len(sent):
         with naming_failures(ranks.doing):
-            dist.broadcast(sent, group=group, group_src=0)
+            dist.broadcast(sent, group=ranks.group, group_src=0)
     return sent.view(stored.dtype).view(stored.shape)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain, count
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -259,21 +258,19 @@ _NUMBER = "_composable_shard_number"  # of the tensor in this process; each opti
 _numbers = count(step=2**32)
 
 
-@cache
-def _watch_steps() -> None:
-    """Count the steps of all optimizers from now on.
+def _count_step(optimizer: Optimizer, *_: Any) -> None:
+    """Count a step of an optimizer.
 
     Hazard: a foreach or fused step changes no version counter. Guard: this hook. Test:
     ``test_every_change_is_seen``.
     """
-    register_optimizer_step_post_hook(_count_step)
-
-
-def _count_step(optimizer: Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.requires_grad and _NUMBER in vars(param):
                 vars(param)[_NUMBER] += 1
+
+
+register_optimizer_step_post_hook(_count_step)
 
 
 def _version(entry: Entry) -> Version:
@@ -327,7 +324,6 @@ def local_shards(model: nn.Module) -> Iterator[LocalShard]:
         >>> run_threads(held, 2)
         [[(slice(0, 2, None), torch.Size([2, 2]))], [(slice(2, 3, None), torch.Size([1, 2]))]]
     """
-    _watch_steps()
     for entry in contents_of(model, "local_shards"):
         local, version = entry.local.detach(), _version(entry)
         boxes = list(boxes_of(entry.tensor))
