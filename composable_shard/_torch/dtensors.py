@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from operator import attrgetter
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -211,8 +211,12 @@ def cloned(tensor: Tensor) -> Tensor:
 @lru_cache
 def _rebuilds(kind: type) -> bool:
     """Return whether ``__tensor_unflatten__`` of a class has the signature of torch's protocol."""
-    function: Any = kind.__tensor_unflatten__  # type: ignore[attr-defined]
-    return len(inspect.signature(function).parameters) == 4  # inner, context, shape, stride
+    signature = inspect.signature(kind.__tensor_unflatten__)  # type: ignore[attr-defined]
+    try:
+        signature.bind("inner", "context", "shape", "stride")
+    except TypeError:
+        return False
+    return True
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
