@@ -436,9 +436,8 @@ def training(case: Case) -> None:
 
 def fewer_ranks(case: Case) -> None:
     """Training that gathers again from fewer ranks (an int reshard_after_forward) is equal."""
-    fewer, rest = divmod(case.num_ranks, 2)
-    if fewer > 1 and not rest:
-        _train(case, case.sharded(reshard_after_forward=fewer))
+    if case.num_ranks > 2 and case.num_ranks % 2 == 0:
+        _train(case, case.sharded(reshard_after_forward=case.num_ranks // 2))
 
 
 def offload(case: Case) -> None:

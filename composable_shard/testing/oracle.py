@@ -63,9 +63,6 @@ class Unsharded:
                 "Expected build() to return a new model each time, got the same one twice"
             )
         self.optimizer = make_optimizer(self.master.parameters())
-        self.waiting: list[Grads]
-        self.reduced: Grads
-        self.largest: dict[str, float]
         self.clear()
         self.refresh()
         dtypes = {param.dtype for param in self.master.parameters()}
@@ -179,8 +176,9 @@ class Unsharded:
         """Drop all gradients, also those of a failed backward."""
         for model in self.models:
             model.zero_grad()
-        self.waiting = [{} for _ in self.models]
-        self.reduced, self.largest = {}, {}
+        self.waiting: list[Grads] = [{} for _ in self.models]
+        self.reduced: Grads = {}
+        self.largest: dict[str, float] = {}
         self.has_folded = False
 
     def step(self) -> None:
