@@ -66,17 +66,11 @@ class Feature:
         """Return operations to compile into the program of ``group``."""
         return ()
 
-    def begin_forward(self, tree: Any) -> None:
-        """Called when a forward of the tree begins."""
-
     def end_forward(self, tree: Any, outermost: Any) -> None:
         """Called when a forward ends without a failure; ``outermost`` is its outermost group."""
 
     def end_backward(self, tree: Any) -> None:
         """Called when a backward of the tree ends, after it has delivered its gradients."""
-
-    def fail(self, tree: Any) -> None:
-        """Called when a forward or backward has raised and the tree resets."""
 
 
 class Plugins:
@@ -91,16 +85,6 @@ class Plugins:
     def __init__(self, features: Sequence[Feature] = ()) -> None:
         self.features = tuple(dict.fromkeys(features))
         self.generation = 0
-
-    def install(self, feature: Feature) -> None:
-        """Add a feature, unless it is installed; make every program out of date."""
-        self.features = tuple(dict.fromkeys((*self.features, feature)))
-        self.invalidate_programs()
-
-    def remove(self, feature: Feature) -> None:
-        """Remove a feature; make every program out of date."""
-        self.features = tuple(other for other in self.features if other is not feature)
-        self.invalidate_programs()
 
     def invalidate_programs(self) -> None:
         """Make every program out of date, so that its next use recompiles it."""

@@ -122,16 +122,16 @@ class Tree:
 
     def install(self, feature: Feature) -> None:
         """Add a feature, at any time."""
-        self.plugins.install(feature)
-        self._recompile()
+        self._set_features([*self.plugins.features, feature])
 
     def remove(self, feature: Feature) -> None:
         """Remove a feature, at any time."""
-        self.plugins.remove(feature)
-        self._recompile()
+        self._set_features([other for other in self.plugins.features if other is not feature])
 
-    def _recompile(self) -> None:
+    def _set_features(self, features: Sequence[Feature]) -> None:
         """Recompile the programs of groups at rest; others are recompiled when they are used."""
+        self.plugins.features = tuple(dict.fromkeys(features))
+        self.plugins.invalidate_programs()
         for group in self.groups:
             if group.is_compiled and group.state in (State.SHARDED, State.UNSHARDED):
                 group.compile()
@@ -238,8 +238,6 @@ class Tree:
             _torch.keep_spare()
         self._outer_frame, self._grad_enabled = _torch.module_call_frame(), torch.is_grad_enabled()
         self.tape.begin_forward(outermost)
-        for feature in self.plugins.features:
-            feature.begin_forward(self)
 
     def _is_kept(self, group: ParamGroup) -> bool:
         """Return whether a gathered group stays gathered when a forward begins."""
@@ -529,8 +527,6 @@ class Tree:
         for group in self.groups:
             self.in_flight.discard(group)
             group.reset()
-        for feature in self.plugins.features:
-            feature.fail(self)
 
 
 def check_at_rest(group: ParamGroup, op: str) -> None:
