@@ -99,7 +99,7 @@ class Reduction:
 
     Attributes:
         reduced: One flat buffer with the reduced shards and flags. It exists from the launch until
-            ``.grad`` is written.
+            ``.grad`` is written. `LocalReduction` has a list of gradients instead.
         num_flags: The number of flags at the end of ``reduced``.
         params: The parameters, in the order of ``reduced``.
         members: For each tensor in ``reduced``, its parameter. `SplitReduction` repeats a
@@ -112,7 +112,7 @@ class Reduction:
             have no rows of a parameter.
     """
 
-    reduced: torch.Tensor
+    reduced: Any
 
     def __init__(
         self,
@@ -461,7 +461,7 @@ class Reduction:
             host.synchronize()
             self.write_grads()
 
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _to_host(self, tensor: Any) -> Any:
         overlaps = copies_overlap_compute(self.params[0].offload, self._mesh.device)
         return download(tensor) if overlaps else tensor.cpu()
 
@@ -568,11 +568,11 @@ class LocalReduction(Reduction):
         self.write_downloaded()
 
     def launch(self) -> None:
-        """Keep the gradients: they are the result."""
-        self._local_grads = self._grads
+        """Keep the gradients: they are the result, and there are no flags to read."""
+        self.reduced, self._all_have_grads = self._grads, True
         if self._writes_unused:
             like, pairs = self._all_flags, zip(self.params, self._grads, strict=True)
-            self._local_grads = [
+            self.reduced = [
                 param.layout.new_zeros(like, self._dtype) if grad is None else grad
                 for param, grad in pairs
             ]
@@ -583,36 +583,19 @@ class LocalReduction(Reduction):
 
     def average(self) -> None:
         """Divide the gradients by the divisor that was set."""
-        _torch.divide_all_([g for g in self._local_grads if g is not None], self._divisor)
+        _torch.divide_all_([grad for grad in self.reduced if grad is not None], self._divisor)
 
-    def download(self) -> None:
-        """Copy the gradients to the host if ``.grad`` is there; otherwise write ``.grad``."""
-        if self.is_offloaded:
-            grads = self._local_grads
-            self._local_grads = [grad if grad is None else self._to_host(grad) for grad in grads]
-        else:
-            self.write_grads()
-
-    def write_downloaded(self) -> None:
-        """Wait for the copies and write ``.grad``, unless :meth:`download` has written it."""
-        if "_local_grads" in self.__dict__:
-            host.synchronize()
-            self.write_grads()
+    def _to_host(self, grads: Any) -> Any:
+        to_host = super()._to_host
+        return [None if grad is None else to_host(grad) for grad in grads]
 
     def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
-        grads = self._local_grads
-        del self._local_grads
-        rows = zip(self._sharded, grads, self._specs, self._need_any_dtype, strict=True)
-        dtypes = iter(self._final_dtypes)
-        for sharded, grad, spec, needs_any_dtype in rows:
-            dtype = next(dtypes)
+        columns = self.reduced, self._final_dtypes, self._specs, self._need_any_dtype
+        del self.reduced
+        for sharded, *row in zip(self._sharded, *columns, strict=True):
+            grad, dtype, spec, needs_any_dtype = row
             if grad is not None:
                 yield sharded, grad.to(dtype), spec, needs_any_dtype
-
-    def discard(self) -> None:
-        """Drop all gradients that are not in ``.grad`` yet."""
-        super().discard()
-        self.__dict__.pop("_local_grads", None)
 
 
 def refuse_sparse(params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]) -> None:
