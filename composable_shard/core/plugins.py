@@ -1,4 +1,28 @@
-"""The interface of features, which add operations to a step. Imports nothing of this package."""
+"""The interface of features, which add operations to a step. Imports nothing of this package.
+
+The phases say when the operations of a feature run, relative to those of the core:
+
+- ``pre_forward``, ``post_forward``: when a forward enters and leaves the group's module.
+- ``gather``, ``gather_launched``: before and after the all-gather is launched.
+- ``regather``: in place of ``gather``, if neighbouring ranks have kept parts of the parameters.
+- ``before_wait_for_gather``, ``gather_done``: before and after the wait for the all-gather. In
+  ``gather_done``, the unsharded parameters already have their values.
+- ``free``, ``freed``: before and after the unsharded memory is freed.
+- ``pre_backward``, ``post_backward``: when a backward first needs the group, and finishes it.
+- ``accumulated``: after gradients were accumulated without a reduction.
+- ``reduce``, ``reduce_launched``: before and after the reduce-scatter is launched.
+- ``before_wait_for_reduction``, ``averaged``: before the wait for the reduce-scatter, and after its
+  mean is in the reduced buffer.
+- ``reduced_over_shards``: after ``averaged``, if a reduction over replicas follows.
+- ``all_reduce_launched``, ``before_wait_for_all_reduce``: after the reduction over replicas is
+  launched, if there is one, and before the wait for it.
+- ``deliver``: after the mean over all ranks is in the reduced buffer, before it is written to
+  ``.grad``.
+- ``delivered``: after ``.grad`` is written, if the gradients were not reduced over replicas.
+- ``replicas_delivered``: after ``.grad`` is written, if they were also reduced over replicas.
+- ``before_wait_for_copies``, ``copies_done``: for the root, before and after the host waits for
+  copies between host and device.
+"""
 
 from __future__ import annotations
 
@@ -34,29 +58,6 @@ Phase = Literal[
     "before_wait_for_copies",
     "copies_done",
 ]
-"""When the operations of a feature run, relative to those of the core:
-
-- ``pre_forward``, ``post_forward``: when a forward enters and leaves the group's module.
-- ``gather``, ``gather_launched``: before and after the all-gather is launched.
-- ``regather``: in place of ``gather``, if neighbouring ranks have kept parts of the parameters.
-- ``before_wait_for_gather``, ``gather_done``: before and after the wait for the all-gather. In
-  ``gather_done``, the unsharded parameters already have their values.
-- ``free``, ``freed``: before and after the unsharded memory is freed.
-- ``pre_backward``, ``post_backward``: when a backward first needs the group, and finishes it.
-- ``accumulated``: after gradients were accumulated without a reduction.
-- ``reduce``, ``reduce_launched``: before and after the reduce-scatter is launched.
-- ``before_wait_for_reduction``, ``averaged``: before the wait for the reduce-scatter, and after its
-  mean is in the reduced buffer.
-- ``reduced_over_shards``: after ``averaged``, if a reduction over replicas follows.
-- ``all_reduce_launched``, ``before_wait_for_all_reduce``: after the reduction over replicas is
-  launched, if there is one, and before the wait for it.
-- ``deliver``: after the mean over all ranks is in the reduced buffer, before it is written to
-  ``.grad``.
-- ``delivered``: after ``.grad`` is written, if the gradients were not reduced over replicas.
-- ``replicas_delivered``: after ``.grad`` is written, if they were also reduced over replicas.
-- ``before_wait_for_copies``, ``copies_done``: for the root, before and after the host waits for
-  copies between host and device.
-"""
 
 
 class Feature:
