@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -93,9 +93,8 @@ def both_traced(models: list[Any]) -> Iterator[list[str]]:
         if event in SHORT:
             events.append(f"{SHORT[event]} {mark}{group.name.removeprefix('blocks.') or 'root'}")
 
-    with contextlib.ExitStack() as stack:
-        for mark, model in zip("ab", models, strict=True):
-            stack.enter_context(listening(model._group().tree, functools.partial(hear, mark)))
+    first, second = ([model._group()] for model in models)
+    with listening(first, partial(hear, "a")), listening(second, partial(hear, "b")):
         yield events
 
 
