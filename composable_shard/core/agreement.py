@@ -35,15 +35,14 @@ from composable_shard.errors import RankMismatchError, ShardError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 
+# The attribute of a module with the names of its ignored parameters.
 _IGNORED = "_composable_shard_ignored"
-"""The attribute of a module with the names of its ignored parameters."""
 
+# The last message tag that this rank has agreed on, in any process group.
+#
+# Hazard: a model reads a message that another model has left behind after a failure. Guard: no two
+# trees of a process share a tag, even if their process groups differ.
 _last_tag = 0
-"""The last message tag that this rank has agreed on, in any process group.
-
-Hazard: a model reads a message that another model has left behind after a failure. Guard: no two
-trees of a process share a tag, even if their process groups differ.
-"""
 
 
 def record_ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> None:
@@ -165,12 +164,12 @@ def agree_on_model(groups: Sequence[Any]) -> None:
         raise RankMismatchError(_difference(facts_of))
 
 
+# Pairs of a parameter's name and its CPU shard, for parameters that were sharded on meta.
 _Filled = list[tuple[str, torch.Tensor]]
-"""Pairs of a parameter's name and its CPU shard, for parameters that were sharded on meta."""
 
 
+# The groups that use a process group, each with its channel.
 _Members = list[tuple[Any, Channel]]
-"""The groups that use a process group, each with its channel."""
 
 _OP = "comparing the model with that of the other ranks"
 

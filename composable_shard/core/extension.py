@@ -456,8 +456,8 @@ def have_plain_shards(buckets: Sequence[Bucket]) -> bool:
 
 # Gradients that are tensor subclasses -------------------------------------------------------------
 
+# The codec of each parameter's gradients; ``None`` if they are plain tensors.
 _codecs: weakref.WeakKeyDictionary[ShardedParam, Codec | None] = weakref.WeakKeyDictionary()
-"""The codec of each parameter's gradients; ``None`` if they are plain tensors."""
 
 
 def _is_unknown(param: ShardedParam) -> bool:
@@ -604,12 +604,12 @@ class GradExtension:
         )
 
 
+# The hooks of each parameter, for gradients of each dtype.
 _extensions: weakref.WeakKeyDictionary[ShardedParam, dict[torch.dtype, GradExtension]]
 _extensions = weakref.WeakKeyDictionary()
-"""The hooks of each parameter, for gradients of each dtype."""
 
+# Tensors within a row start at a multiple of this, so that any dtype can be viewed.
 _ALIGNMENT_NBYTES = 16
-"""Tensors within a row start at a multiple of this, so that any dtype can be viewed."""
 
 
 class EncodedReduction(Reduction):

@@ -47,8 +47,8 @@ _requires_grad = attrgetter("requires_grad")
 _group_of_reduction = attrgetter("group")
 
 
+# The attribute of a sharded module that holds its group.
 _GROUP = "_composable_shard_group"
-"""The attribute of a sharded module that holds its group."""
 
 
 def group_of(module: nn.Module) -> ParamGroup | None:

@@ -262,8 +262,8 @@ def plan_placement(
     return _complete(both, [*axes, *((p, None) for p in spec.placements)], spec, spec.placements)
 
 
+# The placement of a parameter on one axis, and the role of the axis.
 _Axis = tuple[Placement, Role]
-"""The placement of a parameter on one axis, and the role of the axis."""
 
 
 def _axes(mesh: ShardMesh, dim: int | None, num_parts: int = 1) -> list[_Axis]:

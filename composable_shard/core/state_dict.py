@@ -18,8 +18,8 @@ from composable_shard.core.transport import host
 from composable_shard.core.user_changes import carry_over
 from composable_shard.errors import ShardError
 
+# The attribute of a module that records its sharded parameters.
 _PARAMS = "_composable_shard_params"
-"""The attribute of a module that records its sharded parameters."""
 
 
 class _Params(dict[str, ShardedParam]):

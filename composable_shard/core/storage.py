@@ -60,8 +60,8 @@ USER_GRAD_DTYPE = "_composable_shard_user_grad_dtype"
 _UNSAFE_VARIABLES = ("COMPOSABLE_SHARD_UNSAFE_SETATTR", "FSDP_USE_UNSAFE_SETATTR")
 
 
+# The owners of sharded tensors, by id of the tensor. Another tensor may have the id by now.
 _sharded: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
-"""The owners of sharded tensors, by id of the tensor. Another tensor may have the id by now."""
 
 
 def owner_of_sharded(tensor: torch.Tensor) -> ShardedParam | None:
@@ -70,8 +70,8 @@ def owner_of_sharded(tensor: torch.Tensor) -> ShardedParam | None:
     return param if param is not None and param.sharded is tensor else None
 
 
+# By id: the full tensors that modules hold or have held, and the parameters they replace.
 _full_tensors: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[ShardedParam]]] = {}
-"""By id: the full tensors that modules hold or have held, and the parameters they replace."""
 
 
 def record_full_tensor(tensor: torch.Tensor, param: ShardedParam) -> None:

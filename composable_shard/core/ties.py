@@ -73,8 +73,8 @@ class _Original:
         )
 
 
+# The originals by id; an entry is removed when its original is freed.
 _originals: dict[int, _Original] = {}
-"""The originals by id; an entry is removed when its original is freed."""
 
 
 @dataclass
