@@ -8,8 +8,7 @@
         check_extension(lambda shape: MyTensor(torch.randn(shape)))
 
 The hooks are checked alone, then the tensor in a sharded model. Each check runs on every rank. The
-ranks are threads of this process. The hooks are called by the code that calls them in
-``fully_shard``.
+ranks are threads of this process. The code of ``fully_shard`` itself calls the hooks.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ class Case:
         make: Makes a tensor of a shape; called after seeding, so that all ranks make the same.
         compute: Computes the output of a model from an input and the tensor.
         trains: Whether it can be trained.
-        tolerance: The allowed error of results, in parts of the largest value.
+        tolerance: The allowed error of results, relative to the largest value.
         shape: The shape of the tensor.
         num_ranks: The number of ranks.
         shown: The objects that the ranks show each other, by rank.
@@ -183,7 +182,7 @@ class Case:
         expect(error <= self.tolerance * largest, what, got)
 
     def expect_outputs(self, model: nn.Sequential, when: str) -> None:
-        """Compare the outputs of a model with those of an unsharded one, twice."""
+        """Compare outputs with those of an unsharded model; the second gather reuses memory."""
         expected = values(self.model()(self.batch()), own_rows())
         for _ in range(2):
             self.expect_alike(self.outputs(model), expected, f"the same outputs {when}")
@@ -218,7 +217,7 @@ def own_rows() -> slice:
 
 
 def values(output: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
-    """Return the elements of an output, for a subclass those of all inner tensors, as 1-D."""
+    """Flatten the elements of an output; for a subclass, those of all its inner tensors."""
     return torch.cat([leaf[rows].flatten() for leaf in _torch.leaves(output.detach())])
 
 
@@ -243,7 +242,7 @@ def gather(model: nn.Sequential) -> torch.Tensor:
 
 
 def dtypes_of(local: torch.Tensor) -> list[torch.dtype | None]:
-    """Return the values of ``param_dtype`` with which a shard is gathered."""
+    """Return the values of ``param_dtype`` to try for a shard."""
     return [None, LOW] if local.dtype.is_floating_point else [None]
 
 
@@ -253,11 +252,11 @@ def hooks(case: Case) -> str | None:
     found = [name for name in (codec.PRE, codec.POST) if hasattr(local, name)]
     fits = len(found) != 1 and (bool(found) or codec.needs_extension(local))
     expect(fits, f"{codec.PRE} and {codec.POST}", f"{found[0]} alone" if found else "neither")
-    return None if found else "none: it travels inner tensor by inner tensor"
+    return None if found else "no hooks: its inner tensors are sent one by one"
 
 
 def sent(case: Case) -> None:
-    """All ranks send tensors of the same number, dtypes and trailing dims, with equal metadata."""
+    """All ranks send equally many tensors, with the same dtypes, trailing dims and metadata."""
     bucket = bucket_of(case.sharded())
     shard = bucket.param.local
     formats = dict(enumerate(case.show(bucket.encode(shard))))
@@ -384,7 +383,7 @@ class Reductions:
         return out
 
     def own_rows(self, of_all: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the row of each rank's tensor that belongs to this rank."""
+        """Return this rank's row of the tensor of every rank."""
         return torch.stack([rows[self._rank] for rows in of_all])
 
 
@@ -397,7 +396,7 @@ def gradient_sent(case: Case) -> None:
 
 
 def gradient_summed(case: Case) -> None:
-    """The mean of decoded sums over several steps is the sum of the gradients."""
+    """The decoded sum of the same gradients, averaged over several steps, is their sum."""
     what = f"the mean of {NUM_STEPS} reductions to be the sum over ranks"
     for reductions in map(partial(Reductions, case), DTYPES):
         exact = reductions.own_rows(case.show(reductions.parts)).sum(0, dtype=torch.float32)
@@ -465,7 +464,7 @@ def _train(case: Case, model: nn.Sequential) -> None:
 
 
 def mixed_precision(case: Case) -> None:
-    """A policy with param_dtype bfloat16 computes in it."""
+    """With param_dtype bfloat16, the model computes in bfloat16."""
     model = case.sharded(mp_policy=MixedPrecisionPolicy(param_dtype=LOW))
     for _ in range(2):
         found = case.outputs(model)
@@ -476,7 +475,7 @@ def mixed_precision(case: Case) -> None:
 
 
 def meta_device(case: Case) -> None:
-    """It can be created on the meta device, sharded, allocated and then filled."""
+    """The tensor can be created on the meta device, sharded, allocated and then filled."""
     device = case.tensor(device="meta").device
     what = "a tensor on the meta device from make_tensor"
     expect(device.type == "meta", what, f"one on {device}")
@@ -488,7 +487,7 @@ def meta_device(case: Case) -> None:
 
 
 def tensor_parallel(case: Case) -> None:
-    """Within a DTensor of two ranks (tensor parallelism) it is gathered, and filled again."""
+    """Within a DTensor of two ranks (tensor parallelism) it is gathered, twice into one memory."""
     if case.num_ranks % 2:
         return
     ranks = case.num_ranks // 2, 2
@@ -560,8 +559,8 @@ def check_extension(
 
     The hooks are called as ``fully_shard`` would call them, on one to four ranks (threads of this
     process) with rows that divide evenly and rows that do not; then a model with one weight is
-    sharded, trained, saved, loaded, copied and offloaded. A wrong hook is reported alone. Hooks for
-    gradients are checked if there are any.
+    sharded, trained, saved, loaded, copied and offloaded. If a hook is wrong, the checks that
+    build on it are skipped. Hooks for gradients are checked if there are any.
 
     Args:
         make_tensor: Makes a tensor of a shape. The random generator is seeded before each call, and
@@ -569,11 +568,11 @@ def check_extension(
         compute: Computes the output of a model from an input ``[rows, shape[-1]]`` and the tensor.
         shapes: Shapes to try; sharded over the first dim.
         world_sizes: Numbers of ranks to try.
-        trains: Whether the tensor can be trained; outputs are then compared over three steps of
-            SGD, else without.
-        tolerance: The allowed error against the unsharded tensor, in parts of the largest value; a
+        trains: Whether the tensor can be trained. If so, outputs are compared over three steps of
+            SGD; otherwise, in a forward alone.
+        tolerance: The allowed error against the unsharded tensor, relative to the largest value; a
             tensor that quantizes shard by shard needs more.
-        skip: Names of checks that the tensor does not promise.
+        skip: Names of checks to leave out, because the tensor does not promise what they check.
         strict: Whether to raise if anything fails.
 
     Returns:
@@ -589,7 +588,7 @@ def check_extension(
         ...     return TwoTensor(torch.randn(shape), torch.randn(shape))
         >>> report = check_extension(make, world_sizes=[2], skip=["full state dict"])
         >>> report.findings[0]
-        Finding(check='hooks', ok=True, sentence='none: it travels inner tensor by inner tensor')
+        Finding(check='hooks', ok=True, sentence='no hooks: its inner tensors are sent one by one')
         >>> report.ok
         True
     """

@@ -34,8 +34,8 @@ class Unsharded:
         build: Builds the model; called once for each rank and once for the master.
         policy: The policy of all groups.
         make_optimizer: Makes the optimizer from the master's parameters.
-        tolerance: The allowed difference, relative to the largest element; `None` for equal bits if
-            `is_exact`, else for `RELATIVE`.
+        tolerance: The allowed difference, relative to the largest element; if `None`, 0 (equal
+            bits) if `is_exact`, else `RELATIVE`.
 
     Attributes:
         master: Has the parameters that the optimizer sees.
@@ -43,9 +43,9 @@ class Unsharded:
         waiting: For each rank, the accumulated, unreduced gradients by name.
         reduced: By name, the mean gradients.
         largest: By name, the largest element of anything that went into a gradient.
-        has_folded: Whether unreduced gradients came after reduced ones: the last bit of the sum
-            then depends on the order of summation.
-        is_exact: Whether the sums of the sharded model are these bit by bit.
+        has_mixed: Whether unreduced gradients came after reduced ones. The last bit of the sum then
+            depends on the order of summation.
+        is_exact: Whether the sums of the sharded model equal those of this oracle bit by bit.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Unsharded:
         self.clear()
         self.refresh()
         dtypes = {param.dtype for param in self.master.parameters()}
-        # Sums in float16 are divided in two parts, which rounds otherwise than one division. How
+        # Sums in float16 are divided before and after the reduction, which rounds twice. How
         # torch's kernels round a low-precision step depends on where in a tensor an element is.
         self.is_exact = (
             num_ranks <= 2
@@ -128,13 +128,13 @@ class Unsharded:
     def take(self, reduces: bool) -> None:
         """Take the gradients of a backward of every model; reduce them, or let them wait."""
         params = dict(self.master.named_parameters())
-        at_once = {name for name, p in params.items() if reduces or self._is_summed_at_once(p)}
+        at_once = {name for name, p in params.items() if reduces or self._adds_exactly(p)}
         for waiting, model in zip(self.waiting, self.models, strict=True):
             for name, param in model.named_parameters():
                 grad, param.grad = param.grad, None
                 if grad is None:
                     continue
-                self.has_folded |= name in self.reduced and name not in at_once | waiting.keys()
+                self.has_mixed |= name in self.reduced and name not in at_once | waiting.keys()
                 # One rank reduces nothing, hence rounds nothing to the dtype of reduction.
                 is_kept = len(self.models) == 1 and name in at_once
                 dtype = grad.dtype if is_kept else self.policy.reduction_dtype(params[name].dtype)
@@ -143,8 +143,8 @@ class Unsharded:
                 waiting[name] = new if before is None else before + new
         self.reduce(at_once)
 
-    def _is_summed_at_once(self, param: torch.Tensor) -> bool:
-        """Return whether one rank adds an unsynced gradient to the reduced one without loss."""
+    def _adds_exactly(self, param: torch.Tensor) -> bool:
+        """Return whether a single rank adds an unsynced gradient to a reduced one exactly."""
         final = self.policy.grad_dtype or param.dtype
         sums = self.policy.reduction_dtype(param.dtype)
         return len(self.models) == 1 and torch.promote_types(sums, final) == final
@@ -179,12 +179,12 @@ class Unsharded:
         self.waiting: list[Grads] = [{} for _ in self.models]
         self.reduced: Grads = {}
         self.largest: dict[str, float] = {}
-        self.has_folded = False
+        self.has_mixed = False
 
     def step(self) -> None:
         """Take an optimizer step with the mean gradients, which stay."""
         # Gradients summed in another order leave their last bits in the parameters.
-        self.is_exact &= not self.has_folded
+        self.is_exact &= not self.has_mixed
         for name, param in self.master.named_parameters():
             if self.policy.grad_dtype is not None:
                 param.grad_dtype = None
@@ -210,8 +210,8 @@ class Unsharded:
         if expected.keys() != params.keys():
             return [f"expected parameters {sorted(expected)}, got {sorted(params)}"]
         found = list[str]()
-        for name, param in {} if self.waits_somewhere and self.has_folded else params.items():
-            # All ranks know a reduced gradient; a rank knows its own if it waits.
+        for name, param in {} if self.waits_somewhere and self.has_mixed else params.items():
+            # All ranks know a reduced gradient; only its own rank knows an unreduced one.
             wanted = self.waiting[self._rank].get(name)
             if wanted is None and name in self.reduced:
                 wanted = _part_of(param, self.reduced[name])
@@ -255,7 +255,7 @@ class Unsharded:
     def _allowed(self, dtype: torch.dtype, name: str) -> float:
         if self._tolerance is not None:
             return self._tolerance
-        if self.is_exact and not self.has_folded:
+        if self.is_exact and not self.has_mixed:
             return 0.0
         policy = self.policy
         params = dict(self.master.named_parameters())

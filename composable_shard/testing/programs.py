@@ -5,7 +5,7 @@ pasted into a test. Calling it builds the model, so it is a `build` for
 `assert_trains_like_unsharded`.
 
 Any list is a program: a step with nothing to act on does nothing, or first runs the steps that it
-needs. So a failing program shrinks by leaving out words.
+needs. So a failing program shrinks by leaving out steps.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class TreeSpec:
 
     @property
     def num_params(self) -> int:
-        """Count the places of parameters in the tree, each place of a tied one."""
+        """Count the parameters in the tree, a tied parameter once for each use."""
         return len(self.params) + sum(child.num_params for child in self.children)
 
 
@@ -136,12 +136,12 @@ Known = dict[tuple[tuple[int, ...], torch.dtype], nn.Parameter]
 class Tree(nn.Module):
     """Uses every parameter, of any shape, so that each element has its own gradient.
 
-    If none of a child's parameters are used, only its input goes on, at every second place past the
-    child, so that no gradient reaches it. With `skips_unused` it does not run at all.
+    A child without used parameters still runs, but the output of every second child of this kind is
+    discarded, so that no gradient reaches it. With `skips_unused`, it does not run at all.
 
     Args:
         spec: Its description.
-        known: The parameters that later ones may be tied to; passed to children of a tree.
+        known: The parameters so far, to which later ones may be tied; a tree passes them on.
 
     Example:
         >>> Tree(TreeSpec((ParamSpec((3,)),)))(torch.ones(2, 6)).shape
@@ -234,7 +234,7 @@ def shard_tree(model: Tree, **options: Any) -> Tree:
         ...     model.p0.placements
         (Shard(dim=1),)
     """
-    params = reversed(_params_with_specs(model))  # the first place of a tied one counts
+    params = reversed(_params_with_specs(model))  # of a tied parameter, the first use counts
     dims = {id(param): spec.dim for param, spec in params}
 
     def placement(param: nn.Parameter) -> Shard | None:
@@ -261,7 +261,7 @@ def _params_with_specs(model: Tree) -> list[tuple[nn.Parameter, ParamSpec]]:
 
 @dataclass(frozen=True)
 class TreeLoss:
-    """The loss of a tree on a random batch, with some of its parameters.
+    """The loss of a tree that uses some of its parameters, on a random batch.
 
     Args:
         used: Which parameters forwards use, one tuple for each rank: rank `r` uses `used[(step + r)

@@ -6,8 +6,8 @@ process a rank of any world size with collectives that do nothing, to check shap
 placements.
 
 Starting a process costs seconds and a call should cost milliseconds, so the processes live on
-between calls. They are kept only while they are surely in step: a call that does not end the same
-way on every rank ends them, and the next call starts fresh ones.
+between calls. They are kept only if no rank can have a collective pending: a call that does not
+end the same way on every rank ends them, and the next call starts fresh ones.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class RankTimeout(RankError):
 # The process of one rank --------------------------------------------------------------------------
 
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
-# Sub-groups made by earlier calls hold sockets and threads that only a new process gives back.
+# Sub-groups made by earlier calls hold sockets and threads until the process ends.
 MAX_OPEN_FILES = 256
 GROUP_TIMEOUT = datetime.timedelta(days=1)
 """Longer than any call, so that the pool ends and explains a call that hangs."""
@@ -146,14 +146,14 @@ GROUP_TIMEOUT = datetime.timedelta(days=1)
 
 def serve(rank: int, num_ranks: int, port: int, stack_file: Path, pipe: Connection) -> None:
     """Be a rank: join the process group, then answer calls until the pipe closes."""
-    _outlive_no_parent(stack_file.parent)
+    _exit_with_parent(stack_file.parent)
     with contextlib.suppress(EOFError, OSError), open(stack_file, "w") as stacks:
         faulthandler.enable(stacks, all_threads=True)
         if hasattr(signal, "SIGUSR1"):
             faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
         with _torch.gloo_of_one_worker():  # also in groups that calls make
             _answer(rank, pipe, partial(_join_group, rank, num_ranks, port))
-            gc.freeze()  # a collection then looks at objects of calls, not at all of torch
+            gc.freeze()  # garbage collections then skip the objects of torch
             while True:
                 _answer(rank, pipe, pipe.recv())
     # No shutdown of the process group: the other ranks exit for the same reason at the same time.
@@ -171,7 +171,7 @@ def _answer(rank: int, pipe: Connection, fn: Callable[[], Any]) -> None:
 
 
 def _call(path: list[str], payload: bytes) -> Any:
-    """Run a pickled (fn, args, kwargs), importing from where the caller does."""
+    """Run a pickled (fn, args, kwargs) with the ``sys.path`` of the caller."""
     sys.path[:] = path
     fn, args, kwargs = pickle.loads(payload)
     same_random_state()
@@ -189,8 +189,8 @@ def _settle() -> bool:
     """Pass a barrier, which shows that no collective is incomplete.
 
     Returns:
-        Whether the rank takes no more calls: a collective of its process group has failed, or it
-        has too many files open.
+        Whether the rank must not take more calls: a collective of its process group has failed, or
+        it has too many files open.
     """
     withdraw_failures()  # the next call is another program, which has not failed
     dist.barrier()
@@ -212,7 +212,7 @@ def _join_group(rank: int, num_ranks: int, port: int) -> None:
     dist.init_process_group("gloo", None, GROUP_TIMEOUT, num_ranks, rank, store)
 
 
-def _outlive_no_parent(folder: Path) -> None:
+def _exit_with_parent(folder: Path) -> None:
     """Exit and clean up when the caller is gone, even from a collective that hangs."""
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -516,7 +516,7 @@ def run_threads(
                 results[rank] = fn(*args, **kwargs)
                 dist.destroy_process_group()
             except SystemExit:
-                pass  # the backend ends a rank so if it waits for a rank that is gone
+                pass  # the backend raises this on a rank that waits for a rank that is gone
             except BaseException as error:  # noqa: BLE001 (the caller gets it)
                 failures.append(RankFailure.of(error, rank))
                 release(error)

@@ -44,7 +44,7 @@ def floating_dtypes() -> st.SearchStrategy[torch.dtype]:
 
 
 def _row_counts(num_shards: int) -> st.SearchStrategy[int]:
-    """Rows below, equal to and above the number of shards; none at all; even and not."""
+    """Numbers of rows: 0; below, equal to and above the number of shards; divisible and not."""
     edges = {1, num_shards - 1, num_shards, num_shards + 1, 2 * num_shards, 3 * num_shards - 1}
     return st.one_of(st.sampled_from(sorted(edges)), st.integers(0, 4 * num_shards + 1))
 
@@ -236,8 +236,8 @@ def policies(
 
     Args:
         dtypes: The choices besides nothing and float32.
-        any_inputs: Whether the modules compute with inputs of any dtype. Then outputs may be cast
-            and inputs be left as they are.
+        any_inputs: Whether the modules take inputs of any dtype. If so, policies may also cast
+            outputs, or not cast inputs.
 
     Example:
         >>> from hypothesis import find
@@ -256,7 +256,7 @@ def policies(
 
 
 def reshard_choices(num_shards: int) -> st.SearchStrategy[bool | int | None]:
-    """Values of ``reshard_after_forward``: none, yes, no, and each number of fewer ranks.
+    """Values of ``reshard_after_forward``: ``None``, ``True``, ``False``, and numbers of ranks.
 
     Args:
         num_shards: The number of shards.

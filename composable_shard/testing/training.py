@@ -65,7 +65,7 @@ class Rehearsal:
         policy = plan.policy or MixedPrecisionPolicy()
         self.oracle = Unsharded(plan.build, policy, plan.optimizer, plan.tolerance)
         self.model, self.optimizer = self._new_sharded(seed=0)
-        # Kept, since the module has its unsharded parameters until it is resharded.
+        # The sharded parameters, because after a forward the root shows its unsharded ones.
         self._sharded_params = dict[str, nn.Parameter](self.model.named_parameters())
         self.oracle.cast_at(
             name for name, module in self.model.named_modules() if isinstance(module, FSDPModule)
@@ -129,7 +129,7 @@ class Rehearsal:
         for model, _ in self._everyone():
             model.train()
 
-    # Between --------------------------------------------------------------------------------
+    # Between backwards ----------------------------------------------------------------------
 
     def _sync(self) -> None:
         self.model.synchronize_gradients()
@@ -276,16 +276,17 @@ def assert_trains_like_unsharded(
             axis of all ranks, made by `fully_shard`.
         policy: The mixed precision policy of all groups.
         shard: `shard(model, **options)` applies `fully_shard` to the model and to modules
-            within it, with these options; by default `shard_children`, for a tree `shard_tree`.
+            within it, with these options; by default `shard_tree` for a tree, else
+            `shard_children`.
         loss: `loss(model, step, rank)` draws a batch, runs the model and returns a scalar. The
             random state is set for each step and rank, so `torch.randn` draws the right batch.
             By default, for a tree, `TreeLoss()`.
         optimizer: Makes an optimizer from parameters; by default SGD with momentum. One that
             divides by the gradient's size (Adam) turns the rounding of gradients near zero into
             steps of full length, so expect differences from three ranks on.
-        tolerance: The allowed difference, relative to the largest element, instead of the above.
-        within: Makes a context in which each rank trains. If it gives a list, the texts that are in
-            the list when the context has ended count as differences.
+        tolerance: The allowed difference, relative to the largest element, instead of the default.
+        within: Makes a context in which each rank trains. If the context yields a list, each text
+            in it at the end counts as a difference.
         timeout: Seconds after which the ranks are killed.
         options: Further arguments of every `fully_shard`, such as `reshard_after_forward`.
 
