@@ -151,8 +151,8 @@ class ShardedGradScaler(_torch.GradScalerBase):
         """Return the process group over which ranks agree; ``None`` for one rank alone."""
         if self.process_group is None:
             return dist.group.WORLD if dist.is_initialized() else None
-        members = dist.get_process_group_ranks(self.process_group)
         for mesh in {param.device_mesh for param in params if isinstance(param, DTensor)}:
+            members = dist.get_process_group_ranks(self.process_group)
             fits = {*mesh.mesh.flatten().tolist()} <= {*members}
             what = f"to have all ranks of {mesh}, or to be left out"
             arguments.check_value("process_group", members, fits, what)
