@@ -96,7 +96,15 @@ def fully_shard(
         ...     model.weight.to_local().shape
         torch.Size([2, 8])
     """
-    plan = _planned(locals())
+    plan = _planned(
+        module,
+        mesh=mesh,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+    )
     group = shard.build_group(plan.modules, plan.managed, plan.params, plan.mesh, plan.policy)
     group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
     plan.claims.commit()
@@ -124,31 +132,35 @@ class _Plan(NamedTuple):
     policy: MixedPrecisionPolicy
 
 
-def _planned(arguments: Mapping[str, Any], before: Collection[nn.Module] = ()) -> _Plan:
-    """Plan a call of ``fully_shard``.
-
-    Args:
-        arguments: All arguments of the call, by name.
-        before: The modules that earlier calls shard.
-    """
-    modules, place = shard.top_modules(arguments["module"]), arguments["shard_placement_fn"]
-    policy, offload_policy = arguments["mp_policy"], arguments["offload_policy"]
-    policy = MixedPrecisionPolicy() if policy is None else policy
+def _planned(
+    module: object,
+    *,
+    mesh: DeviceMesh | None,
+    shard_placement_fn: ShardPlacementFn | None,
+    mp_policy: MixedPrecisionPolicy | None,
+    offload_policy: OffloadPolicy | Mapping[str, OffloadPolicy] | None,
+    ignored_params: set[nn.Parameter] | None,
+    dp_mesh_dims: DataParallelMeshDims | None,
+    before: Collection[nn.Module] = (),
+) -> _Plan:
+    """Plan a call of ``fully_shard``; ``before`` are the modules that earlier calls shard."""
+    modules = shard.top_modules(module)
+    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     shard.check_not_parallelized(modules)
     check_policies(policy, offload_policy)
-    ignored = set() if arguments["ignored_params"] is None else arguments["ignored_params"]
+    ignored = set() if ignored_params is None else ignored_params
     check_type("ignored_params", ignored, isinstance(ignored, (set, frozenset)), "a set")
     for param in ignored:
         name, remedy = "each of ignored_params", "pass {module.weight}, not its name"
         check_type(name, param, isinstance(param, nn.Parameter), "a parameter", remedy)
-    fits = place is None or callable(place)
+    fits = shard_placement_fn is None or callable(shard_placement_fn)
     what, remedy = "a function of a parameter or None", "pass lambda param: Shard(1), say"
-    check_type("shard_placement_fn", place, fits, what, remedy)
-    mesh = resolve_mesh(arguments["mesh"], arguments["dp_mesh_dims"])
+    check_type("shard_placement_fn", shard_placement_fn, fits, what, remedy)
+    shard_mesh = resolve_mesh(mesh, dp_mesh_dims)
     managed = shard.find_managed(modules, ignored, before)
     managed, claims = claim_ties(managed, modules)
-    params = shard.plan_params(managed, mesh, place, policy, offload_policy)
-    return _Plan(modules, managed, claims, params, mesh, policy)
+    params = shard.plan_params(managed, shard_mesh, shard_placement_fn, policy, offload_policy)
+    return _Plan(modules, managed, claims, params, shard_mesh, policy)
 
 
 def check_calls(calls: Iterable[tuple[object, Mapping[str, Any]]]) -> None:
@@ -163,8 +175,8 @@ def check_calls(calls: Iterable[tuple[object, Mapping[str, Any]]]) -> None:
     for module, arguments in calls:
         bound = signature(fully_shard).bind(module, **arguments)
         bound.apply_defaults()
-        reshards = bound.arguments["reshard_after_forward"]
-        plan = _planned(bound.arguments, before)
+        reshards = bound.arguments.pop("reshard_after_forward")
+        plan = _planned(**bound.arguments, before=before)
         if reshards != 1:  # the call itself warns about 1
             check_reshard(reshards, [plan.mesh, *(param.mesh for param in plan.params)])
         shard.check_subclasses(plan.params, plan.managed)
