@@ -333,10 +333,10 @@ def test_ranks_that_ask_for_different_things(
 def broken_on(rank: int, call: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``call``, which fails on one rank for tensors named "weight"."""
 
-    def read(stored: files.Stored, *args: Any) -> Any:
+    def read(reader: files.Reader, stored: files.Stored, *args: Any) -> Any:
         if dist.get_rank() == rank and stored.name == "weight":
             raise OSError(5, "Input/output error")
-        return call(stored, *args)
+        return call(reader, stored, *args)
 
     return read
 
@@ -345,7 +345,7 @@ def broken_on(rank: int, call: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_disk_that_fails_on_one_rank_while_it_is_read(
     whole: Path, rank: int, sends: bool
 ) -> None:
-    with mock.patch.object(files, "read_part", broken_on(rank, files.read_part)):
+    with mock.patch.object(files.Reader, "read", broken_on(rank, files.Reader.read)):
         text = all_say(lambda: load_sharded(linear(), whole, broadcast_from_rank0=sends))
         assert text == (
             f"Expected no failure while loading '{whole}', got on rank {rank}: OSError: "

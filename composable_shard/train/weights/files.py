@@ -35,6 +35,7 @@ def library(module: str) -> Any:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAPPED_NBYTES = 8 * 2**20  # of a file, to read until it is opened anew
 
 
 class Stored(NamedTuple):
@@ -116,13 +117,27 @@ def _opened(place: Path) -> Iterator[Any]:
         yield file
 
 
-def read_part(stored: Stored, box: Box) -> torch.Tensor:
-    """Return a range of a tensor: a view of the mapped file, to be copied at once.
+class Reader(contextlib.ExitStack):
+    """Reads ranges of tensors; keeps the last file open, because the next range may be in it.
 
-    The pages that were read count as used memory while the view lives, so no file stays mapped.
+    Pages that were read count as used memory while their file is mapped, so it is opened anew after
+    every ``MAPPED_NBYTES``.
     """
-    with _opened(stored.file) as file:
-        return file.get_slice(stored.name)[box] if box else file.get_tensor(stored.name)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._place: Path | None = None
+        self._file: Any = None
+        self._nbytes = 0  # of the open file that may have been read
+
+    def read(self, stored: Stored, box: Box) -> torch.Tensor:
+        """Return a range of a tensor: a view of the mapped file, to be copied at once."""
+        if self._place != stored.file or self._nbytes + stored.nbytes > MAPPED_NBYTES:
+            self.close()
+            self._file = self.enter_context(_opened(stored.file))
+            self._place, self._nbytes = stored.file, 0
+        self._nbytes += stored.nbytes
+        return self._file.get_slice(stored.name)[box] if box else self._file.get_tensor(stored.name)
 
 
 # Writing a safetensors file tensor by tensor, in any order ----------------------------------------

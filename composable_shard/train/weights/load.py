@@ -21,7 +21,7 @@ from composable_shard.train.full import Box, as_bytes, boxes_of, count_write, sa
 from composable_shard.train.ranks import Ranks, naming_failures
 from composable_shard.train.weights import files
 from composable_shard.train.weights.entries import Entry, Rename, contents_of, listed, materialize
-from composable_shard.train.weights.files import Advance, Stored
+from composable_shard.train.weights.files import Advance, Reader, Stored
 
 # The tensors of a checkpoint and of a model -------------------------------------------------------
 
@@ -124,7 +124,7 @@ def _read(
 
     Collective: with ``sends``, a broadcast of each tensor.
     """
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), Reader() as reader:
         with ranks.noting_failure():
             materialize(model, matches)
         device = torch.device("cpu")
@@ -137,9 +137,9 @@ def _read(
             count_write(entry.local)  # also if this rank has no rows, or fails
         for entry, items in sorted(matches.items(), key=lambda pair: pair[1][0].file):
             for stored in items:
-                rows: Callable[[Box], torch.Tensor] = partial(files.read_part, stored)
+                rows: Callable[[Box], torch.Tensor] = partial(reader.read, stored)
                 if sends:
-                    rows = _broadcast(stored, ranks, buffer[: stored.nbytes]).__getitem__
+                    rows = _broadcast(stored, ranks, buffer[: stored.nbytes], reader).__getitem__
                 if ranks.failure is None:
                     with ranks.noting_failure():
                         first = items[0] if strict else stored
@@ -162,17 +162,18 @@ def _fill(entry: Entry, stored: Stored, first: Stored, rows: Callable[[Box], tor
             )
 
 
-def _broadcast(stored: Stored, ranks: Ranks, sent: torch.Tensor) -> torch.Tensor:
+def _broadcast(stored: Stored, ranks: Ranks, sent: torch.Tensor, reader: Reader) -> torch.Tensor:
     """Return a full tensor, read by the first rank. Collective: a broadcast of its bytes.
 
     Args:
         stored: The tensor.
         ranks: The ranks that get it.
         sent: Memory for its bytes.
+        reader: Reads it.
     """
     if ranks.is_first and ranks.failure is None and len(sent):
         with ranks.noting_failure():
-            sent = as_bytes(files.read_part(stored, ())).to(sent.device)
+            sent = as_bytes(reader.read(stored, ())).to(sent.device)
     if ranks.group is not None and len(sent):
         with naming_failures(ranks.doing):
             dist.broadcast(sent, group=ranks.group, group_src=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, count
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -270,10 +271,14 @@ def _count_step(optimizer: Optimizer, *_: Any) -> None:
                 vars(param)[_NUMBER] += 1
 
 
-register_optimizer_step_post_hook(_count_step)
+@cache
+def _count_steps() -> None:
+    """Begin to count the steps of optimizers; nothing is counted before the first version."""
+    register_optimizer_step_post_hook(_count_step)
 
 
 def _version(entry: Entry) -> Version:
+    _count_steps()
     number = vars(entry.tensor).setdefault(_NUMBER, next(_numbers))
     leaves = _torch.leaves(entry.local)
     counted = {id(item): item for item in (entry.tensor, entry.local, *leaves)}
