@@ -163,10 +163,10 @@ def _convert(modules: list[nn.Module], fn: _Conversion, apply: Callable[[Any], A
             new = grad.to(new.device)  # the gradient keeps its own dtype
         kept.append((param, user_grad_dtype(sharded), dict(vars(sharded)), (grad, new)))
         sharded.grad = None
-    is_converted = False
+    place = 0  # of the gradient to keep: the former one, or the converted one
     try:
         apply(lambda t: converted[id(t)][1] if id(t) in converted else fn(t))
-        is_converted = True
+        place = 1
     except BaseException:
         for tensor, value, local in before:
             if not isinstance(tensor, DTensor):
@@ -178,7 +178,7 @@ def _convert(modules: list[nn.Module], fn: _Conversion, apply: Callable[[Any], A
         raise
     finally:
         for param, dtype, attributes, grads in kept:
-            now, grad = param.find_registered(), grads[is_converted]
+            now, grad = param.find_registered(), grads[place]
             if now is not None:
                 carry_over(attributes, dtype, now)
             if now is not None and grad is not None:
@@ -901,7 +901,7 @@ class FSDPModule(TorchFSDPModule):
         is_stream = stream is None or hasattr(stream, needed)
         check_type("stream", stream, is_stream, "a torch.Stream or None")
         if stream is not None and any(mesh.num_replicas > 1 for mesh in group.channels):
-            raise ValueError(f"Expected no stream for {group.label}: the all-reduce comes first")
+            raise ValueError(f"Expected no stream for {group.label} with replicas, got one")
         used_stream = stream if has_streams else None
         self._set(False, recompiles=True, all_reduce_hook=hook, hook_stream=used_stream)
 

@@ -399,7 +399,7 @@ sharded().set_gradient_divide_factor(0)
 sharded().set_reduce_scatter_max_input_buffers(0)
     ValueError: Expected max_input_buffers of at least 1, got 0
 fully_shard(plain(), mesh=square()).set_all_reduce_hook(print, stream=torch.Stream('cpu'))
-    ValueError: Expected no stream for the root group: the all-reduce comes first
+    ValueError: Expected no stream for the root group with replicas, got one
 sharded().set_symm_mem_for_comm('NVSHMEM')
     ValueError: Expected the symmetric memory of 'NCCL', got 'NVSHMEM'
 """

@@ -321,5 +321,5 @@ def _name_of_ranks(ranks: list[int], name: str) -> str:
     groups = [group for group, members in world.pg_group_ranks.items() if list(members) == ranks]
     names = [str(world.pg_names[group]) for group in groups]
     if not names:
-        raise ValueError(f"Expected a process group of ranks {ranks}, got none; make its mesh")
+        raise ValueError(f"Expected a process group of ranks {ranks}, got none; create its mesh")
     return name if name in names else names[0]

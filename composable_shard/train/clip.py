@@ -131,7 +131,7 @@ def _groups_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.
     """Return the process groups of the axes over which a gradient is sharded."""
     if mesh.get_coordinate() is None:
         rank = dist.get_rank()
-        raise ValueError(f"Expected gradients on meshes with rank {rank}, got {mesh}; leave it out")
+        raise ValueError(f"Expected gradients on rank {rank}, got one on {mesh}; omit that one")
     return tuple(map(mesh.get_group, sharded_axes(mesh, placements)))
 
 

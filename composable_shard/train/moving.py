@@ -127,7 +127,7 @@ class _Holder:
                 group.check_in_memory("to be moved")
             if group.tree.is_reducing:
                 raise ShardError(
-                    f"Expected reduced gradients of {group.label}, got some in flight; end backward"
+                    f"Expected no reductions of {group.label} in flight, got some; end backward"
                 )
             for param in group.params:
                 if param.placement.unsharded_spec is not None:
@@ -153,7 +153,7 @@ class _Holder:
         self._meshes = self._mesh_of_each(meshes)
         members = {mesh.get_coordinate() is not None for mesh in self._meshes}
         if len(members) > 1:
-            raise ShardError("Expected this rank in the meshes of all parameters, got it in some")
+            raise ShardError("Expected all meshes to include this rank, got some without it")
         if True not in members:
             return []
         for param, mesh in zip(self.params, self._meshes, strict=True):

@@ -135,7 +135,7 @@ def has_forward(module: nn.Module) -> bool:
 
 def _plan_groups(module: nn.Module, budget: int, ignored: set[int]) -> list[list[nn.Module]]:
     """Return the groups inside of a module, inner groups first; the module takes the rest."""
-    check_int("policy", budget, 1)
+    check_int("the number of elements in policy", budget, 1)
     num_places = Counter(child for parent in module.modules() for child in parent.children())
     groups: list[list[nn.Module]] = []
     counted, seen = {*ignored}, set[nn.Module]()

@@ -259,7 +259,7 @@ def test_a_module_is_not_loaded_without_its_process_groups() -> None:
         with pytest.raises(ValueError) as caught:
             pickle.loads(saved)
         assert str(caught.value) == (
-            "Expected a process group of ranks [1, 3], got none; make its mesh"
+            "Expected a process group of ranks [1, 3], got none; create its mesh"
         )
 
 

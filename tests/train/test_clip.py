@@ -435,7 +435,7 @@ def test_a_rank_outside_of_the_mesh() -> None:
     if dist.get_rank() == 1:
         with pytest.raises(ValueError) as caught:
             clip_grad_norm_(param, 1.0)
-        text = f"Expected gradients on meshes with rank 1, got {mesh}; leave it out"
+        text = f"Expected gradients on rank 1, got one on {mesh}; omit that one"
         assert str(caught.value) == text
 
 

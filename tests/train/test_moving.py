@@ -304,7 +304,7 @@ REFUSED: dict[str, Callable[[Odd, DeviceMesh], None]] = {
     "root group; leave that context first": lambda m, mesh: entered(unsharded(m), m, mesh),
     "ShardError: Expected the root group in memory to be moved, got it parked; leave the context "
     "of parked() first": lambda model, mesh: entered(parked(model), model, mesh),
-    "ShardError: Expected reduced gradients of the root group, got some in flight; end "
+    "ShardError: Expected no reductions of the root group in flight, got some; end "
     "backward": partial(after_backward, accumulates=False),
     "ShardError: Expected a reduced gradient of 'turned', got one that was accumulated without "
     "sync; call synchronize_gradients() first": partial(after_backward, accumulates=True),

@@ -277,7 +277,7 @@ REFUSED: dict[str, Callable[[], None]] = {
     f"{BEGIN}0: ValueError: Expected a mesh for '2.weight', got none; add one for '*'": (
         lambda: move(plain(on_mesh(0, 1)), (), {"0.*": on_mesh((0,), (1,))})
     ),
-    f"{BEGIN}1: ShardError: Expected this rank in the meshes of all parameters, got it in some": (
+    f"{BEGIN}1: ShardError: Expected all meshes to include this rank, got some without it": (
         lambda: move(plain(on_mesh(0, 1)), (), {"0.*": on_mesh(0), "*": on_mesh(0, 1)})
     ),
     f"{BEGIN}0: ShardError: Expected parameter '0.weight' {ALONE}tensor parallelism: "

@@ -188,7 +188,7 @@ NOT_A_POLICY = (
     "got {}: {}"
 )
 NOT_AN_ANSWER = "Expected policy to return a bool or a dict of arguments, got NoneType for Linear"
-NOT_A_BUDGET = "Expected policy of at least 1, got 0"
+NOT_A_BUDGET = "Expected the number of elements in policy of at least 1, got 0"
 
 
 def last_gets(**arguments: Any) -> Callable[[nn.Module], Any]:
