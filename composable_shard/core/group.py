@@ -104,6 +104,9 @@ class Settings:
         all_reduce_hook: Called with each buffer of reduced gradients.
         hook_stream: The stream of ``all_reduce_hook``; ``None`` for the compute stream.
         zeros_for_unused: Whether a parameter that no rank used gets a gradient of zeros.
+        gathers_each_step: Whether the parameters stay gathered, through forwards and backwards,
+            until an optimizer has stepped or a shard has changed.
+        reduces_each_step: Whether an optimizer reduces unsynced gradients before it steps.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -121,6 +124,8 @@ class Settings:
     all_reduce_hook: Callable[[torch.Tensor], object] | None = None
     hook_stream: torch.Stream | None = None
     zeros_for_unused: bool = False
+    gathers_each_step: bool = False
+    reduces_each_step: bool = False
 
 
 class ParamGroup:
