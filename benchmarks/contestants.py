@@ -41,6 +41,7 @@ class Spec:
     context: int = 128
     dtype_policy: str = "fp32"
     optimizer: str = "adamw"
+    sharding: str = "zero3"  # of composable_shard
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -179,7 +180,8 @@ def wrap_fsdp2(model: nn.Module, spec: Spec) -> nn.Module:
 def wrap_ours(model: nn.Module, spec: Spec) -> nn.Module:
     from composable_shard import MixedPrecisionPolicy, fully_shard
 
-    return shard_blocks(model, spec, fully_shard, MixedPrecisionPolicy)
+    shard = partial(fully_shard, sharding=spec.sharding)
+    return shard_blocks(model, spec, shard, MixedPrecisionPolicy)
 
 
 def shard_blocks(

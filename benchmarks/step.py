@@ -57,7 +57,14 @@ class Timing:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     batches = [options.batch] if options.sweep is None else options.sweep or SWEPT_BATCHES
-    spec = Spec(options.layers, options.width, batches[0], options.context, options.dtype_policy)
+    spec = Spec(
+        options.layers,
+        options.width,
+        batches[0],
+        options.context,
+        options.dtype_policy,
+        sharding=options.sharding,
+    )
     failures: dict[str, str] = {}
     load = load_average()
     try:
@@ -91,6 +98,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dtype-policy", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--sharding", default="zero3", help="zero1, zero2 or zero3")
     parser.add_argument("--only", nargs="+", choices=list(WRAPPERS), default=list(WRAPPERS))
     parser.add_argument("--json", metavar="FILE", help="write all samples to this file")
     parser.add_argument(

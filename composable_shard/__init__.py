@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # the same as in _MODULES; "as" exports a name to the users o
     from composable_shard.policy import CPUOffloadPolicy as CPUOffloadPolicy
     from composable_shard.policy import MixedPrecisionPolicy as MixedPrecisionPolicy
     from composable_shard.policy import OffloadPolicy as OffloadPolicy
+    from composable_shard.policy import Sharding as Sharding
     from composable_shard.train.clip import clip_grad_norm_ as clip_grad_norm_
     from composable_shard.train.grad_scaler import ShardedGradScaler as ShardedGradScaler
     from composable_shard.train.init import init_sharded as init_sharded
@@ -65,7 +66,7 @@ _MODULES = {
     "insight.trace": ("trace",),
     "mesh": ("DataParallelMeshDims", "ShardPlacementResult"),
     "module": ("FSDPModule", "GradientReductionHandle", "UnshardHandle"),
-    "policy": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
+    "policy": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy", "Sharding"),
     "train.clip": ("clip_grad_norm_",),
     "train.grad_scaler": ("ShardedGradScaler",),
     "train.init": ("init_sharded", "sync_module_states"),

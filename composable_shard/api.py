@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from inspect import signature
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +29,13 @@ from composable_shard.mesh import (
     resolve_mesh,
 )
 from composable_shard.module import check_class, computes_later, groups_of, make_sharded
-from composable_shard.policy import MixedPrecisionPolicy, OffloadPolicy, check_policies
+from composable_shard.policy import (
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Sharding,
+    check_policies,
+    checked_sharding,
+)
 
 _Sharded = TypeVar("_Sharded", nn.Module, list[nn.Module])
 
@@ -44,6 +50,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | Mapping[str, OffloadPolicy] | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    sharding: Literal["zero1", "zero2", "zero3"] | Sharding | None = None,
 ) -> _Sharded:
     """Shard the parameters of a module over a mesh, in place.
 
@@ -75,6 +82,9 @@ def fully_shard(
             DTensors on all axes of ``mesh``, including those for tensor parallelism. Not needed if
             ``mesh`` has only data-parallel axes and the parameters are DTensors on other axes of
             the same root mesh. Plain parameters are allowed if all axes are data-parallel.
+        sharding: When the parameters of this call are gathered and their gradients reduced, as the
+            name of a preset or as a :class:`Sharding`. By default, each forward and backward
+            gathers and reduces (ZeRO-3). The other presets need more memory and communicate less.
 
     Returns:
         The argument. Its modules are now instances of :class:`FSDPModule`.
@@ -96,6 +106,7 @@ def fully_shard(
         ...     model.weight.to_local().shape
         torch.Size([2, 8])
     """
+    stages = checked_sharding(sharding, reshard_after_forward)
     plan = _planned(
         module,
         mesh=mesh,
@@ -107,6 +118,9 @@ def fully_shard(
     )
     group = shard.build_group(plan.modules, plan.managed, plan.params, plan.mesh, plan.policy)
     group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
+    group.settings.gathers_each_step = stages.gather == "step"
+    group.settings.reduces_each_step = stages.reduce == "step"
+    group.settings.reduce_grads = not group.settings.reduces_each_step
     plan.claims.commit()
     record_ignored(plan.managed.modules, ignored_params or ())
     for top in group.modules:
@@ -176,6 +190,7 @@ def check_calls(calls: Iterable[tuple[object, Mapping[str, Any]]]) -> None:
         bound = signature(fully_shard).bind(module, **arguments)
         bound.apply_defaults()
         reshards = bound.arguments.pop("reshard_after_forward")
+        checked_sharding(bound.arguments.pop("sharding"), reshards)
         plan = _planned(**bound.arguments, before=before)
         if reshards != 1:  # the call itself warns about 1
             check_reshard(reshards, [plan.mesh, *(param.mesh for param in plan.params)])

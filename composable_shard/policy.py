@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -139,6 +139,65 @@ def of_its_kind(dtype: torch.dtype, original: torch.dtype) -> torch.dtype:
     if original.is_complex and not dtype.is_complex:
         return torch.promote_types(dtype, torch.complex64)
     return dtype
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """When the ranks communicate: for each use of the parameters, or once in a step.
+
+    The optimizer always has shards. The presets of ``fully_shard(sharding=...)`` are:
+
+    - ``"zero3"``: ``Sharding()``, the least memory.
+    - ``"zero2"``: ``Sharding(gather="step")``. The whole parameters stay in memory.
+    - ``"zero1"``: ``Sharding(gather="step", reduce="step")``. The whole gradients do, too.
+
+    Args:
+        gather: ``"use"`` gathers the parameters for each forward and each backward. ``"step"``
+            keeps them gathered until an optimizer has stepped, or a shard was written.
+        reduce: ``"backward"`` reduces the gradients in each backward. ``"step"`` accumulates them
+            without sync; an optimizer reduces them before it steps.
+
+    Raises:
+        ValueError: If a choice is none of these.
+
+    Example:
+        >>> Sharding(gather="step")
+        Sharding(gather='step', reduce='backward')
+    """
+
+    gather: Literal["use", "step"] = "use"
+    reduce: Literal["backward", "step"] = "backward"
+
+    def __post_init__(self) -> None:
+        fits = self.gather in ("use", "step")
+        check_value("gather", self.gather, fits, "to be 'use' or 'step'")
+        fits = self.reduce in ("backward", "step")
+        check_value("reduce", self.reduce, fits, "to be 'backward' or 'step'")
+
+
+_SHARDINGS = {
+    "zero1": Sharding(gather="step", reduce="step"),
+    "zero2": Sharding(gather="step"),
+    "zero3": Sharding(),
+}
+
+
+def checked_sharding(sharding: object, reshard_after_forward: object) -> Sharding:
+    """Return the meaning of the argument ``sharding`` of ``fully_shard``; by default, ZeRO-3."""
+    if isinstance(sharding, Sharding):
+        found = sharding
+    else:
+        name = "zero3" if sharding is None else sharding
+        fits = isinstance(name, str) and name in _SHARDINGS
+        names = ", ".join(map(repr, _SHARDINGS))
+        check_value("sharding", sharding, fits, f"to be one of {names} or a Sharding")
+        found = _SHARDINGS[str(name)]
+    if found.gather == "step" and reshard_after_forward is not None:
+        raise ValueError(
+            f"Expected no reshard_after_forward with {found}, which keeps the parameters until the "
+            f"optimizer has stepped, got {reshard_after_forward!r}; leave out one of them"
+        )
+    return found
 
 
 @dataclass(frozen=True)

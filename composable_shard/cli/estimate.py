@@ -21,6 +21,7 @@ train.toml needs only `model` and `batch`; JSON with the same keys works too:
   [fully_shard]
   policy = ["my_package.models:Block"]       # classes, or a number of elements
   reshard_after_forward = true               # or a number of ranks
+  sharding = "zero3"                         # or "zero1", "zero2"
   param_dtype = "bfloat16"
   reduce_dtype = "float32"
 
@@ -151,6 +152,7 @@ _KEYS: dict[str, _Key] = {
 _SHARD_KEYS: dict[str, _Key] = {
     "policy": _Key(_POLICY, _is_policy, _import_each),
     "reshard_after_forward": _Key(_RESHARDING, lambda v: isinstance(v, bool) or _are_counts([v])),
+    "sharding": _Key("a string", lambda value: isinstance(value, str)),
     "param_dtype": _DTYPE,
     "reduce_dtype": _DTYPE,
     "offload": _Key("true or false", lambda value: isinstance(value, bool)),

@@ -283,6 +283,8 @@ class Backward:
             # need the unsharded parameters to be registered.
             if not group.awaits_weight_half and all(call.is_reached for call in group.live_calls()):
                 group.register_sharded()
+        elif group.settings.gathers_each_step:
+            group.reshard(keeps_memory=True)
         elif group.progress is None or group.progress.has_input_markers:
             group.reshard()
         else:

@@ -104,6 +104,9 @@ class Settings:
         all_reduce_hook: Called with each buffer of reduced gradients.
         hook_stream: The stream of ``all_reduce_hook``; ``None`` for the compute stream.
         zeros_for_unused: Whether a parameter that no rank used gets a gradient of zeros.
+        gathers_each_step: Whether the parameters stay gathered, through forwards and backwards,
+            until an optimizer has stepped or a shard has changed.
+        reduces_each_step: Whether an optimizer reduces unsynced gradients before it steps.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -121,6 +124,8 @@ class Settings:
     all_reduce_hook: Callable[[torch.Tensor], object] | None = None
     hook_stream: torch.Stream | None = None
     zeros_for_unused: bool = False
+    gathers_each_step: bool = False
+    reduces_each_step: bool = False
 
 
 class ParamGroup:
@@ -411,10 +416,11 @@ class ParamGroup:
             self.run(self._gather_ops.wait, "gathering")
             self.state = State.UNSHARDED
 
-    def reshard(self, *, keeps_part: bool = False) -> None:
+    def reshard(self, *, keeps_part: bool = False, keeps_memory: bool = False) -> None:
         """Free the unsharded parameters and register the sharded ones.
 
         Args:
+            keeps_memory: Whether to register the sharded parameters only.
             keeps_part: Whether to keep a part for the next gather, if
                 ``settings.reshard_after_forward`` is a number of ranks.
         """
@@ -423,7 +429,7 @@ class ParamGroup:
         self.is_kept_by_user = self.is_partly_run = self.awaits_weight_half = False
         if self._modules_run:
             self._modules_run.clear()
-        if self.state is not State.SHARDED:
+        if self.state is not State.SHARDED and not keeps_memory:
             program, state = self.program, State.SHARDED
             if self.state is State.UNSHARDING:
                 for op in self._gather_ops.drop:
@@ -457,7 +463,8 @@ class ParamGroup:
         settings = self.settings
         # Pipeline schedules turn off both, and write ``.grad`` of unsharded parameters themselves.
         has_marks = settings.reduce_grads or settings.reshard_after_backward
-        self._snapshot = self._snapshot or UnshardedSnapshot(self.params, has_marks=has_marks)
+        with torch.inference_mode(False):  # marks of inference would have no versions
+            self._snapshot = self._snapshot or UnshardedSnapshot(self.params, has_marks=has_marks)
 
     def apply_user_changes(self) -> None:
         """Copy changes of ``.grad`` and ``requires_grad`` by users to the sharded parameters.

@@ -57,6 +57,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     groups = _groups_of(params)
     for group in groups:
         group.check_in_memory(f"for a step of {kind}")
+    reduce_before_step(params)
     has_visits = any(group.tree.tape.visits for group in groups)
     if has_visits and all(param.grad is None for param in params):
         warnings.warn(
@@ -70,6 +71,16 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     for param in params:
         if isinstance(param, DTensor) and param.ndim == 0:
             _distribute_state(param, optimizer.state.get(param, {}))
+
+
+def reduce_before_step(params: Iterable[torch.Tensor]) -> None:
+    """Reduce unsynced gradients of parameters whose gradients are reduced once in each step.
+
+    Collective: the reductions.
+    """
+    groups = [group for group in _groups_of(params) if group.settings.reduces_each_step]
+    for tree in dict.fromkeys(group.tree for group in groups if not group.tree.is_computing):
+        tree.synchronize_gradients()
 
 
 def _refuse_unreduced(kind: str, params: Iterable[torch.Tensor]) -> None:
@@ -99,7 +110,11 @@ def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     for group in _groups_of(_params_of(optimizer)):
         group.num_optimizer_steps += 1
-        if group.is_unsharded_registered and not group.tree.is_computing:
+        if group.tree.is_computing:
+            continue
+        if group.settings.gathers_each_step and not group.is_kept_by_user:
+            group.reshard()
+        elif group.is_unsharded_registered:
             group.register_sharded()
 
 

@@ -242,7 +242,9 @@ class Tree:
     def _is_kept(self, group: ParamGroup) -> bool:
         """Return whether a gathered group stays gathered when a forward begins."""
         settings = group.settings
-        if settings.reshard_after_forward is False or group.is_kept_by_user or group.is_partly_run:
+        if settings.reshard_after_forward is False or settings.gathers_each_step:
+            return True
+        if group.is_kept_by_user or group.is_partly_run:
             return True
         return not settings.reshard_after_backward and self.is_accumulating
 
@@ -348,9 +350,10 @@ class Tree:
             if group.is_unsharded_registered:
                 group.take_snapshot()
             return
+        keeps_memory = group.settings.gathers_each_step and may_have_backward
         # This forward may call the group again; the call of the root ends it.
-        keeps_memory = self.tape.upcoming is group or (stays and group is not self.root)
-        if keeps_memory:
+        if not keeps_memory and (self.tape.upcoming is group or (stays and group is not self.root)):
+            keeps_memory = True
             self._to_free[group] = None
         if may_have_backward and not group.is_kept_by_user:
             keeps_memory = keeps_memory or self.tape.is_turning_point(group)
@@ -475,7 +478,7 @@ class Tree:
         for group in self.groups:
             if group.settings.reduce_grads and group.unsynced_names:
                 self.in_flight.start(group, deferred=True)
-            if group.settings.reshard_after_backward:
+            if group.settings.reshard_after_backward and not group.settings.gathers_each_step:
                 group.reshard()
 
     def share_reductions(self, other: Tree) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from composable_shard import _torch, arguments
+from composable_shard.core.optimizers import reduce_before_step
 from composable_shard.core.storage import as_sharded, owner_of_sharded
 from composable_shard.core.transport.failures import announce, watched
 from composable_shard.errors import ShardError
@@ -247,6 +248,7 @@ def clip_grad_norm_(
     arguments.check_value("max_norm", max_norm, limit >= 0, "of at least 0")
     order = math.inf if norm_type == "inf" else arguments.checked_number("norm_type", norm_type)
     arguments.check_flags(error_if_nonfinite=error_if_nonfinite, foreach=foreach or False)
+    reduce_before_step(map(as_sharded, params))
     owners = [param for param in map(as_sharded, params) if param.grad is not None]
     if not owners:
         return torch.tensor(0.0)

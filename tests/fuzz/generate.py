@@ -27,6 +27,7 @@ FEATURES = REACH | {
     *("offload", "precision", "hybrid", "dims", "low"),  # several dtypes in a group
     *("live", "start", "inplace"),  # parameters asked of the model at each step
     *("wire", "alone"),  # parameters that travel as two tensors; forwards of one part
+    "stages",  # parameters gathered, and gradients reduced, once in a step
     "registered",  # a check: outside of compute the sharded parameters are registered
 }
 FAMILIES = {"all": FEATURES, "reach": REACH, "alike": FEATURES - {"off", "unused"}}
@@ -91,6 +92,10 @@ class Generator:
         if case.start in ("assign", "empty"):  # which untie, as torch does
             untied = tuple(map(_untied, case.blocks))
             case = replace(case, blocks=untied)
+        if self.has("stages", 0.25):
+            sharding = pick(["zero1", "zero2"])
+            case = replace(case, sharding=sharding, reshard=None, reshard_root="same")
+            self.features -= {"alone", "foreach"}  # edits between backwards that torch counts
         return replace(case, ops=tuple(self.program(case)))
 
     # The model ------------------------------------------------------------------------------
@@ -190,6 +195,7 @@ class Generator:
         )
 
     def train(self, case: Case, sync: bool) -> Op:
+        sync = sync and case.sharding != "zero1"
         calls = [self.call(case)]
         how = ""
         if self.has("several", 0.15):
@@ -199,7 +205,7 @@ class Generator:
                 how = self.random.choice(["each", "each reversed"])
         if self.has("retain", 0.1):
             how = "retain"
-        if not sync and len(case.mesh) == 2 and self.random.random() < 0.5:
+        if not sync and not case.sharding and len(case.mesh) == 2 and self.random.random() < 0.5:
             how += " replicas"
         return Op("train", tuple(calls), flag=sync, how=how.strip())
 

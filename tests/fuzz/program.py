@@ -40,6 +40,7 @@ class Case:
         mesh: Extents: (ranks,) or (replicas, shards).
         reshard: ``reshard_after_forward``.
         reshard_root: The same for the root; "same" for the same.
+        sharding: "", "zero1" or "zero2".
         keep: Whether unsharded parameters are kept after backward.
         offload: Whether shards are on the CPU by policy.
         precision: "" or the ``param_dtype`` of the policy.
@@ -57,6 +58,7 @@ class Case:
     mesh: tuple[int, ...] = (2,)
     reshard: Any = None
     reshard_root: Any = "same"
+    sharding: str = ""
     keep: bool = False
     offload: bool = False
     precision: str = ""

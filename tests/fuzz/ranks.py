@@ -117,7 +117,7 @@ class Sharded(Follower):
     # Forward and backward -------------------------------------------------------------------
 
     def train(self, op: Op) -> None:
-        if not op.flag:
+        if not op.flag and self.case.sharding != "zero1":
             if "replicas" in op.how:
                 self.model.set_requires_all_reduce(False)
             else:
@@ -136,7 +136,7 @@ class Sharded(Follower):
                 total.backward(retain_graph=True)
             total.backward()
         self.is_synced = op.flag
-        if not op.flag:
+        if not op.flag and self.case.sharding != "zero1":
             self.model.set_requires_all_reduce(True)
             self.model.set_requires_gradient_sync(True)
 
@@ -190,13 +190,15 @@ class Sharded(Follower):
     def step(self, op: Op) -> None:
         if self.optimizer is None:
             return
-        if not self.is_synced:
+        if not self.is_synced and self.case.sharding != "zero1":  # else the optimizer does it
             self.sync(op)
         self.optimizer.step()
+        self.is_synced = True
 
     def clip(self, op: Op) -> None:
-        if not self.is_synced:
+        if not self.is_synced and self.case.sharding != "zero1":
             self.sync(op)
+        self.is_synced = True
         params = list(self.params().values())
         norm = clip_grad_norm_(params, 0.1) if op.how else self.model.clip_grad_norm_(0.1)
         self.heard = [norm.item()]
@@ -283,6 +285,7 @@ def shard(model: Model, case: Case, mesh: DeviceMesh) -> None:
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": case.reshard,
+        "sharding": case.sharding or None,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=DTYPES[case.precision],
             reduce_dtype=torch.float32 if case.precision else None,

@@ -234,7 +234,7 @@ WRONG: list[tuple[str, str]] = [
     (
         f"{SHARDED}polcy = 1",
         "Expected keys out of ['offload', 'param_dtype', 'policy', 'reduce_dtype', "
-        "'reshard_after_forward'] in fully_shard, got ['polcy']",
+        "'reshard_after_forward', 'sharding'] in fully_shard, got ['polcy']",
     ),
     (
         f"{SHARDED}policy = 0",

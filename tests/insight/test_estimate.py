@@ -62,6 +62,8 @@ CASES: dict[str, tuple[int | tuple[int, int], dict[str, Any]]] = {
     "many": (1000, {}),
     "bf16": (16, {"mp_policy": BF16}),
     "kept": (16, {"reshard_after_forward": False}),
+    "zero1": (16, {"sharding": "zero1"}),
+    "zero2": (16, {"sharding": "zero2"}),
     "regathered": (16, {"reshard_after_forward": 8}),
     "regathered from all": (16, {"reshard_after_forward": 16}),
     "replicas": ((3, 4), {}),

@@ -48,6 +48,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int | tuple[int,
     "rows that do not divide": (UNEVEN, {"reshard_after_forward": False}, 2),
     "bf16": (SMALL, {"mp_policy": BF16}, 2),
     "replicas": (SMALL, {}, (2, 1)),
+    "ZeRO-2": (SMALL, {"sharding": "zero2"}, 2),
+    "ZeRO-1": (SMALL, {"sharding": "zero1"}, 2),
 }
 
 

@@ -98,3 +98,21 @@ def test_inference_comes_first(change: Change, options: str, trains_before: bool
             torch.testing.assert_close(full(param), expected, rtol=1e-4, atol=1e-5, msg=name)
         for one in pair if step == 1 else ():
             change(one)
+
+
+@on_ranks(2)
+def test_an_evaluation_of_unsharded_parameters_with_gradients() -> None:
+    reference, model = (Net() for _ in range(2))
+    model.load_state_dict(reference.state_dict())
+    shard_net(model)
+    for network in (reference, model):
+        network(own_input()).sum().backward()
+    model.unshard()
+    with torch.inference_mode():
+        evaluated = model(own_input(1))
+    assert torch.equal(evaluated, reference(own_input(1)))
+    for network in (reference, model):
+        network(own_input(2)).sum().backward()
+    average_gradients(reference.parameters())
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(param.grad), expected.grad)

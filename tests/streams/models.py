@@ -417,6 +417,7 @@ PROGRAMS: dict[str, Training] = {
     "weighed, replicas": Training(replicas=2, weighs=True),
     "custom, subclasses": Training(prepare=custom, has_subclasses=True),
     "dropped": Training(around=dropped, options=LOW_OPTIONS),
+    "once in a step": Training(options={"sharding": "zero1", **LOW_OPTIONS}, accumulates=True),
     # In a brief run only faults are planted in these.
     "plain": Training(),
     "replicas": Training(replicas=2),
@@ -434,6 +435,9 @@ PROGRAMS: dict[str, Training] = {
     "used beside, freed here": Training(around=used_beside_and_freed_here, options=KEPT),
     "optimizer beside": Training(around=optimizer_beside),
     "blocks on streams, replicas": Training(replicas=2, prepare=blocks_on_streams),
+    "blocks on streams, once in a step": Training(
+        prepare=blocks_on_streams, options={"sharding": "zero2", **OFFLOADED}, accumulates=True
+    ),
     "blocks on streams, fewer ranks": Training(shards=4, prepare=blocks_on_streams, options=FEWER),
     "branches, replicas": Training(replicas=2, prepare=branches),
     "branches, one of them at first": Training(
