@@ -26,7 +26,7 @@ from composable_shard.core.extension import (
     move_into_buckets,
 )
 from composable_shard.core.plugins import Op, Plugins
-from composable_shard.core.program import Mode, Program
+from composable_shard.core.program import Program
 from composable_shard.core.reduction import Reduction
 from composable_shard.core.storage import Bucket, GatherOps, ShardedParam
 from composable_shard.core.transport.channel import Channel
@@ -544,8 +544,7 @@ class ParamGroup:
             self.accumulate()
             return None
         program = self.program
-        ops = program.reduce[Mode.ADDING if deferred else program.mode()]
-        self.run(ops, "reducing the gradients of")
+        self.run(program.reduce, "reducing the gradients of")
         if program.over_replicas and self.settings.all_reduce_grads:
             for op in program.over_replicas:
                 op()
@@ -553,7 +552,7 @@ class ParamGroup:
 
     def accumulate(self) -> None:
         """Add the gradients to those of the sharded parameters, without sync."""
-        self.run(self.program.reduce[Mode.UNSYNCED], "accumulating the gradients of")
+        self.run(self.program.accumulate, "accumulating the gradients of")
         self.record_unsynced(self.program)
 
     def record_unsynced(self, program: Program) -> None:

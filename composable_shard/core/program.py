@@ -6,7 +6,6 @@ out of date, and the group compiles a new one.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial, reduce
@@ -32,16 +31,6 @@ FREED = 1_000_000_000
 
 _requires_grad = attrgetter("requires_grad")
 _grad_dtype = attrgetter("grad_dtype")
-_version = attrgetter("_version")
-_grad = attrgetter("grad")
-
-
-class Mode(enum.Enum):
-    """Whether new gradients are reduced, and whether they add to earlier gradients."""
-
-    FRESH = enum.auto()  # reduce; no sharded parameter has a gradient
-    ADDING = enum.auto()  # reduce; some have a gradient, which may be unreduced
-    UNSYNCED = enum.auto()  # accumulate without a reduction
 
 
 class Program:
@@ -54,7 +43,8 @@ class Program:
             part of the unsharded memory before it is freed.
         regather: Operations that gather these parts from neighbouring ranks, or free the kept part.
         pre_forward, post_forward, pre_backward, post_backward: Operations of features only.
-        reduce: For each mode, operations that launch the reduction, or accumulate without sync.
+        reduce: Operations that launch the reduction.
+        accumulate: Operations that accumulate without sync.
         over_replicas: On devices with streams, operations that launch the reduction over the
             replicas right after the reduction over the shards; otherwise empty.
         deliver: The stages that complete a reduction: ``True`` with the reduction over the
@@ -89,7 +79,6 @@ class Program:
         self.tensor_attributes: list[tuple[dict[str, Any], str]] = []
         params: list[ShardedParam] = group.params
         self.sharded = tuple(param.sharded for param in params)
-        self._nones = (None,) * len(params)
         self._local_shards = tuple(param.local for param in params)
         self.version_tensors = (*self.sharded, *self._local_shards)
         self._storage_numbers = _torch.storage_numbers(self.sharded)
@@ -129,11 +118,6 @@ class Program:
         """Return whether both programs gather the same shards, so that versions are comparable."""
         mine, others = self.version_tensors, other.version_tensors
         return len(mine) == len(others) and all(map(is_, mine, others))
-
-    def mode(self) -> Mode:
-        """Return the mode of a reduction that starts now."""
-        has_no_grads = all(map(is_, map(_grad, self.sharded), self._nones))
-        return Mode.FRESH if has_no_grads else Mode.ADDING
 
     def forget_unsynced(self) -> None:
         """Make the program out of date if it was compiled while there were unsynced gradients."""
@@ -195,16 +179,15 @@ class Program:
         self.pre_forward, self.post_forward = ops("pre_forward"), ops("post_forward")
         self.pre_backward, self.post_backward = ops("pre_backward"), ops("post_backward")
         group.program = self  # the ``ops`` of features read it
-        launches = (reduction.launch for reduction in reductions)
-        launch = (*ops("reduce"), *launches, *ops("reduce_launched"))
-        self.reduce: dict[Mode, Ops] = {
-            Mode.FRESH: (*(reduction.take_grads for reduction in reductions), *launch),
-            Mode.ADDING: (*(reduction.take_with_unsynced for reduction in reductions), *launch),
-            Mode.UNSYNCED: (
-                *(reduction.accumulate_unsynced for reduction in reductions),
-                *ops("accumulated"),
-            ),
-        }
+        self.reduce: Ops = (
+            *(reduction.take_grads for reduction in reductions),
+            *(reduction.add_unsynced for reduction in reductions),
+            *ops("reduce"),
+            *(reduction.launch for reduction in reductions),
+            *ops("reduce_launched"),
+        )
+        accumulate = (reduction.accumulate_unsynced for reduction in reductions)
+        self.accumulate: Ops = (*accumulate, *ops("accumulated"))
         self._compile_delivery(group, ops)
 
     def _compile_gather(self, group: Any, ops: Callable[[Phase], Ops]) -> None:
@@ -343,8 +326,8 @@ class Program:
                 _within(on_gathering_stream, drop),
                 free,
             )
-        for mode, ops in self.reduce.items():
-            self.reduce[mode] = _within(streams.on_last_user, (*ops, record_launch))
+        self.reduce = _within(streams.on_last_user, (*self.reduce, record_launch))
+        self.accumulate = _within(streams.on_last_user, self.accumulate)
         self.over_replicas = _within(streams.on_last_user, self.over_replicas)
         for has_replicas, stages in self.deliver.items():
             on_stream = tuple(_within(on_reduction_stream, stage) for stage in stages)

@@ -251,9 +251,10 @@ class Reduction:
             grad = self._grads[index]
             self._grads[index] = None if grad is None else grad.to(dtype)
 
-    def take_with_unsynced(self) -> None:
-        """Take the gradients, and add unreduced gradients of earlier backwards."""
-        self.take_grads()
+    def add_unsynced(self) -> None:
+        """Add unreduced gradients of earlier backwards to the gradients."""
+        if all(map(is_, map(_grad, self._sharded), repeat(None))):
+            return
         factor = self._unreduced_factor()
         for index, (param, sharded) in enumerate(zip(self.params, self._sharded, strict=True)):
             old_grad: Any = redistributed_grad(param)
@@ -545,27 +546,6 @@ class Reduction:
 
 class LocalReduction(Reduction):
     """The reduction over a mesh of one rank, without communication."""
-
-    def accumulate_unsynced(self) -> None:
-        """Add the gradients to ``.grad``: on one rank they are already reduced.
-
-        With hooks of users, or if the final dtype rounds, they stay unreduced until the sync, as on
-        several ranks, so that hooks and rounding apply once, to the accumulated gradient.
-        """
-        finals = zip(map(reduce_dtype, self.params), self._final_dtypes, strict=True)
-        rounds = any(torch.promote_types(dtype, final) != final for dtype, final in finals)
-        if rounds or any(map(has_hooks, self.params)):
-            super().accumulate_unsynced()
-            return
-        for param in self.params:
-            if param.name not in self._group.unsynced_names:  # the first gradient since a sync
-                record_unreduced(param, stage_of(param, redistributed_grad(param)))
-        self.take_grads()
-        self.launch()
-        if self.scale.after != 1:
-            self.average()
-        self.download()
-        self.write_downloaded()
 
     def launch(self) -> None:
         """Keep the gradients: they are the result, and there are no flags to read."""
