@@ -327,7 +327,7 @@ class Backward:
                 self.kept.append(group)
                 group.register_sharded()
             # Earlier backwards may have accumulated gradients of this group without sync.
-            if group.settings.reduce_grads and (group.unsynced_names or group.gives_zeros):
+            if group.settings.reduce_grads and (group.unsynced or group.gives_zeros):
                 self.launched.add(group)
                 self._in_flight.start(group, deferred=True)
         if waits:

@@ -618,7 +618,7 @@ class EncodedReduction(Reduction):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._extensions = [
-            _extensions.setdefault(param, {}).setdefault(self._dtype, GradExtension(param))
+            _extensions.setdefault(param, {}).setdefault(self.dtype, GradExtension(param))
             for param in self.params
         ]
         self.scale = Scale(1.0, None, 1.0)  # `wait` divides
@@ -655,7 +655,7 @@ class EncodedReduction(Reduction):
         if grad is None:
             return None
         layout = self.params[index].layout
-        return self._extensions[index].encode(layout.padded_shards(grad.to(self._dtype)))
+        return self._extensions[index].encode(layout.padded_shards(grad.to(self.dtype)))
 
     def _encode_and_agree(
         self, grads: Sequence[torch.Tensor | None]
@@ -717,7 +717,7 @@ class EncodedReduction(Reduction):
         rows = self.__dict__.pop("_received", None)
         if rows is None:
             return
-        self.reduced = rows.new_zeros(self._numel, dtype=self._dtype)
+        self.reduced = rows.new_zeros(self._numel, dtype=self.dtype)
         for param, start, extension, places in zip(
             self.params, self._starts, self._extensions, self._row_places, strict=True
         ):

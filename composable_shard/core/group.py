@@ -27,7 +27,7 @@ from composable_shard.core.extension import (
 )
 from composable_shard.core.plugins import Op, Plugins
 from composable_shard.core.program import Program
-from composable_shard.core.reduction import Reduction
+from composable_shard.core.reduction import Reduction, is_partial
 from composable_shard.core.storage import Bucket, GatherOps, ShardedParam
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import announce
@@ -141,7 +141,8 @@ class ParamGroup:
             and not yet the weight half.
         is_in_unsharded_context: Whether ``unsharded()`` has given the modules full parameters.
         num_optimizer_steps: The number of optimizer steps that have changed the shards.
-        unsynced_names: Names of parameters that may have unreduced gradients.
+        unsynced: The names of parameters that may have unreduced gradients. If these were added to
+            a reduced gradient, with a dtype that does not round the sum; else with ``None``.
         finished_nodes: For each gradient accumulation and each input marker that has run, the id of
             its graph task.
         count_gradient: A post-accumulate hook made of builtins; it appends to ``finished_nodes``.
@@ -182,7 +183,7 @@ class ParamGroup:
         self._modules_run: set[nn.Module] = set()  # since the last free, if there are several
         self.unsharded_version = 0
         self.num_optimizer_steps = 0
-        self.unsynced_names: frozenset[str] = frozenset()
+        self.unsynced: dict[str, torch.dtype | None] = {}
         self.finished_nodes: list[int] = []
         count = map(self.finished_nodes.append, iter(_torch.current_backward, None))
         self.count_gradient = partial(next, count)  # each call appends the current task
@@ -289,11 +290,13 @@ class ParamGroup:
 
     def compile(self) -> None:
         """Compile the program for the current parameters, settings and features."""
+        if self.state is State.PARTLY_SHARDED:  # a new program would not have the kept parts
+            self.reshard()
         with torch.inference_mode(False):  # the program outlives this forward
             self.program = Program(self)
         if self._stream is None:
             self._stream = compute_stream_id(self.mesh.device)
-        self.is_compiled, self.needs_reduce = True, self.program.needs_reduce
+        self.is_compiled, self.needs_reduce = True, bool(self.program.reductions)
         self.is_trained = bool(self.program.accumulators)
 
     def follow_stream(self) -> None:
@@ -301,8 +304,6 @@ class ParamGroup:
         stream = compute_stream_id(self.mesh.device)
         if stream != self._stream:
             self._stream = stream
-            if self.state is State.PARTLY_SHARDED:  # a new program would not have the kept parts
-                self.reshard()
             self.program.accumulators.clear()  # releases the nodes of the old stream
             self.compile()
 
@@ -530,19 +531,21 @@ class ParamGroup:
 
         Args:
             deferred: Whether to reduce only gradients that were accumulated without sync. All
-                ranks make the same decision, because ``unsynced_names`` depends on the settings,
-                and not on the gradients of a rank.
+                ranks make the same decision, because the names in ``unsynced`` depend on the
+                settings, and not on the gradients of a rank.
 
         Returns:
             The reduction, if one is in flight.
         """
         if deferred:
-            if not (self.unsynced_names or self.gives_zeros):
+            if not (self.unsynced or self.gives_zeros):
                 return None
             self.refresh()
         elif not self.settings.reduce_grads:
             self.accumulate()
             return None
+        if self.unsynced and self.program.would_round(self.unsynced):
+            self.compile()  # the new program has a wider dtype
         program = self.program
         self.run(program.reduce, "reducing the gradients of")
         if program.over_replicas and self.settings.all_reduce_grads:
@@ -553,15 +556,6 @@ class ParamGroup:
     def accumulate(self) -> None:
         """Add the gradients to those of the sharded parameters, without sync."""
         self.run(self.program.accumulate, "accumulating the gradients of")
-        self.record_unsynced(self.program)
-
-    def record_unsynced(self, program: Program) -> None:
-        """Record that the gradients taken by a program are still to be reduced."""
-        self.unsynced_names |= program.reduced_names
-        if program.would_round:  # the next program has a wider dtype
-            program.generation = -1
-            if self.state in (State.SHARDED, State.UNSHARDED):
-                self.compile()
 
     @torch.no_grad()
     def divide_by(self, divisor: float) -> None:
@@ -576,9 +570,9 @@ class ParamGroup:
         for param in self.params:
             ratio = (self.settings.divisor or param.mesh.num_ranks) / divisor
             grad = param.sharded.grad
-            if ratio == 1 or grad is None or param.name not in self.unsynced_names:
+            if ratio == 1 or not is_partial(grad):
                 continue
-            if param.adds_to_synced:
+            if self.unsynced.get(param.name) is not None:
                 raise ShardError(
                     f"Expected the gradient of '{param.name}' to be reduced, or cleared, before "
                     "its divisor changes, got one that was accumulated without sync and added to "
@@ -655,12 +649,11 @@ class GroupReduction:
         self.num_run += 1
         if self.num_run < len(self._stages):
             return True
-        group = self.group
-        if not group.settings.all_reduce_grads:
-            group.record_unsynced(self.program)
-        elif group.unsynced_names:
-            group.unsynced_names = frozenset()
-            self.program.forget_unsynced()
+        group, program = self.group, self.program
+        if group.settings.all_reduce_grads and group.unsynced:
+            group.unsynced.clear()
+            if program.had_unsynced:  # it may reduce frozen parameters, or in a wider dtype
+                program.generation = -1
         return False
 
     def finish(self) -> None:

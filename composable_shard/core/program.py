@@ -6,7 +6,7 @@ out of date, and the group compiles a new one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial, reduce
 from itertools import chain
@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 from composable_shard import _torch
 from composable_shard.core.codec import share_attributes
 from composable_shard.core.plugins import Op, Phase
-from composable_shard.core.reduction import LocalReduction, Reduction, reduce_dtype, wide_dtype
+from composable_shard.core.reduction import LocalReduction, Reduction, reduce_dtype
 from composable_shard.core.storage import Bucket, GatherOps, Regather, ShardedParam, Slot
 from composable_shard.core.transport.pending import UsedStreams, on_side_stream, side_stream
 
@@ -62,11 +62,11 @@ class Program:
         freeable: The unsharded parameters with memory that is freed between uses.
         unsharded_storages: The ids of their storages; see ``_torch.storage_number``.
         accumulators: The autograd nodes that accumulate into the trainable parameters.
-        reduced_names: The parameters to reduce: trainable ones, and frozen ones that still have
-            unsynced gradients.
+        had_unsynced: Whether there were unsynced gradients at compile time.
+        reduced: The parameters to reduce: trainable ones, and frozen ones that still have unsynced
+            gradients.
         reductions: A reduction for each mesh, subclass of `Reduction`, dtype and place of
             ``.grad``; see `reduced_together`.
-        needs_reduce: Whether there are any ``reductions``.
         searched_modules: The modules that have been searched for ``tensor_attributes``, each after
             its first forward since the program was compiled.
         tensor_attributes: The attributes, by dict and name, in which forward stores tensors on
@@ -119,15 +119,11 @@ class Program:
         mine, others = self.version_tensors, other.version_tensors
         return len(mine) == len(others) and all(map(is_, mine, others))
 
-    def forget_unsynced(self) -> None:
-        """Make the program out of date if it was compiled while there were unsynced gradients."""
-        if self._had_unsynced:
-            self.generation = -1
-
-    @property
-    def would_round(self) -> bool:
-        """Whether the dtype of a reduction is too narrow for accumulated gradients."""
-        return any(reduction.would_round for reduction in self.reductions)
+    def would_round(self, unsynced: Mapping[str, torch.dtype | None]) -> bool:
+        """Return whether a reduction would round the sums in `ParamGroup.unsynced`."""
+        reductions = self.reductions
+        pairs = ((each.dtype, unsynced.get(p.name)) for each in reductions for p in each.params)
+        return any(wide and torch.promote_types(wide, dtype) != dtype for dtype, wide in pairs)
 
     def discard(self) -> None:
         """Drop all gradients that are not in ``.grad`` yet, after a failed backward."""
@@ -148,7 +144,7 @@ class Program:
     def _prepare_unsharded(self, group: Any) -> None:
         """Copy settings to the unsharded parameters, hook them, and list those to reduce."""
         self.accumulators: list[Node] = []
-        reduced = []
+        self.reduced: list[ShardedParam] = []
         for param, sharded in zip(group.params, self.sharded, strict=True):
             unsharded = param.unsharded
             if param.attributes is None:
@@ -164,18 +160,18 @@ class Program:
                 if not param.is_counted:
                     param.is_counted = True
                     unsharded.register_post_accumulate_grad_hook(group.count_gradient)
-            if sharded.requires_grad or param.name in group.unsynced_names:
-                reduced.append(param.name)
-        self.reduced_names = frozenset(reduced)
-        self.needs_reduce = bool(reduced)
+            if sharded.requires_grad or param.name in group.unsynced:
+                self.reduced.append(param)
         self.attribute_copiers = [p.attributes for p in group.params if p.attributes is not None]
 
     def _compile(self, group: Any) -> None:
         ops = partial(group.plugins.ops, group)
         self._compile_gather(group, ops)
-        self.reductions: list[Reduction] = list(self._plan_reductions(group))
-        self._had_unsynced = bool(group.unsynced_names)
-        reductions = self.reductions
+        self.had_unsynced = bool(group.unsynced)
+        reductions = self.reductions = [
+            reduction(buckets, params, dtype, group.channels[buckets[0].mesh], group)
+            for reduction, buckets, params, dtype in reduced_together(group, self.reduced)
+        ]
         self.pre_forward, self.post_forward = ops("pre_forward"), ops("post_forward")
         self.pre_backward, self.post_backward = ops("pre_backward"), ops("post_backward")
         group.program = self  # the ``ops`` of features read it
@@ -279,13 +275,6 @@ class Program:
             return ((*ops, *write, *delivered),)
         return (*ops, *write, *delivered), tuple(each.write_downloaded for each in late)
 
-    def _plan_reductions(self, group: Any) -> Sequence[Reduction]:
-        reduced = [param for param in group.params if param.name in self.reduced_names]
-        return [
-            reduction(buckets, params, dtype, group.channels[buckets[0].mesh], group)
-            for reduction, buckets, params, dtype in reduced_together(group, reduced)
-        ]
-
     # Streams --------------------------------------------------------------------------------
 
     def _put_on_streams(self, group: Any) -> None:
@@ -342,10 +331,7 @@ def reduced_together(
     If the parameters have several reduce dtypes, real ones are promoted to one dtype, and complex
     ones to another. Parameters with dtypes without a promotion are reduced apart.
     """
-    # A reduced gradient plus unreduced ones must not be rounded.
-    unsynced = group.unsynced_names
-    wide = {p for p in reduced if p.adds_to_synced and p.name in unsynced}
-    dtypes = {p: wide_dtype(p) if p in wide else reduce_dtype(p) for p in reduced}
+    dtypes = {param: group.unsynced.get(param.name) or reduce_dtype(param) for param in reduced}
     widest: dict[bool, torch.dtype] = {}
     for is_complex in (False, True):
         alike = {dtype for dtype in dtypes.values() if dtype.is_complex == is_complex}

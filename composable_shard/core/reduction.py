@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress, repeat, starmap
 from operator import attrgetter, is_, is_not, methodcaller
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -98,6 +98,7 @@ class Reduction:
     """The reduction of the gradients of some parameters over one mesh, in one dtype.
 
     Attributes:
+        dtype: The dtype in which gradients are added.
         reduced: One flat buffer with the reduced shards and flags. It exists from the launch until
             ``.grad`` is written. `LocalReduction` has a list of gradients instead.
         num_flags: The number of flags at the end of ``reduced``.
@@ -131,7 +132,7 @@ class Reduction:
             channel: The collectives of the mesh.
             group: The group of the parameters, for its settings.
         """
-        self._channel, self._dtype, self._group = channel, dtype, group
+        self._channel, self.dtype, self._group = channel, dtype, group
         self._mesh, self._compute_dtype = buckets[0].mesh, buckets[0].compute_dtype
         self._has_streams = _torch.has_streams(self._mesh.device)
         self.is_offloaded = params[0].device != self._mesh.device or copies_overlap_compute(
@@ -179,8 +180,8 @@ class Reduction:
         device, num_shards = self._mesh.device, self._mesh.num_shards
         layouts = [param.layout.flat for param in self.members]
         self.num_flags = len(layouts)
-        self._final_dtypes = [final_grad_dtype(param, self._dtype) for param in self.members]
-        self._step = packing_step((self._dtype, *self._final_dtypes), device)
+        self._final_dtypes = [final_grad_dtype(param, self.dtype) for param in self.members]
+        self._step = packing_step((self.dtype, *self._final_dtypes), device)
         self._message_numels = message_numels(layouts, self._num_direct, self._step)
         self._packed_shape = (num_shards, self._message_numels[-1])
         self._numel = sum(self._message_numels)
@@ -195,7 +196,7 @@ class Reduction:
         ]
         self._rows: list[torch.Tensor] = []  # the place of each gradient in `_packed`
         if self._is_plain and has_single_rows(packed, device):
-            self._packed = _torch.empty(*self._packed_shape, dtype=self._dtype, device=device)
+            self._packed = _torch.empty(*self._packed_shape, dtype=self.dtype, device=device)
             numels = [*(layout.inner for layout in packed), self.num_flags]
             *columns, flags_column = self._packed.split_with_sizes(numels, 1)
             pairs = zip(columns, packed, strict=True)
@@ -221,12 +222,6 @@ class Reduction:
     def _specs_of(self, stage: GradStage) -> list[_torch.DTensorSpec]:
         pairs = zip(self.members, self._final_dtypes, strict=True)
         return [param.spec(stage, dtype) for param, dtype in pairs]
-
-    @property
-    def would_round(self) -> bool:
-        """Whether its dtype is too narrow for a reduced ``.grad`` plus unreduced gradients."""
-        added = (wide_dtype(param) for param in self.params if param.adds_to_synced)
-        return any(torch.promote_types(dtype, self._dtype) != self._dtype for dtype in added)
 
     def has_unsharded_grads(self) -> bool:
         """Return whether any unsharded parameter has a gradient."""
@@ -274,7 +269,7 @@ class Reduction:
             self.reduced = torch.cat(inputs)
             self._pending = Pending([] if stream is None else [stream.record_event()])
             return
-        self.reduced = _torch.empty(self._numel, dtype=self._dtype, device=device)
+        self.reduced = _torch.empty(self._numel, dtype=self.dtype, device=device)
         outputs = list(self.reduced.split_with_sizes(self._message_numels))
         works = self._channel.reduce(outputs, inputs, self.scale.divisor)
         to_keep = () if self._channel.reduce_scatter.keeps_inputs else inputs
@@ -291,7 +286,7 @@ class Reduction:
             for index, (param, grad) in enumerate(zip(self.members, grads, strict=True)):
                 if grad is None:
                     flags[:, index] = 0
-                    grads[index] = param.layout.new_zeros(self._all_flags, self._dtype)
+                    grads[index] = param.layout.new_zeros(self._all_flags, self.dtype)
         if any(map(_is_sparse, grads)):
             refuse_sparse(self.members, grads)
         num_direct = self._num_direct
@@ -328,15 +323,15 @@ class Reduction:
             _torch.copy_each_(self._rows, tensors)
             return self._packed
         if not all(map(is_, map(_dtype, tensors), repeat(tensors[-1].dtype))):
-            tensors = [tensor.to(self._dtype) for tensor in tensors]
-        packed = _torch.empty(*self._packed_shape, dtype=self._dtype, device=self._mesh.device)
+            tensors = [tensor.to(self.dtype) for tensor in tensors]
+        packed = _torch.empty(*self._packed_shape, dtype=self.dtype, device=self._mesh.device)
         _torch.chunk_cat(tensors, 0, self._mesh.num_shards, out=packed)
         return packed
 
     def _cast(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         """Cast gradients with their own message to the dtype of the reduction, in one call."""
         numels = [grad.numel() for grad in grads]
-        scratch = _torch.empty(sum(numels), dtype=self._dtype, device=self._mesh.device)
+        scratch = _torch.empty(sum(numels), dtype=self.dtype, device=self._mesh.device)
         cast = list(scratch.split_with_sizes(numels))
         _torch.copy_all_(cast, grads)
         return cast
@@ -355,23 +350,35 @@ class Reduction:
             refuse_sparse(self.params, grads)
         for param, sharded, grad in zip(self.params, self._sharded, grads, strict=True):
             old_grad: Any = redistributed_grad(param)
-            stage = stage_of(param, old_grad)
+            stage = self._record_unsynced(param, old_grad)
             if grad is not None:
-                grad = grad.to(self._dtype)
+                grad = grad.to(self.dtype)
                 grad = grad if factor == 1 else grad * factor
             if stage == "unreduced":
                 if grad is not None:
                     _torch.local_tensor(old_grad).add_(grad.to(param.local.device))
                 continue
-            record_unreduced(param, stage)
             if old_grad is None:
-                allow_grad_dtype(sharded, self._dtype)  # on all ranks alike, see there
+                allow_grad_dtype(sharded, self.dtype)  # on all ranks alike, see there
             else:
                 total = self._unreduced_form(param, old_grad)
                 grad = total if grad is None else total.add_(grad)
             if grad is not None:
                 grad = grad.to(param.local.device)
                 assign_grad(sharded, _torch.from_local(grad, param.spec("unreduced", grad.dtype)))
+
+    def _record_unsynced(self, param: ShardedParam, grad: Any) -> GradStage | None:
+        """Record in `ParamGroup.unsynced` that gradients are added to ``grad`` and not reduced.
+
+        Returns:
+            The stage of ``grad``, which may be ``None``.
+        """
+        unsynced, stage = self._group.unsynced, stage_of(param, grad)
+        wide = unsynced.get(param.name)
+        if stage == "sharded":
+            wide = torch.promote_types(self.dtype, grad.dtype)
+        unsynced[param.name] = wide
+        return stage
 
     def _unreduced_factor(self) -> float:
         """Return a factor for unreduced gradients: their mean is then their sum / divisor."""
@@ -381,7 +388,7 @@ class Reduction:
     def _unreduced_form(self, param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of an unreduced gradient: the mean over all ranks is ``grad``."""
         shard = _torch.local_tensor(grad).to(self._mesh.device)
-        dtype = torch.promote_types(shard.dtype, self._dtype)
+        dtype = torch.promote_types(shard.dtype, self.dtype)
         full = param.layout.new_zeros(shard, dtype)
         rows = param.layout.shard_of(full, self._mesh.shard_rank)
         rows.copy_(shard)
@@ -419,7 +426,7 @@ class Reduction:
         """Skip the reduction over the replicas; the reduced shards differ between replicas."""
         self._specs = self._specs_of("reduced_over_shards")
         for param in self.params:
-            record_unreduced(param, stage_of(param, param.sharded.grad))
+            self._record_unsynced(param, param.sharded.grad)
 
     def launch_over_replicas(self) -> None:
         """Add the shards that earlier backwards left in ``.grad``; launch the all-reduce."""
@@ -553,7 +560,7 @@ class LocalReduction(Reduction):
         if self._writes_unused:
             like, pairs = self._all_flags, zip(self.params, self._grads, strict=True)
             self.reduced = [
-                param.layout.new_zeros(like, self._dtype) if grad is None else grad
+                param.layout.new_zeros(like, self.dtype) if grad is None else grad
                 for param, grad in pairs
             ]
         del self._grads
@@ -597,7 +604,7 @@ def has_hooks(param: ShardedParam) -> bool:
     return _torch.has_grad_hooks(param.sharded)
 
 
-def is_partial(grad: torch.Tensor | None) -> bool:
+def is_partial(grad: torch.Tensor | None) -> TypeGuard[DTensor]:
     """Return whether a gradient is still to be averaged over some ranks."""
     return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
 
@@ -610,15 +617,6 @@ def stage_of(param: ShardedParam, grad: Any) -> GradStage | None:
         return "sharded"
     is_unreduced = grad.placements == param.placement.unreduced
     return "unreduced" if is_unreduced else "reduced_over_shards"
-
-
-def record_unreduced(param: ShardedParam, stage: GradStage | None) -> None:
-    """Record whether an unreduced gradient is added to a reduced one, at ``stage``.
-
-    A gradient that is reduced over the shards was unreduced before, so its record stays.
-    """
-    if stage != "reduced_over_shards":
-        param.adds_to_synced = stage == "sharded"
 
 
 def with_own_message(buckets: Iterable[Bucket], dtype: torch.dtype) -> set[ShardedParam]:
@@ -666,12 +664,6 @@ def reduce_dtype(param: ShardedParam) -> torch.dtype:
     if is_set and user_dtype is None and param.policy.reduce_dtype is None:
         return param.compute_dtype
     return param.policy.reduction_dtype(param.dtype, user_dtype)
-
-
-def wide_dtype(param: ShardedParam) -> torch.dtype:
-    """Return a dtype that does not round a reduced ``.grad`` plus unreduced gradients."""
-    dtype = reduce_dtype(param)
-    return torch.promote_types(dtype, final_grad_dtype(param, dtype))
 
 
 def final_grad_dtype(param: ShardedParam, reduced: torch.dtype) -> torch.dtype:

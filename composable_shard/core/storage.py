@@ -166,7 +166,6 @@ class ShardedParam:
         unsharded_local: The plain tensor of ``unsharded``: itself, except under tensor parallelism.
         is_counted: Whether a hook counts the gradient accumulations of ``unsharded``.
         shares_storage: Whether ``unsharded`` is a view of the sharded buffer.
-        adds_to_synced: Whether ``.grad`` is the sum of a reduced gradient and unreduced ones.
         group: Its group.
         freed_inner: Inner tensors of a subclass with memory that is freed between uses. Autograd
             may save them, so they have versions, too.
@@ -203,7 +202,7 @@ class ShardedParam:
         self._shape, self._stride = original.shape, stride
         self.dtype = original.dtype
         self.began_on_meta = original.is_meta
-        self.shares_storage = self.adds_to_synced = False
+        self.shares_storage = False
         self.freed_inner: list[torch.Tensor] = []
         self.flat_position: FlatPosition | None = None
         self.attributes: AttributeCopier | None = None

@@ -251,7 +251,7 @@ class Tree:
         """Whether the next backward probably adds to the gradients of the last one."""
         is_unfinished = not (self.is_last_backward or self.finalization.is_manual)
         is_unfinished = is_unfinished or self.finalization.has_unfinished_backwards
-        return is_unfinished or any(group.unsynced_names for group in self.groups)
+        return is_unfinished or any(group.unsynced for group in self.groups)
 
     def prepare_gather(self) -> None:
         """Compare the model between ranks before the first gather; wait for the optimizer event.
@@ -460,7 +460,7 @@ class Tree:
         try:
             self.in_flight.finish()
             for group in self.groups:
-                if group.unsynced_names:
+                if group.unsynced:
                     self.in_flight.start(group, deferred=True)
             self.in_flight.finish()
         finally:
@@ -473,7 +473,7 @@ class Tree:
         Collective: the reductions.
         """
         for group in self.groups:
-            if group.settings.reduce_grads and group.unsynced_names:
+            if group.settings.reduce_grads and group.unsynced:
                 self.in_flight.start(group, deferred=True)
             if group.settings.reshard_after_backward:
                 group.reshard()

@@ -133,7 +133,7 @@ class _Holder:
                 if param.placement.unsharded_spec is not None:
                     placements = f"tensor parallelism: {param.placement.sharded}"
                     raise _unmovable(f"parameter '{param.name}'", placements)
-                if param.name in group.unsynced_names or is_partial(param.sharded.grad):
+                if param.name in group.unsynced or is_partial(param.sharded.grad):
                     raise ShardError(
                         f"Expected a reduced gradient of '{param.name}', got one that was "
                         "accumulated without sync; call synchronize_gradients() first"
