@@ -83,7 +83,6 @@ class Program:
         self.version_tensors = (*self.sharded, *self._local_shards)
         self._storage_numbers = _torch.storage_numbers(self.sharded)
         self.requires_grad = tuple(map(_requires_grad, self.sharded))
-        self._grad_dtypes = tuple(map(_grad_dtype, self.sharded))
         freeable = [param for param in params if not param.shares_storage]
         self.freeable = tuple(param.unsharded for param in freeable)
         leaves = (leaf for param in freeable for leaf in _torch.leaves(param.unsharded_local))
@@ -91,6 +90,7 @@ class Program:
         self._list_slots(params)
         self._prepare_unsharded(group)
         self._compile(group)
+        self._grad_dtypes = tuple(map(_grad_dtype, self.sharded))  # reductions may set them
         if _torch.has_streams(group.mesh.device):
             self._put_on_streams(group)
 
@@ -253,7 +253,6 @@ class Program:
             ordered = tuple(partial(each.order_after_shards, stream) for each in reductions)
             on_side = _within(lambda: _torch.on_stream(stream), (*average, *launches))
             self.over_replicas = (*ordered, *on_side, *ops("all_reduce_launched"))
-            wait = (*before_wait, *(each.wait_for_shards for each in reductions))
             first = (*wait, *ops("averaged"), *ops("reduced_over_shards"))
         await_replicas = (each.wait for each in replicated)
         second = (*ops("before_wait_for_all_reduce"), *await_replicas, *hooks)

@@ -33,7 +33,7 @@ from composable_shard.core.layout import (
     is_packed,
     message_numels,
 )
-from composable_shard.core.placement import GradStage
+from composable_shard.core.placement import GradStage, Placements
 from composable_shard.core.storage import USER_GRAD_DTYPE, Bucket, ShardedParam, user_grad_dtype
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
@@ -134,6 +134,7 @@ class Reduction:
         """
         self._channel, self.dtype, self._group = channel, dtype, group
         self._mesh, self._compute_dtype = buckets[0].mesh, buckets[0].compute_dtype
+        self._pending: list[Pending] = []  # the oldest first
         self._has_streams = _torch.has_streams(self._mesh.device)
         self.is_offloaded = params[0].device != self._mesh.device or copies_overlap_compute(
             params[0].offload, self._mesh.device
@@ -214,10 +215,8 @@ class Reduction:
             step = 1 if index < self._num_direct else self._step
             start += aligned(param.layout.flat.shard_numel, step)
         self._specs = self._specs_of("sharded")
-        self._need_any_dtype = [  # torch would refuse the dtype of `.grad`
-            user_grad_dtype(param.sharded)[1] not in (None, dtype) or param.sharded.dtype != dtype
-            for param, dtype in zip(self.members, self._final_dtypes, strict=True)
-        ]
+        for param, dtype in zip(self.members, self._final_dtypes, strict=True):
+            allow_grad_dtype(param.sharded, dtype)
 
     def _specs_of(self, stage: GradStage) -> list[_torch.DTensorSpec]:
         pairs = zip(self.members, self._final_dtypes, strict=True)
@@ -267,13 +266,13 @@ class Reduction:
         stream = launching_stream(device) if self._has_streams else None
         if self._mesh.num_shards == 1:  # the input of the reduction over the replicas
             self.reduced = torch.cat(inputs)
-            self._pending = Pending([] if stream is None else [stream.record_event()])
+            self._pending = [Pending([] if stream is None else [stream.record_event()])]
             return
         self.reduced = _torch.empty(self._numel, dtype=self.dtype, device=device)
         outputs = list(self.reduced.split_with_sizes(self._message_numels))
         works = self._channel.reduce(outputs, inputs, self.scale.divisor)
         to_keep = () if self._channel.reduce_scatter.keeps_inputs else inputs
-        self._pending = Pending(works, self._channel.reducing, stream, to_keep)
+        self._pending = [Pending(works, self._channel.reducing, stream, to_keep)]
 
     def _pack(self) -> list[torch.Tensor]:
         """Return the messages: one for each large gradient; one for the others and the flags."""
@@ -399,9 +398,9 @@ class Reduction:
     # Phase deliver --------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait for the collective that was launched last."""
-        self._pending.wait()
-        del self._pending
+        """Wait for the oldest of the collectives that were launched."""
+        self._pending[0].wait()
+        del self._pending[0]  # only now: after a failure, `discard` waits for the others
         if self._rows:
             _torch.free(self._packed)
 
@@ -410,17 +409,8 @@ class Reduction:
         self.reduced.div_(self.scale.after)
 
     def order_after_shards(self, stream: torch.Stream) -> None:
-        """Let ``stream``, which reduces over the replicas, wait for the reduce-scatter.
-
-        The stream that delivers the gradients waits for it in :meth:`wait_for_shards`.
-        """
-        self._pending.order_before(stream)
-        self._pending_over_shards = self._pending
-
-    def wait_for_shards(self) -> None:
-        """Wait for the reduce-scatter, and not for the reduction over the replicas."""
-        self._pending_over_shards.wait()
-        del self._pending_over_shards
+        """Let ``stream``, which reduces over the replicas, wait for the reduce-scatter."""
+        self._pending[0].order_before(stream)
 
     def skip_replicas(self) -> None:
         """Skip the reduction over the replicas; the reduced shards differ between replicas."""
@@ -439,7 +429,7 @@ class Reduction:
             flags[index].fill_(1)
         works = self._channel.all_reduce(self.reduced)
         stream = launching_stream(self._mesh.device)
-        self._pending = Pending(works, self._channel.reducing, stream, added)
+        self._pending.append(Pending(works, self._channel.reducing, stream, added))
 
     def _take_reduced_over_shards(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Take the shards in ``.grad`` that are not reduced over the replicas, by index."""
@@ -482,16 +472,16 @@ class Reduction:
     def write_grads(self) -> None:
         """Write the reduced shards to ``.grad`` of the sharded parameters, or add them to it."""
         are_hooked = not all(map(_no_hooks.__eq__, map(_hooks, self._sharded)))
-        for sharded, shard, spec, needs_any_dtype in self._results():
-            grad = _torch.from_local(shard, spec)
+        for param, shard, spec in self._results():
+            sharded, grad = param.sharded, _torch.from_local(shard, spec)
             if are_hooked:
                 with torch.no_grad():
-                    self._add(sharded, _torch.call_grad_hooks(sharded, grad))
+                    add_grad(param, _torch.call_grad_hooks(sharded, grad))
                     _torch.call_post_accumulate_grad_hooks(sharded)
-            elif sharded.grad is None and not needs_any_dtype:
+            elif sharded.grad is None:
                 sharded.grad = grad
             else:
-                self._add(sharded, grad)
+                add_grad(param, grad)
 
     def write_after_autograd(self) -> None:
         """Write ``.grad``, but at the end of the backward if autograd will still write it.
@@ -505,23 +495,9 @@ class Reduction:
         else:
             self.write_grads()
 
-    def _add(self, sharded: nn.Parameter, grad: Any) -> None:
-        """Add a reduced gradient; raise if ``.grad`` has other rows than those of this rank."""
-        old_grad: Any = sharded.grad
-        if old_grad is not None and old_grad.placements == grad.placements:
-            shape, old_shape = (list(_torch.local_tensor(g).shape) for g in (grad, old_grad))
-            if shape != old_shape:
-                name = next(param.name for param in self.params if param.sharded is sharded)
-                raise ShardError(
-                    f"Expected a gradient of local shape {shape} in .grad of '{name}', got "
-                    f"{old_shape}; assign one with the rows of this rank"
-                )
-        add_grad(sharded, grad)
-
-    def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
-        """Return the gradients to write: parameter, shard, spec, whether it needs any dtype."""
-        shards = self._shards_of(self.reduced)
-        results = zip(self._sharded, shards, self._specs, self._need_any_dtype, strict=True)
+    def _results(self) -> Iterable[tuple[ShardedParam, torch.Tensor, _torch.DTensorSpec]]:
+        """Return the parameters that get a gradient, with its shard and spec."""
+        results = zip(self.params, self._shards_of(self.reduced), self._specs, strict=True)
         if self._all_have_grads or self._writes_unused:  # no need to read the flags
             del self.reduced
             return results
@@ -542,12 +518,11 @@ class Reduction:
         """Drop all gradients that are not in ``.grad`` yet, after a failed backward."""
         for param in self._unsharded:
             param.grad = None
-        pending = self.__dict__.pop("_pending", None)
-        if pending is not None:
-            pending.drop()
+        while self._pending:
+            self._pending.pop().drop()
         if self._rows:
             _torch.free(self._packed)
-        for name in ("_grads", "reduced", "_flags", "_pending_over_shards"):
+        for name in ("_grads", "reduced", "_flags"):
             self.__dict__.pop(name, None)
 
 
@@ -576,13 +551,12 @@ class LocalReduction(Reduction):
         to_host = super()._to_host
         return [None if grad is None else to_host(grad) for grad in grads]
 
-    def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
-        columns = self.reduced, self._final_dtypes, self._specs, self._need_any_dtype
+    def _results(self) -> Iterable[tuple[ShardedParam, torch.Tensor, _torch.DTensorSpec]]:
+        columns = self.params, self.reduced, self._final_dtypes, self._specs
         del self.reduced
-        for sharded, *row in zip(self._sharded, *columns, strict=True):
-            grad, dtype, spec, needs_any_dtype = row
+        for param, grad, dtype, spec in zip(*columns, strict=True):
             if grad is not None:
-                yield sharded, grad.to(dtype), spec, needs_any_dtype
+                yield param, grad.to(dtype), spec
 
 
 def refuse_sparse(params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]) -> None:
@@ -675,13 +649,12 @@ def final_grad_dtype(param: ShardedParam, reduced: torch.dtype) -> torch.dtype:
 
 
 def allow_grad_dtype(sharded: nn.Parameter, dtype: torch.dtype) -> None:
-    """Let ``.grad`` have a dtype that torch would refuse; drop the present ``.grad`` in that case.
+    """Let ``.grad`` have a dtype that torch would refuse.
 
     A change makes the program out of date, so all ranks must call this function, or none.
     """
     allowed = sharded.grad_dtype
     if allowed is not None and allowed != dtype:
-        sharded.grad = None
         is_default = allowed == sharded.dtype
         sharded.__dict__[USER_GRAD_DTYPE] = (False, None) if is_default else (True, allowed)
         sharded.grad_dtype = None
@@ -693,40 +666,45 @@ def assign_grad(sharded: nn.Parameter, grad: torch.Tensor) -> None:
     sharded.grad = grad
 
 
-def redistributed_grad(param: ShardedParam) -> Any:
+def redistributed_grad(param: ShardedParam, *allowed: Placements) -> Any:
     """Return ``.grad`` of a sharded parameter, redistributed if autograd has written it.
 
     A loss on the sharded parameters, such as a penalty, gives gradients with other placements.
 
-    Collective: the redistribution, if the placements differ.
+    Args:
+        param: The parameter.
+        allowed: The allowed placements, the preferred ones first; by default those of all stages.
+
+    Collective: the redistribution, if the placements are not allowed.
     """
     grad: Any = param.sharded.grad
     place = param.placement
-    known = place.sharded, place.reduced_over_shards, place.unreduced
-    if grad is None or grad.placements in known:
-        return grad
-    with torch.no_grad():
-        param.sharded.grad = grad.redistribute(placements=place.sharded)
-    return param.sharded.grad
-
-
-def add_grad(sharded: nn.Parameter, grad: Any) -> None:
-    """Add a reduced gradient to ``.grad``; autograd may have written it with other placements.
-
-    Collective: the redistribution, if the placements differ.
-    """
-    old_grad: Any = sharded.grad
-    if old_grad is None:
-        assign_grad(sharded, grad)
-        return
-    if is_partial(grad) and not is_partial(old_grad):  # equal replicas are their own mean
-        local, spec = _torch.local_tensor(old_grad), _torch.spec_of(grad)
-        old_grad = _torch.from_local(local, _torch.spec_with_dtype(spec, local.dtype))
-        sharded.grad = old_grad
-    elif old_grad.placements != grad.placements:
+    allowed = allowed or (place.sharded, place.reduced_over_shards, place.unreduced)
+    if grad is not None and grad.placements not in allowed:
         with torch.no_grad():
-            old_grad = sharded.grad = old_grad.redistribute(placements=grad.placements)
-    _torch.local_tensor(old_grad).add_(_torch.local_tensor(grad))
+            grad = param.sharded.grad = grad.redistribute(placements=allowed[0])
+    return grad
+
+
+def add_grad(param: ShardedParam, grad: Any) -> None:
+    """Add a reduced gradient to ``.grad``; raise if that has other rows than those of this rank.
+
+    Collective: see :func:`redistributed_grad`.
+    """
+    old_grad = redistributed_grad(param, grad.placements, param.placement.sharded)
+    if old_grad is None:
+        assign_grad(param.sharded, grad)
+        return
+    local, old_local = _torch.local_tensor(grad), _torch.local_tensor(old_grad)
+    if local.shape != old_local.shape:
+        raise ShardError(
+            f"Expected a gradient of local shape {list(local.shape)} in .grad of '{param.name}', "
+            f"got {list(old_local.shape)}; assign one with the rows of this rank"
+        )
+    if old_grad.placements != grad.placements:  # equal replicas are their own mean
+        spec = _torch.spec_with_dtype(_torch.spec_of(grad), old_local.dtype)
+        param.sharded.grad = _torch.from_local(old_local, spec)
+    old_local.add_(local)
 
 
 def clear_grad(leaf: torch.Tensor, *, to_none: bool) -> None:
