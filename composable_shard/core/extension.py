@@ -717,8 +717,8 @@ class EncodedReduction(Reduction):
         if rows is None:
             return
         self.reduced = rows.new_zeros(self._numel, dtype=self.dtype)
-        for param, start, extension, places in zip(
-            self.params, self._starts, self._extensions, self._row_places, strict=True
+        for param, (*_, start), extension, places in zip(
+            self.params, self._view_args, self._extensions, self._row_places, strict=True
         ):
             part = self.reduced[start : start + param.layout.flat.shard_numel]
             if extension.formats is not None:

@@ -27,7 +27,7 @@ from composable_shard.core.extension import (
 )
 from composable_shard.core.plugins import Op, Plugins
 from composable_shard.core.program import Program
-from composable_shard.core.reduction import Reduction, is_partial
+from composable_shard.core.reduction import is_partial
 from composable_shard.core.storage import Bucket, GatherOps, ShardedParam
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import announce
@@ -134,7 +134,8 @@ class ParamGroup:
         is_unsharded_registered: Whether the modules hold the unsharded parameters, and not the
             sharded ones.
         is_kept_by_user: Whether the user has called ``unshard()`` since the group was freed.
-        is_partly_run: Whether some of several ``modules`` have run, and others not yet.
+        modules_run: Those of several ``modules`` that have run, while others have not yet.
+        why_absent: Why the shards are not in memory, and the remedy; ``None`` if they are.
         unsharded_version: The version counter of the unsharded parameters. It grows when a gather
             brings new values.
         awaits_weight_half: Whether a pipeline schedule has run the input half of a split backward,
@@ -177,10 +178,10 @@ class ParamGroup:
         self.settings = Settings()
         self.plugins = Plugins()
         self.state = State.SHARDED
-        self.is_unsharded_registered = self.is_kept_by_user = self.is_partly_run = False
+        self.is_unsharded_registered = self.is_kept_by_user = False
         self.is_in_unsharded_context = self.awaits_weight_half = False
-        self._why_absent: str | None = None
-        self._modules_run: set[nn.Module] = set()  # since the last free, if there are several
+        self.why_absent: str | None = None
+        self.modules_run: set[nn.Module] = set()
         self.unsharded_version = 0
         self.num_optimizer_steps = 0
         self.unsynced: dict[str, torch.dtype | None] = {}
@@ -188,7 +189,6 @@ class ParamGroup:
         count = map(self.finished_nodes.append, iter(_torch.current_backward, None))
         self.count_gradient = partial(next, count)  # each call appends the current task
         self.streams = UsedStreams(mesh.device)
-        self._stream: int | None = None
         self.channels = self._new_channels()
         self.tree: Any = None
         self.progress: Any = None
@@ -220,19 +220,6 @@ class ParamGroup:
     def label(self) -> str:
         """The name of the group in messages."""
         return f"group '{self.name}'" if self.name else "the root group"
-
-    @property
-    def why_absent(self) -> str | None:
-        """Why the shards are not in memory, and the remedy; ``None`` if they are in memory."""
-        return self._why_absent
-
-    @why_absent.setter
-    def why_absent(self, reason: str | None) -> None:
-        self._why_absent = reason
-        if self.is_compiled:  # a backward of an earlier forward would gather with this program
-            check, gather = partial(self.check_in_memory, "to be gathered"), self.program.gather
-            self.program.gather = gather._replace(launch=(check, *gather.launch))
-        self.is_compiled = False
 
     def check_in_memory(self, purpose: str) -> None:
         """Raise ``ShardError`` if its shards are not in memory."""
@@ -294,16 +281,12 @@ class ParamGroup:
             self.reshard()
         with torch.inference_mode(False):  # the program outlives this forward
             self.program = Program(self)
-        if self._stream is None:
-            self._stream = compute_stream_id(self.mesh.device)
         self.is_compiled, self.needs_reduce = True, bool(self.program.reductions)
         self.is_trained = bool(self.program.accumulators)
 
     def follow_stream(self) -> None:
         """Recompile if the current stream has changed: accumulation nodes belong to a stream."""
-        stream = compute_stream_id(self.mesh.device)
-        if stream != self._stream:
-            self._stream = stream
+        if compute_stream_id(self.mesh.device) != self.program.stream:
             self.program.accumulators.clear()  # releases the nodes of the old stream
             self.compile()
 
@@ -355,11 +338,11 @@ class ParamGroup:
         for new, choice in choices.items():
             self.channels[new].restore(*choice)
         self.set_name(self.name)
-        self.why_absent, self._gathered_version = None, -1
+        self.why_absent, self.is_compiled, self._gathered_version = None, False, -1
 
     def move_away(self) -> None:
         """Drop the buckets, because the group moves to other ranks."""
-        self.buckets, self.why_absent = [], ON_OTHER_RANKS
+        self.buckets, self.why_absent, self.is_compiled = [], ON_OTHER_RANKS, False
 
     def unshard(self) -> None:
         """Launch the all-gather, unless the group is unsharded or unsharding.
@@ -369,6 +352,8 @@ class ParamGroup:
         program = self.program
         if self._snapshot is not None:
             self.apply_user_changes()
+        if self.why_absent is not None:
+            self.check_in_memory("to be gathered")
         if self.state is State.SHARDED:
             version = self._shard_version()
             if version != self._gathered_version:
@@ -419,11 +404,11 @@ class ParamGroup:
             keeps_part: Whether to keep a part for the next gather, if
                 ``settings.reshard_after_forward`` is a number of ranks.
         """
-        if self._snapshot is not None:
-            self.apply_user_changes()
-        self.is_kept_by_user = self.is_partly_run = self.awaits_weight_half = False
-        if self._modules_run:
-            self._modules_run.clear()
+        if self.is_unsharded_registered:
+            self.register_sharded()
+        self.is_kept_by_user = self.awaits_weight_half = False
+        if self.modules_run:
+            self.modules_run.clear()
         if self.state is not State.SHARDED:
             program, state = self.program, State.SHARDED
             if self.state is State.UNSHARDING:
@@ -443,15 +428,14 @@ class ParamGroup:
                 state = State.SHARDED
                 self.compile()
             self.state = state
-        if self.is_unsharded_registered:
-            self.register_sharded()
 
     def record_run(self, module: nn.Module) -> None:
         """Record a run of one of several modules; if it has run before, begin a new round."""
-        if module in self._modules_run:
-            self._modules_run.clear()
-        self._modules_run.add(module)
-        self.is_partly_run = len(self._modules_run) < len(self.modules)
+        if module in self.modules_run:
+            self.modules_run.clear()
+        self.modules_run.add(module)
+        if len(self.modules_run) == len(self.modules):
+            self.modules_run.clear()
 
     def take_snapshot(self) -> None:
         """Record the unsharded parameters: they stay registered, and users may change them."""
@@ -502,23 +486,19 @@ class ParamGroup:
             registered = holder.get(name)
             if registered is sharded:
                 put(name, unsharded)
-            elif registered is not unsharded:
-                self._refuse_replaced()
+            elif registered is not unsharded:  # its gradient would be lost
+                error = StaleParameterError(
+                    f"Expected the parameters of {self.label} in backward as they were in "
+                    "forward, got replaced ones; run backward before replacing them"
+                )
+                self.announce("running backward of", error)
+                raise error
         program = self.program
         if tuple(map(_requires_grad, program.sharded)) != program.requires_grad:
             for param in self.params:  # users have frozen or unfrozen some since forward
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
             program.generation = -1
         self.is_unsharded_registered = True
-
-    def _refuse_replaced(self) -> None:
-        """Raise, because the gradient of a parameter replaced since forward would be lost."""
-        error = StaleParameterError(
-            f"Expected the parameters of {self.label} in backward as they were in forward, got "
-            "replaced ones; run backward before replacing them"
-        )
-        self.announce("running backward of", error)
-        raise error
 
     def _shard_version(self) -> int:
         """Return a number that grows with every detected change of the shards."""
@@ -585,11 +565,6 @@ class ParamGroup:
         self.plugins.invalidate_programs()
 
     @property
-    def reductions(self) -> Sequence[Reduction]:
-        """The reductions of the current program."""
-        return self.program.reductions if self.is_compiled else ()
-
-    @property
     def gives_zeros(self) -> bool:
         """Whether parameters that no backward has reached get gradients of zeros."""
         return self.settings.zeros_for_unused and self.is_compiled and self.needs_reduce
@@ -622,8 +597,8 @@ class ParamGroup:
             self._snapshot.apply_user_changes()
             self._snapshot = None
         self.reshard()
-        for reduction in self.reductions:
-            reduction.discard()
+        if self.is_compiled:
+            self.program.discard()
 
 
 class GroupReduction:

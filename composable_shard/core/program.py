@@ -22,7 +22,12 @@ from composable_shard.core.codec import share_attributes
 from composable_shard.core.plugins import Op, Phase
 from composable_shard.core.reduction import LocalReduction, Reduction, reduce_dtype
 from composable_shard.core.storage import Bucket, GatherOps, Regather, ShardedParam, Slot
-from composable_shard.core.transport.pending import UsedStreams, on_side_stream, side_stream
+from composable_shard.core.transport.pending import (
+    UsedStreams,
+    compute_stream_id,
+    on_side_stream,
+    side_stream,
+)
 
 Ops = tuple[Op, ...]
 
@@ -59,6 +64,7 @@ class Program:
             for the unsharded parameter.
         sharded: The sharded parameters that were registered at compile time.
         requires_grad: Whether each of them was trainable.
+        stream: The id of the stream at compile time.
         freeable: The unsharded parameters with memory that is freed between uses.
         unsharded_storages: The ids of their storages; see ``_torch.storage_number``.
         accumulators: The autograd nodes that accumulate into the trainable parameters.
@@ -75,6 +81,7 @@ class Program:
 
     def __init__(self, group: Any) -> None:
         self.generation = group.plugins.generation
+        self.stream = compute_stream_id(group.mesh.device)
         self.searched_modules: set[nn.Module] = set()
         self.tensor_attributes: list[tuple[dict[str, Any], str]] = []
         params: list[ShardedParam] = group.params
@@ -124,6 +131,10 @@ class Program:
         reductions = self.reductions
         pairs = ((each.dtype, unsynced.get(p.name)) for each in reductions for p in each.params)
         return any(wide and torch.promote_types(wide, dtype) != dtype for dtype, wide in pairs)
+
+    def has_unsharded_grads(self) -> bool:
+        """Return whether any unsharded parameter has a gradient."""
+        return any(param.unsharded.grad is not None for param in self.reduced)
 
     def discard(self) -> None:
         """Drop all gradients that are not in ``.grad`` yet, after a failed backward."""

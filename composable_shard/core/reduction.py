@@ -207,11 +207,10 @@ class Reduction:
 
     def _plan_results(self) -> None:
         flat, start, rank = torch.empty(self._numel, device="meta"), 0, self._mesh.shard_rank
-        self._view_args, self._starts = [], []
+        self._view_args = []
         for index, param in enumerate(self.members):
             shard = param.layout.local(flat[start:], rank)
             self._view_args.append((shard.shape, shard.stride(), shard.storage_offset()))
-            self._starts.append(start)
             step = 1 if index < self._num_direct else self._step
             start += aligned(param.layout.flat.shard_numel, step)
         self._specs = self._specs_of("sharded")
@@ -221,10 +220,6 @@ class Reduction:
     def _specs_of(self, stage: GradStage) -> list[_torch.DTensorSpec]:
         pairs = zip(self.members, self._final_dtypes, strict=True)
         return [param.spec(stage, dtype) for param, dtype in pairs]
-
-    def has_unsharded_grads(self) -> bool:
-        """Return whether any unsharded parameter has a gradient."""
-        return not all(map(is_, map(_grad, self._unsharded), repeat(None)))
 
     # Phase reduce ---------------------------------------------------------------------------
 
@@ -532,6 +527,7 @@ class LocalReduction(Reduction):
     def launch(self) -> None:
         """Keep the gradients: they are the result, and there are no flags to read."""
         self.reduced, self._all_have_grads = self._grads, True
+        self._pending = [Pending([])]
         if self._writes_unused:
             like, pairs = self._all_flags, zip(self.params, self._grads, strict=True)
             self.reduced = [
@@ -539,9 +535,6 @@ class LocalReduction(Reduction):
                 for param, grad in pairs
             ]
         del self._grads
-
-    def wait(self) -> None:
-        """Return at once: there is nothing to wait for."""
 
     def average(self) -> None:
         """Divide the gradients by the divisor that was set."""

@@ -242,7 +242,7 @@ class Tree:
     def _is_kept(self, group: ParamGroup) -> bool:
         """Return whether a gathered group stays gathered when a forward begins."""
         settings = group.settings
-        if settings.reshard_after_forward is False or group.is_kept_by_user or group.is_partly_run:
+        if settings.reshard_after_forward is False or group.is_kept_by_user or group.modules_run:
             return True
         return not settings.reshard_after_backward and self.is_accumulating
 
@@ -304,7 +304,7 @@ class Tree:
         self.tape.end_forward(outermost)
         for group in self.groups:
             # The next forward may complete an outermost group of several modules.
-            will_not_complete = group.is_partly_run and group is not outermost
+            will_not_complete = bool(group.modules_run) and group is not outermost
             if group.state is State.UNSHARDING:  # prefetched, but not used after all
                 group.reshard()
             elif will_not_complete and group.stays_after_forward and group in self.tape:
@@ -342,7 +342,7 @@ class Tree:
         # A frozen group has a backward only if another group is trained.
         if stays and not group.is_trained and not group.is_kept_by_user:
             may_have_backward = may_have_backward and any(map(_is_trained, self.groups))
-        if group.is_partly_run:
+        if group.modules_run:
             return
         if stays and (may_have_backward or group.is_kept_by_user):
             if group.is_unsharded_registered:
