@@ -26,7 +26,7 @@ from composable_shard.core.extension import (
     move_into_buckets,
 )
 from composable_shard.core.plugins import Op, Plugins
-from composable_shard.core.program import Program
+from composable_shard.core.program import Ops, Program
 from composable_shard.core.reduction import is_partial
 from composable_shard.core.storage import Bucket, GatherOps, ShardedParam
 from composable_shard.core.transport.channel import Channel
@@ -526,12 +526,9 @@ class ParamGroup:
             return None
         if self.unsynced and self.program.would_round(self.unsynced):
             self.compile()  # the new program has a wider dtype
-        program = self.program
-        self.run(program.reduce, "reducing the gradients of")
-        if program.over_replicas and self.settings.all_reduce_grads:
-            for op in program.over_replicas:
-                op()
-        return GroupReduction(self, program)
+        launch, *stages = self.program.stages[self.settings.all_reduce_grads]
+        self.run(launch, "reducing the gradients of")
+        return GroupReduction(self, self.program, stages)
 
     def accumulate(self) -> None:
         """Add the gradients to those of the sharded parameters, without sync."""
@@ -601,28 +598,27 @@ class ParamGroup:
             self.program.discard()
 
 
+@dataclass(eq=False)
 class GroupReduction:
     """The reduction of one group, in flight.
 
     Attributes:
         group: The group.
         program: The program that launched it, which may be out of date by now.
-        num_run: The number of stages of its delivery that have run.
+        stages: The stages that are left.
     """
 
-    def __init__(self, group: ParamGroup, program: Program) -> None:
-        self.group, self.program = group, program
-        self._stages = program.deliver[group.settings.all_reduce_grads]
-        self.num_run = 0
+    group: ParamGroup
+    program: Program
+    stages: list[Ops]
 
     def advance(self) -> bool:
         """Run the next stage, which begins with a wait; return whether stages are left.
 
         Collective: on the CPU, the first stage launches the reduction over the replicas.
         """
-        self.group.run(self._stages[self.num_run], "reducing the gradients of")
-        self.num_run += 1
-        if self.num_run < len(self._stages):
+        self.group.run(self.stages.pop(0), "reducing the gradients of")
+        if self.stages:
             return True
         group, program = self.group, self.program
         if group.settings.all_reduce_grads and group.unsynced:
@@ -630,11 +626,6 @@ class GroupReduction:
             if program.had_unsynced:  # it may reduce frozen parameters, or in a wider dtype
                 program.generation = -1
         return False
-
-    def finish(self) -> None:
-        """Run all remaining stages; the last one writes ``.grad`` of the sharded parameters."""
-        while self.advance():
-            pass
 
 
 class ReductionQueue:
@@ -674,7 +665,8 @@ class ReductionQueue:
             self._advance_oldest()
         for reduction in [other for other in self._delivering if other.group is group]:
             self._delivering.remove(reduction)
-            reduction.finish()
+            while reduction.advance():
+                pass
 
     def finish(self) -> None:
         """Finish all reductions."""
@@ -696,6 +688,7 @@ class ReductionQueue:
         if not oldest.advance():
             return
         if oldest.program.has_offloaded_replicas:
-            # Run the second stage of earlier reductions: it copies their shards to the host.
-            self._delivering = [r for r in self._delivering if r.num_run > 1 or r.advance()]
+            # Run the next stage of earlier reductions, which copies their shards to the host.
+            # Their last stage would block the host until the copies are complete.
+            self._delivering = [r for r in self._delivering if len(r.stages) == 1 or r.advance()]
         self._delivering.append(oldest)

@@ -48,13 +48,10 @@ class Program:
             part of the unsharded memory before it is freed.
         regather: Operations that gather these parts from neighbouring ranks, or free the kept part.
         pre_forward, post_forward, pre_backward, post_backward: Operations of features only.
-        reduce: Operations that launch the reduction.
-        accumulate: Operations that accumulate without sync.
-        over_replicas: On devices with streams, operations that launch the reduction over the
-            replicas right after the reduction over the shards; otherwise empty.
-        deliver: The stages that complete a reduction: ``True`` with the reduction over the
-            replicas, ``False`` without it. Each stage begins with a wait; the last stage writes
-            ``.grad``.
+        accumulate: Operations that accumulate gradients without sync.
+        stages: The stages of a reduction: ``True`` with the reduction over the replicas, ``False``
+            without it. The first stage launches it. Each other stage begins with a wait; the last
+            stage writes ``.grad``.
         has_offloaded_replicas: Whether a reduction over the replicas is followed by a copy to the
             host.
         version_tensors: Tensors with version counters that grow when the shards change.
@@ -179,23 +176,16 @@ class Program:
         ops = partial(group.plugins.ops, group)
         self._compile_gather(group, ops)
         self.had_unsynced = bool(group.unsynced)
-        reductions = self.reductions = [
+        self.reductions: list[Reduction] = [
             reduction(buckets, params, dtype, group.channels[buckets[0].mesh], group)
             for reduction, buckets, params, dtype in reduced_together(group, self.reduced)
         ]
         self.pre_forward, self.post_forward = ops("pre_forward"), ops("post_forward")
         self.pre_backward, self.post_backward = ops("pre_backward"), ops("post_backward")
         group.program = self  # the ``ops`` of features read it
-        self.reduce: Ops = (
-            *(reduction.take_grads for reduction in reductions),
-            *(reduction.add_unsynced for reduction in reductions),
-            *ops("reduce"),
-            *(reduction.launch for reduction in reductions),
-            *ops("reduce_launched"),
-        )
-        accumulate = (reduction.accumulate_unsynced for reduction in reductions)
+        accumulate = (each.accumulate_unsynced for each in self.reductions)
         self.accumulate: Ops = (*accumulate, *ops("accumulated"))
-        self._compile_delivery(group, ops)
+        self._compile_reduction(group, ops)
 
     def _compile_gather(self, group: Any, ops: Callable[[Phase], Ops]) -> None:
         """Compile the operations that gather the group from its shards, and from kept parts."""
@@ -233,14 +223,21 @@ class Program:
             tuple(regather.free for regather in regathers),
         )
 
-    def _compile_delivery(self, group: Any, ops: Callable[[Phase], Ops]) -> None:
-        """Compile the stages of the delivery, with a reduction over the replicas and without.
+    def _compile_reduction(self, group: Any, ops: Callable[[Phase], Ops]) -> None:
+        """Compile the stages of a reduction, with a reduction over the replicas and without.
 
         On devices with streams, the reduction over the replicas is launched on a stream of its own,
         right after the reduction over the shards. On the CPU, and for tensor subclasses, it is
         launched when the latter is complete.
         """
         reductions = self.reductions
+        launch: Ops = (
+            *(each.take_grads for each in reductions),
+            *(each.add_unsynced for each in reductions),
+            *ops("reduce"),
+            *(each.launch for each in reductions),
+            *ops("reduce_launched"),
+        )
         hooks: Ops = ops("deliver")
         if group.settings.all_reduce_hook is not None:
             hooks += tuple(each.call_hook for each in reductions)
@@ -250,25 +247,25 @@ class Program:
         averaged = (*wait, *average, *ops("averaged"))
         replicated = [each for each in reductions if each.num_replicas > 1]
         self.has_offloaded_replicas = any(each.is_offloaded for each in replicated)
-        self.over_replicas: Ops = ()
         if not replicated:
-            same = self._with_write((*averaged, *hooks), ops("delivered"))
-            self.deliver = {True: same, False: same}
+            stages = (launch, *self._with_write((*averaged, *hooks), ops("delivered")))
+            self.stages = {True: stages, False: stages}
             return
         skips = (each.skip_replicas for each in replicated)
         without = self._with_write((*averaged, *skips), ops("delivered"))
+        self.stages = {False: (launch, *without)}
         launches: Ops = tuple(each.launch_over_replicas for each in replicated)
         first = (*averaged, *launches, *ops("reduced_over_shards"), *ops("all_reduce_launched"))
         stream = side_stream(group.mesh.device)
         if stream is not None and all(type(each) is Reduction for each in reductions):
             ordered = tuple(partial(each.order_after_shards, stream) for each in reductions)
             on_side = _within(lambda: _torch.on_stream(stream), (*average, *launches))
-            self.over_replicas = (*ordered, *on_side, *ops("all_reduce_launched"))
+            launch = (*launch, *ordered, *on_side, *ops("all_reduce_launched"))
             first = (*wait, *ops("averaged"), *ops("reduced_over_shards"))
         await_replicas = (each.wait for each in replicated)
         second = (*ops("before_wait_for_all_reduce"), *await_replicas, *hooks)
         written = self._with_write(second, ops("replicas_delivered"))
-        self.deliver = {False: without, True: (first, *written)}
+        self.stages[True] = (launch, first, *written)
 
     def _with_write(self, ops: Ops, delivered: Ops) -> tuple[Ops, ...]:
         """Add operations that write ``.grad``, in a separate stage if the host must wait first."""
@@ -325,12 +322,11 @@ class Program:
                 _within(on_gathering_stream, drop),
                 free,
             )
-        self.reduce = _within(streams.on_last_user, (*self.reduce, record_launch))
         self.accumulate = _within(streams.on_last_user, self.accumulate)
-        self.over_replicas = _within(streams.on_last_user, self.over_replicas)
-        for has_replicas, stages in self.deliver.items():
-            on_stream = tuple(_within(on_reduction_stream, stage) for stage in stages)
-            self.deliver[has_replicas] = on_stream
+        for has_replicas, (launch, *stages) in self.stages.items():
+            launch = _within(streams.on_last_user, (*launch, record_launch))
+            on_stream = (_within(on_reduction_stream, stage) for stage in stages)
+            self.stages[has_replicas] = (launch, *on_stream)
 
 
 def reduced_together(

@@ -2,7 +2,7 @@
 
 Imports storage and the transport. The methods of `Reduction` are operations of a program, which
 launches a reduction when backward finishes a group (``reduce``), and later waits for it and writes
-``.grad`` (``deliver``). The placements of a gradient show its stage (`GradStage`):
+``.grad``. The placements of a gradient show its stage (`GradStage`):
 
 - ``unreduced``: ``Partial`` on all data-parallel axes. It was accumulated without sync.
 - ``reduced_over_shards``: ``Partial`` on the replicate axis only.
