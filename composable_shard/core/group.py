@@ -590,9 +590,7 @@ class ParamGroup:
 
     def reset(self) -> None:
         """After a forward or backward has failed, return to the state between two steps."""
-        if self._snapshot is not None:
-            self._snapshot.apply_user_changes()
-            self._snapshot = None
+        self.is_kept_by_user = True  # so that a write by users, which is lost, raises no error
         self.reshard()
         if self.is_compiled:
             self.program.discard()

@@ -79,6 +79,7 @@ class Program:
     def __init__(self, group: Any) -> None:
         self.generation = group.plugins.generation
         self.stream = compute_stream_id(group.mesh.device)
+        self._has_streams = _torch.has_streams(group.mesh.device)
         self.searched_modules: set[nn.Module] = set()
         self.tensor_attributes: list[tuple[dict[str, Any], str]] = []
         params: list[ShardedParam] = group.params
@@ -95,7 +96,7 @@ class Program:
         self._prepare_unsharded(group)
         self._compile(group)
         self._grad_dtypes = tuple(map(_grad_dtype, self.sharded))  # reductions may set them
-        if _torch.has_streams(group.mesh.device):
+        if self._has_streams:
             self._put_on_streams(group)
 
     # Guards ---------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ class Program:
         self._compile_gather(group, ops)
         self.had_unsynced = bool(group.unsynced)
         self.reductions: list[Reduction] = [
-            reduction(buckets, params, dtype, group.channels[buckets[0].mesh], group)
+            reduction(buckets, params, dtype, group)
             for reduction, buckets, params, dtype in reduced_together(group, self.reduced)
         ]
         self.pre_forward, self.post_forward = ops("pre_forward"), ops("post_forward")
@@ -269,18 +270,12 @@ class Program:
 
     def _with_write(self, ops: Ops, delivered: Ops) -> tuple[Ops, ...]:
         """Add operations that write ``.grad``, in a separate stage if the host must wait first."""
-        late = [each for each in self.reductions if each.is_late]
-        write = tuple(
-            each.download
-            if each in late
-            else each.write_after_autograd
-            if each.waits_for_autograd
-            else each.write_grads
-            for each in self.reductions
-        )
-        if not late:
-            return ((*ops, *write, *delivered),)
-        return (*ops, *write, *delivered), tuple(each.write_downloaded for each in late)
+        if self._has_streams:
+            download = (each.download for each in self.reductions)
+            written = tuple(each.write_downloaded for each in self.reductions)
+            return (*ops, *download, *delivered), written
+        write = (each.write_grads for each in self.reductions)
+        return ((*ops, *write, *delivered),)
 
     # Streams --------------------------------------------------------------------------------
 
@@ -343,7 +338,7 @@ def reduced_together(
         alike = {dtype for dtype in dtypes.values() if dtype.is_complex == is_complex}
         with suppress(RuntimeError, TypeError):  # no promotion (float8), or no such dtypes
             widest[is_complex] = reduce(torch.promote_types, alike)
-    planned: dict[tuple[Any, ...], tuple[list[Bucket], list[ShardedParam]]] = {}
+    planned: dict[tuple[Any, ...], dict[Bucket, list[ShardedParam]]] = {}
     for bucket in group.buckets:
         is_local = bucket.mesh.num_ranks == 1 and group.settings.all_reduce_hook is None
         reduction = LocalReduction if is_local else bucket.reduction or Reduction
@@ -351,12 +346,9 @@ def reduced_together(
             if param in dtypes:
                 dtype, is_offloaded = dtypes[param], param.offload is not None
                 key = bucket.mesh, reduction, widest.get(dtype.is_complex, dtype), is_offloaded
-                buckets, params = planned.setdefault(key, ([], []))
-                params.append(param)
-                if bucket not in buckets:
-                    buckets.append(bucket)
-    for (_, reduction, dtype, _), (buckets, params) in planned.items():
-        yield reduction, buckets, params, dtype
+                planned.setdefault(key, {}).setdefault(bucket, []).append(param)
+    for (_, reduction, dtype, _), params in planned.items():
+        yield reduction, list(params), list(chain.from_iterable(params.values())), dtype
 
 
 def _within(context: Callable[[], AbstractContextManager[object]], ops: Sequence[Op]) -> Ops:

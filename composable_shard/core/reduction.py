@@ -105,12 +105,7 @@ class Reduction:
         params: The parameters, in the order of ``reduced``.
         members: For each tensor in ``reduced``, its parameter. `SplitReduction` repeats a
             parameter for each inner tensor of its gradient.
-        is_offloaded: Whether ``.grad`` belongs on the host, and compute is on another device or
-            overlaps with the copies.
-        is_late: Whether ``.grad`` may be written only at the end of a backward, after the host has
-            waited for copies.
-        waits_for_autograd: Whether to write by :meth:`write_after_autograd`, because some ranks
-            have no rows of a parameter.
+        is_offloaded: Whether ``.grad`` is copied from a device to the host.
     """
 
     reduced: Any
@@ -120,7 +115,6 @@ class Reduction:
         buckets: Sequence[Bucket],
         params: Sequence[ShardedParam],
         dtype: torch.dtype,
-        channel: Channel,
         group: Any,
     ) -> None:
         """Plan the reduction.
@@ -129,23 +123,20 @@ class Reduction:
             buckets: Buckets over one mesh.
             params: The parameters of these buckets that take part in the reduction.
             dtype: The dtype of the reduction.
-            channel: The collectives of the mesh.
-            group: The group of the parameters, for its settings.
+            group: The group of the parameters, for its settings and channels.
         """
-        self._channel, self.dtype, self._group = channel, dtype, group
-        self._mesh, self._compute_dtype = buckets[0].mesh, buckets[0].compute_dtype
+        self.dtype, self._group, self._mesh = dtype, group, buckets[0].mesh
+        self._channel: Channel = group.channels[self._mesh]
+        self._compute_dtype = buckets[0].compute_dtype
         self._pending: list[Pending] = []  # the oldest first
         self._has_streams = _torch.has_streams(self._mesh.device)
-        self.is_offloaded = params[0].device != self._mesh.device or copies_overlap_compute(
-            params[0].offload, self._mesh.device
-        )
-        self.is_late = self.is_offloaded or self._has_streams
+        self.is_offloaded = self._has_streams and params[0].offload is not None
         large = with_own_message(buckets, dtype)
         direct = {param for param in large if param.layout.flat.is_even}  # others need padding
         self.params = sorted(params, key=lambda param: param not in direct)
         self.members = self.params
         self._num_direct = sum(param in direct for param in params)
-        self._sent_dtype = sent_dtype(buckets, dtype, channel)
+        self._sent_dtype = sent_dtype(buckets, dtype, self._channel)
         self._unsharded = tuple(param.unsharded for param in self.params)
         # Other parameters may widen the reduction. A gradient with a reduce dtype that is narrower
         # than its compute dtype is then rounded first, as if it were reduced alone.
@@ -155,9 +146,8 @@ class Reduction:
         self._to_round = [(i, to) for i, to in narrow if to != dtype]
         self._sharded = tuple(param.sharded for param in self.params)
         self._is_tensor_parallel = any(p.placement.unsharded_spec is not None for p in self.params)
-        self.waits_for_autograd = any(
-            p.layout.flat.num_nonempty < p.layout.flat.num_shards for p in self.params
-        )
+        flat = [param.layout.flat for param in self.params]
+        self._may_lack_rows = any(each.num_nonempty < each.num_shards for each in flat)
         self._is_plain = all(param.layout.is_plain for param in self.params)
         self._plan_messages()
         self._plan_results()
@@ -171,8 +161,8 @@ class Reduction:
             self._divisor,
             dtype,
             is_mean=total is None,
-            averages=channel.can_average() and not settings.sums_only,
-            divides=num_shards > 1 and channel.reduce_scatter.divides,
+            averages=self._channel.can_average() and not settings.sums_only,
+            divides=num_shards > 1 and self._channel.reduce_scatter.divides,
         )
         if num_shards == 1:  # there is no reduce-scatter
             self.scale = Scale(1.0, None, self._divisor)
@@ -464,8 +454,18 @@ class Reduction:
         with on_side_stream(settings.hook_stream):
             settings.all_reduce_hook(self.reduced[: -self.num_flags])
 
-    def write_grads(self) -> None:
-        """Write the reduced shards to ``.grad`` of the sharded parameters, or add them to it."""
+    def write_grads(self, *, after_autograd: bool = False) -> None:
+        """Write the reduced shards to ``.grad`` of the sharded parameters, or add them to it.
+
+        If autograd will still write the gradient of a penalty on the sharded parameters, and some
+        ranks have no rows, this waits for the end of the backward: without rows, autograd cannot
+        add its gradient to ours, but ours can be added to that of autograd.
+        """
+        if self._may_lack_rows and not after_autograd and _torch.current_backward() != -1:
+            leaves = _torch.in_graphs(self._sharded)
+            if leaves and any(map(_torch.will_run, _torch.accumulate_nodes(leaves))):
+                _torch.on_backward_end(partial(self.write_grads, after_autograd=True))
+                return
         are_hooked = not all(map(_no_hooks.__eq__, map(_hooks, self._sharded)))
         for param, shard, spec in self._results():
             sharded, grad = param.sharded, _torch.from_local(shard, spec)
@@ -478,27 +478,14 @@ class Reduction:
             else:
                 add_grad(param, grad)
 
-    def write_after_autograd(self) -> None:
-        """Write ``.grad``, but at the end of the backward if autograd will still write it.
-
-        Autograd writes the gradient of a penalty on the sharded parameters. If a rank has no rows,
-        autograd cannot add its gradient to ours, but ours can be added to that of autograd.
-        """
-        leaves = _torch.in_graphs(self._sharded) if _torch.current_backward() != -1 else ()
-        if leaves and any(map(_torch.will_run, _torch.accumulate_nodes(leaves))):
-            _torch.on_backward_end(self.write_grads)
-        else:
-            self.write_grads()
-
     def _results(self) -> Iterable[tuple[ShardedParam, torch.Tensor, _torch.DTensorSpec]]:
         """Return the parameters that get a gradient, with its shard and spec."""
-        results = zip(self.params, self._shards_of(self.reduced), self._specs, strict=True)
-        if self._all_have_grads or self._writes_unused:  # no need to read the flags
-            del self.reduced
-            return results
-        flags = self.__dict__.pop("_flags", self.reduced[-self.num_flags :]).tolist()
+        reduced = self.reduced
         del self.reduced
-        return compress(results, flags)
+        results = zip(self.params, self._shards_of(reduced), self._specs, strict=True)
+        if self._all_have_grads or self._writes_unused:  # no need to read the flags
+            return results
+        return compress(results, self.__dict__.pop("_flags", reduced[-self.num_flags :]).tolist())
 
     def _shards_of(self, reduced: torch.Tensor) -> list[torch.Tensor]:
         """View this rank's shards in the reduced buffer, each in its final dtype."""
