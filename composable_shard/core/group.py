@@ -20,11 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.extension import (
-    create_unsharded,
-    have_plain_shards,
-    move_into_buckets,
-)
+from composable_shard.core.extension import create_unsharded, have_plain_shards, move_into_buckets
 from composable_shard.core.plugins import Op, Plugins
 from composable_shard.core.program import Ops, Program
 from composable_shard.core.reduction import is_partial
@@ -201,12 +197,6 @@ class ParamGroup:
         meshes = dict.fromkeys([self.mesh, *(bucket.mesh for bucket in self.buckets)])
         return {mesh: Channel(mesh) for mesh in meshes}
 
-    def set_name(self, name: str) -> None:
-        """Set the qualified name below the root, which messages contain."""
-        self.name = name
-        for channel in self.channels.values():
-            channel.set_label(self.label)
-
     def all_modules(self) -> Iterator[nn.Module]:
         """Yield its modules and all of their submodules."""
         for top in self.modules:
@@ -301,13 +291,10 @@ class ParamGroup:
         Shards that ``functional_call`` passes are gathered from their own memory, without a copy,
         unless the unsharded parameters share memory with the shards.
         """
-        outside = [
-            bucket.params
-            for bucket in self.buckets
-            if any(map(is_not, map(_local, bucket.params), bucket.locals))
-        ]
-        may_stay = all(not params[0].shares_storage for params in outside)
-        return bool(outside) and not (may_stay and _torch.in_functional_call())
+        buckets = self.buckets
+        if _torch.in_functional_call():
+            buckets = [bucket for bucket in buckets if bucket.params[0].shares_storage]
+        return any(any(map(is_not, map(_local, each.params), each.locals)) for each in buckets)
 
     def _rebuild(self) -> None:
         """Copy the shards into new buckets, after some were replaced or removed."""
@@ -317,32 +304,23 @@ class ParamGroup:
         self.is_compiled = False
 
     def relocate(
-        self,
-        buckets: list[Bucket],
-        mesh: ShardMesh,
-        successors: Iterable[tuple[ShardMesh, ShardMesh]],
+        self, buckets: list[Bucket], meshes: Sequence[tuple[ShardMesh, ShardMesh]]
     ) -> None:
         """Replace the mesh, the buckets and the channels, because the group moves to other ranks.
 
         Args:
             buckets: The new buckets, planned for the new ranks.
-            mesh: The new mesh of the group.
-            successors: Pairs of an old mesh and the new mesh that replaces it. The channel of the
-                new mesh takes over the choice of collectives.
+            meshes: Pairs of an old mesh and the new mesh that replaces it, first those of the
+                group itself. The channel of a new mesh takes over the choice of collectives.
 
         Collective: makes a process group if reductions use a separate one.
         """
-        choices = {new: self.channels[old].saved() for old, new in successors}
-        self.mesh, self.buckets = mesh, buckets
+        choices = {new: self.channels[old].saved() for old, new in meshes}
+        self.mesh, self.buckets = meshes[0][1], buckets
         self.channels = self._new_channels()
         for new, choice in choices.items():
             self.channels[new].restore(*choice)
-        self.set_name(self.name)
         self.why_absent, self.is_compiled, self._gathered_version = None, False, -1
-
-    def move_away(self) -> None:
-        """Drop the buckets, because the group moves to other ranks."""
-        self.buckets, self.why_absent, self.is_compiled = [], ON_OTHER_RANKS, False
 
     def unshard(self) -> None:
         """Launch the all-gather, unless the group is unsharded or unsharding.

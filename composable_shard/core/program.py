@@ -21,7 +21,7 @@ from composable_shard import _torch
 from composable_shard.core.codec import share_attributes
 from composable_shard.core.plugins import Op, Phase
 from composable_shard.core.reduction import LocalReduction, Reduction, reduce_dtype
-from composable_shard.core.storage import Bucket, GatherOps, Regather, ShardedParam, Slot
+from composable_shard.core.storage import Bucket, GatherOps, Regather, ShardedParam
 from composable_shard.core.transport.pending import (
     UsedStreams,
     compute_stream_id,
@@ -143,7 +143,7 @@ class Program:
 
     def _list_slots(self, params: Sequence[ShardedParam]) -> None:
         self.slots = tuple(
-            (slot.module._parameters, slot.name, param.sharded, param.unsharded, _setter(slot))
+            (slot.module._parameters, slot.name, param.sharded, param.unsharded, slot.setter)
             for param in params
             for slot in param.slots
         )
@@ -190,39 +190,38 @@ class Program:
 
     def _compile_gather(self, group: Any, ops: Callable[[Phase], Ops]) -> None:
         """Compile the operations that gather the group from its shards, and from kept parts."""
-        settings, reshard_after = group.settings, group.settings.reshard_after_forward
-        keeps, regathers = settings.keeps_storage, list[Regather]()
-        gathers = [GatherOps((), (), (), ())]  # four columns below, even without buckets
+        reshard_after, keeps = group.settings.reshard_after_forward, group.settings.keeps_storage
+        gathers, regathers = list[GatherOps](), list[Regather]()
         for bucket in group.buckets:
             channel, shards = group.channels[bucket.mesh], [param.local for param in bucket.params]
             gathers.append(bucket.gather_ops(shards, channel, keeps_storage=keeps))
             if reshard_after is not None and not isinstance(reshard_after, bool):
                 regathers.append(Regather(bucket, channel, reshard_after))
-        # Only the last launch operation of a bucket launches a collective; flat buckets allocate in
-        # the others. So all flat buckets allocate before the first collective.
-        allocations = chain.from_iterable(gather.launch[:-1] for gather in gathers)
-        launches = (*allocations, *chain.from_iterable(gather.launch[-1:] for gather in gathers))
-        _, waits, drops, frees = map(chain.from_iterable, zip(*gathers, strict=True))
         unsharded = tuple(chain.from_iterable(param.all_unsharded() for param in group.params))
         set_version = partial(_set_unsharded_version, group, unsharded)
         freeable = [p.all_unsharded() for p in group.params if not p.shares_storage]
         freed = tuple(chain.from_iterable(freeable))
         mark_freed = partial(_torch.set_versions, freed, (FREED,) * len(freed))
-        before_wait, launched = ops("before_wait_for_gather"), ops("gather_launched")
-        self.gather = GatherOps(
-            (*ops("gather"), *launches, *launched),
-            (*before_wait, *waits, set_version, *ops("gather_done")),
-            tuple(drops),
-            (*ops("free"), mark_freed, *frees, *ops("freed")),
-        )
-        self.keep: Ops = tuple(regather.keep for regather in regathers)
-        regather_waits = (regather.wait for regather in regathers)
-        self.regather = GatherOps(
-            (*ops("regather"), *(regather.launch for regather in regathers), *launched),
-            (*before_wait, *regather_waits, set_version, *ops("gather_done")),
-            tuple(regather.drop for regather in regathers),
-            tuple(regather.free for regather in regathers),
-        )
+
+        def joined(phase: Phase, parts: Sequence[GatherOps]) -> GatherOps:
+            # Only the last launch operation of a bucket launches a collective; flat buckets
+            # allocate in the others. So all flat buckets allocate before the first collective.
+            launches, *columns = zip(GatherOps((), (), (), ()), *parts, strict=True)
+            allocations = chain.from_iterable(launch[:-1] for launch in launches)
+            launch = chain(allocations, *(launch[-1:] for launch in launches))
+            wait, drop, free = map(chain.from_iterable, columns)
+            return GatherOps(
+                (*ops(phase), *launch, *ops("gather_launched")),
+                (*ops("before_wait_for_gather"), *wait, set_version, *ops("gather_done")),
+                tuple(drop),
+                tuple(free),
+            )
+
+        gather = joined("gather", gathers)
+        self.gather = gather._replace(free=(*ops("free"), mark_freed, *gather.free, *ops("freed")))
+        self.keep: Ops = tuple(each.keep for each in regathers)
+        parts = [GatherOps([r.launch], [r.wait], [r.drop], [r.free]) for r in regathers]
+        self.regather = joined("regather", parts)
 
     def _compile_reduction(self, group: Any, ops: Callable[[Phase], Ops]) -> None:
         """Compile the stages of a reduction, with a reduction over the replicas and without.
@@ -300,23 +299,19 @@ class Program:
 
         self.pre_forward = (group.follow_stream, *self.pre_forward, streams.record_use)
         self.pre_backward = (*self.pre_backward, streams.record_use)
-        launch, wait, drop, free = self.gather
+
+        def placed(ops: GatherOps) -> GatherOps:
+            wait = (*_within(on_gathering_stream, ops.wait), streams.record_use)
+            drop = _within(on_gathering_stream, ops.drop)
+            return GatherOps((streams.record_fill, *ops.launch), wait, drop, ops.free)
+
+        gather, regather = placed(self.gather), placed(self.regather)
         freed = () if group.settings.keeps_storage else (streams.record_free,)
-        self.gather = GatherOps(
-            (streams.record_fill, *launch),
-            (*_within(on_gathering_stream, wait), streams.record_use),
-            _within(on_gathering_stream, drop),
-            (*_within(streams.on_allocating_stream, free), *freed),
-        )
-        if self.keep:
-            launch, wait, drop, free = self.regather
-            self.keep = _within(streams.on_allocating_stream, self.keep)
-            self.regather = GatherOps(
-                _within(streams.on_filling_stream, (streams.record_fill, *launch)),
-                (*_within(on_gathering_stream, wait), streams.record_use),
-                _within(on_gathering_stream, drop),
-                free,
-            )
+        free = (*_within(streams.on_allocating_stream, gather.free), *freed)
+        self.gather = gather._replace(free=free)
+        self.keep = _within(streams.on_allocating_stream, self.keep)
+        launch = _within(streams.on_filling_stream, regather.launch)
+        self.regather = regather._replace(launch=launch)
         self.accumulate = _within(streams.on_last_user, self.accumulate)
         for has_replicas, (launch, *stages) in self.stages.items():
             launch = _within(streams.on_last_user, (*launch, record_launch))
@@ -360,13 +355,6 @@ def _within(context: Callable[[], AbstractContextManager[object]], ops: Sequence
                 op()
 
     return (run,) if ops else ()
-
-
-def _setter(slot: Slot) -> Callable[[str, nn.Parameter], None]:
-    """Return the function that registers a parameter under a name on the slot's module."""
-    if slot.calls_setattr:
-        return partial(setattr, slot.module)
-    return slot.module._parameters.__setitem__
 
 
 def _set_unsharded_version(group: Any, unsharded: tuple[torch.Tensor, ...]) -> None:

@@ -26,18 +26,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.layout import (
-    PACKED_ALIGNMENT_NBYTES,
-    ParamLayout,
-    aligned,
-    is_packed,
-    message_numels,
-)
+from composable_shard.core.layout import PACKED_ALIGNMENT_NBYTES, aligned, is_packed, message_numels
 from composable_shard.core.placement import GradStage, Placements
 from composable_shard.core.storage import USER_GRAD_DTYPE, Bucket, ShardedParam, user_grad_dtype
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
-from composable_shard.core.transport.host import download
 from composable_shard.core.transport.pending import Pending, launching_stream, on_side_stream
 from composable_shard.errors import ShardError
 from composable_shard.policy import copies_overlap_compute
@@ -186,7 +179,8 @@ class Reduction:
             if layout.numel  # parameters without elements are not sent
         ]
         self._rows: list[torch.Tensor] = []  # the place of each gradient in `_packed`
-        if self._is_plain and has_single_rows(packed, device):
+        are_rows = num_shards > 1 and {layout.rows_per_shard for layout in packed} == {1}
+        if self._is_plain and are_rows and not _torch.aligns(device):
             self._packed = _torch.empty(*self._packed_shape, dtype=self.dtype, device=device)
             numels = [*(layout.inner for layout in packed), self.num_flags]
             *columns, flags_column = self._packed.split_with_sizes(numels, 1)
@@ -285,7 +279,11 @@ class Reduction:
             ]
         direct = list(map(_flattened, grads[:num_direct]))
         if not all(map(is_, map(_dtype, direct), repeat(self._sent_dtype))):
-            direct = self._cast(direct)
+            numels, device = [grad.numel() for grad in direct], self._mesh.device
+            scratch = _torch.empty(sum(numels), dtype=self.dtype, device=device)
+            cast = list(scratch.split_with_sizes(numels))
+            _torch.copy_all_(cast, direct)  # one call, and one kernel on accelerators
+            direct = cast
         to_pack = grads[num_direct:]
         if self._step > 1:
             padded = chain.from_iterable(zip(to_pack, self._paddings, strict=True))
@@ -311,14 +309,6 @@ class Reduction:
         packed = _torch.empty(*self._packed_shape, dtype=self.dtype, device=self._mesh.device)
         _torch.chunk_cat(tensors, 0, self._mesh.num_shards, out=packed)
         return packed
-
-    def _cast(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Cast gradients with their own message to the dtype of the reduction, in one call."""
-        numels = [grad.numel() for grad in grads]
-        scratch = _torch.empty(sum(numels), dtype=self.dtype, device=self._mesh.device)
-        cast = list(scratch.split_with_sizes(numels))
-        _torch.copy_all_(cast, grads)
-        return cast
 
     def accumulate_unsynced(self) -> None:
         """Add the gradients to ``.grad`` of the sharded parameters, as ``Partial`` DTensors.
@@ -436,7 +426,7 @@ class Reduction:
         elif self._all_have_grads or self._writes_unused or any(map(has_hooks, self.params)):
             self.write_grads()
         else:
-            self._flags = download(self.reduced[-self.num_flags :])
+            self._flags = host.download(self.reduced[-self.num_flags :])
 
     def write_downloaded(self) -> None:
         """Wait for the copies and write ``.grad``, unless :meth:`download` has written it."""
@@ -446,7 +436,7 @@ class Reduction:
 
     def _to_host(self, tensor: Any) -> Any:
         overlaps = copies_overlap_compute(self.params[0].offload, self._mesh.device)
-        return download(tensor) if overlaps else tensor.cpu()
+        return host.download(tensor) if overlaps else tensor.cpu()
 
     def call_hook(self) -> None:
         """Call the user's hook with the reduced shards."""
@@ -513,15 +503,11 @@ class LocalReduction(Reduction):
 
     def launch(self) -> None:
         """Keep the gradients: they are the result, and there are no flags to read."""
-        self.reduced, self._all_have_grads = self._grads, True
-        self._pending = [Pending([])]
-        if self._writes_unused:
-            like, pairs = self._all_flags, zip(self.params, self._grads, strict=True)
-            self.reduced = [
-                param.layout.new_zeros(like, self.dtype) if grad is None else grad
-                for param, grad in pairs
-            ]
+        self.reduced, self._all_have_grads, self._pending = self._grads, True, [Pending([])]
         del self._grads
+        for index, param in enumerate(self.params if self._writes_unused else ()):
+            if self.reduced[index] is None:
+                self.reduced[index] = param.layout.new_zeros(self._all_flags, self.dtype)
 
     def average(self) -> None:
         """Divide the gradients by the divisor that was set."""
@@ -585,13 +571,6 @@ def with_own_message(buckets: Iterable[Bucket], dtype: torch.dtype) -> set[Shard
         if bucket.message_cost is not None
         and not is_packed(param.layout.flat, dtype.itemsize, bucket.message_cost)
     }
-
-
-def has_single_rows(layouts: Sequence[ParamLayout], device: torch.device) -> bool:
-    """Return whether to pack by single copies: on the CPU, if every shard has one row."""
-    are_cut = all(layout.num_shards > 1 for layout in layouts)
-    have_one_row = {layout.rows_per_shard for layout in layouts} == {1}
-    return are_cut and have_one_row and not _torch.aligns(device)
 
 
 def packing_step(dtypes: Iterable[torch.dtype], device: torch.device) -> int:

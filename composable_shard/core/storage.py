@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
 from functools import partial
 from operator import is_
@@ -132,12 +132,16 @@ class Slot(NamedTuple):
         is_unsafe = any(os.environ.get(variable) == "1" for variable in _UNSAFE_VARIABLES)
         return cls(module, name, not is_plain and not is_unsafe)
 
+    @property
+    def setter(self) -> Callable[[str, nn.Parameter], None]:
+        """The function that registers a parameter under a name on the module."""
+        if self.calls_setattr:
+            return partial(setattr, self.module)
+        return self.module._parameters.__setitem__
+
     def put(self, param: nn.Parameter) -> None:
         """Register a parameter under the name."""
-        if self.calls_setattr:
-            setattr(self.module, self.name, param)
-        else:
-            self.module._parameters[self.name] = param
+        self.setter(self.name, param)
 
     def get(self) -> nn.Parameter | None:
         """Return the parameter that is registered under the name."""

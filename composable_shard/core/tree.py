@@ -559,5 +559,5 @@ def join_tree(root: ParamGroup) -> Tree:
         tree.is_last_backward = all(old.is_last_backward for old in inner)
         tree.finalization.former_roots = [old.root for old in inner if old.finalization.is_manual]
     for group, names in groups.items():
-        group.set_name(", ".join(names))
+        group.name = ", ".join(names)
     return tree

@@ -330,7 +330,7 @@ class _Holder:
         places = zip(self.groups, self._buckets, self._meshes_of_groups, strict=True)
         for group, buckets, mesh in places:
             moved = [(old[param], param.mesh) for param in group.params]
-            group.relocate(buckets, mesh, dict.fromkeys([(group.mesh, mesh), *moved]))
+            group.relocate(buckets, [(group.mesh, mesh), *moved])
             group.tree.forget_forwards()
         for key, item in _items(described).items():
             if key[0] == "gradient":
@@ -398,7 +398,7 @@ class _Holder:
             _torch.relocate(sharded.sharded, nothing, _torch.make_spec(mesh, placements, meta))
             sharded.local, sharded.flat_position = nothing, None
         for group in self.groups:
-            group.move_away()
+            group.buckets, group.why_absent, group.is_compiled = [], ON_OTHER_RANKS, False
 
 
 def _whole_on_meta(param: ShardedParam) -> torch.Tensor:
