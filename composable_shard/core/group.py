@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard import _torch
+from composable_shard.core import user_changes
 from composable_shard.core.extension import create_unsharded, have_plain_shards, move_into_buckets
 from composable_shard.core.plugins import Op, Plugins
 from composable_shard.core.program import Ops, Program
@@ -28,12 +29,6 @@ from composable_shard.core.storage import Bucket, GatherOps, ShardedParam
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import announce
 from composable_shard.core.transport.pending import UsedStreams, compute_stream_id
-from composable_shard.core.user_changes import (
-    UnshardedSnapshot,
-    adopt_registered,
-    check_materialized,
-    is_substituted,
-)
 from composable_shard.errors import ShardError, StaleParameterError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
@@ -165,9 +160,8 @@ class ParamGroup:
     ) -> None:
         self.modules = tuple(modules)
         self.name = type(modules[0]).__name__
-        self.mesh = mesh
         self.params = list(params)
-        self.buckets = list(buckets)
+        self.place(mesh, buckets)
         for param in params:
             param.group = self
         self.policy = policy.without_override()
@@ -176,7 +170,6 @@ class ParamGroup:
         self.state = State.SHARDED
         self.is_unsharded_registered = self.is_kept_by_user = False
         self.is_in_unsharded_context = self.awaits_weight_half = False
-        self.why_absent: str | None = None
         self.modules_run: set[nn.Module] = set()
         self.unsharded_version = 0
         self.num_optimizer_steps = 0
@@ -185,17 +178,20 @@ class ParamGroup:
         count = map(self.finished_nodes.append, iter(_torch.current_backward, None))
         self.count_gradient = partial(next, count)  # each call appends the current task
         self.streams = UsedStreams(mesh.device)
-        self.channels = self._new_channels()
         self.tree: Any = None
         self.progress: Any = None
         self.calls: list[weakref.ref[Any]] = []
         self._gathered_version = -1
-        self._snapshot: UnshardedSnapshot | None = None
-        self.is_compiled = self.needs_reduce = self.is_trained = False
+        self._snapshot: user_changes.UnshardedSnapshot | None = None
+        self.needs_reduce = self.is_trained = False
 
-    def _new_channels(self) -> dict[ShardMesh, Channel]:
-        meshes = dict.fromkeys([self.mesh, *(bucket.mesh for bucket in self.buckets)])
-        return {mesh: Channel(mesh) for mesh in meshes}
+    def place(self, mesh: ShardMesh, buckets: Sequence[Bucket]) -> None:
+        """Put the group on the ranks of a mesh, with its buckets and new channels."""
+        self.mesh, self.buckets = mesh, list(buckets)
+        meshes = dict.fromkeys([mesh, *(bucket.mesh for bucket in buckets)])
+        self.channels = {mesh: Channel(mesh) for mesh in meshes}
+        self.why_absent: str | None = None
+        self.is_compiled = False
 
     def all_modules(self) -> Iterator[nn.Module]:
         """Yield its modules and all of their submodules."""
@@ -248,15 +244,15 @@ class ParamGroup:
                 if self.state is not State.SHARDED and version != self._shard_version():
                     self.reshard()
                 return True
-        if is_substituted(self.params, self.label, is_unsharded_registered=registered):
+        if user_changes.is_substituted(self.params, self.label, is_unsharded_registered=registered):
             return False
         before = self.program if self.is_compiled else None
         if before is not None:
             self.reshard()
         self.check_in_memory("to be gathered")
         with torch.inference_mode(False), torch.no_grad():
-            adopt_registered(self.params, self.label)
-            check_materialized(self.params, self.label)
+            user_changes.adopt_registered(self.params, self.label)
+            user_changes.check_materialized(self.params, self.label)
             if self._has_outside_shards() or not have_plain_shards(self.buckets):
                 self._rebuild()
             create_unsharded(self.buckets, self.channels)
@@ -303,25 +299,6 @@ class ParamGroup:
         self.buckets = move_into_buckets(self.params)
         self.is_compiled = False
 
-    def relocate(
-        self, buckets: list[Bucket], meshes: Sequence[tuple[ShardMesh, ShardMesh]]
-    ) -> None:
-        """Replace the mesh, the buckets and the channels, because the group moves to other ranks.
-
-        Args:
-            buckets: The new buckets, planned for the new ranks.
-            meshes: Pairs of an old mesh and the new mesh that replaces it, first those of the
-                group itself. The channel of a new mesh takes over the choice of collectives.
-
-        Collective: makes a process group if reductions use a separate one.
-        """
-        choices = {new: self.channels[old].saved() for old, new in meshes}
-        self.mesh, self.buckets = meshes[0][1], buckets
-        self.channels = self._new_channels()
-        for new, choice in choices.items():
-            self.channels[new].restore(*choice)
-        self.why_absent, self.is_compiled, self._gathered_version = None, False, -1
-
     def unshard(self) -> None:
         """Launch the all-gather, unless the group is unsharded or unsharding.
 
@@ -361,8 +338,11 @@ class ParamGroup:
             raise
 
     def announce(self, doing: str, error: Exception) -> None:
-        """Tell the other ranks that this rank has failed, so that they do not wait for it."""
-        announce(process_groups_of([self]), f"{doing} {self.label}", error)
+        """Tell the other ranks that this rank has failed, so that they do not wait for it.
+
+        They may wait in a later group, so this tells the ranks of all groups of the tree.
+        """
+        announce(process_groups_of(self.tree.groups), f"{doing} {self.label}", error)
 
     def prefetch(self) -> None:
         """Launch the all-gather early; the next use drops it if the program is then out of date."""
@@ -417,10 +397,10 @@ class ParamGroup:
 
     def take_snapshot(self) -> None:
         """Record the unsharded parameters: they stay registered, and users may change them."""
-        settings = self.settings
-        # Pipeline schedules turn off both, and write ``.grad`` of unsharded parameters themselves.
-        has_marks = settings.reduce_grads or settings.reshard_after_backward
-        self._snapshot = self._snapshot or UnshardedSnapshot(self.params, has_marks=has_marks)
+        if self._snapshot is None:
+            # Pipeline schedules turn off both, and write ``.grad`` of unsharded ones themselves.
+            has_marks = self.settings.reduce_grads or self.settings.reshard_after_backward
+            self._snapshot = user_changes.UnshardedSnapshot(self.params, has_marks=has_marks)
 
     def apply_user_changes(self) -> None:
         """Copy changes of ``.grad`` and ``requires_grad`` by users to the sharded parameters.
@@ -562,8 +542,7 @@ class ParamGroup:
             "sharded parameters under torch.no_grad(), before forward or after the optimizer's "
             "step (for nn.Embedding, instead of max_norm)"
         )
-        ranks = process_groups_of(self.tree.groups)  # other ranks may wait in a later group
-        announce(ranks, f"running forward of {self.label}", error)
+        self.announce("running forward of", error)
         raise error
 
     def reset(self) -> None:

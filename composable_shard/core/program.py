@@ -22,12 +22,7 @@ from composable_shard.core.codec import share_attributes
 from composable_shard.core.plugins import Op, Phase
 from composable_shard.core.reduction import LocalReduction, Reduction, reduce_dtype
 from composable_shard.core.storage import Bucket, GatherOps, Regather, ShardedParam
-from composable_shard.core.transport.pending import (
-    UsedStreams,
-    compute_stream_id,
-    on_side_stream,
-    side_stream,
-)
+from composable_shard.core.transport import pending
 
 Ops = tuple[Op, ...]
 
@@ -78,7 +73,7 @@ class Program:
 
     def __init__(self, group: Any) -> None:
         self.generation = group.plugins.generation
-        self.stream = compute_stream_id(group.mesh.device)
+        self.stream = pending.compute_stream_id(group.mesh.device)
         self._has_streams = _torch.has_streams(group.mesh.device)
         self.searched_modules: set[nn.Module] = set()
         self.tensor_attributes: list[tuple[dict[str, Any], str]] = []
@@ -256,7 +251,7 @@ class Program:
         self.stages = {False: (launch, *without)}
         launches: Ops = tuple(each.launch_over_replicas for each in replicated)
         first = (*averaged, *launches, *ops("reduced_over_shards"), *ops("all_reduce_launched"))
-        stream = side_stream(group.mesh.device)
+        stream = pending.side_stream(group.mesh.device)
         if stream is not None and all(type(each) is Reduction for each in reductions):
             ordered = tuple(partial(each.order_after_shards, stream) for each in reductions)
             on_side = _within(lambda: _torch.on_stream(stream), (*average, *launches))
@@ -285,14 +280,14 @@ class Program:
         reduction delivers it. Memory is freed on the stream that allocated it. Gradients are
         reduced on the stream that computed them.
         """
-        streams: UsedStreams = group.streams
+        streams: pending.UsedStreams = group.streams
         reduction_stream: list[torch.Stream] = []
 
         def on_gathering_stream() -> AbstractContextManager[object]:
-            return on_side_stream(streams.filling_stream)
+            return pending.on_side_stream(streams.filling_stream)
 
         def on_reduction_stream() -> AbstractContextManager[object]:
-            return on_side_stream(reduction_stream[0])
+            return pending.on_side_stream(reduction_stream[0])
 
         def record_launch() -> None:
             reduction_stream[:] = [_torch.current_stream(group.mesh.device)]

@@ -330,7 +330,11 @@ class _Holder:
         places = zip(self.groups, self._buckets, self._meshes_of_groups, strict=True)
         for group, buckets, mesh in places:
             moved = [(old[param], param.mesh) for param in group.params]
-            group.relocate(buckets, [(group.mesh, mesh), *moved])
+            meshes = [(group.mesh, mesh), *moved]
+            chosen = {new: group.channels[before].saved() for before, new in meshes}
+            group.place(mesh, buckets)
+            for new, collectives in chosen.items():
+                group.channels[new].restore(*collectives)
             group.tree.forget_forwards()
         for key, item in _items(described).items():
             if key[0] == "gradient":
