@@ -264,7 +264,7 @@ class Program:
 
     def _with_write(self, ops: Ops, delivered: Ops) -> tuple[Ops, ...]:
         """Add operations that write ``.grad``, in a separate stage if the host must wait first."""
-        if self._has_streams:
+        if self._has_streams or any(each.is_offloaded for each in self.reductions):
             download = (each.download for each in self.reductions)
             written = tuple(each.write_downloaded for each in self.reductions)
             return (*ops, *download, *delivered), written

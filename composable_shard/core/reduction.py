@@ -98,7 +98,8 @@ class Reduction:
         params: The parameters, in the order of ``reduced``.
         members: For each tensor in ``reduced``, its parameter. `SplitReduction` repeats a
             parameter for each inner tensor of its gradient.
-        is_offloaded: Whether ``.grad`` is copied from a device to the host.
+        is_offloaded: Whether ``.grad`` belongs on the host, and compute is on another device or
+            overlaps with the copies.
     """
 
     reduced: Any
@@ -123,7 +124,8 @@ class Reduction:
         self._compute_dtype = buckets[0].compute_dtype
         self._pending: list[Pending] = []  # the oldest first
         self._has_streams = _torch.has_streams(self._mesh.device)
-        self.is_offloaded = self._has_streams and params[0].offload is not None
+        self._overlaps = copies_overlap_compute(params[0].offload, self._mesh.device)
+        self.is_offloaded = self._overlaps or params[0].device != self._mesh.device
         large = with_own_message(buckets, dtype)
         direct = {param for param in large if param.layout.flat.is_even}  # others need padding
         self.params = sorted(params, key=lambda param: param not in direct)
@@ -435,8 +437,7 @@ class Reduction:
             self.write_grads()
 
     def _to_host(self, tensor: Any) -> Any:
-        overlaps = copies_overlap_compute(self.params[0].offload, self._mesh.device)
-        return host.download(tensor) if overlaps else tensor.cpu()
+        return host.download(tensor) if self._overlaps else tensor.cpu()
 
     def call_hook(self) -> None:
         """Call the user's hook with the reduced shards."""
