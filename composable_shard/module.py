@@ -422,8 +422,8 @@ class FSDPModule(TorchFSDPModule):
             True
         """
         for group in self._groups(recurse=True):
-            for reduction in group.reductions:
-                reduction.discard()
+            if group.is_compiled:
+                group.program.discard()
         for param in self._params():
             clear_grad(param.sharded, to_none=set_to_none)
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """One backward: when each group is gathered, and when it is finished (freed and reduced).
 
-Imports group, reduction, tape. The tape makes the plan, which is the same on all ranks. Events from
+Imports group, tape. The tape makes the plan, which is the same on all ranks. Events from
 autograd only decide when this rank runs the next steps of the plan. If this rank's loss does not
 reach a group, the rank still gathers the group in turn and reduces zeros, because another rank's
 loss may reach it.
@@ -21,7 +21,6 @@ import torch
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup, ReductionQueue, State, process_groups_of
-from composable_shard.core.reduction import Reduction
 from composable_shard.core.tape import Plan, PlanStep
 from composable_shard.core.transport.failures import announce, announced
 from composable_shard.errors import ShardError
@@ -275,7 +274,7 @@ class Backward:
         if self.is_inner:
             group.tree.free_after_inner_backward(group)
             return
-        if self._creates_graph and any(map(Reduction.has_unsharded_grads, group.reductions)):
+        if self._creates_graph and group.program.has_unsharded_grads():
             raise _graph_error(group)
         if not group.settings.reshard_after_backward:
             self.kept.append(group)
@@ -329,7 +328,7 @@ class Backward:
                 self.kept.append(group)
                 group.register_sharded()
             # Earlier backwards may have accumulated gradients of this group without sync.
-            if group.settings.reduce_grads and (group.unsynced_names or group.gives_zeros):
+            if group.settings.reduce_grads and (group.unsynced or group.gives_zeros):
                 self.launched.add(group)
                 self._in_flight.start(group, deferred=True)
         if waits:
@@ -337,7 +336,7 @@ class Backward:
         for group in self._to_free:
             group.reshard()
         for group in self._planned:  # a node that has run since `_finish` was too late
-            if group.finished_nodes and any(map(Reduction.has_unsharded_grads, group.reductions)):
+            if group.finished_nodes and group.program.has_unsharded_grads():
                 raise ShardError(
                     f"Expected all gradients of {group.label} before its reduction, got a gradient "
                     "later, from a backward inside this one; run the two one after the other"

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.codec import (
@@ -535,7 +534,7 @@ class SplitReduction(Reduction):
             inner = [grad] if codec is None else codec.inner_tensors(grad)
             yield from zip(range(span.start, span.stop), inner, strict=True)
 
-    def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
+    def _results(self) -> Iterable[tuple[ShardedParam, torch.Tensor, _torch.DTensorSpec]]:
         shards = self._shards_of(self.reduced)
         flags = [1.0] * len(self.members)
         if not (self._all_have_grads or self._writes_unused):
@@ -548,7 +547,7 @@ class SplitReduction(Reduction):
             if codec is not None:  # a class may require equal storage offsets
                 grad = codec.rebuild(map(torch.clone, shards[span]))
                 grad = grad.to(self._final_dtypes[span.start])
-            yield param.sharded, grad, self._specs[span.start], self._need_any_dtype[span.start]
+            yield param, grad, self._specs[span.start]
 
 
 # Gradients that hooks encode ----------------------------------------------------------------------
@@ -618,7 +617,7 @@ class EncodedReduction(Reduction):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._extensions = [
-            _extensions.setdefault(param, {}).setdefault(self._dtype, GradExtension(param))
+            _extensions.setdefault(param, {}).setdefault(self.dtype, GradExtension(param))
             for param in self.params
         ]
         self.scale = Scale(1.0, None, 1.0)  # `wait` divides
@@ -649,13 +648,13 @@ class EncodedReduction(Reduction):
         self._received = _torch.empty_like(rows)
         works = self._channel.exchange(self._received, rows)
         stream = launching_stream(rows.device)
-        self._pending = Pending(works, self._channel.reducing, stream, [rows])
+        self._pending = [Pending(works, self._channel.reducing, stream, [rows])]
 
     def _encode(self, index: int, grad: torch.Tensor | None) -> list[torch.Tensor] | None:
         if grad is None:
             return None
         layout = self.params[index].layout
-        return self._extensions[index].encode(layout.padded_shards(grad.to(self._dtype)))
+        return self._extensions[index].encode(layout.padded_shards(grad.to(self.dtype)))
 
     def _encode_and_agree(
         self, grads: Sequence[torch.Tensor | None]
@@ -717,9 +716,9 @@ class EncodedReduction(Reduction):
         rows = self.__dict__.pop("_received", None)
         if rows is None:
             return
-        self.reduced = rows.new_zeros(self._numel, dtype=self._dtype)
-        for param, start, extension, places in zip(
-            self.params, self._starts, self._extensions, self._row_places, strict=True
+        self.reduced = rows.new_zeros(self._numel, dtype=self.dtype)
+        for param, (*_, start), extension, places in zip(
+            self.params, self._view_args, self._extensions, self._row_places, strict=True
         ):
             part = self.reduced[start : start + param.layout.flat.shard_numel]
             if extension.formats is not None:

@@ -20,24 +20,15 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard import _torch
-from composable_shard.core.extension import (
-    create_unsharded,
-    have_plain_shards,
-    move_into_buckets,
-)
+from composable_shard.core import user_changes
+from composable_shard.core.extension import create_unsharded, have_plain_shards, move_into_buckets
 from composable_shard.core.plugins import Op, Plugins
-from composable_shard.core.program import Mode, Program
-from composable_shard.core.reduction import Reduction
+from composable_shard.core.program import Ops, Program
+from composable_shard.core.reduction import is_partial
 from composable_shard.core.storage import Bucket, GatherOps, ShardedParam
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import announce
 from composable_shard.core.transport.pending import UsedStreams, compute_stream_id
-from composable_shard.core.user_changes import (
-    UnshardedSnapshot,
-    adopt_registered,
-    check_materialized,
-    is_substituted,
-)
 from composable_shard.errors import ShardError, StaleParameterError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
@@ -139,14 +130,16 @@ class ParamGroup:
         is_unsharded_registered: Whether the modules hold the unsharded parameters, and not the
             sharded ones.
         is_kept_by_user: Whether the user has called ``unshard()`` since the group was freed.
-        is_partly_run: Whether some of several ``modules`` have run, and others not yet.
+        modules_run: Those of several ``modules`` that have run, while others have not yet.
+        why_absent: Why the shards are not in memory, and the remedy; ``None`` if they are.
         unsharded_version: The version counter of the unsharded parameters. It grows when a gather
             brings new values.
         awaits_weight_half: Whether a pipeline schedule has run the input half of a split backward,
             and not yet the weight half.
         is_in_unsharded_context: Whether ``unsharded()`` has given the modules full parameters.
         num_optimizer_steps: The number of optimizer steps that have changed the shards.
-        unsynced_names: Names of parameters that may have unreduced gradients.
+        unsynced: The names of parameters that may have unreduced gradients. If these were added to
+            a reduced gradient, with a dtype that does not round the sum; else with ``None``.
         finished_nodes: For each gradient accumulation and each input marker that has run, the id of
             its graph task.
         count_gradient: A post-accumulate hook made of builtins; it appends to ``finished_nodes``.
@@ -172,44 +165,38 @@ class ParamGroup:
     ) -> None:
         self.modules = tuple(modules)
         self.name = type(modules[0]).__name__
-        self.mesh = mesh
         self.params = list(params)
-        self.buckets = list(buckets)
+        self.place(mesh, buckets)
         for param in params:
             param.group = self
         self.policy = policy.without_override()
         self.settings = Settings()
         self.plugins = Plugins()
         self.state = State.SHARDED
-        self.is_unsharded_registered = self.is_kept_by_user = self.is_partly_run = False
+        self.is_unsharded_registered = self.is_kept_by_user = False
         self.is_in_unsharded_context = self.awaits_weight_half = False
-        self._why_absent: str | None = None
-        self._modules_run: set[nn.Module] = set()  # since the last free, if there are several
+        self.modules_run: set[nn.Module] = set()
         self.unsharded_version = 0
         self.num_optimizer_steps = 0
-        self.unsynced_names: frozenset[str] = frozenset()
+        self.unsynced: dict[str, torch.dtype | None] = {}
         self.finished_nodes: list[int] = []
         count = map(self.finished_nodes.append, iter(_torch.current_backward, None))
         self.count_gradient = partial(next, count)  # each call appends the current task
         self.streams = UsedStreams(mesh.device)
-        self._stream: int | None = None
-        self.channels = self._new_channels()
         self.tree: Any = None
         self.progress: Any = None
         self.calls: list[weakref.ref[Any]] = []
         self._gathered_version = -1
-        self._snapshot: UnshardedSnapshot | None = None
-        self.is_compiled = self.needs_reduce = self.is_trained = False
+        self._snapshot: user_changes.UnshardedSnapshot | None = None
+        self.needs_reduce = self.is_trained = False
 
-    def _new_channels(self) -> dict[ShardMesh, Channel]:
-        meshes = dict.fromkeys([self.mesh, *(bucket.mesh for bucket in self.buckets)])
-        return {mesh: Channel(mesh) for mesh in meshes}
-
-    def set_name(self, name: str) -> None:
-        """Set the qualified name below the root, which messages contain."""
-        self.name = name
-        for channel in self.channels.values():
-            channel.set_label(self.label)
+    def place(self, mesh: ShardMesh, buckets: Sequence[Bucket]) -> None:
+        """Put the group on the ranks of a mesh, with its buckets and new channels."""
+        self.mesh, self.buckets = mesh, list(buckets)
+        meshes = dict.fromkeys([mesh, *(bucket.mesh for bucket in buckets)])
+        self.channels = {mesh: Channel(mesh) for mesh in meshes}
+        self.why_absent: str | None = None
+        self.is_compiled = False
 
     def all_modules(self) -> Iterator[nn.Module]:
         """Yield its modules and all of their submodules."""
@@ -224,19 +211,6 @@ class ParamGroup:
     def label(self) -> str:
         """The name of the group in messages."""
         return f"group '{self.name}'" if self.name else "the root group"
-
-    @property
-    def why_absent(self) -> str | None:
-        """Why the shards are not in memory, and the remedy; ``None`` if they are in memory."""
-        return self._why_absent
-
-    @why_absent.setter
-    def why_absent(self, reason: str | None) -> None:
-        self._why_absent = reason
-        if self.is_compiled:  # a backward of an earlier forward would gather with this program
-            check, gather = partial(self.check_in_memory, "to be gathered"), self.program.gather
-            self.program.gather = gather._replace(launch=(check, *gather.launch))
-        self.is_compiled = False
 
     def check_in_memory(self, purpose: str) -> None:
         """Raise ``ShardError`` if its shards are not in memory."""
@@ -275,15 +249,15 @@ class ParamGroup:
                 if self.state is not State.SHARDED and version != self._shard_version():
                     self.reshard()
                 return True
-        if is_substituted(self.params, self.label, is_unsharded_registered=registered):
+        if user_changes.is_substituted(self.params, self.label, is_unsharded_registered=registered):
             return False
         before = self.program if self.is_compiled else None
         if before is not None:
             self.reshard()
         self.check_in_memory("to be gathered")
         with torch.inference_mode(False), torch.no_grad():
-            adopt_registered(self.params, self.label)
-            check_materialized(self.params, self.label)
+            user_changes.adopt_registered(self.params, self.label)
+            user_changes.check_materialized(self.params, self.label)
             if self._has_outside_shards() or not have_plain_shards(self.buckets):
                 self._rebuild()
             create_unsharded(self.buckets, self.channels)
@@ -294,20 +268,16 @@ class ParamGroup:
 
     def compile(self) -> None:
         """Compile the program for the current parameters, settings and features."""
+        if self.state is State.PARTLY_SHARDED:  # a new program would not have the kept parts
+            self.reshard()
         with torch.inference_mode(False):  # the program outlives this forward
             self.program = Program(self)
-        if self._stream is None:
-            self._stream = compute_stream_id(self.mesh.device)
-        self.is_compiled, self.needs_reduce = True, self.program.needs_reduce
+        self.is_compiled, self.needs_reduce = True, bool(self.program.reductions)
         self.is_trained = bool(self.program.accumulators)
 
     def follow_stream(self) -> None:
         """Recompile if the current stream has changed: accumulation nodes belong to a stream."""
-        stream = compute_stream_id(self.mesh.device)
-        if stream != self._stream:
-            self._stream = stream
-            if self.state is State.PARTLY_SHARDED:  # a new program would not have the kept parts
-                self.reshard()
+        if compute_stream_id(self.mesh.device) != self.program.stream:
             self.program.accumulators.clear()  # releases the nodes of the old stream
             self.compile()
 
@@ -322,13 +292,10 @@ class ParamGroup:
         Shards that ``functional_call`` passes are gathered from their own memory, without a copy,
         unless the unsharded parameters share memory with the shards.
         """
-        outside = [
-            bucket.params
-            for bucket in self.buckets
-            if any(map(is_not, map(_local, bucket.params), bucket.locals))
-        ]
-        may_stay = all(not params[0].shares_storage for params in outside)
-        return bool(outside) and not (may_stay and _torch.in_functional_call())
+        buckets = self.buckets
+        if _torch.in_functional_call():
+            buckets = [bucket for bucket in buckets if bucket.params[0].shares_storage]
+        return any(any(map(is_not, map(_local, each.params), each.locals)) for each in buckets)
 
     def _rebuild(self) -> None:
         """Copy the shards into new buckets, after some were replaced or removed."""
@@ -336,34 +303,6 @@ class ParamGroup:
             param.retire_unsharded()
         self.buckets = move_into_buckets(self.params)
         self.is_compiled = False
-
-    def relocate(
-        self,
-        buckets: list[Bucket],
-        mesh: ShardMesh,
-        successors: Iterable[tuple[ShardMesh, ShardMesh]],
-    ) -> None:
-        """Replace the mesh, the buckets and the channels, because the group moves to other ranks.
-
-        Args:
-            buckets: The new buckets, planned for the new ranks.
-            mesh: The new mesh of the group.
-            successors: Pairs of an old mesh and the new mesh that replaces it. The channel of the
-                new mesh takes over the choice of collectives.
-
-        Collective: makes a process group if reductions use a separate one.
-        """
-        choices = {new: self.channels[old].saved() for old, new in successors}
-        self.mesh, self.buckets = mesh, buckets
-        self.channels = self._new_channels()
-        for new, choice in choices.items():
-            self.channels[new].restore(*choice)
-        self.set_name(self.name)
-        self.why_absent, self._gathered_version = None, -1
-
-    def move_away(self) -> None:
-        """Drop the buckets, because the group moves to other ranks."""
-        self.buckets, self.why_absent = [], ON_OTHER_RANKS
 
     def unshard(self) -> None:
         """Launch the all-gather, unless the group is unsharded or unsharding.
@@ -373,6 +312,8 @@ class ParamGroup:
         program = self.program
         if self._snapshot is not None:
             self.apply_user_changes()
+        if self.why_absent is not None:
+            self.check_in_memory("to be gathered")
         if self.state is State.SHARDED:
             version = self._shard_version()
             if version != self._gathered_version:
@@ -402,8 +343,11 @@ class ParamGroup:
             raise
 
     def announce(self, doing: str, error: Exception) -> None:
-        """Tell the other ranks that this rank has failed, so that they do not wait for it."""
-        announce(process_groups_of([self]), f"{doing} {self.label}", error)
+        """Tell the other ranks that this rank has failed, so that they do not wait for it.
+
+        They may wait in a later group, so this tells the ranks of all groups of the tree.
+        """
+        announce(process_groups_of(self.tree.groups), f"{doing} {self.label}", error)
 
     def prefetch(self) -> None:
         """Launch the all-gather early; the next use drops it if the program is then out of date."""
@@ -424,11 +368,11 @@ class ParamGroup:
             keeps_part: Whether to keep a part for the next gather, if
                 ``settings.reshard_after_forward`` is a number of ranks.
         """
-        if self._snapshot is not None:
-            self.apply_user_changes()
-        self.is_kept_by_user = self.is_partly_run = self.awaits_weight_half = False
-        if self._modules_run:
-            self._modules_run.clear()
+        if self.is_unsharded_registered:
+            self.register_sharded()
+        self.is_kept_by_user = self.awaits_weight_half = False
+        if self.modules_run:
+            self.modules_run.clear()
         if self.state is not State.SHARDED and not keeps_memory:
             program, state = self.program, State.SHARDED
             if self.state is State.UNSHARDING:
@@ -448,23 +392,22 @@ class ParamGroup:
                 state = State.SHARDED
                 self.compile()
             self.state = state
-        if self.is_unsharded_registered:
-            self.register_sharded()
 
     def record_run(self, module: nn.Module) -> None:
         """Record a run of one of several modules; if it has run before, begin a new round."""
-        if module in self._modules_run:
-            self._modules_run.clear()
-        self._modules_run.add(module)
-        self.is_partly_run = len(self._modules_run) < len(self.modules)
+        if module in self.modules_run:
+            self.modules_run.clear()
+        self.modules_run.add(module)
+        if len(self.modules_run) == len(self.modules):
+            self.modules_run.clear()
 
     def take_snapshot(self) -> None:
         """Record the unsharded parameters: they stay registered, and users may change them."""
-        settings = self.settings
-        # Pipeline schedules turn off both, and write ``.grad`` of unsharded parameters themselves.
-        has_marks = settings.reduce_grads or settings.reshard_after_backward
-        with torch.inference_mode(False):  # marks of inference would have no versions
-            self._snapshot = self._snapshot or UnshardedSnapshot(self.params, has_marks=has_marks)
+        if self._snapshot is None:
+            # Pipeline schedules turn off both, and write ``.grad`` of unsharded ones themselves.
+            has_marks = self.settings.reduce_grads or self.settings.reshard_after_backward
+            with torch.inference_mode(False):  # marks of inference would have no versions
+                self._snapshot = user_changes.UnshardedSnapshot(self.params, has_marks=has_marks)
 
     def apply_user_changes(self) -> None:
         """Copy changes of ``.grad`` and ``requires_grad`` by users to the sharded parameters.
@@ -508,23 +451,19 @@ class ParamGroup:
             registered = holder.get(name)
             if registered is sharded:
                 put(name, unsharded)
-            elif registered is not unsharded:
-                self._refuse_replaced()
+            elif registered is not unsharded:  # its gradient would be lost
+                error = StaleParameterError(
+                    f"Expected the parameters of {self.label} in backward as they were in "
+                    "forward, got replaced ones; run backward before replacing them"
+                )
+                self.announce("running backward of", error)
+                raise error
         program = self.program
         if tuple(map(_requires_grad, program.sharded)) != program.requires_grad:
             for param in self.params:  # users have frozen or unfrozen some since forward
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
             program.generation = -1
         self.is_unsharded_registered = True
-
-    def _refuse_replaced(self) -> None:
-        """Raise, because the gradient of a parameter replaced since forward would be lost."""
-        error = StaleParameterError(
-            f"Expected the parameters of {self.label} in backward as they were in forward, got "
-            "replaced ones; run backward before replacing them"
-        )
-        self.announce("running backward of", error)
-        raise error
 
     def _shard_version(self) -> int:
         """Return a number that grows with every detected change of the shards."""
@@ -537,39 +476,28 @@ class ParamGroup:
 
         Args:
             deferred: Whether to reduce only gradients that were accumulated without sync. All
-                ranks make the same decision, because ``unsynced_names`` depends on the settings,
-                and not on the gradients of a rank.
+                ranks make the same decision, because the names in ``unsynced`` depend on the
+                settings, and not on the gradients of a rank.
 
         Returns:
             The reduction, if one is in flight.
         """
         if deferred:
-            if not (self.unsynced_names or self.gives_zeros):
+            if not (self.unsynced or self.gives_zeros):
                 return None
             self.refresh()
         elif not self.settings.reduce_grads:
             self.accumulate()
             return None
-        program = self.program
-        ops = program.reduce[Mode.ADDING if deferred else program.mode()]
-        self.run(ops, "reducing the gradients of")
-        if program.over_replicas and self.settings.all_reduce_grads:
-            for op in program.over_replicas:
-                op()
-        return GroupReduction(self, program)
+        if self.unsynced and self.program.would_round(self.unsynced):
+            self.compile()  # the new program has a wider dtype
+        launch, *stages = self.program.stages[self.settings.all_reduce_grads]
+        self.run(launch, "reducing the gradients of")
+        return GroupReduction(self, self.program, stages)
 
     def accumulate(self) -> None:
         """Add the gradients to those of the sharded parameters, without sync."""
-        self.run(self.program.reduce[Mode.UNSYNCED], "accumulating the gradients of")
-        self.record_unsynced(self.program)
-
-    def record_unsynced(self, program: Program) -> None:
-        """Record that the gradients taken by a program are still to be reduced."""
-        self.unsynced_names |= program.reduced_names
-        if program.would_round:  # the next program has a wider dtype
-            program.generation = -1
-            if self.state in (State.SHARDED, State.UNSHARDED):
-                self.compile()
+        self.run(self.program.accumulate, "accumulating the gradients of")
 
     @torch.no_grad()
     def divide_by(self, divisor: float) -> None:
@@ -584,9 +512,9 @@ class ParamGroup:
         for param in self.params:
             ratio = (self.settings.divisor or param.mesh.num_ranks) / divisor
             grad = param.sharded.grad
-            if ratio == 1 or grad is None or param.name not in self.unsynced_names:
+            if ratio == 1 or not is_partial(grad):
                 continue
-            if param.adds_to_synced:
+            if self.unsynced.get(param.name) is not None:
                 raise ShardError(
                     f"Expected the gradient of '{param.name}' to be reduced, or cleared, before "
                     "its divisor changes, got one that was accumulated without sync and added to "
@@ -597,11 +525,6 @@ class ParamGroup:
             local.mul_(ratio)
         self.settings.divisor = divisor
         self.plugins.invalidate_programs()
-
-    @property
-    def reductions(self) -> Sequence[Reduction]:
-        """The reductions of the current program."""
-        return self.program.reductions if self.is_compiled else ()
 
     @property
     def gives_zeros(self) -> bool:
@@ -626,55 +549,45 @@ class ParamGroup:
             "sharded parameters under torch.no_grad(), before forward or after the optimizer's "
             "step (for nn.Embedding, instead of max_norm)"
         )
-        ranks = process_groups_of(self.tree.groups)  # other ranks may wait in a later group
-        announce(ranks, f"running forward of {self.label}", error)
+        self.announce("running forward of", error)
         raise error
 
     def reset(self) -> None:
         """After a forward or backward has failed, return to the state between two steps."""
-        if self._snapshot is not None:
-            self._snapshot.apply_user_changes()
-            self._snapshot = None
+        self.is_kept_by_user = True  # so that a write by users, which is lost, raises no error
         self.reshard()
-        for reduction in self.reductions:
-            reduction.discard()
+        if self.is_compiled:
+            self.program.discard()
 
 
+@dataclass(eq=False)
 class GroupReduction:
     """The reduction of one group, in flight.
 
     Attributes:
         group: The group.
         program: The program that launched it, which may be out of date by now.
-        num_run: The number of stages of its delivery that have run.
+        stages: The stages that are left.
     """
 
-    def __init__(self, group: ParamGroup, program: Program) -> None:
-        self.group, self.program = group, program
-        self._stages = program.deliver[group.settings.all_reduce_grads]
-        self.num_run = 0
+    group: ParamGroup
+    program: Program
+    stages: list[Ops]
 
     def advance(self) -> bool:
         """Run the next stage, which begins with a wait; return whether stages are left.
 
         Collective: on the CPU, the first stage launches the reduction over the replicas.
         """
-        self.group.run(self._stages[self.num_run], "reducing the gradients of")
-        self.num_run += 1
-        if self.num_run < len(self._stages):
+        self.group.run(self.stages.pop(0), "reducing the gradients of")
+        if self.stages:
             return True
-        group = self.group
-        if not group.settings.all_reduce_grads:
-            group.record_unsynced(self.program)
-        elif group.unsynced_names:
-            group.unsynced_names = frozenset()
-            self.program.forget_unsynced()
+        group, program = self.group, self.program
+        if group.settings.all_reduce_grads and group.unsynced:
+            group.unsynced.clear()
+            if program.had_unsynced:  # it may reduce frozen parameters, or in a wider dtype
+                program.generation = -1
         return False
-
-    def finish(self) -> None:
-        """Run all remaining stages; the last one writes ``.grad`` of the sharded parameters."""
-        while self.advance():
-            pass
 
 
 class ReductionQueue:
@@ -714,7 +627,8 @@ class ReductionQueue:
             self._advance_oldest()
         for reduction in [other for other in self._delivering if other.group is group]:
             self._delivering.remove(reduction)
-            reduction.finish()
+            while reduction.advance():
+                pass
 
     def finish(self) -> None:
         """Finish all reductions."""
@@ -736,6 +650,7 @@ class ReductionQueue:
         if not oldest.advance():
             return
         if oldest.program.has_offloaded_replicas:
-            # Run the second stage of earlier reductions: it copies their shards to the host.
-            self._delivering = [r for r in self._delivering if r.num_run > 1 or r.advance()]
+            # Run the next stage of earlier reductions, which copies their shards to the host.
+            # Their last stage would block the host until the copies are complete.
+            self._delivering = [r for r in self._delivering if len(r.stages) == 1 or r.advance()]
         self._delivering.append(oldest)

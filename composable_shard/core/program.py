@@ -6,8 +6,7 @@ out of date, and the group compiles a new one.
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial, reduce
 from itertools import chain
@@ -21,9 +20,9 @@ from torch.autograd.graph import Node
 from composable_shard import _torch
 from composable_shard.core.codec import share_attributes
 from composable_shard.core.plugins import Op, Phase
-from composable_shard.core.reduction import LocalReduction, Reduction, reduce_dtype, wide_dtype
-from composable_shard.core.storage import Bucket, GatherOps, Regather, ShardedParam, Slot
-from composable_shard.core.transport.pending import UsedStreams, on_side_stream, side_stream
+from composable_shard.core.reduction import LocalReduction, Reduction, reduce_dtype
+from composable_shard.core.storage import Bucket, GatherOps, Regather, ShardedParam
+from composable_shard.core.transport import pending
 
 Ops = tuple[Op, ...]
 
@@ -32,16 +31,6 @@ FREED = 1_000_000_000
 
 _requires_grad = attrgetter("requires_grad")
 _grad_dtype = attrgetter("grad_dtype")
-_version = attrgetter("_version")
-_grad = attrgetter("grad")
-
-
-class Mode(enum.Enum):
-    """Whether new gradients are reduced, and whether they add to earlier gradients."""
-
-    FRESH = enum.auto()  # reduce; no sharded parameter has a gradient
-    ADDING = enum.auto()  # reduce; some have a gradient, which may be unreduced
-    UNSYNCED = enum.auto()  # accumulate without a reduction
 
 
 class Program:
@@ -54,12 +43,10 @@ class Program:
             part of the unsharded memory before it is freed.
         regather: Operations that gather these parts from neighbouring ranks, or free the kept part.
         pre_forward, post_forward, pre_backward, post_backward: Operations of features only.
-        reduce: For each mode, operations that launch the reduction, or accumulate without sync.
-        over_replicas: On devices with streams, operations that launch the reduction over the
-            replicas right after the reduction over the shards; otherwise empty.
-        deliver: The stages that complete a reduction: ``True`` with the reduction over the
-            replicas, ``False`` without it. Each stage begins with a wait; the last stage writes
-            ``.grad``.
+        accumulate: Operations that accumulate gradients without sync.
+        stages: The stages of a reduction: ``True`` with the reduction over the replicas, ``False``
+            without it. The first stage launches it. Each other stage begins with a wait; the last
+            stage writes ``.grad``.
         has_offloaded_replicas: Whether a reduction over the replicas is followed by a copy to the
             host.
         version_tensors: Tensors with version counters that grow when the shards change.
@@ -69,14 +56,15 @@ class Program:
             for the unsharded parameter.
         sharded: The sharded parameters that were registered at compile time.
         requires_grad: Whether each of them was trainable.
+        stream: The id of the stream at compile time.
         freeable: The unsharded parameters with memory that is freed between uses.
         unsharded_storages: The ids of their storages; see ``_torch.storage_number``.
         accumulators: The autograd nodes that accumulate into the trainable parameters.
-        reduced_names: The parameters to reduce: trainable ones, and frozen ones that still have
-            unsynced gradients.
+        had_unsynced: Whether there were unsynced gradients at compile time.
+        reduced: The parameters to reduce: trainable ones, and frozen ones that still have unsynced
+            gradients.
         reductions: A reduction for each mesh, subclass of `Reduction`, dtype and place of
             ``.grad``; see `reduced_together`.
-        needs_reduce: Whether there are any ``reductions``.
         searched_modules: The modules that have been searched for ``tensor_attributes``, each after
             its first forward since the program was compiled.
         tensor_attributes: The attributes, by dict and name, in which forward stores tensors on
@@ -85,16 +73,16 @@ class Program:
 
     def __init__(self, group: Any) -> None:
         self.generation = group.plugins.generation
+        self.stream = pending.compute_stream_id(group.mesh.device)
+        self._has_streams = _torch.has_streams(group.mesh.device)
         self.searched_modules: set[nn.Module] = set()
         self.tensor_attributes: list[tuple[dict[str, Any], str]] = []
         params: list[ShardedParam] = group.params
         self.sharded = tuple(param.sharded for param in params)
-        self._nones = (None,) * len(params)
         self._local_shards = tuple(param.local for param in params)
         self.version_tensors = (*self.sharded, *self._local_shards)
         self._storage_numbers = _torch.storage_numbers(self.sharded)
         self.requires_grad = tuple(map(_requires_grad, self.sharded))
-        self._grad_dtypes = tuple(map(_grad_dtype, self.sharded))
         freeable = [param for param in params if not param.shares_storage]
         self.freeable = tuple(param.unsharded for param in freeable)
         leaves = (leaf for param in freeable for leaf in _torch.leaves(param.unsharded_local))
@@ -102,7 +90,8 @@ class Program:
         self._list_slots(params)
         self._prepare_unsharded(group)
         self._compile(group)
-        if _torch.has_streams(group.mesh.device):
+        self._grad_dtypes = tuple(map(_grad_dtype, self.sharded))  # reductions may set them
+        if self._has_streams:
             self._put_on_streams(group)
 
     # Guards ---------------------------------------------------------------------------------
@@ -130,20 +119,15 @@ class Program:
         mine, others = self.version_tensors, other.version_tensors
         return len(mine) == len(others) and all(map(is_, mine, others))
 
-    def mode(self) -> Mode:
-        """Return the mode of a reduction that starts now."""
-        has_no_grads = all(map(is_, map(_grad, self.sharded), self._nones))
-        return Mode.FRESH if has_no_grads else Mode.ADDING
+    def would_round(self, unsynced: Mapping[str, torch.dtype | None]) -> bool:
+        """Return whether a reduction would round the sums in `ParamGroup.unsynced`."""
+        reductions = self.reductions
+        pairs = ((each.dtype, unsynced.get(p.name)) for each in reductions for p in each.params)
+        return any(wide and torch.promote_types(wide, dtype) != dtype for dtype, wide in pairs)
 
-    def forget_unsynced(self) -> None:
-        """Make the program out of date if it was compiled while there were unsynced gradients."""
-        if self._had_unsynced:
-            self.generation = -1
-
-    @property
-    def would_round(self) -> bool:
-        """Whether the dtype of a reduction is too narrow for accumulated gradients."""
-        return any(reduction.would_round for reduction in self.reductions)
+    def has_unsharded_grads(self) -> bool:
+        """Return whether any unsharded parameter has a gradient."""
+        return any(param.unsharded.grad is not None for param in self.reduced)
 
     def discard(self) -> None:
         """Drop all gradients that are not in ``.grad`` yet, after a failed backward."""
@@ -154,7 +138,7 @@ class Program:
 
     def _list_slots(self, params: Sequence[ShardedParam]) -> None:
         self.slots = tuple(
-            (slot.module._parameters, slot.name, param.sharded, param.unsharded, _setter(slot))
+            (slot.module._parameters, slot.name, param.sharded, param.unsharded, slot.setter)
             for param in params
             for slot in param.slots
         )
@@ -164,7 +148,7 @@ class Program:
     def _prepare_unsharded(self, group: Any) -> None:
         """Copy settings to the unsharded parameters, hook them, and list those to reduce."""
         self.accumulators: list[Node] = []
-        reduced = []
+        self.reduced: list[ShardedParam] = []
         for param, sharded in zip(group.params, self.sharded, strict=True):
             unsharded = param.unsharded
             if param.attributes is None:
@@ -180,77 +164,75 @@ class Program:
                 if not param.is_counted:
                     param.is_counted = True
                     unsharded.register_post_accumulate_grad_hook(group.count_gradient)
-            if sharded.requires_grad or param.name in group.unsynced_names:
-                reduced.append(param.name)
-        self.reduced_names = frozenset(reduced)
-        self.needs_reduce = bool(reduced)
+            if sharded.requires_grad or param.name in group.unsynced:
+                self.reduced.append(param)
         self.attribute_copiers = [p.attributes for p in group.params if p.attributes is not None]
 
     def _compile(self, group: Any) -> None:
         ops = partial(group.plugins.ops, group)
         self._compile_gather(group, ops)
-        self.reductions: list[Reduction] = list(self._plan_reductions(group))
-        self._had_unsynced = bool(group.unsynced_names)
-        reductions = self.reductions
+        self.had_unsynced = bool(group.unsynced)
+        self.reductions: list[Reduction] = [
+            reduction(buckets, params, dtype, group)
+            for reduction, buckets, params, dtype in reduced_together(group, self.reduced)
+        ]
         self.pre_forward, self.post_forward = ops("pre_forward"), ops("post_forward")
         self.pre_backward, self.post_backward = ops("pre_backward"), ops("post_backward")
         group.program = self  # the ``ops`` of features read it
-        launches = (reduction.launch for reduction in reductions)
-        launch = (*ops("reduce"), *launches, *ops("reduce_launched"))
-        self.reduce: dict[Mode, Ops] = {
-            Mode.FRESH: (*(reduction.take_grads for reduction in reductions), *launch),
-            Mode.ADDING: (*(reduction.take_with_unsynced for reduction in reductions), *launch),
-            Mode.UNSYNCED: (
-                *(reduction.accumulate_unsynced for reduction in reductions),
-                *ops("accumulated"),
-            ),
-        }
-        self._compile_delivery(group, ops)
+        accumulate = (each.accumulate_unsynced for each in self.reductions)
+        self.accumulate: Ops = (*accumulate, *ops("accumulated"))
+        self._compile_reduction(group, ops)
 
     def _compile_gather(self, group: Any, ops: Callable[[Phase], Ops]) -> None:
         """Compile the operations that gather the group from its shards, and from kept parts."""
-        settings, reshard_after = group.settings, group.settings.reshard_after_forward
-        keeps, regathers = settings.keeps_storage, list[Regather]()
-        gathers = [GatherOps((), (), (), ())]  # four columns below, even without buckets
+        reshard_after, keeps = group.settings.reshard_after_forward, group.settings.keeps_storage
+        gathers, regathers = list[GatherOps](), list[Regather]()
         for bucket in group.buckets:
             channel, shards = group.channels[bucket.mesh], [param.local for param in bucket.params]
             gathers.append(bucket.gather_ops(shards, channel, keeps_storage=keeps))
             if reshard_after is not None and not isinstance(reshard_after, bool):
                 regathers.append(Regather(bucket, channel, reshard_after))
-        # Only the last launch operation of a bucket launches a collective; flat buckets allocate in
-        # the others. So all flat buckets allocate before the first collective.
-        allocations = chain.from_iterable(gather.launch[:-1] for gather in gathers)
-        launches = (*allocations, *chain.from_iterable(gather.launch[-1:] for gather in gathers))
-        _, waits, drops, frees = map(chain.from_iterable, zip(*gathers, strict=True))
         unsharded = tuple(chain.from_iterable(param.all_unsharded() for param in group.params))
         set_version = partial(_set_unsharded_version, group, unsharded)
         freeable = [p.all_unsharded() for p in group.params if not p.shares_storage]
         freed = tuple(chain.from_iterable(freeable))
         mark_freed = partial(_torch.set_versions, freed, (FREED,) * len(freed))
-        before_wait, launched = ops("before_wait_for_gather"), ops("gather_launched")
-        self.gather = GatherOps(
-            (*ops("gather"), *launches, *launched),
-            (*before_wait, *waits, set_version, *ops("gather_done")),
-            tuple(drops),
-            (*ops("free"), mark_freed, *frees, *ops("freed")),
-        )
-        self.keep: Ops = tuple(regather.keep for regather in regathers)
-        regather_waits = (regather.wait for regather in regathers)
-        self.regather = GatherOps(
-            (*ops("regather"), *(regather.launch for regather in regathers), *launched),
-            (*before_wait, *regather_waits, set_version, *ops("gather_done")),
-            tuple(regather.drop for regather in regathers),
-            tuple(regather.free for regather in regathers),
-        )
 
-    def _compile_delivery(self, group: Any, ops: Callable[[Phase], Ops]) -> None:
-        """Compile the stages of the delivery, with a reduction over the replicas and without.
+        def joined(phase: Phase, parts: Sequence[GatherOps]) -> GatherOps:
+            # Only the last launch operation of a bucket launches a collective; flat buckets
+            # allocate in the others. So all flat buckets allocate before the first collective.
+            launches, *columns = zip(GatherOps((), (), (), ()), *parts, strict=True)
+            allocations = chain.from_iterable(launch[:-1] for launch in launches)
+            launch = chain(allocations, *(launch[-1:] for launch in launches))
+            wait, drop, free = map(chain.from_iterable, columns)
+            return GatherOps(
+                (*ops(phase), *launch, *ops("gather_launched")),
+                (*ops("before_wait_for_gather"), *wait, set_version, *ops("gather_done")),
+                tuple(drop),
+                tuple(free),
+            )
+
+        gather = joined("gather", gathers)
+        self.gather = gather._replace(free=(*ops("free"), mark_freed, *gather.free, *ops("freed")))
+        self.keep: Ops = tuple(each.keep for each in regathers)
+        parts = [GatherOps([r.launch], [r.wait], [r.drop], [r.free]) for r in regathers]
+        self.regather = joined("regather", parts)
+
+    def _compile_reduction(self, group: Any, ops: Callable[[Phase], Ops]) -> None:
+        """Compile the stages of a reduction, with a reduction over the replicas and without.
 
         On devices with streams, the reduction over the replicas is launched on a stream of its own,
         right after the reduction over the shards. On the CPU, and for tensor subclasses, it is
         launched when the latter is complete.
         """
         reductions = self.reductions
+        launch: Ops = (
+            *(each.take_grads for each in reductions),
+            *(each.add_unsynced for each in reductions),
+            *ops("reduce"),
+            *(each.launch for each in reductions),
+            *ops("reduce_launched"),
+        )
         hooks: Ops = ops("deliver")
         if group.settings.all_reduce_hook is not None:
             hooks += tuple(each.call_hook for each in reductions)
@@ -260,48 +242,34 @@ class Program:
         averaged = (*wait, *average, *ops("averaged"))
         replicated = [each for each in reductions if each.num_replicas > 1]
         self.has_offloaded_replicas = any(each.is_offloaded for each in replicated)
-        self.over_replicas: Ops = ()
         if not replicated:
-            same = self._with_write((*averaged, *hooks), ops("delivered"))
-            self.deliver = {True: same, False: same}
+            stages = (launch, *self._with_write((*averaged, *hooks), ops("delivered")))
+            self.stages = {True: stages, False: stages}
             return
         skips = (each.skip_replicas for each in replicated)
         without = self._with_write((*averaged, *skips), ops("delivered"))
+        self.stages = {False: (launch, *without)}
         launches: Ops = tuple(each.launch_over_replicas for each in replicated)
         first = (*averaged, *launches, *ops("reduced_over_shards"), *ops("all_reduce_launched"))
-        stream = side_stream(group.mesh.device)
+        stream = pending.side_stream(group.mesh.device)
         if stream is not None and all(type(each) is Reduction for each in reductions):
             ordered = tuple(partial(each.order_after_shards, stream) for each in reductions)
             on_side = _within(lambda: _torch.on_stream(stream), (*average, *launches))
-            self.over_replicas = (*ordered, *on_side, *ops("all_reduce_launched"))
-            wait = (*before_wait, *(each.wait_for_shards for each in reductions))
+            launch = (*launch, *ordered, *on_side, *ops("all_reduce_launched"))
             first = (*wait, *ops("averaged"), *ops("reduced_over_shards"))
         await_replicas = (each.wait for each in replicated)
         second = (*ops("before_wait_for_all_reduce"), *await_replicas, *hooks)
         written = self._with_write(second, ops("replicas_delivered"))
-        self.deliver = {False: without, True: (first, *written)}
+        self.stages[True] = (launch, first, *written)
 
     def _with_write(self, ops: Ops, delivered: Ops) -> tuple[Ops, ...]:
         """Add operations that write ``.grad``, in a separate stage if the host must wait first."""
-        late = [each for each in self.reductions if each.is_late]
-        write = tuple(
-            each.download
-            if each in late
-            else each.write_after_autograd
-            if each.waits_for_autograd
-            else each.write_grads
-            for each in self.reductions
-        )
-        if not late:
-            return ((*ops, *write, *delivered),)
-        return (*ops, *write, *delivered), tuple(each.write_downloaded for each in late)
-
-    def _plan_reductions(self, group: Any) -> Sequence[Reduction]:
-        reduced = [param for param in group.params if param.name in self.reduced_names]
-        return [
-            reduction(buckets, params, dtype, group.channels[buckets[0].mesh], group)
-            for reduction, buckets, params, dtype in reduced_together(group, reduced)
-        ]
+        if self._has_streams or any(each.is_offloaded for each in self.reductions):
+            download = (each.download for each in self.reductions)
+            written = tuple(each.write_downloaded for each in self.reductions)
+            return (*ops, *download, *delivered), written
+        write = (each.write_grads for each in self.reductions)
+        return ((*ops, *write, *delivered),)
 
     # Streams --------------------------------------------------------------------------------
 
@@ -312,43 +280,38 @@ class Program:
         reduction delivers it. Memory is freed on the stream that allocated it. Gradients are
         reduced on the stream that computed them.
         """
-        streams: UsedStreams = group.streams
+        streams: pending.UsedStreams = group.streams
         reduction_stream: list[torch.Stream] = []
 
         def on_gathering_stream() -> AbstractContextManager[object]:
-            return on_side_stream(streams.filling_stream)
+            return pending.on_side_stream(streams.filling_stream)
 
         def on_reduction_stream() -> AbstractContextManager[object]:
-            return on_side_stream(reduction_stream[0])
+            return pending.on_side_stream(reduction_stream[0])
 
         def record_launch() -> None:
             reduction_stream[:] = [_torch.current_stream(group.mesh.device)]
 
         self.pre_forward = (group.follow_stream, *self.pre_forward, streams.record_use)
         self.pre_backward = (*self.pre_backward, streams.record_use)
-        launch, wait, drop, free = self.gather
+
+        def placed(ops: GatherOps) -> GatherOps:
+            wait = (*_within(on_gathering_stream, ops.wait), streams.record_use)
+            drop = _within(on_gathering_stream, ops.drop)
+            return GatherOps((streams.record_fill, *ops.launch), wait, drop, ops.free)
+
+        gather, regather = placed(self.gather), placed(self.regather)
         freed = () if group.settings.keeps_storage else (streams.record_free,)
-        self.gather = GatherOps(
-            (streams.record_fill, *launch),
-            (*_within(on_gathering_stream, wait), streams.record_use),
-            _within(on_gathering_stream, drop),
-            (*_within(streams.on_allocating_stream, free), *freed),
-        )
-        if self.keep:
-            launch, wait, drop, free = self.regather
-            self.keep = _within(streams.on_allocating_stream, self.keep)
-            self.regather = GatherOps(
-                _within(streams.on_filling_stream, (streams.record_fill, *launch)),
-                (*_within(on_gathering_stream, wait), streams.record_use),
-                _within(on_gathering_stream, drop),
-                free,
-            )
-        for mode, ops in self.reduce.items():
-            self.reduce[mode] = _within(streams.on_last_user, (*ops, record_launch))
-        self.over_replicas = _within(streams.on_last_user, self.over_replicas)
-        for has_replicas, stages in self.deliver.items():
-            on_stream = tuple(_within(on_reduction_stream, stage) for stage in stages)
-            self.deliver[has_replicas] = on_stream
+        free = (*_within(streams.on_allocating_stream, gather.free), *freed)
+        self.gather = gather._replace(free=free)
+        self.keep = _within(streams.on_allocating_stream, self.keep)
+        launch = _within(streams.on_filling_stream, regather.launch)
+        self.regather = regather._replace(launch=launch)
+        self.accumulate = _within(streams.on_last_user, self.accumulate)
+        for has_replicas, (launch, *stages) in self.stages.items():
+            launch = _within(streams.on_last_user, (*launch, record_launch))
+            on_stream = (_within(on_reduction_stream, stage) for stage in stages)
+            self.stages[has_replicas] = (launch, *on_stream)
 
 
 def reduced_together(
@@ -359,16 +322,13 @@ def reduced_together(
     If the parameters have several reduce dtypes, real ones are promoted to one dtype, and complex
     ones to another. Parameters with dtypes without a promotion are reduced apart.
     """
-    # A reduced gradient plus unreduced ones must not be rounded.
-    unsynced = group.unsynced_names
-    wide = {p for p in reduced if p.adds_to_synced and p.name in unsynced}
-    dtypes = {p: wide_dtype(p) if p in wide else reduce_dtype(p) for p in reduced}
+    dtypes = {param: group.unsynced.get(param.name) or reduce_dtype(param) for param in reduced}
     widest: dict[bool, torch.dtype] = {}
     for is_complex in (False, True):
         alike = {dtype for dtype in dtypes.values() if dtype.is_complex == is_complex}
         with suppress(RuntimeError, TypeError):  # no promotion (float8), or no such dtypes
             widest[is_complex] = reduce(torch.promote_types, alike)
-    planned: dict[tuple[Any, ...], tuple[list[Bucket], list[ShardedParam]]] = {}
+    planned: dict[tuple[Any, ...], dict[Bucket, list[ShardedParam]]] = {}
     for bucket in group.buckets:
         is_local = bucket.mesh.num_ranks == 1 and group.settings.all_reduce_hook is None
         reduction = LocalReduction if is_local else bucket.reduction or Reduction
@@ -376,12 +336,9 @@ def reduced_together(
             if param in dtypes:
                 dtype, is_offloaded = dtypes[param], param.offload is not None
                 key = bucket.mesh, reduction, widest.get(dtype.is_complex, dtype), is_offloaded
-                buckets, params = planned.setdefault(key, ([], []))
-                params.append(param)
-                if bucket not in buckets:
-                    buckets.append(bucket)
-    for (_, reduction, dtype, _), (buckets, params) in planned.items():
-        yield reduction, buckets, params, dtype
+                planned.setdefault(key, {}).setdefault(bucket, []).append(param)
+    for (_, reduction, dtype, _), params in planned.items():
+        yield reduction, list(params), list(chain.from_iterable(params.values())), dtype
 
 
 def _within(context: Callable[[], AbstractContextManager[object]], ops: Sequence[Op]) -> Ops:
@@ -393,13 +350,6 @@ def _within(context: Callable[[], AbstractContextManager[object]], ops: Sequence
                 op()
 
     return (run,) if ops else ()
-
-
-def _setter(slot: Slot) -> Callable[[str, nn.Parameter], None]:
-    """Return the function that registers a parameter under a name on the slot's module."""
-    if slot.calls_setattr:
-        return partial(setattr, slot.module)
-    return slot.module._parameters.__setitem__
 
 
 def _set_unsharded_version(group: Any, unsharded: tuple[torch.Tensor, ...]) -> None:

@@ -2,7 +2,7 @@
 
 Imports storage and the transport. The methods of `Reduction` are operations of a program, which
 launches a reduction when backward finishes a group (``reduce``), and later waits for it and writes
-``.grad`` (``deliver``). The placements of a gradient show its stage (`GradStage`):
+``.grad``. The placements of a gradient show its stage (`GradStage`):
 
 - ``unreduced``: ``Partial`` on all data-parallel axes. It was accumulated without sync.
 - ``reduced_over_shards``: ``Partial`` on the replicate axis only.
@@ -19,25 +19,18 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress, repeat, starmap
 from operator import attrgetter, is_, is_not, methodcaller
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.layout import (
-    PACKED_ALIGNMENT_NBYTES,
-    ParamLayout,
-    aligned,
-    is_packed,
-    message_numels,
-)
-from composable_shard.core.placement import GradStage
+from composable_shard.core.layout import PACKED_ALIGNMENT_NBYTES, aligned, is_packed, message_numels
+from composable_shard.core.placement import GradStage, Placements
 from composable_shard.core.storage import USER_GRAD_DTYPE, Bucket, ShardedParam, user_grad_dtype
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
-from composable_shard.core.transport.host import download
 from composable_shard.core.transport.pending import Pending, launching_stream, on_side_stream
 from composable_shard.errors import ShardError
 from composable_shard.policy import copies_overlap_compute
@@ -98,6 +91,7 @@ class Reduction:
     """The reduction of the gradients of some parameters over one mesh, in one dtype.
 
     Attributes:
+        dtype: The dtype in which gradients are added.
         reduced: One flat buffer with the reduced shards and flags. It exists from the launch until
             ``.grad`` is written. `LocalReduction` has a list of gradients instead.
         num_flags: The number of flags at the end of ``reduced``.
@@ -106,10 +100,6 @@ class Reduction:
             parameter for each inner tensor of its gradient.
         is_offloaded: Whether ``.grad`` belongs on the host, and compute is on another device or
             overlaps with the copies.
-        is_late: Whether ``.grad`` may be written only at the end of a backward, after the host has
-            waited for copies.
-        waits_for_autograd: Whether to write by :meth:`write_after_autograd`, because some ranks
-            have no rows of a parameter.
     """
 
     reduced: Any
@@ -119,7 +109,6 @@ class Reduction:
         buckets: Sequence[Bucket],
         params: Sequence[ShardedParam],
         dtype: torch.dtype,
-        channel: Channel,
         group: Any,
     ) -> None:
         """Plan the reduction.
@@ -128,22 +117,21 @@ class Reduction:
             buckets: Buckets over one mesh.
             params: The parameters of these buckets that take part in the reduction.
             dtype: The dtype of the reduction.
-            channel: The collectives of the mesh.
-            group: The group of the parameters, for its settings.
+            group: The group of the parameters, for its settings and channels.
         """
-        self._channel, self._dtype, self._group = channel, dtype, group
-        self._mesh, self._compute_dtype = buckets[0].mesh, buckets[0].compute_dtype
+        self.dtype, self._group, self._mesh = dtype, group, buckets[0].mesh
+        self._channel: Channel = group.channels[self._mesh]
+        self._compute_dtype = buckets[0].compute_dtype
+        self._pending: list[Pending] = []  # the oldest first
         self._has_streams = _torch.has_streams(self._mesh.device)
-        self.is_offloaded = params[0].device != self._mesh.device or copies_overlap_compute(
-            params[0].offload, self._mesh.device
-        )
-        self.is_late = self.is_offloaded or self._has_streams
+        self._overlaps = copies_overlap_compute(params[0].offload, self._mesh.device)
+        self.is_offloaded = self._overlaps or params[0].device != self._mesh.device
         large = with_own_message(buckets, dtype)
         direct = {param for param in large if param.layout.flat.is_even}  # others need padding
         self.params = sorted(params, key=lambda param: param not in direct)
         self.members = self.params
         self._num_direct = sum(param in direct for param in params)
-        self._sent_dtype = sent_dtype(buckets, dtype, channel)
+        self._sent_dtype = sent_dtype(buckets, dtype, self._channel)
         self._unsharded = tuple(param.unsharded for param in self.params)
         # Other parameters may widen the reduction. A gradient with a reduce dtype that is narrower
         # than its compute dtype is then rounded first, as if it were reduced alone.
@@ -153,9 +141,8 @@ class Reduction:
         self._to_round = [(i, to) for i, to in narrow if to != dtype]
         self._sharded = tuple(param.sharded for param in self.params)
         self._is_tensor_parallel = any(p.placement.unsharded_spec is not None for p in self.params)
-        self.waits_for_autograd = any(
-            p.layout.flat.num_nonempty < p.layout.flat.num_shards for p in self.params
-        )
+        flat = [param.layout.flat for param in self.params]
+        self._may_lack_rows = any(each.num_nonempty < each.num_shards for each in flat)
         self._is_plain = all(param.layout.is_plain for param in self.params)
         self._plan_messages()
         self._plan_results()
@@ -169,8 +156,8 @@ class Reduction:
             self._divisor,
             dtype,
             is_mean=total is None,
-            averages=channel.can_average() and not settings.sums_only,
-            divides=num_shards > 1 and channel.reduce_scatter.divides,
+            averages=self._channel.can_average() and not settings.sums_only,
+            divides=num_shards > 1 and self._channel.reduce_scatter.divides,
         )
         if num_shards == 1:  # there is no reduce-scatter
             self.scale = Scale(1.0, None, self._divisor)
@@ -179,8 +166,8 @@ class Reduction:
         device, num_shards = self._mesh.device, self._mesh.num_shards
         layouts = [param.layout.flat for param in self.members]
         self.num_flags = len(layouts)
-        self._final_dtypes = [final_grad_dtype(param, self._dtype) for param in self.members]
-        self._step = packing_step((self._dtype, *self._final_dtypes), device)
+        self._final_dtypes = [final_grad_dtype(param, self.dtype) for param in self.members]
+        self._step = packing_step((self.dtype, *self._final_dtypes), device)
         self._message_numels = message_numels(layouts, self._num_direct, self._step)
         self._packed_shape = (num_shards, self._message_numels[-1])
         self._numel = sum(self._message_numels)
@@ -194,8 +181,9 @@ class Reduction:
             if layout.numel  # parameters without elements are not sent
         ]
         self._rows: list[torch.Tensor] = []  # the place of each gradient in `_packed`
-        if self._is_plain and has_single_rows(packed, device):
-            self._packed = _torch.empty(*self._packed_shape, dtype=self._dtype, device=device)
+        are_rows = num_shards > 1 and {layout.rows_per_shard for layout in packed} == {1}
+        if self._is_plain and are_rows and not _torch.aligns(device):
+            self._packed = _torch.empty(*self._packed_shape, dtype=self.dtype, device=device)
             numels = [*(layout.inner for layout in packed), self.num_flags]
             *columns, flags_column = self._packed.split_with_sizes(numels, 1)
             pairs = zip(columns, packed, strict=True)
@@ -205,32 +193,19 @@ class Reduction:
 
     def _plan_results(self) -> None:
         flat, start, rank = torch.empty(self._numel, device="meta"), 0, self._mesh.shard_rank
-        self._view_args, self._starts = [], []
+        self._view_args = []
         for index, param in enumerate(self.members):
             shard = param.layout.local(flat[start:], rank)
             self._view_args.append((shard.shape, shard.stride(), shard.storage_offset()))
-            self._starts.append(start)
             step = 1 if index < self._num_direct else self._step
             start += aligned(param.layout.flat.shard_numel, step)
         self._specs = self._specs_of("sharded")
-        self._need_any_dtype = [  # torch would refuse the dtype of `.grad`
-            user_grad_dtype(param.sharded)[1] not in (None, dtype) or param.sharded.dtype != dtype
-            for param, dtype in zip(self.members, self._final_dtypes, strict=True)
-        ]
+        for param, dtype in zip(self.members, self._final_dtypes, strict=True):
+            allow_grad_dtype(param.sharded, dtype)
 
     def _specs_of(self, stage: GradStage) -> list[_torch.DTensorSpec]:
         pairs = zip(self.members, self._final_dtypes, strict=True)
         return [param.spec(stage, dtype) for param, dtype in pairs]
-
-    @property
-    def would_round(self) -> bool:
-        """Whether its dtype is too narrow for a reduced ``.grad`` plus unreduced gradients."""
-        added = (wide_dtype(param) for param in self.params if param.adds_to_synced)
-        return any(torch.promote_types(dtype, self._dtype) != self._dtype for dtype in added)
-
-    def has_unsharded_grads(self) -> bool:
-        """Return whether any unsharded parameter has a gradient."""
-        return not all(map(is_, map(_grad, self._unsharded), repeat(None)))
 
     # Phase reduce ---------------------------------------------------------------------------
 
@@ -251,9 +226,10 @@ class Reduction:
             grad = self._grads[index]
             self._grads[index] = None if grad is None else grad.to(dtype)
 
-    def take_with_unsynced(self) -> None:
-        """Take the gradients, and add unreduced gradients of earlier backwards."""
-        self.take_grads()
+    def add_unsynced(self) -> None:
+        """Add unreduced gradients of earlier backwards to the gradients."""
+        if all(map(is_, map(_grad, self._sharded), repeat(None))):
+            return
         factor = self._unreduced_factor()
         for index, (param, sharded) in enumerate(zip(self.params, self._sharded, strict=True)):
             old_grad: Any = redistributed_grad(param)
@@ -271,13 +247,13 @@ class Reduction:
         stream = launching_stream(device) if self._has_streams else None
         if self._mesh.num_shards == 1:  # the input of the reduction over the replicas
             self.reduced = torch.cat(inputs)
-            self._pending = Pending([] if stream is None else [stream.record_event()])
+            self._pending = [Pending([] if stream is None else [stream.record_event()])]
             return
-        self.reduced = _torch.empty(self._numel, dtype=self._dtype, device=device)
+        self.reduced = _torch.empty(self._numel, dtype=self.dtype, device=device)
         outputs = list(self.reduced.split_with_sizes(self._message_numels))
         works = self._channel.reduce(outputs, inputs, self.scale.divisor)
         to_keep = () if self._channel.reduce_scatter.keeps_inputs else inputs
-        self._pending = Pending(works, self._channel.reducing, stream, to_keep)
+        self._pending = [Pending(works, self._channel.reducing, stream, to_keep)]
 
     def _pack(self) -> list[torch.Tensor]:
         """Return the messages: one for each large gradient; one for the others and the flags."""
@@ -290,7 +266,7 @@ class Reduction:
             for index, (param, grad) in enumerate(zip(self.members, grads, strict=True)):
                 if grad is None:
                     flags[:, index] = 0
-                    grads[index] = param.layout.new_zeros(self._all_flags, self._dtype)
+                    grads[index] = param.layout.new_zeros(self._all_flags, self.dtype)
         if any(map(_is_sparse, grads)):
             refuse_sparse(self.members, grads)
         num_direct = self._num_direct
@@ -305,7 +281,11 @@ class Reduction:
             ]
         direct = list(map(_flattened, grads[:num_direct]))
         if not all(map(is_, map(_dtype, direct), repeat(self._sent_dtype))):
-            direct = self._cast(direct)
+            numels, device = [grad.numel() for grad in direct], self._mesh.device
+            scratch = _torch.empty(sum(numels), dtype=self.dtype, device=device)
+            cast = list(scratch.split_with_sizes(numels))
+            _torch.copy_all_(cast, direct)  # one call, and one kernel on accelerators
+            direct = cast
         to_pack = grads[num_direct:]
         if self._step > 1:
             padded = chain.from_iterable(zip(to_pack, self._paddings, strict=True))
@@ -327,18 +307,10 @@ class Reduction:
             _torch.copy_each_(self._rows, tensors)
             return self._packed
         if not all(map(is_, map(_dtype, tensors), repeat(tensors[-1].dtype))):
-            tensors = [tensor.to(self._dtype) for tensor in tensors]
-        packed = _torch.empty(*self._packed_shape, dtype=self._dtype, device=self._mesh.device)
+            tensors = [tensor.to(self.dtype) for tensor in tensors]
+        packed = _torch.empty(*self._packed_shape, dtype=self.dtype, device=self._mesh.device)
         _torch.chunk_cat(tensors, 0, self._mesh.num_shards, out=packed)
         return packed
-
-    def _cast(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Cast gradients with their own message to the dtype of the reduction, in one call."""
-        numels = [grad.numel() for grad in grads]
-        scratch = _torch.empty(sum(numels), dtype=self._dtype, device=self._mesh.device)
-        cast = list(scratch.split_with_sizes(numels))
-        _torch.copy_all_(cast, grads)
-        return cast
 
     def accumulate_unsynced(self) -> None:
         """Add the gradients to ``.grad`` of the sharded parameters, as ``Partial`` DTensors.
@@ -354,23 +326,35 @@ class Reduction:
             refuse_sparse(self.params, grads)
         for param, sharded, grad in zip(self.params, self._sharded, grads, strict=True):
             old_grad: Any = redistributed_grad(param)
-            stage = stage_of(param, old_grad)
+            stage = self._record_unsynced(param, old_grad)
             if grad is not None:
-                grad = grad.to(self._dtype)
+                grad = grad.to(self.dtype)
                 grad = grad if factor == 1 else grad * factor
             if stage == "unreduced":
                 if grad is not None:
                     _torch.local_tensor(old_grad).add_(grad.to(param.local.device))
                 continue
-            record_unreduced(param, stage)
             if old_grad is None:
-                allow_grad_dtype(sharded, self._dtype)  # on all ranks alike, see there
+                allow_grad_dtype(sharded, self.dtype)  # on all ranks alike, see there
             else:
                 total = self._unreduced_form(param, old_grad)
                 grad = total if grad is None else total.add_(grad)
             if grad is not None:
                 grad = grad.to(param.local.device)
                 assign_grad(sharded, _torch.from_local(grad, param.spec("unreduced", grad.dtype)))
+
+    def _record_unsynced(self, param: ShardedParam, grad: Any) -> GradStage | None:
+        """Record in `ParamGroup.unsynced` that gradients are added to ``grad`` and not reduced.
+
+        Returns:
+            The stage of ``grad``, which may be ``None``.
+        """
+        unsynced, stage = self._group.unsynced, stage_of(param, grad)
+        wide = unsynced.get(param.name)
+        if stage == "sharded":
+            wide = torch.promote_types(self.dtype, grad.dtype)
+        unsynced[param.name] = wide
+        return stage
 
     def _unreduced_factor(self) -> float:
         """Return a factor for unreduced gradients: their mean is then their sum / divisor."""
@@ -380,7 +364,7 @@ class Reduction:
     def _unreduced_form(self, param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of an unreduced gradient: the mean over all ranks is ``grad``."""
         shard = _torch.local_tensor(grad).to(self._mesh.device)
-        dtype = torch.promote_types(shard.dtype, self._dtype)
+        dtype = torch.promote_types(shard.dtype, self.dtype)
         full = param.layout.new_zeros(shard, dtype)
         rows = param.layout.shard_of(full, self._mesh.shard_rank)
         rows.copy_(shard)
@@ -391,9 +375,9 @@ class Reduction:
     # Phase deliver --------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait for the collective that was launched last."""
-        self._pending.wait()
-        del self._pending
+        """Wait for the oldest of the collectives that were launched."""
+        self._pending[0].wait()
+        del self._pending[0]  # only now: after a failure, `discard` waits for the others
         if self._rows:
             _torch.free(self._packed)
 
@@ -402,23 +386,14 @@ class Reduction:
         self.reduced.div_(self.scale.after)
 
     def order_after_shards(self, stream: torch.Stream) -> None:
-        """Let ``stream``, which reduces over the replicas, wait for the reduce-scatter.
-
-        The stream that delivers the gradients waits for it in :meth:`wait_for_shards`.
-        """
-        self._pending.order_before(stream)
-        self._pending_over_shards = self._pending
-
-    def wait_for_shards(self) -> None:
-        """Wait for the reduce-scatter, and not for the reduction over the replicas."""
-        self._pending_over_shards.wait()
-        del self._pending_over_shards
+        """Let ``stream``, which reduces over the replicas, wait for the reduce-scatter."""
+        self._pending[0].order_before(stream)
 
     def skip_replicas(self) -> None:
         """Skip the reduction over the replicas; the reduced shards differ between replicas."""
         self._specs = self._specs_of("reduced_over_shards")
         for param in self.params:
-            record_unreduced(param, stage_of(param, param.sharded.grad))
+            self._record_unsynced(param, param.sharded.grad)
 
     def launch_over_replicas(self) -> None:
         """Add the shards that earlier backwards left in ``.grad``; launch the all-reduce."""
@@ -431,7 +406,7 @@ class Reduction:
             flags[index].fill_(1)
         works = self._channel.all_reduce(self.reduced)
         stream = launching_stream(self._mesh.device)
-        self._pending = Pending(works, self._channel.reducing, stream, added)
+        self._pending.append(Pending(works, self._channel.reducing, stream, added))
 
     def _take_reduced_over_shards(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Take the shards in ``.grad`` that are not reduced over the replicas, by index."""
@@ -453,7 +428,7 @@ class Reduction:
         elif self._all_have_grads or self._writes_unused or any(map(has_hooks, self.params)):
             self.write_grads()
         else:
-            self._flags = download(self.reduced[-self.num_flags :])
+            self._flags = host.download(self.reduced[-self.num_flags :])
 
     def write_downloaded(self) -> None:
         """Wait for the copies and write ``.grad``, unless :meth:`download` has written it."""
@@ -462,8 +437,7 @@ class Reduction:
             self.write_grads()
 
     def _to_host(self, tensor: Any) -> Any:
-        overlaps = copies_overlap_compute(self.params[0].offload, self._mesh.device)
-        return download(tensor) if overlaps else tensor.cpu()
+        return host.download(tensor) if self._overlaps else tensor.cpu()
 
     def call_hook(self) -> None:
         """Call the user's hook with the reduced shards."""
@@ -471,55 +445,38 @@ class Reduction:
         with on_side_stream(settings.hook_stream):
             settings.all_reduce_hook(self.reduced[: -self.num_flags])
 
-    def write_grads(self) -> None:
-        """Write the reduced shards to ``.grad`` of the sharded parameters, or add them to it."""
+    def write_grads(self, *, after_autograd: bool = False) -> None:
+        """Write the reduced shards to ``.grad`` of the sharded parameters, or add them to it.
+
+        If autograd will still write the gradient of a penalty on the sharded parameters, and some
+        ranks have no rows, this waits for the end of the backward: without rows, autograd cannot
+        add its gradient to ours, but ours can be added to that of autograd.
+        """
+        if self._may_lack_rows and not after_autograd and _torch.current_backward() != -1:
+            leaves = _torch.in_graphs(self._sharded)
+            if leaves and any(map(_torch.will_run, _torch.accumulate_nodes(leaves))):
+                _torch.on_backward_end(partial(self.write_grads, after_autograd=True))
+                return
         are_hooked = not all(map(_no_hooks.__eq__, map(_hooks, self._sharded)))
-        for sharded, shard, spec, needs_any_dtype in self._results():
-            grad = _torch.from_local(shard, spec)
+        for param, shard, spec in self._results():
+            sharded, grad = param.sharded, _torch.from_local(shard, spec)
             if are_hooked:
                 with torch.no_grad():
-                    self._add(sharded, _torch.call_grad_hooks(sharded, grad))
+                    add_grad(param, _torch.call_grad_hooks(sharded, grad))
                     _torch.call_post_accumulate_grad_hooks(sharded)
-            elif sharded.grad is None and not needs_any_dtype:
+            elif sharded.grad is None:
                 sharded.grad = grad
             else:
-                self._add(sharded, grad)
+                add_grad(param, grad)
 
-    def write_after_autograd(self) -> None:
-        """Write ``.grad``, but at the end of the backward if autograd will still write it.
-
-        Autograd writes the gradient of a penalty on the sharded parameters. If a rank has no rows,
-        autograd cannot add its gradient to ours, but ours can be added to that of autograd.
-        """
-        leaves = _torch.in_graphs(self._sharded) if _torch.current_backward() != -1 else ()
-        if leaves and any(map(_torch.will_run, _torch.accumulate_nodes(leaves))):
-            _torch.on_backward_end(self.write_grads)
-        else:
-            self.write_grads()
-
-    def _add(self, sharded: nn.Parameter, grad: Any) -> None:
-        """Add a reduced gradient; raise if ``.grad`` has other rows than those of this rank."""
-        old_grad: Any = sharded.grad
-        if old_grad is not None and old_grad.placements == grad.placements:
-            shape, old_shape = (list(_torch.local_tensor(g).shape) for g in (grad, old_grad))
-            if shape != old_shape:
-                name = next(param.name for param in self.params if param.sharded is sharded)
-                raise ShardError(
-                    f"Expected a gradient of local shape {shape} in .grad of '{name}', got "
-                    f"{old_shape}; assign one with the rows of this rank"
-                )
-        add_grad(sharded, grad)
-
-    def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
-        """Return the gradients to write: parameter, shard, spec, whether it needs any dtype."""
-        shards = self._shards_of(self.reduced)
-        results = zip(self._sharded, shards, self._specs, self._need_any_dtype, strict=True)
-        if self._all_have_grads or self._writes_unused:  # no need to read the flags
-            del self.reduced
-            return results
-        flags = self.__dict__.pop("_flags", self.reduced[-self.num_flags :]).tolist()
+    def _results(self) -> Iterable[tuple[ShardedParam, torch.Tensor, _torch.DTensorSpec]]:
+        """Return the parameters that get a gradient, with its shard and spec."""
+        reduced = self.reduced
         del self.reduced
-        return compress(results, flags)
+        results = zip(self.params, self._shards_of(reduced), self._specs, strict=True)
+        if self._all_have_grads or self._writes_unused:  # no need to read the flags
+            return results
+        return compress(results, self.__dict__.pop("_flags", reduced[-self.num_flags :]).tolist())
 
     def _shards_of(self, reduced: torch.Tensor) -> list[torch.Tensor]:
         """View this rank's shards in the reduced buffer, each in its final dtype."""
@@ -534,52 +491,24 @@ class Reduction:
         """Drop all gradients that are not in ``.grad`` yet, after a failed backward."""
         for param in self._unsharded:
             param.grad = None
-        pending = self.__dict__.pop("_pending", None)
-        if pending is not None:
-            pending.drop()
+        while self._pending:
+            self._pending.pop().drop()
         if self._rows:
             _torch.free(self._packed)
-        for name in ("_grads", "reduced", "_flags", "_pending_over_shards"):
+        for name in ("_grads", "reduced", "_flags"):
             self.__dict__.pop(name, None)
 
 
 class LocalReduction(Reduction):
     """The reduction over a mesh of one rank, without communication."""
 
-    def accumulate_unsynced(self) -> None:
-        """Add the gradients to ``.grad``: on one rank they are already reduced.
-
-        With hooks of users, or if the final dtype rounds, they stay unreduced until the sync, as on
-        several ranks, so that hooks and rounding apply once, to the accumulated gradient.
-        """
-        finals = zip(map(reduce_dtype, self.params), self._final_dtypes, strict=True)
-        rounds = any(torch.promote_types(dtype, final) != final for dtype, final in finals)
-        if rounds or any(map(has_hooks, self.params)):
-            super().accumulate_unsynced()
-            return
-        for param in self.params:
-            if param.name not in self._group.unsynced_names:  # the first gradient since a sync
-                record_unreduced(param, stage_of(param, redistributed_grad(param)))
-        self.take_grads()
-        self.launch()
-        if self.scale.after != 1:
-            self.average()
-        self.download()
-        self.write_downloaded()
-
     def launch(self) -> None:
         """Keep the gradients: they are the result, and there are no flags to read."""
-        self.reduced, self._all_have_grads = self._grads, True
-        if self._writes_unused:
-            like, pairs = self._all_flags, zip(self.params, self._grads, strict=True)
-            self.reduced = [
-                param.layout.new_zeros(like, self._dtype) if grad is None else grad
-                for param, grad in pairs
-            ]
+        self.reduced, self._all_have_grads, self._pending = self._grads, True, [Pending([])]
         del self._grads
-
-    def wait(self) -> None:
-        """Return at once: there is nothing to wait for."""
+        for index, param in enumerate(self.params if self._writes_unused else ()):
+            if self.reduced[index] is None:
+                self.reduced[index] = param.layout.new_zeros(self._all_flags, self.dtype)
 
     def average(self) -> None:
         """Divide the gradients by the divisor that was set."""
@@ -589,13 +518,12 @@ class LocalReduction(Reduction):
         to_host = super()._to_host
         return [None if grad is None else to_host(grad) for grad in grads]
 
-    def _results(self) -> Iterable[tuple[nn.Parameter, torch.Tensor, _torch.DTensorSpec, bool]]:
-        columns = self.reduced, self._final_dtypes, self._specs, self._need_any_dtype
+    def _results(self) -> Iterable[tuple[ShardedParam, torch.Tensor, _torch.DTensorSpec]]:
+        columns = self.params, self.reduced, self._final_dtypes, self._specs
         del self.reduced
-        for sharded, *row in zip(self._sharded, *columns, strict=True):
-            grad, dtype, spec, needs_any_dtype = row
+        for param, grad, dtype, spec in zip(*columns, strict=True):
             if grad is not None:
-                yield sharded, grad.to(dtype), spec, needs_any_dtype
+                yield param, grad.to(dtype), spec
 
 
 def refuse_sparse(params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]) -> None:
@@ -617,7 +545,7 @@ def has_hooks(param: ShardedParam) -> bool:
     return _torch.has_grad_hooks(param.sharded)
 
 
-def is_partial(grad: torch.Tensor | None) -> bool:
+def is_partial(grad: torch.Tensor | None) -> TypeGuard[DTensor]:
     """Return whether a gradient is still to be averaged over some ranks."""
     return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
 
@@ -632,15 +560,6 @@ def stage_of(param: ShardedParam, grad: Any) -> GradStage | None:
     return "unreduced" if is_unreduced else "reduced_over_shards"
 
 
-def record_unreduced(param: ShardedParam, stage: GradStage | None) -> None:
-    """Record whether an unreduced gradient is added to a reduced one, at ``stage``.
-
-    A gradient that is reduced over the shards was unreduced before, so its record stays.
-    """
-    if stage != "reduced_over_shards":
-        param.adds_to_synced = stage == "sharded"
-
-
 def with_own_message(buckets: Iterable[Bucket], dtype: torch.dtype) -> set[ShardedParam]:
     """Return the parameters with gradients that are too large to pack in the dtype ``dtype``.
 
@@ -653,13 +572,6 @@ def with_own_message(buckets: Iterable[Bucket], dtype: torch.dtype) -> set[Shard
         if bucket.message_cost is not None
         and not is_packed(param.layout.flat, dtype.itemsize, bucket.message_cost)
     }
-
-
-def has_single_rows(layouts: Sequence[ParamLayout], device: torch.device) -> bool:
-    """Return whether to pack by single copies: on the CPU, if every shard has one row."""
-    are_cut = all(layout.num_shards > 1 for layout in layouts)
-    have_one_row = {layout.rows_per_shard for layout in layouts} == {1}
-    return are_cut and have_one_row and not _torch.aligns(device)
 
 
 def packing_step(dtypes: Iterable[torch.dtype], device: torch.device) -> int:
@@ -688,12 +600,6 @@ def reduce_dtype(param: ShardedParam) -> torch.dtype:
     return param.policy.reduction_dtype(param.dtype, user_dtype)
 
 
-def wide_dtype(param: ShardedParam) -> torch.dtype:
-    """Return a dtype that does not round a reduced ``.grad`` plus unreduced gradients."""
-    dtype = reduce_dtype(param)
-    return torch.promote_types(dtype, final_grad_dtype(param, dtype))
-
-
 def final_grad_dtype(param: ShardedParam, reduced: torch.dtype) -> torch.dtype:
     """Return the dtype of a parameter's reduced gradient in ``.grad``."""
     is_set, user_dtype = user_grad_dtype(param.sharded)
@@ -703,13 +609,12 @@ def final_grad_dtype(param: ShardedParam, reduced: torch.dtype) -> torch.dtype:
 
 
 def allow_grad_dtype(sharded: nn.Parameter, dtype: torch.dtype) -> None:
-    """Let ``.grad`` have a dtype that torch would refuse; drop the present ``.grad`` in that case.
+    """Let ``.grad`` have a dtype that torch would refuse.
 
     A change makes the program out of date, so all ranks must call this function, or none.
     """
     allowed = sharded.grad_dtype
     if allowed is not None and allowed != dtype:
-        sharded.grad = None
         is_default = allowed == sharded.dtype
         sharded.__dict__[USER_GRAD_DTYPE] = (False, None) if is_default else (True, allowed)
         sharded.grad_dtype = None
@@ -721,40 +626,45 @@ def assign_grad(sharded: nn.Parameter, grad: torch.Tensor) -> None:
     sharded.grad = grad
 
 
-def redistributed_grad(param: ShardedParam) -> Any:
+def redistributed_grad(param: ShardedParam, *allowed: Placements) -> Any:
     """Return ``.grad`` of a sharded parameter, redistributed if autograd has written it.
 
     A loss on the sharded parameters, such as a penalty, gives gradients with other placements.
 
-    Collective: the redistribution, if the placements differ.
+    Args:
+        param: The parameter.
+        allowed: The allowed placements, the preferred ones first; by default those of all stages.
+
+    Collective: the redistribution, if the placements are not allowed.
     """
     grad: Any = param.sharded.grad
     place = param.placement
-    known = place.sharded, place.reduced_over_shards, place.unreduced
-    if grad is None or grad.placements in known:
-        return grad
-    with torch.no_grad():
-        param.sharded.grad = grad.redistribute(placements=place.sharded)
-    return param.sharded.grad
-
-
-def add_grad(sharded: nn.Parameter, grad: Any) -> None:
-    """Add a reduced gradient to ``.grad``; autograd may have written it with other placements.
-
-    Collective: the redistribution, if the placements differ.
-    """
-    old_grad: Any = sharded.grad
-    if old_grad is None:
-        assign_grad(sharded, grad)
-        return
-    if is_partial(grad) and not is_partial(old_grad):  # equal replicas are their own mean
-        local, spec = _torch.local_tensor(old_grad), _torch.spec_of(grad)
-        old_grad = _torch.from_local(local, _torch.spec_with_dtype(spec, local.dtype))
-        sharded.grad = old_grad
-    elif old_grad.placements != grad.placements:
+    allowed = allowed or (place.sharded, place.reduced_over_shards, place.unreduced)
+    if grad is not None and grad.placements not in allowed:
         with torch.no_grad():
-            old_grad = sharded.grad = old_grad.redistribute(placements=grad.placements)
-    _torch.local_tensor(old_grad).add_(_torch.local_tensor(grad))
+            grad = param.sharded.grad = grad.redistribute(placements=allowed[0])
+    return grad
+
+
+def add_grad(param: ShardedParam, grad: Any) -> None:
+    """Add a reduced gradient to ``.grad``; raise if that has other rows than those of this rank.
+
+    Collective: see :func:`redistributed_grad`.
+    """
+    old_grad = redistributed_grad(param, grad.placements, param.placement.sharded)
+    if old_grad is None:
+        assign_grad(param.sharded, grad)
+        return
+    local, old_local = _torch.local_tensor(grad), _torch.local_tensor(old_grad)
+    if local.shape != old_local.shape:
+        raise ShardError(
+            f"Expected a gradient of local shape {list(local.shape)} in .grad of '{param.name}', "
+            f"got {list(old_local.shape)}; assign one with the rows of this rank"
+        )
+    if old_grad.placements != grad.placements:  # equal replicas are their own mean
+        spec = _torch.spec_with_dtype(_torch.spec_of(grad), old_local.dtype)
+        param.sharded.grad = _torch.from_local(old_local, spec)
+    old_local.add_(local)
 
 
 def clear_grad(leaf: torch.Tensor, *, to_none: bool) -> None:

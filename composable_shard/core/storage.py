@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
 from functools import partial
 from operator import is_
@@ -132,12 +132,16 @@ class Slot(NamedTuple):
         is_unsafe = any(os.environ.get(variable) == "1" for variable in _UNSAFE_VARIABLES)
         return cls(module, name, not is_plain and not is_unsafe)
 
+    @property
+    def setter(self) -> Callable[[str, nn.Parameter], None]:
+        """The function that registers a parameter under a name on the module."""
+        if self.calls_setattr:
+            return partial(setattr, self.module)
+        return self.module._parameters.__setitem__
+
     def put(self, param: nn.Parameter) -> None:
         """Register a parameter under the name."""
-        if self.calls_setattr:
-            setattr(self.module, self.name, param)
-        else:
-            self.module._parameters[self.name] = param
+        self.setter(self.name, param)
 
     def get(self) -> nn.Parameter | None:
         """Return the parameter that is registered under the name."""
@@ -166,7 +170,6 @@ class ShardedParam:
         unsharded_local: The plain tensor of ``unsharded``: itself, except under tensor parallelism.
         is_counted: Whether a hook counts the gradient accumulations of ``unsharded``.
         shares_storage: Whether ``unsharded`` is a view of the sharded buffer.
-        adds_to_synced: Whether ``.grad`` is the sum of a reduced gradient and unreduced ones.
         group: Its group.
         freed_inner: Inner tensors of a subclass with memory that is freed between uses. Autograd
             may save them, so they have versions, too.
@@ -203,7 +206,7 @@ class ShardedParam:
         self._shape, self._stride = original.shape, stride
         self.dtype = original.dtype
         self.began_on_meta = original.is_meta
-        self.shares_storage = self.adds_to_synced = False
+        self.shares_storage = False
         self.freed_inner: list[torch.Tensor] = []
         self.flat_position: FlatPosition | None = None
         self.attributes: AttributeCopier | None = None

@@ -244,7 +244,7 @@ class Tree:
         settings = group.settings
         if settings.reshard_after_forward is False or settings.gathers_each_step:
             return True
-        if group.is_kept_by_user or group.is_partly_run:
+        if group.is_kept_by_user or group.modules_run:
             return True
         return not settings.reshard_after_backward and self.is_accumulating
 
@@ -253,7 +253,7 @@ class Tree:
         """Whether the next backward probably adds to the gradients of the last one."""
         is_unfinished = not (self.is_last_backward or self.finalization.is_manual)
         is_unfinished = is_unfinished or self.finalization.has_unfinished_backwards
-        return is_unfinished or any(group.unsynced_names for group in self.groups)
+        return is_unfinished or any(group.unsynced for group in self.groups)
 
     def prepare_gather(self) -> None:
         """Compare the model between ranks before the first gather; wait for the optimizer event.
@@ -306,7 +306,7 @@ class Tree:
         self.tape.end_forward(outermost)
         for group in self.groups:
             # The next forward may complete an outermost group of several modules.
-            will_not_complete = group.is_partly_run and group is not outermost
+            will_not_complete = bool(group.modules_run) and group is not outermost
             if group.state is State.UNSHARDING:  # prefetched, but not used after all
                 group.reshard()
             elif will_not_complete and group.stays_after_forward and group in self.tape:
@@ -344,7 +344,7 @@ class Tree:
         # A frozen group has a backward only if another group is trained.
         if stays and not group.is_trained and not group.is_kept_by_user:
             may_have_backward = may_have_backward and any(map(_is_trained, self.groups))
-        if group.is_partly_run:
+        if group.modules_run:
             return
         if stays and (may_have_backward or group.is_kept_by_user):
             if group.is_unsharded_registered:
@@ -463,7 +463,7 @@ class Tree:
         try:
             self.in_flight.finish()
             for group in self.groups:
-                if group.unsynced_names:
+                if group.unsynced:
                     self.in_flight.start(group, deferred=True)
             self.in_flight.finish()
         finally:
@@ -476,7 +476,7 @@ class Tree:
         Collective: the reductions.
         """
         for group in self.groups:
-            if group.settings.reduce_grads and group.unsynced_names:
+            if group.settings.reduce_grads and group.unsynced:
                 self.in_flight.start(group, deferred=True)
             if group.settings.reshard_after_backward and not group.settings.gathers_each_step:
                 group.reshard()
@@ -562,5 +562,5 @@ def join_tree(root: ParamGroup) -> Tree:
         tree.is_last_backward = all(old.is_last_backward for old in inner)
         tree.finalization.former_roots = [old.root for old in inner if old.finalization.is_manual]
     for group, names in groups.items():
-        group.set_name(", ".join(names))
+        group.name = ", ".join(names)
     return tree

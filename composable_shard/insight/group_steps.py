@@ -300,7 +300,7 @@ def reductions_of(group: ParamGroup) -> list[ReductionPlan]:
     """Return the reductions of a group in one step, each in its own launch."""
     if not group.settings.reduce_grads:
         return []
-    trained = [p for p in group.params if p.sharded.requires_grad or p.name in group.unsynced_names]
+    trained = [p for p in group.params if p.sharded.requires_grad or p.name in group.unsynced]
     return [ReductionPlan(group, *together) for together in reduced_together(group, trained)]
 
 

@@ -128,7 +128,7 @@ class Unsharded:
     def take(self, reduces: bool) -> None:
         """Take the gradients of a backward of every model; reduce them, or let them wait."""
         params = dict(self.master.named_parameters())
-        at_once = {name for name, p in params.items() if reduces or self._adds_exactly(p)}
+        at_once = {*params} if reduces else set[str]()
         for waiting, model in zip(self.waiting, self.models, strict=True):
             for name, param in model.named_parameters():
                 grad, param.grad = param.grad, None
@@ -142,12 +142,6 @@ class Unsharded:
                 new = grad.to(dtype if before is None else before.dtype, copy=True)
                 waiting[name] = new if before is None else before + new
         self.reduce(at_once)
-
-    def _adds_exactly(self, param: torch.Tensor) -> bool:
-        """Return whether a single rank adds an unsynced gradient to a reduced one exactly."""
-        final = self.policy.grad_dtype or param.dtype
-        sums = self.policy.reduction_dtype(param.dtype)
-        return len(self.models) == 1 and torch.promote_types(sums, final) == final
 
     @property
     def waits_somewhere(self) -> bool:

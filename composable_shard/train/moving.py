@@ -133,7 +133,7 @@ class _Holder:
                 if param.placement.unsharded_spec is not None:
                     placements = f"tensor parallelism: {param.placement.sharded}"
                     raise _unmovable(f"parameter '{param.name}'", placements)
-                if param.name in group.unsynced_names or is_partial(param.sharded.grad):
+                if param.name in group.unsynced or is_partial(param.sharded.grad):
                     raise ShardError(
                         f"Expected a reduced gradient of '{param.name}', got one that was "
                         "accumulated without sync; call synchronize_gradients() first"
@@ -330,7 +330,11 @@ class _Holder:
         places = zip(self.groups, self._buckets, self._meshes_of_groups, strict=True)
         for group, buckets, mesh in places:
             moved = [(old[param], param.mesh) for param in group.params]
-            group.relocate(buckets, mesh, dict.fromkeys([(group.mesh, mesh), *moved]))
+            meshes = [(group.mesh, mesh), *moved]
+            chosen = {new: group.channels[before].saved() for before, new in meshes}
+            group.place(mesh, buckets)
+            for new, collectives in chosen.items():
+                group.channels[new].restore(*collectives)
             group.tree.forget_forwards()
         for key, item in _items(described).items():
             if key[0] == "gradient":
@@ -398,7 +402,7 @@ class _Holder:
             _torch.relocate(sharded.sharded, nothing, _torch.make_spec(mesh, placements, meta))
             sharded.local, sharded.flat_position = nothing, None
         for group in self.groups:
-            group.move_away()
+            group.buckets, group.why_absent, group.is_compiled = [], ON_OTHER_RANKS, False
 
 
 def _whole_on_meta(param: ShardedParam) -> torch.Tensor:

@@ -254,7 +254,7 @@ def _refuse_use(
 ) -> None:
     """Let any use of the parked model raise, until ``until`` is closed."""
     for group in groups:
-        group.why_absent = "parked; leave the context of parked() first"
+        group.why_absent, group.is_compiled = "parked; leave the context of parked() first", False
         until.callback(setattr, group, "why_absent", None)
     for optimizer in optimizers:
         for use in ("step", "state_dict", "load_state_dict"):
