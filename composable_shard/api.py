@@ -19,7 +19,6 @@ from composable_shard.core.group import group_of
 from composable_shard.core.hooks import install, register_forward_method
 from composable_shard.core.state_dict import install_state_dict_hooks
 from composable_shard.core.storage import ShardedParam
-from composable_shard.core.ties import Claims, Managed, claim_ties
 from composable_shard.core.tree import join_tree
 from composable_shard.mesh import (
     DataParallelMeshDims,
@@ -99,7 +98,6 @@ def fully_shard(
     plan = _planned(locals())
     group = shard.build_group(plan.modules, plan.managed, plan.params, plan.mesh, plan.policy)
     group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
-    plan.claims.commit()
     record_ignored(plan.managed.modules, ignored_params or ())
     for top in group.modules:
         check_class(top)
@@ -117,8 +115,7 @@ class _Plan(NamedTuple):
     """The plan of a call."""
 
     modules: tuple[nn.Module, ...]
-    managed: Managed
-    claims: Claims
+    managed: shard.Managed
     params: list[ShardedParam]
     mesh: ShardMesh
     policy: MixedPrecisionPolicy
@@ -146,9 +143,8 @@ def _planned(arguments: Mapping[str, Any], before: Collection[nn.Module] = ()) -
     check_type("shard_placement_fn", place, fits, what, remedy)
     mesh = resolve_mesh(arguments["mesh"], arguments["dp_mesh_dims"])
     managed = shard.find_managed(modules, ignored, before)
-    managed, claims = claim_ties(managed, modules)
     params = shard.plan_params(managed, mesh, place, policy, offload_policy)
-    return _Plan(modules, managed, claims, params, mesh, policy)
+    return _Plan(modules, managed, params, mesh, policy)
 
 
 def check_calls(calls: Iterable[tuple[object, Mapping[str, Any]]]) -> None:

@@ -95,8 +95,7 @@ def _fill(group: ParamGroup, memo: Memo) -> None:
         copied_param: ShardedParam = memo[id(param)]
         copied_param.__dict__.update(param.__dict__)
         copied_param.slots = [
-            Slot(copy.deepcopy(module, memo), name, calls_setattr)
-            for module, name, calls_setattr in param.slots
+            Slot(copy.deepcopy(module, memo), name) for module, name in param.slots
         ]
         copied_param.forget_unsharded()
         copied_param.sharded = memo[id(param.sharded)]

@@ -22,7 +22,7 @@ from composable_shard import _torch
 from composable_shard.core.codec import share_attributes
 from composable_shard.core.plugins import Op, Phase
 from composable_shard.core.reduction import LocalReduction, Reduction, reduce_dtype, wide_dtype
-from composable_shard.core.storage import Bucket, GatherOps, Regather, ShardedParam, Slot
+from composable_shard.core.storage import Bucket, GatherOps, Regather, ShardedParam
 from composable_shard.core.transport.pending import UsedStreams, on_side_stream, side_stream
 
 Ops = tuple[Op, ...]
@@ -154,7 +154,7 @@ class Program:
 
     def _list_slots(self, params: Sequence[ShardedParam]) -> None:
         self.slots = tuple(
-            (slot.module._parameters, slot.name, param.sharded, param.unsharded, _setter(slot))
+            (slot.module._parameters, slot.name, param.sharded, param.unsharded, slot.setter)
             for param in params
             for slot in param.slots
         )
@@ -393,13 +393,6 @@ def _within(context: Callable[[], AbstractContextManager[object]], ops: Sequence
                 op()
 
     return (run,) if ops else ()
-
-
-def _setter(slot: Slot) -> Callable[[str, nn.Parameter], None]:
-    """Return the function that registers a parameter under a name on the slot's module."""
-    if slot.calls_setattr:
-        return partial(setattr, slot.module)
-    return slot.module._parameters.__setitem__
 
 
 def _set_unsharded_version(group: Any, unsharded: tuple[torch.Tensor, ...]) -> None:

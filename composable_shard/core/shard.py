@@ -1,12 +1,13 @@
 """The steps of ``fully_shard``: collect the parameters, check, plan, shard and commit.
 
-Imports group, storage, ties, extension. Every step that can fail runs before the module changes.
+Imports group, storage, extension. Every step that can fail runs before the module changes.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,8 +19,13 @@ from composable_shard import _torch
 from composable_shard.core.codec import GRAD_PRE, PRE, flatten, has_extension, needs_extension
 from composable_shard.core.extension import build_buckets
 from composable_shard.core.group import ParamGroup, group_of
-from composable_shard.core.storage import ShardedParam, Slot, owner_of_sharded
-from composable_shard.core.ties import Managed, record_original
+from composable_shard.core.storage import (
+    ShardedParam,
+    Slot,
+    owner_of_full,
+    owner_of_sharded,
+    record_full_tensor,
+)
 from composable_shard.core.transport.process_groups import gather_by_rank
 from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh, ShardPlacementFn, own_mesh_of, placement_of, shard_dim
@@ -93,6 +99,23 @@ def check_not_parallelized(modules: Iterable[nn.Module]) -> None:
                 )
 
 
+@dataclass(frozen=True)
+class Managed:
+    """The parameters that one ``fully_shard`` call shards.
+
+    Attributes:
+        modules: The top modules and all modules below them, except those of inner groups.
+        slots: The slots (modules and names) of each parameter.
+        names: The qualified name of each parameter.
+        taken_over: The parameters that inner groups lose to the new group.
+    """
+
+    modules: list[nn.Module]
+    slots: dict[nn.Parameter, list[Slot]]
+    names: dict[nn.Parameter, str]
+    taken_over: list[ShardedParam]
+
+
 def find_managed(
     modules: Sequence[nn.Module],
     ignored: Iterable[nn.Parameter],
@@ -100,36 +123,66 @@ def find_managed(
 ) -> Managed:
     """Collect the parameters of modules, except those below sharded or replicated inner modules.
 
-    A parameter that is tied to a parameter of a replicated module is replicated, too.
+    A parameter that is tied to a parameter of a replicated module is replicated, too. Users call
+    ``fully_shard`` from the bottom up. If modules of this call hold the original of a parameter
+    that an inner group has sharded, the parameter is tied, and the new group takes it over. It
+    leaves the original alone if its other modules are outside of this call: a later call may
+    contain all of them.
 
     Args:
         modules: The top modules.
         ignored: Parameters to leave alone.
         planned: Inner modules that other calls will shard before this one.
+
+    Raises:
+        ValueError: If a tied parameter was used or changed since an inner group has sharded it.
     """
     ignored_ids = {id(param) for param in ignored}
-    visited: dict[nn.Module, str] = {}
+    own: dict[nn.Module, None] = {}
 
-    def visit(module: nn.Module, prefix: str) -> None:
-        if module in visited:
+    def visit(module: nn.Module) -> None:
+        if module in own:
             return
-        visited[module] = prefix
-        for name, child in module.named_children():
+        own[module] = None
+        for child in module.children():
             if _torch.is_replicated(child):
                 ignored_ids.update(map(id, child.parameters()))
             elif not is_parallelized(child) and child not in planned:
-                visit(child, f"{prefix}{name}.")
+                visit(child)
 
     for top in modules:
-        visit(top, "")
+        visit(top)
+    prefixes = {inner: name for top in modules for name, inner in top.named_modules()}
     slots: dict[nn.Parameter, list[Slot]] = {}
-    names: dict[nn.Parameter, str] = {}
-    for module, prefix in visited.items():
-        for name, param in module._parameters.items():
-            if param is not None and id(param) not in ignored_ids:
-                slots.setdefault(param, []).append(Slot.of(module, name))
-                names.setdefault(param, f"{prefix}{name}")
-    return Managed(tuple(visited), {param: tuple(places) for param, places in slots.items()}, names)
+    tied: dict[nn.Parameter, list[Slot]] = {}
+    for slot in (Slot(module, name) for module in prefixes for name in module._parameters):
+        param = slot.get()
+        if param is None or id(param) in ignored_ids:
+            continue
+        owner = owner_of_full(param)
+        if owner is not None and slot not in owner.slots:
+            tied.setdefault(param, []).append(slot)
+        elif slot.module in own:
+            slots.setdefault(param, []).append(slot)
+    taken_over = []
+    for param, places in tied.items():
+        owner = owner_of_full(param)
+        assert owner is not None
+        if not owner.is_as_made:
+            raise ValueError(
+                f"Expected parameter '{_qualified(places[0], prefixes)}' to be tied before its "
+                f"group was used, got a tie with '{owner.name}' of a group that was gathered, "
+                "loaded or changed; first apply fully_shard to all modules that share the parameter"
+            )
+        if all(slot.module in prefixes for slot in owner.slots):
+            slots[param] = [*owner.slots, *places]
+            taken_over.append(owner)
+    names = {param: _qualified(places[0], prefixes) for param, places in slots.items()}
+    return Managed(list(own), slots, names, taken_over)
+
+
+def _qualified(slot: Slot, prefixes: Mapping[nn.Module, str]) -> str:
+    return f"{prefixes[slot.module]}.{slot.name}".lstrip(".")
 
 
 def plan_params(
@@ -307,10 +360,12 @@ def check_subclasses(planned: Sequence[ShardedParam], managed: Managed) -> None:
 
 
 def commit(group: ParamGroup, managed: Managed, planned: Sequence[ShardedParam]) -> None:
-    """Register the sharded parameters and move buffers to the compute device."""
+    """Register the sharded parameters, remove those taken over, and move buffers to the device."""
+    for lost in managed.taken_over:
+        lost.group.remove(lost)
     for param, original in zip(planned, managed.slots, strict=True):
         param.put(param.sharded)
-        record_original(original, param.slots, param)
+        record_full_tensor(original, param)
     device = group.mesh.device
     for module in managed.modules:
         for name, buffer in module._buffers.items():

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import is_
@@ -70,12 +70,13 @@ def owner_of_sharded(tensor: torch.Tensor) -> ShardedParam | None:
     return param if param is not None and param.sharded is tensor else None
 
 
-# By id: the full tensors that modules hold or have held, and the parameters they replace.
+# By id: the originals, unsharded parameters and full copies that modules hold or have held, and the
+# parameters that they belong to.
 _full_tensors: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[ShardedParam]]] = {}
 
 
 def record_full_tensor(tensor: torch.Tensor, param: ShardedParam) -> None:
-    """Record that ``tensor`` replaces, or has replaced, a sharded parameter on a module.
+    """Record that a module holds ``tensor``, or has held it, in place of a sharded parameter.
 
     The record refers weakly to ``tensor`` and to ``param``, but not to ``param.sharded``: torch
     cannot convert a module if there are weak references to its parameters.
@@ -85,16 +86,22 @@ def record_full_tensor(tensor: torch.Tensor, param: ShardedParam) -> None:
     _full_tensors[key] = full, weakref.ref(param)
 
 
-def as_sharded(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sharded parameter that a full tensor replaces; any other tensor unchanged."""
+def owner_of_full(tensor: torch.Tensor) -> ShardedParam | None:
+    """Return the parameter that a full tensor belongs to; ``None`` for any other tensor."""
     record = _full_tensors.get(id(tensor))
-    param = None if record is None else record[1]()
+    return None if record is None else record[1]()
+
+
+def as_sharded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sharded parameter that a full tensor belongs to; any other tensor unchanged."""
+    param = owner_of_full(tensor)
     return tensor if param is None else param.sharded
 
 
-def num_full_tensors(ids: Set[int]) -> int:
-    """Count the unsharded parameters and full copies among live tensors, given their ids."""
-    return 0 if ids.isdisjoint(_full_tensors) else len(ids & {*_full_tensors})
+def num_full_tensors(tensors: Iterable[torch.Tensor]) -> int:
+    """Count the full tensors of parameters among some tensors."""
+    found = _full_tensors.keys() & set(map(id, tensors))
+    return sum(_full_tensors[key][1]() is not None for key in found)
 
 
 class FlatPosition(NamedTuple):
@@ -112,32 +119,26 @@ class FlatPosition(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A name under which a module holds a parameter; tied parameters have several slots.
-
-    Attributes:
-        module: The module.
-        name: The name of the parameter in the module.
-        calls_setattr: Whether to register parameters by the ``__setattr__`` of the module, because
-            its class overrides it.
-    """
+    """A name under which a module holds a parameter; tied parameters have several slots."""
 
     module: nn.Module
     name: str
-    calls_setattr: bool
 
-    @classmethod
-    def of(cls, module: nn.Module, name: str) -> Slot:
-        """Return the slot of a parameter. Environment variables can bypass ``__setattr__``."""
-        is_plain = type(module).__setattr__ is nn.Module.__setattr__
-        is_unsafe = any(os.environ.get(variable) == "1" for variable in _UNSAFE_VARIABLES)
-        return cls(module, name, not is_plain and not is_unsafe)
+    @property
+    def setter(self) -> Callable[[str, nn.Parameter], None]:
+        """The function that registers a parameter under a name on the module.
+
+        It is the ``__setattr__`` of the module if its class overrides it; environment variables can
+        bypass that.
+        """
+        is_plain = type(self.module).__setattr__ is nn.Module.__setattr__
+        if is_plain or any(os.environ.get(variable) == "1" for variable in _UNSAFE_VARIABLES):
+            return self.module._parameters.__setitem__
+        return partial(setattr, self.module)
 
     def put(self, param: nn.Parameter) -> None:
         """Register a parameter under the name."""
-        if self.calls_setattr:
-            setattr(self.module, self.name, param)
-        else:
-            self.module._parameters[self.name] = param
+        self.setter(self.name, param)
 
     def get(self) -> nn.Parameter | None:
         """Return the parameter that is registered under the name."""
@@ -168,6 +169,7 @@ class ShardedParam:
         shares_storage: Whether ``unsharded`` is a view of the sharded buffer.
         adds_to_synced: Whether ``.grad`` is the sum of a reduced gradient and unreduced ones.
         group: Its group.
+        version_when_made: The result of :meth:`version` when ``fully_shard`` made it.
         freed_inner: Inner tensors of a subclass with memory that is freed between uses. Autograd
             may save them, so they have versions, too.
         flat_position: The position of its shard in a flat buffer; ``None`` without such a buffer.
@@ -295,6 +297,7 @@ class ShardedParam:
         _torch.share_hooks(original, self.sharded)
         if original.grad_dtype != original.dtype:
             self.sharded.grad_dtype = original.grad_dtype
+        self.version_when_made = self.version()
 
     def set_local(self, local: torch.Tensor) -> None:
         """Make ``local`` this rank's shard."""
@@ -311,6 +314,12 @@ class ShardedParam:
     def version(self) -> int:
         """Return a number that grows when the shard changes in place."""
         return int(self.sharded._version + self.local._version)
+
+    @property
+    def is_as_made(self) -> bool:
+        """Whether its group has not been used, and the sharded parameter has not been changed."""
+        is_unused = not self.group.is_compiled and self.version() == self.version_when_made
+        return is_unused and all(slot.get() is self.sharded for slot in self.slots)
 
     def put(self, param: nn.Parameter) -> None:
         """Register a parameter under all names."""
