@@ -27,14 +27,19 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.layout import (
-    PACKED_ALIGNMENT_NBYTES,
     ParamLayout,
     aligned,
     is_packed,
     message_numels,
 )
 from composable_shard.core.placement import GradStage
-from composable_shard.core.storage import USER_GRAD_DTYPE, Bucket, ShardedParam, user_grad_dtype
+from composable_shard.core.storage import (
+    USER_GRAD_DTYPE,
+    Bucket,
+    ShardedParam,
+    packing_step,
+    user_grad_dtype,
+)
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.host import download
@@ -660,15 +665,6 @@ def has_single_rows(layouts: Sequence[ParamLayout], device: torch.device) -> boo
     are_cut = all(layout.num_shards > 1 for layout in layouts)
     have_one_row = {layout.rows_per_shard for layout in layouts} == {1}
     return are_cut and have_one_row and not _torch.aligns(device)
-
-
-def packing_step(dtypes: Iterable[torch.dtype], device: torch.device) -> int:
-    """Return the alignment of packed shards, in elements of the narrowest of their dtypes.
-
-    Devices read and write fastest if shards begin at multiples of ``PACKED_ALIGNMENT_NBYTES``.
-    """
-    narrowest = min(dtype.itemsize for dtype in dtypes)
-    return max(1, PACKED_ALIGNMENT_NBYTES // narrowest) if _torch.aligns(device) else 1
 
 
 def sent_dtype(buckets: Sequence[Bucket], reduced: torch.dtype, channel: Channel) -> torch.dtype:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.codec import AttributeCopier, attributes_of_user, has_extension
-from composable_shard.core.layout import MessageCost, message_cost, plan_bucket
+from composable_shard.core.layout import PACKED_ALIGNMENT_NBYTES, message_cost, plan_bucket
 from composable_shard.core.placement import (
     GradStage,
     ParamPlacement,
@@ -40,7 +40,7 @@ from composable_shard.core.placement import (
 from composable_shard.core.plugins import Op
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import Tensors
-from composable_shard.core.transport.host import CopyStream, upload, upload_stream
+from composable_shard.core.transport.host import upload, upload_stream
 from composable_shard.core.transport.pending import Pending, Waitable, launching_stream
 from composable_shard.errors import StaleParameterError
 from composable_shard.mesh import ShardMesh
@@ -151,6 +151,7 @@ class ShardedParam:
     Attributes:
         name: Its qualified name below the group's module.
         slots: The modules and names that hold it.
+        shape: Its global shape.
         mesh: The data-parallel ranks.
         policy: Its dtypes.
         offload: The offload policy; ``None`` if its shard is not kept on the CPU.
@@ -201,8 +202,9 @@ class ShardedParam:
         whole = _torch.local_part(original)
         self.placement: ParamPlacement = plan_placement(name, original, dim, mesh)
         self.layout: TensorLayout = plan_tensor(whole, dim, mesh.num_shards)
-        stride = original.stride() if self.layout.order is not None else _contiguous(original.shape)
-        self._shape, self._stride = original.shape, stride
+        self.shape, self._stride = original.shape, original.stride()
+        if self.layout.order is None:
+            self._stride = torch.empty(original.shape, device="meta").stride()
         self.dtype = original.dtype
         self.began_on_meta = original.is_meta
         self.shares_storage = self.adds_to_synced = False
@@ -213,16 +215,8 @@ class ShardedParam:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle only the sharded parameter."""
-        omitted = {
-            "group",
-            "local",
-            "flat_position",
-            "unsharded",
-            "unsharded_local",
-            "freed_inner",
-            "attributes",
-            "state_before_load",
-        }
+        of_memory = {"group", "local", "flat_position", "state_before_load"}
+        omitted = of_memory | {"unsharded", "unsharded_local", "freed_inner", "attributes"}
         state = {name: value for name, value in self.__dict__.items() if name not in omitted}
         return {**state, "user_grad_dtype": user_grad_dtype(self.sharded)}  # torch loses it
 
@@ -258,11 +252,6 @@ class ShardedParam:
         return self.layout.shape, self.layout.dim, "any dtype" if takes_any else grad_dtype
 
     @property
-    def shape(self) -> torch.Size:
-        """The global shape."""
-        return self._shape
-
-    @property
     def sharded_spec(self) -> _torch.DTensorSpec:
         """The mesh, placements and global shape of the sharded parameter."""
         return self.spec("sharded", self.dtype)
@@ -285,7 +274,7 @@ class ShardedParam:
 
     def spec(self, stage: GradStage, dtype: torch.dtype) -> _torch.DTensorSpec:
         """Return the spec of a gradient at a stage; that of ``sharded`` is the parameter's, too."""
-        meta = _torch.TensorMeta(self._shape, self._stride, dtype)
+        meta = _torch.TensorMeta(self.shape, self._stride, dtype)
         return _torch.make_spec(self.placement.mesh, getattr(self.placement, stage), meta)
 
     def create_sharded(self, local: torch.Tensor, original: nn.Parameter) -> None:
@@ -350,19 +339,17 @@ class ShardedParam:
         self.__dict__.pop("unsharded_local", None)
         self.freed_inner, self.attributes = [], None
 
-    def create_unsharded(self, tensor: torch.Tensor, *, is_from_hooks: bool = False) -> None:
+    def create_unsharded(self, tensor: torch.Tensor) -> None:
         """Make the unsharded parameter, the leaf of autograd.
 
         Args:
             tensor: The full values; under tensor parallelism, this rank's part of them.
-            is_from_hooks: Whether all-gather hooks have made it; then the leaf has its class.
         """
         self.is_counted, self.attributes = False, None
         spec = self.placement.unsharded_spec
         if spec is not None:
             tensor = _torch.from_local(tensor, _torch.spec_with_dtype(spec, tensor.dtype))
-        kind = None if is_from_hooks else self._kind
-        self.unsharded = _leaf_around(tensor, kind, requires_grad=False)
+        self.unsharded = self.leaf_around(tensor)
         self.unsharded_local = _torch.local_part(self.unsharded)
         record_full_tensor(self.unsharded, self)
 
@@ -371,20 +358,10 @@ class ShardedParam:
 
         If the shard has all-gather hooks, these have already chosen the class of the tensor.
         """
-        kind = None if has_extension(self.local) else self._kind
-        return _leaf_around(tensor, kind, requires_grad=self.sharded.requires_grad)
-
-
-def _leaf_around(
-    tensor: torch.Tensor, kind: type[torch.Tensor] | None, *, requires_grad: bool
-) -> nn.Parameter:
-    if kind is None:
-        return _torch.parameter_of(tensor, requires_grad)
-    return _torch.parameter_of_class(tensor, kind, requires_grad)
-
-
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
+        requires_grad = self.sharded.requires_grad
+        if self._kind is None or has_extension(self.local):
+            return _torch.parameter_of(tensor, requires_grad)
+        return _torch.parameter_of_class(tensor, self._kind, requires_grad)
 
 
 def user_grad_dtype(sharded: nn.Parameter) -> tuple[bool, torch.dtype | None]:
@@ -439,21 +416,13 @@ class Bucket(Protocol):
     locals: list[torch.Tensor]
     mesh: ShardMesh
     compute_dtype: torch.dtype
-    message_cost: MessageCost | None
-
-    @property
-    def unwritten(self) -> Sequence[tuple[int, int]]: ...
+    message_cost: int | None
+    unwritten: Sequence[tuple[int, int]]
 
     @property
     def reduction(self) -> type[Any] | None: ...
 
-    def gather_ops(
-        self,
-        shards: Sequence[torch.Tensor],
-        channel: Channel,
-        *,
-        keeps_storage: bool,
-    ) -> GatherOps:
+    def gather_ops(self, shards: Tensors, channel: Channel, *, keeps_storage: bool) -> GatherOps:
         """Return the operations that gather these shards, one shard per parameter.
 
         Args:
@@ -479,6 +448,8 @@ class Regather:
         self._unwritten = bucket.unwritten
         self._part = channel.mesh.shard_rank % num_ranks
         self._kept: list[torch.Tensor] = []
+        self._outputs: list[torch.Tensor] = []
+        self._pending = Pending([])
         channel.prepare_regather(num_ranks)
 
     def keep(self) -> None:
@@ -515,23 +486,28 @@ class Regather:
         for whole, output in zip(self._memory, self._outputs, strict=True):
             if output is not whole:
                 whole.copy_(output[: whole.numel()])
-        del self._pending, self._outputs
         self.free()
 
     def drop(self) -> None:
         """Wait until nothing writes to the memory any more; free this rank's part."""
-        pending = self.__dict__.pop("_pending", None)
-        if pending is not None:  # otherwise no gather was launched
-            pending.drop()
-            del self._outputs
+        self._pending.drop()
         self.free()
 
     def free(self) -> None:
         """Free this rank's part."""
-        self._kept = []
+        self._kept, self._outputs = [], []
 
 
 # The bucket of plain parameters -------------------------------------------------------------------
+
+
+def packing_step(dtypes: Iterable[torch.dtype], device: torch.device) -> int:
+    """Return the alignment of packed shards, in elements of the narrowest of their dtypes.
+
+    Devices read and write fastest if shards begin at multiples of ``PACKED_ALIGNMENT_NBYTES``.
+    """
+    narrowest = min(dtype.itemsize for dtype in dtypes)
+    return max(1, PACKED_ALIGNMENT_NBYTES // narrowest) if _torch.aligns(device) else 1
 
 
 class FlatBucket:
@@ -543,7 +519,6 @@ class FlatBucket:
         unsharded: All parameters [unsharded_numel], from the first gather on; it has no memory
             between uses. With one shard and no cast, it is ``sharded`` itself, and nothing is
             copied.
-        copy_output: The part of ``unsharded`` to copy ``sharded`` to, if there is only one shard.
         is_offloaded: Whether shards are not kept on the compute device.
         is_uploaded: Whether copies of the shards from pinned host memory overlap with compute.
         has_arrays: Whether NumPy arrays share the memory of ``unsharded``, which then stays.
@@ -561,57 +536,48 @@ class FlatBucket:
             shards: This rank's shards of them, all of one dtype and on one device.
         """
         first = params[0]
-        self.mesh, self.device = first.mesh, shards[0].device
-        self.dtype = shards[0].dtype
+        self.mesh, self.dtype = first.mesh, shards[0].dtype
         self.compute_dtype = first.policy.compute_dtype(self.dtype)
         group = self.mesh.shard_group
         backend = None if group is None else _torch.message_backend(group, self.mesh.device)
-        self.message_cost: MessageCost | None = message_cost(
-            backend, is_aligned=_torch.aligns(self.mesh.device)
-        )
+        self.message_cost: int | None = message_cost(backend, self.mesh.num_shards)
         self.layout = plan_bucket(
             tuple(param.layout.flat for param in params),
             self.compute_dtype.itemsize,
             self.message_cost,
-            min(self.dtype.itemsize, self.compute_dtype.itemsize),
+            packing_step((self.dtype, self.compute_dtype), self.mesh.device),
         )
         self.params = [params[index] for index in self.layout.order]
-        self._pins = first.offload is not None and pins(first.offload)
-        is_on_host = self.device.type == "cpu"
-        self.is_uploaded = is_on_host and copies_overlap_compute(first.offload, self.mesh.device)
-        self.has_arrays = False
+        self.unwritten: Sequence[tuple[int, int]] = self.layout.unwritten
         # A simulated device is on the CPU, as offloaded shards are.
-        is_simulated = first.offload is not None and _torch.aligns(self.mesh.device)
-        self.is_offloaded = is_simulated or self.is_uploaded or self.device != self.mesh.device
+        self.is_offloaded = first.offload is not None and _torch.aligns(self.mesh.device)
+        self.is_uploaded = copies_overlap_compute(first.offload, self.mesh.device)
+        self.has_arrays = False
         is_cast = self.dtype != self.compute_dtype
         self.shares_storage = self.mesh.num_shards == 1 and not is_cast and not self.is_offloaded
         for param in params:
             param.shares_storage = self.shares_storage
-        self._make_sharded([shards[index] for index in self.layout.order])
+        numel, device = self.layout.shard_numel, shards[0].device
+        pin_memory = first.offload is not None and pins(first.offload)
+        self.sharded = torch.zeros(numel, dtype=self.dtype, device=device, pin_memory=pin_memory)
+        self.locals = self.shard_views(self.sharded)
+        starts = self.layout.shard_offsets
+        for param, start, next_start in zip(self.params, starts, [*starts[1:], None], strict=True):
+            param.flat_position = FlatPosition(self.sharded, start, next_start)
+        if not self.sharded.is_meta:
+            _torch.copy_all_(self.locals, [shards[index] for index in self.layout.order])
 
-    def gather_ops(
-        self,
-        shards: Sequence[torch.Tensor],
-        channel: Channel,
-        *,
-        keeps_storage: bool,
-    ) -> GatherOps:
+    def gather_ops(self, shards: Tensors, channel: Channel, *, keeps_storage: bool) -> GatherOps:
         """Return the operations that gather these shards, which may be outside of ``sharded``."""
         if self.shares_storage:
             return GatherOps((), (), (), ())
-        ops = _AllGather(self, list(shards), channel).ops(keeps_storage=keeps_storage)
-        return ops._replace(free=()) if keeps_storage else ops
+        return _AllGather(self, shards, channel).ops(keeps_storage=keeps_storage)
 
     def free(self) -> bool:
         """Free the unsharded buffer; return whether NumPy arrays share it, so that it stays."""
         if not self.shares_storage and hasattr(self, "unsharded"):
             self.has_arrays = not _torch.free(self.unsharded)
         return self.has_arrays
-
-    @property
-    def unwritten(self) -> Sequence[tuple[int, int]]:
-        """The ranges of the unsharded buffer that no gather writes."""
-        return self.layout.unwritten
 
     def memory_for_backward(self) -> Sequence[torch.Tensor]:
         """Return the unsharded buffer."""
@@ -629,17 +595,6 @@ class FlatBucket:
             _torch.with_own_storage(param.layout.local(flat[offset:], rank))
             for param, offset in zip(self.params, offsets, strict=True)
         ]
-
-    def _make_sharded(self, shards: Sequence[torch.Tensor]) -> None:
-        self.sharded = torch.zeros(
-            self.layout.shard_numel, dtype=self.dtype, device=self.device, pin_memory=self._pins
-        )
-        self.locals = self.shard_views(self.sharded)
-        starts = self.layout.shard_offsets
-        for param, start, next_start in zip(self.params, starts, [*starts[1:], None], strict=True):
-            param.flat_position = FlatPosition(self.sharded, start, next_start)
-        if self.device.type != "meta":
-            _torch.copy_all_(self.locals, list(shards))
 
     def create_unsharded(self) -> None:
         """Make the unsharded and the staging buffer, and all views of them; then free both.
@@ -662,8 +617,6 @@ class FlatBucket:
             param.create_unsharded(view)
         if self.shares_storage:
             return
-        if mesh.num_shards == 1:
-            self.copy_output = self.unsharded[: layout.shard_numel]
         spans = zip(layout.unsharded_offsets[: layout.num_direct], layout.params, strict=False)
         self.gather_outputs = [
             self.unsharded[start : start + mesh.num_shards * param.shard_numel]
@@ -702,7 +655,8 @@ class _AllGather:
             numel, dtype = layout.shard_numel, bucket.compute_dtype
             self._flat_input = _torch.empty(numel, dtype=dtype, device=mesh.device)
         self._inputs = [self._flat_input[start : start + n] for start, n in layout.message_spans]
-        self._uploads: CopyStream | None = None
+        self._uploads = upload_stream(mesh.device) if bucket.is_uploaded else None
+        self._pending = Pending([])
         if self._copies_input:
             _torch.free(self._flat_input)
 
@@ -713,10 +667,11 @@ class _AllGather:
         """
         bucket, flat_input, staging = self._bucket, self._flat_input, self._bucket.staging
         allocate, free = _memory_ops(bucket.unsharded, may_stay=keeps_storage or bucket.has_arrays)
+        frees = [] if keeps_storage else [free]
         if bucket.mesh.num_shards == 1:
-            copy = partial(self._copy_in, bucket.copy_output)
+            copy = partial(self._copy_in, bucket.unsharded[: bucket.layout.shard_numel])
             wait_for_copy = [self._wait_for_copy] if bucket.is_uploaded else []
-            return GatherOps([allocate, copy], wait_for_copy, wait_for_copy, [free])
+            return GatherOps([allocate, copy], wait_for_copy, wait_for_copy, frees)
         gather: list[Op] = [allocate]
         wait: list[Op] = [self.wait]
         drop: list[Op] = [self.drop]
@@ -730,7 +685,7 @@ class _AllGather:
             gather += [allocate_staging]
             wait += [*staging.copy_out, free_staging]
             drop += [free_staging]
-        return GatherOps([*gather, self.launch], wait, drop, [free])
+        return GatherOps([*gather, self.launch], wait, drop, frees)
 
     def _copy_in(self, into: torch.Tensor) -> None:
         """Copy the shards to ``into``, in the compute dtype and on the compute device."""
@@ -739,8 +694,6 @@ class _AllGather:
             flat = torch.zeros_like(flat)
             _torch.copy_all_(self._bucket.shard_views(flat), self._shards)
         if self._bucket.is_uploaded:
-            # Set before the copy, so that `drop` can wait for it even if the copy fails.
-            self._uploads = upload_stream(into.device)
             upload(flat, into)
         else:
             into.copy_(flat)
@@ -761,12 +714,9 @@ class _AllGather:
 
     def wait(self) -> None:
         self._pending.wait()
-        del self._pending
 
     def drop(self) -> None:
-        pending = self.__dict__.pop("_pending", None)
-        if pending is not None:  # otherwise no gather was launched
-            pending.drop()
+        self._pending.drop()
 
 
 class Staging:
@@ -804,18 +754,17 @@ class Staging:
             target = bucket.unsharded[layout.unsharded_offsets[index] :]
             offset, width = layout.shard_offsets[index] - layout.packed_offset, param.shard_numel
             column = columns[:, offset : offset + width]
-            if is_fused:  # outputs from left to right: gap, parameter, gap, parameter, ...
-                outputs += [rest_columns(offset - start), column]
-                start = offset + width
-                if param.gathers_in_place:
-                    outputs[-1] = target[: num_ranks * width].view(num_ranks, width)
-                    continue
-                outputs[-1] = column = rest_columns(width)
+            whole = None
             if param.gathers_in_place:  # padding follows the rows: whole shards are copied
-                count = param.num_nonempty
-                pairs.append((target[: count * width].view(count, width), column[:count]))
-            else:
+                whole = target[: num_ranks * width].view(num_ranks, width)
+            if is_fused:  # outputs from left to right: gap, parameter, gap, parameter, ...
+                outputs.append(rest_columns(offset - start))
+                outputs.append(rest_columns(width) if whole is None else whole)
+                column, start = outputs[-1], offset + width
+            if whole is None:
                 pairs += matching_pieces(param, target, column)
+            elif column is not whole:
+                pairs.append((whole, column))
         if is_fused:
             outputs.append(rest_columns(layout.packed_numel - start))
             outputs = [output for output in outputs if output.numel()]

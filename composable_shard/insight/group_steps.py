@@ -24,11 +24,10 @@ from composable_shard.core.program import reduced_together
 from composable_shard.core.reduction import (
     LocalReduction,
     final_grad_dtype,
-    packing_step,
     sent_dtype,
     with_own_message,
 )
-from composable_shard.core.storage import Bucket, FlatBucket, ShardedParam
+from composable_shard.core.storage import Bucket, FlatBucket, ShardedParam, packing_step
 from composable_shard.core.transport.collectives import sum_dtype
 from composable_shard.insight.events import name_in
 
@@ -498,7 +497,7 @@ def _copies_of_gather(bucket: FlatBucket, in_backward: str) -> Iterator[_Copy]:
     why = "sharded on an inner dim, so concatenated shards are not the parameter yet"
     yield "permuted", ways["permuted"], _numel(ways["permuted"]) * itemsize, why
     packed = [param.layout.flat for param in ways["packed"]]
-    numel = sum(param.num_nonempty * param.shard_numel for param in packed)
+    numel = sum(param.num_shards * param.shard_numel for param in packed)
     why = "parameters too small for messages of their own share one, and are copied out of it"
     yield "packed", ways["packed"], numel * itemsize, why
     if in_backward == "regathered":
