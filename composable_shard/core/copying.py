@@ -76,7 +76,7 @@ def _copied_sharded(param: ShardedParam, copied: nn.Parameter | None) -> nn.Para
     if copied is None:
         with torch.inference_mode(False):
             new = _torch.cloned(local)
-            spec = _torch.spec_with_dtype(param.sharded_spec, new.dtype)
+            spec = param.spec("sharded", new.dtype)
             copied = _torch.parameter_of(_torch.from_local(new, spec), param.sharded.requires_grad)
     new = _torch.local_tensor(copied)
     if type(new) is torch.Tensor:

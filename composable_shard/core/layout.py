@@ -114,10 +114,6 @@ class ParamLayout:
         """Return the shape of the shard of a rank, without padding."""
         return (*self.shape[: self.dim], self.local_rows(rank), *self.shape[self.dim + 1 :])
 
-    def local_numel(self, rank: int) -> int:
-        """Return the number of elements of the shard of a rank, without padding."""
-        return self.outer * self.local_rows(rank) * self.inner
-
 
 # The parameters of one bucket ---------------------------------------------------------------------
 

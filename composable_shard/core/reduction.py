@@ -32,14 +32,8 @@ from composable_shard.core.layout import (
     is_packed,
     message_numels,
 )
-from composable_shard.core.placement import GradStage
-from composable_shard.core.storage import (
-    USER_GRAD_DTYPE,
-    Bucket,
-    ShardedParam,
-    packing_step,
-    user_grad_dtype,
-)
+from composable_shard.core.placement import GradStage, packing_step
+from composable_shard.core.storage import USER_GRAD_DTYPE, Bucket, ShardedParam, user_grad_dtype
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.host import download

@@ -198,7 +198,6 @@ def plan_params(
         ValueError: If a parameter cannot be sharded that way, with its name.
     """
     check_names(offload, set(managed.names.values()))
-    meshes: dict[DeviceMesh, ShardMesh] = {}
     planned = []
     for param, slots in managed.slots.items():
         name = managed.names[param]
@@ -208,11 +207,7 @@ def plan_params(
                 "got an uninitialized one; run a forward of the model before fully_shard"
             )
         placement, own_mesh = placement_of(name, param, shard_placement_fn)
-        param_mesh = mesh
-        if own_mesh is not None:
-            if own_mesh not in meshes:
-                meshes[own_mesh] = own_mesh_of(name, own_mesh)
-            param_mesh = meshes[own_mesh]
+        param_mesh = mesh if own_mesh is None else own_mesh_of(name, own_mesh)
         _check_param(name, param, param_mesh)
         dim = shard_dim(name, param, placement)
         policies = policy.for_parameter(name, param), offload_of(name, offload)
@@ -339,14 +334,10 @@ def _agree_on_shards(failure: ExtensionError | None, meshes: Sequence[DeviceMesh
     axes = [mesh.get_group(index) for mesh in meshes for index in range(mesh.ndim)]
     groups = [axis for axis in dict.fromkeys(axes) if axis.size() > 1 and not _torch.is_fake(axis)]
     texts = gather_by_rank(text, groups, "agreeing on how tensor subclasses are cut")
-    failures = {rank: text for rank, text in texts.items() if text is not None}
-    if not failures:
-        return
-    distinct = set(failures.values())
-    if len(failures) == len(texts) and len(distinct) == 1:
-        raise ExtensionError(distinct.pop()) from failure
-    lines = (f"rank {rank}: {text}" for rank, text in failures.items())
-    raise ExtensionError("; ".join(lines)) from failure
+    failures = [f"rank {rank}: {other}" for rank, other in texts.items() if other is not None]
+    if failures:
+        are_equal = len({*texts.values()}) == 1
+        raise ExtensionError(text if are_equal else "; ".join(failures)) from failure
 
 
 def check_subclasses(planned: Sequence[ShardedParam], managed: Managed) -> None:

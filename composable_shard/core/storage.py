@@ -28,12 +28,13 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.codec import AttributeCopier, attributes_of_user, has_extension
-from composable_shard.core.layout import PACKED_ALIGNMENT_NBYTES, message_cost, plan_bucket
+from composable_shard.core.layout import message_cost, plan_bucket
 from composable_shard.core.placement import (
     GradStage,
     ParamPlacement,
     TensorLayout,
     matching_pieces,
+    packing_step,
     plan_placement,
     plan_tensor,
 )
@@ -250,11 +251,6 @@ class ShardedParam:
         is_set, grad_dtype = user_grad_dtype(self.sharded)
         takes_any = is_set and grad_dtype is None and self.policy.reduce_dtype is None
         return self.layout.shape, self.layout.dim, "any dtype" if takes_any else grad_dtype
-
-    @property
-    def sharded_spec(self) -> _torch.DTensorSpec:
-        """The mesh, placements and global shape of the sharded parameter."""
-        return self.spec("sharded", self.dtype)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -501,15 +497,6 @@ class Regather:
 # The bucket of plain parameters -------------------------------------------------------------------
 
 
-def packing_step(dtypes: Iterable[torch.dtype], device: torch.device) -> int:
-    """Return the alignment of packed shards, in elements of the narrowest of their dtypes.
-
-    Devices read and write fastest if shards begin at multiples of ``PACKED_ALIGNMENT_NBYTES``.
-    """
-    narrowest = min(dtype.itemsize for dtype in dtypes)
-    return max(1, PACKED_ALIGNMENT_NBYTES // narrowest) if _torch.aligns(device) else 1
-
-
 class FlatBucket:
     """Parameters of a group with one mesh, one dtype and one compute dtype, and their flat buffers.
 
@@ -550,8 +537,9 @@ class FlatBucket:
         self.params = [params[index] for index in self.layout.order]
         self.unwritten: Sequence[tuple[int, int]] = self.layout.unwritten
         # A simulated device is on the CPU, as offloaded shards are.
-        self.is_offloaded = first.offload is not None and _torch.aligns(self.mesh.device)
+        is_away = first.offload is not None and _torch.aligns(self.mesh.device)
         self.is_uploaded = copies_overlap_compute(first.offload, self.mesh.device)
+        self.is_offloaded = is_away or self.is_uploaded
         self.has_arrays = False
         is_cast = self.dtype != self.compute_dtype
         self.shares_storage = self.mesh.num_shards == 1 and not is_cast and not self.is_offloaded
@@ -571,7 +559,7 @@ class FlatBucket:
         """Return the operations that gather these shards, which may be outside of ``sharded``."""
         if self.shares_storage:
             return GatherOps((), (), (), ())
-        return _AllGather(self, shards, channel).ops(keeps_storage=keeps_storage)
+        return _AllGather(self, shards, channel, keeps_storage=keeps_storage).ops
 
     def free(self) -> bool:
         """Free the unsharded buffer; return whether NumPy arrays share it, so that it stays."""
@@ -640,52 +628,47 @@ class _AllGather:
     """The all-gather of a bucket: a message for each large parameter, and a packed message.
 
     Copies of shards from pinned host memory to the device overlap with compute.
+
+    Attributes:
+        ops: The operations. Builtins resize memory even if it is allocated, so they serve only
+            memory that is freed.
     """
 
-    def __init__(self, bucket: FlatBucket, shards: Tensors, channel: Channel) -> None:
-        self._bucket, self._channel = bucket, channel
+    def __init__(
+        self, bucket: FlatBucket, shards: Tensors, channel: Channel, *, keeps_storage: bool
+    ) -> None:
+        self._bucket, self._shards, self._channel = bucket, shards, channel
         self._has_streams = _torch.has_streams(bucket.mesh.device)
-        layout, mesh = bucket.layout, bucket.mesh
-        self._are_in_bucket = all(map(is_, shards, bucket.locals))
-        is_cast = bucket.dtype != bucket.compute_dtype
-        self._copies_input = is_cast or not self._are_in_bucket or bucket.is_offloaded
-        self._shards = shards
-        self._flat_input = bucket.sharded
-        if self._copies_input:
-            numel, dtype = layout.shard_numel, bucket.compute_dtype
-            self._flat_input = _torch.empty(numel, dtype=dtype, device=mesh.device)
-        self._inputs = [self._flat_input[start : start + n] for start, n in layout.message_spans]
-        self._uploads = upload_stream(mesh.device) if bucket.is_uploaded else None
+        self._uploads = upload_stream(bucket.mesh.device) if bucket.is_uploaded else None
         self._pending = Pending([])
-        if self._copies_input:
-            _torch.free(self._flat_input)
-
-    def ops(self, *, keeps_storage: bool) -> GatherOps:
-        """Return the operations.
-
-        Builtins resize memory even if it is allocated, so they serve only memory that is freed.
-        """
-        bucket, flat_input, staging = self._bucket, self._flat_input, self._bucket.staging
+        self._are_in_bucket = all(map(is_, shards, bucket.locals))
         allocate, free = _memory_ops(bucket.unsharded, may_stay=keeps_storage or bucket.has_arrays)
-        frees = [] if keeps_storage else [free]
-        if bucket.mesh.num_shards == 1:
-            copy = partial(self._copy_in, bucket.unsharded[: bucket.layout.shard_numel])
-            wait_for_copy = [self._wait_for_copy] if bucket.is_uploaded else []
-            return GatherOps([allocate, copy], wait_for_copy, wait_for_copy, frees)
         gather: list[Op] = [allocate]
         wait: list[Op] = [self.wait]
         drop: list[Op] = [self.drop]
-        if self._copies_input:
-            allocate_input, free_input = _memory_ops(flat_input)
-            gather += [allocate_input, partial(self._copy_in, flat_input)]
-            wait += [free_input]
-            drop += [free_input]
-        if staging is not None:
-            allocate_staging, free_staging = _memory_ops(staging.flat)
-            gather += [allocate_staging]
-            wait += [*staging.copy_out, free_staging]
-            drop += [free_staging]
-        return GatherOps([*gather, self.launch], wait, drop, frees)
+        if bucket.mesh.num_shards == 1:
+            gather += [partial(self._copy_in, bucket.unsharded)]
+            wait = drop = [] if self._uploads is None else [self._wait_for_copy]
+        else:
+            sent, spans = bucket.sharded, bucket.layout.message_spans
+            is_cast = bucket.dtype != bucket.compute_dtype
+            if is_cast or not self._are_in_bucket or bucket.is_offloaded:
+                numel, dtype, device = sent.numel(), bucket.compute_dtype, bucket.mesh.device
+                sent = _torch.empty(numel, dtype=dtype, device=device)
+            self._inputs = [sent[start : start + numel] for start, numel in spans]
+            if sent is not bucket.sharded:
+                _torch.free(sent)
+                allocate_input, free_input = _memory_ops(sent)
+                gather += [allocate_input, partial(self._copy_in, sent)]
+                wait += [free_input]
+                drop += [free_input]
+            if bucket.staging is not None:
+                allocate_staging, free_staging = _memory_ops(bucket.staging.flat)
+                gather += [allocate_staging]
+                wait += [*bucket.staging.copy_out, free_staging]
+                drop += [free_staging]
+            gather += [self.launch]
+        self.ops = GatherOps(gather, wait, drop, [] if keeps_storage else [free])
 
     def _copy_in(self, into: torch.Tensor) -> None:
         """Copy the shards to ``into``, in the compute dtype and on the compute device."""
@@ -693,7 +676,7 @@ class _AllGather:
         if not self._are_in_bucket:  # users have replaced sharded parameters
             flat = torch.zeros_like(flat)
             _torch.copy_all_(self._bucket.shard_views(flat), self._shards)
-        if self._bucket.is_uploaded:
+        if self._uploads is not None:
             upload(flat, into)
         else:
             into.copy_(flat)

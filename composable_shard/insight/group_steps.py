@@ -20,6 +20,7 @@ from composable_shard.core.codec import flatten, has_extension
 from composable_shard.core.extension import ExtensionBucket, num_tensors
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.layout import message_numels
+from composable_shard.core.placement import packing_step
 from composable_shard.core.program import reduced_together
 from composable_shard.core.reduction import (
     LocalReduction,
@@ -27,7 +28,7 @@ from composable_shard.core.reduction import (
     sent_dtype,
     with_own_message,
 )
-from composable_shard.core.storage import Bucket, FlatBucket, ShardedParam, packing_step
+from composable_shard.core.storage import Bucket, FlatBucket, ShardedParam
 from composable_shard.core.transport.collectives import sum_dtype
 from composable_shard.insight.events import name_in
 
