@@ -18,7 +18,6 @@ from composable_shard.core.agreement import record_ignored
 from composable_shard.core.group import group_of
 from composable_shard.core.hooks import install, register_forward_method
 from composable_shard.core.state_dict import install_state_dict_hooks
-from composable_shard.core.storage import ShardedParam
 from composable_shard.core.tree import join_tree
 from composable_shard.mesh import (
     DataParallelMeshDims,
@@ -96,7 +95,7 @@ def fully_shard(
         torch.Size([2, 8])
     """
     plan = _planned(locals())
-    group = shard.build_group(plan.modules, plan.managed, plan.params, plan.mesh, plan.policy)
+    group = shard.build_group(plan.modules, plan.params, plan.mesh, plan.policy)
     group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
     record_ignored(plan.managed.modules, ignored_params or ())
     for top in group.modules:
@@ -116,7 +115,7 @@ class _Plan(NamedTuple):
 
     modules: tuple[nn.Module, ...]
     managed: shard.Managed
-    params: list[ShardedParam]
+    params: shard.Planned
     mesh: ShardMesh
     policy: MixedPrecisionPolicy
 
@@ -162,8 +161,8 @@ def check_calls(calls: Iterable[tuple[object, Mapping[str, Any]]]) -> None:
         reshards = bound.arguments["reshard_after_forward"]
         plan = _planned(bound.arguments, before)
         if reshards != 1:  # the call itself warns about 1
-            check_reshard(reshards, [plan.mesh, *(param.mesh for param in plan.params)])
-        shard.check_subclasses(plan.params, plan.managed)
+            check_reshard(reshards, [plan.mesh, *(param.mesh for param in plan.params.values())])
+        shard.check_subclasses(plan.params)
         for top in plan.modules:
             check_class(top)
         before.update(plan.modules)

@@ -51,10 +51,6 @@ class ParamLayout:
     dim: int
     num_shards: int
 
-    def __post_init__(self) -> None:
-        assert 0 <= self.dim < len(self.shape), self
-        assert self.num_shards > 0, self
-
     @cached_property
     def num_rows(self) -> int:
         return self.shape[self.dim]

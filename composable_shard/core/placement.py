@@ -12,6 +12,7 @@ then spans the data-parallel axes and the tensor-parallel ones.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -82,10 +83,8 @@ class TensorLayout:
         if _torch.is_subclass_of_user(tensor):
             # torch's fully_shard calls chunk, so subclasses implement it, as aten.split; few
             # implement narrow.
-            shards, plain = (
-                each.chunk(layout.num_shards, self.dim)
-                for each in (tensor, torch.empty(self.shape, device="meta"))
-            )
+            shards = tensor.chunk(layout.num_shards, self.dim)
+            plain = torch.empty(self.shape, device="meta").chunk(layout.num_shards, self.dim)
             got, expected = ([list(shard.shape) for shard in each] for each in (shards, plain))
             if got != expected:
                 kind = type(tensor).__name__
@@ -202,11 +201,6 @@ class ParamPlacement:
     unsharded_spec: _torch.DTensorSpec | None = None
     unsharded_grad: tuple[Placement | None, ...] = ()
 
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        """The role of each mesh axis."""
-        return tuple(role for _, role in self.axes)
-
     @cached_property
     def sharded(self) -> Placements:
         """Placements of the parameter and of its reduced gradient."""
@@ -267,20 +261,15 @@ def plan_placement(
     spec = _torch.spec_of(param)
     if mesh.dims is not None:
         return _on_full_mesh(name, spec, dim, mesh)
-    tensor_parallel = spec.mesh
-    if tensor_parallel.device_type != mesh.mesh.device_type:
-        raise ValueError(
-            f"Expected the DTensor parameter '{name}' on a mesh of {mesh.mesh.device_type} "
-            f"devices, got {tensor_parallel}"
-        )
-    try:
-        both = _torch.concatenate_meshes([mesh.mesh, tensor_parallel])
-    except Exception as error:
+    both = None
+    with suppress(Exception):  # torch refuses parts of different meshes
+        both = _torch.concatenate_meshes([mesh.mesh, spec.mesh])
+    if both is None or both.device_type != spec.mesh.device_type:
         raise ValueError(
             f"Expected the mesh of the DTensor parameter '{name}' and the data-parallel mesh to "
-            f"be parts of one mesh with named axes, got {tensor_parallel} and {mesh.mesh}; build "
-            "both by slicing one mesh, and pass its data-parallel axes, such as mesh['data']"
-        ) from error
+            f"be parts of one mesh with named axes, got {spec.mesh} and {mesh.mesh}; build both "
+            "by slicing one mesh, and pass its data-parallel axes, such as mesh['data']"
+        )
     axes = _axes(mesh, dim, _num_parts(spec, dim))
     return ParamPlacement(
         both, (*axes, *((p, None) for p in spec.placements)), spec, spec.placements

@@ -6,7 +6,7 @@ Imports group, storage, extension. Every step that can fail runs before the modu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -116,6 +116,10 @@ class Managed:
     taken_over: list[ShardedParam]
 
 
+Planned = dict[nn.Parameter, ShardedParam]
+"""The sharded parameter of each original."""
+
+
 def find_managed(
     modules: Sequence[nn.Module],
     ignored: Iterable[nn.Parameter],
@@ -152,37 +156,32 @@ def find_managed(
 
     for top in modules:
         visit(top)
-    prefixes = {inner: name for top in modules for name, inner in top.named_modules()}
+    prefixes = {m: name and f"{name}." for top in modules for name, m in top.named_modules()}
     slots: dict[nn.Parameter, list[Slot]] = {}
-    tied: dict[nn.Parameter, list[Slot]] = {}
+    tied: dict[tuple[nn.Parameter, ShardedParam], list[Slot]] = {}
     for slot in (Slot(module, name) for module in prefixes for name in module._parameters):
         param = slot.get()
         if param is None or id(param) in ignored_ids:
             continue
         owner = owner_of_full(param)
         if owner is not None and slot not in owner.slots:
-            tied.setdefault(param, []).append(slot)
+            tied.setdefault((param, owner), []).append(slot)
         elif slot.module in own:
             slots.setdefault(param, []).append(slot)
     taken_over = []
-    for param, places in tied.items():
-        owner = owner_of_full(param)
-        assert owner is not None
+    for (param, owner), places in tied.items():
         if not owner.is_as_made:
             raise ValueError(
-                f"Expected parameter '{_qualified(places[0], prefixes)}' to be tied before its "
-                f"group was used, got a tie with '{owner.name}' of a group that was gathered, "
-                "loaded or changed; first apply fully_shard to all modules that share the parameter"
+                f"Expected parameter '{prefixes[places[0].module]}{places[0].name}' to be tied "
+                f"before its group was used, got a tie with '{owner.name}' of a group that was "
+                "gathered, loaded or changed; first apply fully_shard to all modules that share "
+                "the parameter"
             )
         if all(slot.module in prefixes for slot in owner.slots):
             slots[param] = [*owner.slots, *places]
             taken_over.append(owner)
-    names = {param: _qualified(places[0], prefixes) for param, places in slots.items()}
+    names = {param: f"{prefixes[first.module]}{first.name}" for param, (first, *_) in slots.items()}
     return Managed(list(own), slots, names, taken_over)
-
-
-def _qualified(slot: Slot, prefixes: Mapping[nn.Module, str]) -> str:
-    return f"{prefixes[slot.module]}.{slot.name}".lstrip(".")
 
 
 def plan_params(
@@ -191,14 +190,14 @@ def plan_params(
     shard_placement_fn: ShardPlacementFn | None,
     policy: MixedPrecisionPolicy,
     offload: Offload = None,
-) -> list[ShardedParam]:
+) -> Planned:
     """Choose the sharded dim, mesh and dtypes of each parameter.
 
     Raises:
         ValueError: If a parameter cannot be sharded that way, with its name.
     """
     check_names(offload, set(managed.names.values()))
-    planned = []
+    planned: Planned = {}
     for param, slots in managed.slots.items():
         name = managed.names[param]
         if is_lazy(param):
@@ -211,7 +210,7 @@ def plan_params(
         _check_param(name, param, param_mesh)
         dim = shard_dim(name, param, placement)
         policies = policy.for_parameter(name, param), offload_of(name, offload)
-        planned.append(ShardedParam(name, slots, param, dim, param_mesh, *policies))
+        planned[param] = ShardedParam(name, slots, param, dim, param_mesh, *policies)
     return planned
 
 
@@ -232,29 +231,23 @@ def _check_param(name: str, param: nn.Parameter, mesh: ShardMesh) -> None:
 
 
 def build_group(
-    modules: tuple[nn.Module, ...],
-    managed: Managed,
-    planned: Sequence[ShardedParam],
-    mesh: ShardMesh,
-    policy: MixedPrecisionPolicy,
+    modules: tuple[nn.Module, ...], planned: Planned, mesh: ShardMesh, policy: MixedPrecisionPolicy
 ) -> ParamGroup:
     """Copy this rank's shards into buckets and make the sharded parameters; change no module.
 
     Collective: for tensor subclasses, one small object for each mesh axis.
     """
+    params = list(planned.values())
     with torch.inference_mode(False), torch.no_grad():
-        shards = _cut_shards(planned, list(managed.slots))
-        buckets = build_buckets(planned, shards)
-        originals = dict(zip(planned, managed.slots, strict=True))
+        buckets = build_buckets(params, _cut_shards(planned))
+        originals = {param: original for original, param in planned.items()}
         for bucket in buckets:
             for param, local in zip(bucket.params, bucket.locals, strict=True):
                 param.create_sharded(local, originals[param])
-    return ParamGroup(modules, planned, buckets, mesh, policy)
+    return ParamGroup(modules, params, buckets, mesh, policy)
 
 
-def _cut_shards(
-    planned: Sequence[ShardedParam], originals: Sequence[nn.Parameter]
-) -> list[torch.Tensor]:
+def _cut_shards(planned: Planned) -> list[torch.Tensor]:
     """Cut this rank's shards: copies of tensor subclasses, and views or copies of plain tensors.
 
     Collective: one small object for each mesh axis if there are tensor subclasses, else none.
@@ -262,7 +255,7 @@ def _cut_shards(
     shards: list[torch.Tensor] = []
     meshes: dict[DeviceMesh, None] = {}
     failure = None
-    for param, original in zip(planned, originals, strict=True):
+    for original, param in planned.items():
         part = param.tensor_parallel_part(original)
         if not needs_extension(part):
             shard = param.shard_of(original)
@@ -340,21 +333,20 @@ def _agree_on_shards(failure: ExtensionError | None, meshes: Sequence[DeviceMesh
         raise ExtensionError(text if are_equal else "; ".join(failures)) from failure
 
 
-def check_subclasses(planned: Sequence[ShardedParam], managed: Managed) -> None:
+def check_subclasses(planned: Planned) -> None:
     """Cut the tensor subclasses only to raise the errors of :func:`build_group` on all ranks.
 
     Collective: see :func:`build_group`.
     """
-    pairs = zip(planned, managed.slots, strict=True)
-    cut = [(p, full) for p, full in pairs if needs_extension(p.tensor_parallel_part(full))]
-    _cut_shards([param for param, _ in cut], [full for _, full in cut])
+    pairs = planned.items()
+    _cut_shards({full: p for full, p in pairs if needs_extension(p.tensor_parallel_part(full))})
 
 
-def commit(group: ParamGroup, managed: Managed, planned: Sequence[ShardedParam]) -> None:
+def commit(group: ParamGroup, managed: Managed, planned: Planned) -> None:
     """Register the sharded parameters, remove those taken over, and move buffers to the device."""
     for lost in managed.taken_over:
         lost.group.remove(lost)
-    for param, original in zip(planned, managed.slots, strict=True):
+    for original, param in planned.items():
         param.put(param.sharded)
         record_full_tensor(original, param)
     device = group.mesh.device

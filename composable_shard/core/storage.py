@@ -31,8 +31,6 @@ from composable_shard.core.codec import AttributeCopier, attributes_of_user, has
 from composable_shard.core.layout import message_cost, plan_bucket
 from composable_shard.core.placement import (
     GradStage,
-    ParamPlacement,
-    TensorLayout,
     matching_pieces,
     packing_step,
     plan_placement,
@@ -200,9 +198,8 @@ class ShardedParam:
         self.name, self.slots = name, list(slots)
         self.mesh, self.policy, self.offload = mesh, policy, offload
         self.device = torch.device("cpu") if offload is not None else mesh.device
-        whole = _torch.local_part(original)
-        self.placement: ParamPlacement = plan_placement(name, original, dim, mesh)
-        self.layout: TensorLayout = plan_tensor(whole, dim, mesh.num_shards)
+        self.placement = plan_placement(name, original, dim, mesh)
+        self.layout = plan_tensor(_torch.local_part(original), dim, mesh.num_shards)
         self.shape, self._stride = original.shape, original.stride()
         if self.layout.order is None:
             self._stride = torch.empty(original.shape, device="meta").stride()
@@ -591,18 +588,14 @@ class FlatBucket:
         room for the shards only.
         """
         layout, mesh = self.layout, self.mesh
-        if self.shares_storage:
-            self.unsharded, offsets = self.sharded, layout.shard_offsets
-        else:
-            offsets = layout.unsharded_offsets
+        self.unsharded = self.sharded  # with the same layout, if there is one shard
+        if not self.shares_storage:
             numel, dtype, device = layout.unsharded_numel, self.compute_dtype, mesh.device
             self.unsharded = _torch.empty(numel, dtype=dtype, device=device)
-        for param, offset in zip(self.params, offsets, strict=True):
+        for param, offset in zip(self.params, layout.unsharded_offsets, strict=True):
             view = param.layout.whole(self.unsharded[offset:])
-            # The view has its own version counter: no gather bumps it, and `program.py` sets it.
-            start = int(view.storage_offset())
-            view = _torch.fresh_storage_view(self.unsharded, start, view)
-            param.create_unsharded(view)
+            # A view with its own version counter: no gather bumps it, and `program.py` sets it.
+            param.create_unsharded(_torch.fresh_storage_view(view))
         if self.shares_storage:
             return
         spans = zip(layout.unsharded_offsets[: layout.num_direct], layout.params, strict=False)
@@ -754,7 +747,6 @@ class Staging:
             sizes = [output.shape[1] for output in outputs]
             kernel = torch.split_with_sizes_copy
             self.copy_out.append(partial(kernel, columns, sizes, dim=1, out=outputs))
-        pairs = [(into, source) for into, source in pairs if into.numel()]
         if pairs:
             into, sources = map(list, zip(*pairs, strict=True))
             self.copy_out.append(partial(_torch.copy_each_, into, sources))

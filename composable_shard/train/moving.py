@@ -256,7 +256,7 @@ class _Holder:
         assert item.param is not None
         placement = self.params[item.param].placement
         cut: Placement = Replicate() if item.dim is None else Shard(item.dim)
-        placements = tuple(cut if role == "shard" else Replicate() for role in placement.roles)
+        placements = tuple(cut if role == "shard" else Replicate() for _, role in placement.axes)
         meta = _torch.TensorMeta(torch.Size(item.shape), item.stride, item.dtype)
         return _torch.make_spec(placement.mesh, placements, meta)
 
