@@ -87,10 +87,10 @@ def make_mesh(device_type: str) -> DeviceMesh:
 def build(name: str, backend: str, mesh: DeviceMesh, num_params: int, numel: int) -> nn.Module:
     """Shard a group, and let it make its buffers, as if messages cost everything or nothing."""
     from composable_shard import fully_shard
-    from composable_shard.core.layout import MESSAGE_COSTS, MessageCost
+    from composable_shard.core.layout import MESSAGE_COSTS
 
     before = MESSAGE_COSTS.get(backend)
-    MESSAGE_COSTS[backend] = MessageCost(nbytes_per_message=EVERYTHING if name == "packed" else 0)
+    MESSAGE_COSTS[backend] = (EVERYTHING if name == "packed" else 0, 0)
     try:
         with torch.device(mesh.device_type):
             model = fully_shard(Params(num_params, numel), mesh=mesh)

@@ -18,8 +18,6 @@ from composable_shard.core.agreement import record_ignored
 from composable_shard.core.group import group_of
 from composable_shard.core.hooks import install, register_forward_method
 from composable_shard.core.state_dict import install_state_dict_hooks
-from composable_shard.core.storage import ShardedParam
-from composable_shard.core.ties import Claims, Managed, claim_ties
 from composable_shard.core.tree import join_tree
 from composable_shard.mesh import (
     DataParallelMeshDims,
@@ -116,12 +114,11 @@ def fully_shard(
         ignored_params=ignored_params,
         dp_mesh_dims=dp_mesh_dims,
     )
-    group = shard.build_group(plan.modules, plan.managed, plan.params, plan.mesh, plan.policy)
+    group = shard.build_group(plan.modules, plan.params, plan.mesh, plan.policy)
     group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
     group.settings.gathers_each_step = stages.gather == "step"
     group.settings.reduces_each_step = stages.reduce == "step"
     group.settings.reduce_grads = not group.settings.reduces_each_step
-    plan.claims.commit()
     record_ignored(plan.managed.modules, ignored_params or ())
     for top in group.modules:
         check_class(top)
@@ -139,9 +136,8 @@ class _Plan(NamedTuple):
     """The plan of a call."""
 
     modules: tuple[nn.Module, ...]
-    managed: Managed
-    claims: Claims
-    params: list[ShardedParam]
+    managed: shard.Managed
+    params: shard.Planned
     mesh: ShardMesh
     policy: MixedPrecisionPolicy
 
@@ -172,9 +168,8 @@ def _planned(
     check_type("shard_placement_fn", shard_placement_fn, fits, what, remedy)
     shard_mesh = resolve_mesh(mesh, dp_mesh_dims)
     managed = shard.find_managed(modules, ignored, before)
-    managed, claims = claim_ties(managed, modules)
     params = shard.plan_params(managed, shard_mesh, shard_placement_fn, policy, offload_policy)
-    return _Plan(modules, managed, claims, params, shard_mesh, policy)
+    return _Plan(modules, managed, params, shard_mesh, policy)
 
 
 def check_calls(calls: Iterable[tuple[object, Mapping[str, Any]]]) -> None:
@@ -193,8 +188,8 @@ def check_calls(calls: Iterable[tuple[object, Mapping[str, Any]]]) -> None:
         checked_sharding(bound.arguments.pop("sharding"), reshards)
         plan = _planned(**bound.arguments, before=before)
         if reshards != 1:  # the call itself warns about 1
-            check_reshard(reshards, [plan.mesh, *(param.mesh for param in plan.params)])
-        shard.check_subclasses(plan.params, plan.managed)
+            check_reshard(reshards, [plan.mesh, *(param.mesh for param in plan.params.values())])
+        shard.check_subclasses(plan.params)
         for top in plan.modules:
             check_class(top)
         before.update(plan.modules)

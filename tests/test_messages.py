@@ -371,8 +371,10 @@ DataParallelMeshDims()
 DataParallelMeshDims(shard='dp', replicate='dp')
     ValueError: Expected each mesh axis to be named once, got ('dp', 'dp')
 fully_shard(on_another_device())
-    ValueError: Expected the DTensor parameter 'weight' on a mesh of cpu devices, got
-    DeviceMesh((4,), 'meta', stride=(1,))
+    ValueError: Expected the mesh of the DTensor parameter 'weight' and the data-parallel mesh to be
+    parts of one mesh with named axes, got DeviceMesh((4,), 'meta', stride=(1,)) and
+    DeviceMesh((4,), 'cpu', stride=(1,)); build both by slicing one mesh, and pass its data-parallel
+    axes, such as mesh['data']
 by_names(square('dp', 'tp'), plain())
     ValueError: Expected parameter 'weight' to be a DTensor on the mesh that dp_mesh_dims describes,
     got a plain Parameter; distribute it first

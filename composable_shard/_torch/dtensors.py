@@ -53,7 +53,7 @@ def strided_shard(dim: int, num_parts: int) -> Placement:
     return cast(Placement, _StridedShard(dim, split_factor=num_parts))
 
 
-def shards_dim(placement: Placement, dim: int) -> bool:
+def shards_dim(placement: Placement, dim: int | None) -> bool:
     """Return whether a placement shards ``dim``."""
     return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
 

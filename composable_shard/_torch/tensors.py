@@ -19,15 +19,16 @@ without_overrides = torch._C.DisableTorchFunctionSubclass
 read their attributes. No code of the user may run inside."""
 
 
-def fresh_storage_view(storage_of: Tensor, offset: int, like: Tensor) -> Tensor:
-    """View the storage of ``storage_of``, shaped as ``like``, with a version counter of its own.
+def fresh_storage_view(view: Tensor) -> Tensor:
+    """Return the same view of a storage, with a version counter of its own.
 
     A write through another tensor does not bump this counter. So autograd accepts saved views of
     the result after the memory was freed and gathered again.
     """
     with torch.inference_mode(False), torch.no_grad():
-        view = torch.empty(0, dtype=storage_of.dtype, device=storage_of.device)
-        return view.set_(storage_of.untyped_storage(), offset, like.shape, like.stride())
+        fresh = torch.empty(0, dtype=view.dtype, device=view.device)
+        offset = int(view.storage_offset())
+        return fresh.set_(view.untyped_storage(), offset, view.shape, view.stride())
 
 
 def with_own_storage(view: Tensor) -> Tensor:

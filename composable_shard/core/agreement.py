@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 from composable_shard.core.codec import has_extension, has_grad_extension
 from composable_shard.core.plugins import Feature, Op, Phase
+from composable_shard.core.storage import Slot, owner_of_full
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import watched
 from composable_shard.core.transport.process_groups import (
@@ -81,6 +82,23 @@ def refuse_replicated(
                     f"Expected replicate of '{name}' before fully_shard of {label}, which shards "
                     "its parameters, got it after; apply replicate first"
                 )
+
+
+def refuse_shared(modules: Iterable[nn.Module]) -> None:
+    """Raise if ``modules`` hold a tied parameter whose other modules belong to another tree.
+
+    Raises:
+        ShardError: On all ranks, with the modules and the names of the parameter.
+    """
+    for slot in (Slot(module, name) for module in modules for name in module._parameters):
+        param = slot.get()
+        owner = None if param is None else owner_of_full(param)
+        if owner is not None and slot not in owner.slots:
+            places = [f"'{name}' of {type(of).__name__}" for of, name in (*owner.slots, slot)]
+            raise ShardError(
+                "Expected one group to contain all modules with a tied parameter, got none for "
+                f"{', '.join(places)}; apply fully_shard to the module that contains them"
+            )
 
 
 def warn_of_plain(modules: Iterable[nn.Module], managed: Iterable[nn.Parameter | None]) -> None:

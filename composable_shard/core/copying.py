@@ -76,7 +76,7 @@ def _copied_sharded(param: ShardedParam, copied: nn.Parameter | None) -> nn.Para
     if copied is None:
         with torch.inference_mode(False):
             new = _torch.cloned(local)
-            spec = _torch.spec_with_dtype(param.sharded_spec, new.dtype)
+            spec = param.spec("sharded", new.dtype)
             copied = _torch.parameter_of(_torch.from_local(new, spec), param.sharded.requires_grad)
     new = _torch.local_tensor(copied)
     if type(new) is torch.Tensor:
@@ -95,8 +95,7 @@ def _fill(group: ParamGroup, memo: Memo) -> None:
         copied_param: ShardedParam = memo[id(param)]
         copied_param.__dict__.update(param.__dict__)
         copied_param.slots = [
-            Slot(copy.deepcopy(module, memo), name, calls_setattr)
-            for module, name, calls_setattr in param.slots
+            Slot(copy.deepcopy(module, memo), name) for module, name in param.slots
         ]
         copied_param.forget_unsharded()
         copied_param.sharded = memo[id(param.sharded)]

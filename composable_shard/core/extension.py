@@ -52,7 +52,7 @@ from composable_shard.core.codec import (
     storage_views,
     to_text,
 )
-from composable_shard.core.layout import MessageCost, aligned
+from composable_shard.core.layout import aligned
 from composable_shard.core.reduction import Reduction, Scale, refuse_sparse, stage_of
 from composable_shard.core.storage import Bucket, FlatBucket, GatherOps, ShardedParam
 from composable_shard.core.transport.channel import Channel
@@ -89,7 +89,7 @@ class ExtensionBucket:
             the first gather.
     """
 
-    message_cost: MessageCost | None = None
+    message_cost: int | None = None
     unwritten: Sequence[tuple[int, int]] = ()
     formats: list[Formats] | None
 
@@ -117,9 +117,7 @@ class ExtensionBucket:
         """Whether a gather has made the unsharded parameter."""
         return self._out is not None
 
-    def gather_ops(
-        self, shards: Sequence[torch.Tensor], channel: Channel, *, keeps_storage: bool
-    ) -> GatherOps:
+    def gather_ops(self, shards: Tensors, channel: Channel, *, keeps_storage: bool) -> GatherOps:
         """Return the operations that gather the shard."""
         launch = partial(self.launch, shards[0], channel)
         free = [] if keeps_storage else [self.free]
@@ -295,7 +293,7 @@ class ExtensionBucket:
                 f"Expected the unsharded tensor of {param.name} to have shape "
                 f"{list(expected)}, got {list(tensor.shape)} from {type(tensor).__name__}"
             )
-        param.create_unsharded(fitting, is_from_hooks=has_extension(param.local))
+        param.create_unsharded(fitting)
         unsharded = param.unsharded_local
         self._out = tensor if is_padded else unsharded
         gathered, of_inner = storage_views(self._gathered), storage_views(inner)

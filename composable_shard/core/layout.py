@@ -18,7 +18,7 @@ straight into place. Packed parameters arrive in a staging buffer and are copied
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from operator import add, lt
@@ -50,10 +50,6 @@ class ParamLayout:
     shape: tuple[int, ...]
     dim: int
     num_shards: int
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.dim < len(self.shape), self
-        assert self.num_shards > 0, self
 
     @cached_property
     def num_rows(self) -> int:
@@ -114,46 +110,26 @@ class ParamLayout:
         """Return the shape of the shard of a rank, without padding."""
         return (*self.shape[: self.dim], self.local_rows(rank), *self.shape[self.dim + 1 :])
 
-    def local_numel(self, rank: int) -> int:
-        """Return the number of elements of the shard of a rank, without padding."""
-        return self.outer * self.local_rows(rank) * self.inner
-
 
 # The parameters of one bucket ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class MessageCost:
-    """The overhead of a message, as the number of bytes that could be copied in the same time.
-
-    Attributes:
-        nbytes_per_message: The cost of a message, whatever the number of peers.
-        nbytes_per_peer: The additional cost for each peer.
-        alignment_nbytes: Not a cost: packed shards are padded to a multiple of this; 1 for none.
-    """
-
-    nbytes_per_message: int = 0
-    nbytes_per_peer: int = 0
-    alignment_nbytes: int = 1
+MESSAGE_COSTS = {"gloo": (0, 64 * 1024), "nccl": (1024 * 1024, 0)}
+"""The cost of a message, as the number of bytes that could be copied in the same time, by backend:
+for any number of peers, and for each peer in addition. `benchmarks/packing.py` measured gloo's;
+nccl's is an estimate."""
 
 
-MESSAGE_COSTS = {
-    "gloo": MessageCost(nbytes_per_peer=64 * 1024),
-    "nccl": MessageCost(nbytes_per_message=1024 * 1024),
-}
-"""By backend. `benchmarks/packing.py` measured gloo's; nccl's is an estimate."""
-
-
-def message_cost(backend: str | None, *, is_aligned: bool) -> MessageCost:
-    """Return the cost of a message.
+def message_cost(backend: str | None, num_shards: int) -> int:
+    """Return the cost of a message, as the number of bytes that could be copied in the same time.
 
     Args:
         backend: The name of the backend; ``None`` if there is only one rank. Backends without a
             measured cost count as gloo.
-        is_aligned: Whether to align packed shards, as on accelerators.
+        num_shards: The number of ranks that share the parameters.
     """
-    cost = MESSAGE_COSTS.get(backend or "", MESSAGE_COSTS["gloo"])
-    return replace(cost, alignment_nbytes=PACKED_ALIGNMENT_NBYTES) if is_aligned else cost
+    cost, per_peer = MESSAGE_COSTS.get(backend or "", MESSAGE_COSTS["gloo"])
+    return cost + (num_shards - 1) * per_peer
 
 
 @dataclass(frozen=True)
@@ -195,33 +171,29 @@ class BucketLayout:
 
 @lru_cache(maxsize=4096)
 def plan_bucket(
-    params: tuple[ParamLayout, ...], itemsize: int, cost: MessageCost, min_itemsize: int
+    params: tuple[ParamLayout, ...], itemsize: int, cost: int, packed_step: int
 ) -> BucketLayout:
     """Lay out parameters in the flat buffers of one bucket.
 
     Args:
         params: The parameters; all have the same number of shards.
         itemsize: Bytes of an element in the all-gather.
-        cost: The cost of a message.
-        min_itemsize: Bytes of an element in the narrowest dtype of the buffers; it determines the
-            alignment of packed shards.
+        cost: The cost of a message; see :func:`message_cost`.
+        packed_step: Packed shards start at multiples of this many elements.
     """
     is_direct = [not is_packed(param, itemsize, cost) for param in params]
     order = sorted(range(len(params)), key=lambda index: not is_direct[index])
     ordered, num_direct = tuple(params[index] for index in order), sum(is_direct)
     step = max(1, MESSAGE_ALIGNMENT_NBYTES // itemsize)
-    packed_step = max(1, cost.alignment_nbytes // min_itemsize)
     numels = [param.shard_numel for param in ordered]
     direct_offsets, end = _end_to_end(numels[:num_direct], step)
     packed_offset = aligned(end, step) if num_direct < len(params) else end
     packed_offsets, packed_numel = _end_to_end(numels[num_direct:], packed_step)
     packed_numel = aligned(packed_numel, packed_step)
-    gathered_numels = [param.num_shards * param.shard_numel for param in ordered[:num_direct]]
-    for param in ordered[num_direct:]:
-        # On accelerators, the kernel that copies packed shards out writes empty shards, too.
-        count = param.num_nonempty if cost.alignment_nbytes == 1 else param.num_shards
-        in_place = count * param.shard_numel if param.gathers_in_place else 0
-        gathered_numels.append(max(in_place, param.numel))
+    gathered_numels = [
+        param.num_shards * param.shard_numel if param.gathers_in_place else param.numel
+        for param in ordered
+    ]
     unsharded_offsets, unsharded_numel = _end_to_end(gathered_numels, step)
     num_shards = params[0].num_shards if params else 1
     total = aligned(unsharded_numel, num_shards)  # equal parts for ``reshard_after_forward=k``
@@ -257,14 +229,13 @@ def message_numels(params: Sequence[ParamLayout], num_direct: int, step: int = 1
     return [*numels[:num_direct], packed + len(numels)]
 
 
-def is_packed(param: ParamLayout, itemsize: int, cost: MessageCost) -> bool:
+def is_packed(param: ParamLayout, itemsize: int, cost: int) -> bool:
     """Return whether to pack a parameter: if empty, not gathered in place, or cheaper to copy."""
     if param.num_shards == 1:
         return False
     if param.numel == 0 or not param.gathers_in_place:
         return True
-    peers = (param.num_shards - 1) * cost.nbytes_per_peer
-    return param.numel * itemsize <= cost.nbytes_per_message + peers
+    return param.numel * itemsize <= cost
 
 
 def aligned(offset: int, step: int) -> int:

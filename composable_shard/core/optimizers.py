@@ -1,6 +1,6 @@
 """Hooks of optimizer steps: checks of the parameters, and a step count for each group.
 
-Imports reduction, storage, ties. Foreach and fused kernels change a DTensor without bumping its
+Imports reduction, storage. Foreach and fused kernels change a DTensor without bumping its
 version counter, so each group counts the steps that may have changed its shards.
 """
 
@@ -23,7 +23,6 @@ from composable_shard import _torch
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.reduction import is_partial
 from composable_shard.core.storage import num_full_tensors, owner_of_sharded
-from composable_shard.core.ties import num_replaced
 from composable_shard.core.transport import host
 from composable_shard.errors import ShardError
 
@@ -40,19 +39,11 @@ def _groups_of(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     params, kind = _params_of(optimizer), type(optimizer).__name__
-    ids = set(map(id, params))
-    replaced = num_replaced(ids)
-    if replaced:
+    num_full = num_full_tensors(params)
+    if num_full:
         raise ShardError(
-            f"Expected {kind} to have sharded parameters, got {replaced} that fully_shard has "
-            "replaced; build the optimizer after fully_shard"
-        )
-    unsharded = num_full_tensors(ids)
-    if unsharded:
-        raise ShardError(
-            f"Expected {kind} to have sharded parameters, got {unsharded} unsharded ones, and "
-            "their updates would be lost; build the optimizer, or its param_groups, from "
-            "model.parameters() outside of unsharded(), before a forward or after a backward"
+            f"Expected {kind} to have sharded parameters, got {num_full} full ones; build it "
+            "after fully_shard, outside unsharded(), before a forward or after a backward"
         )
     groups = _groups_of(params)
     for group in groups:

@@ -11,9 +11,12 @@ then spans the data-parallel axes and the tensor-parallel ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from math import prod
+from typing import Literal
 
 import torch
 from einops import rearrange
@@ -21,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from composable_shard import _torch
-from composable_shard.core.layout import ParamLayout
+from composable_shard.core.layout import PACKED_ALIGNMENT_NBYTES, ParamLayout
 from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh
 
@@ -69,8 +72,8 @@ class TensorLayout:
         """View the first elements of a flat buffer as the local shard of ``rank``."""
         if self.dim is None:
             return buffer[0]
-        numel = self.flat.local_numel(rank)
-        return self._in_user_order(buffer[:numel].view(self.flat.local_shape(rank)))
+        shape = self.flat.local_shape(rank)
+        return self._in_user_order(buffer[: prod(shape)].view(shape))
 
     def shard_of(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """View the rows of ``rank`` in a whole tensor."""
@@ -81,24 +84,16 @@ class TensorLayout:
             # torch's fully_shard calls chunk, so subclasses implement it, as aten.split; few
             # implement narrow.
             shards = tensor.chunk(layout.num_shards, self.dim)
-            self._check(shards)
+            plain = torch.empty(self.shape, device="meta").chunk(layout.num_shards, self.dim)
+            got, expected = ([list(shard.shape) for shard in each] for each in (shards, plain))
+            if got != expected:
+                kind = type(tensor).__name__
+                raise ExtensionError(
+                    f"Expected split to return shapes {expected}, got {got} of {kind}"
+                )
             if rank < len(shards):
                 return shards[rank]
         return tensor.narrow(self.dim, layout.start(rank), layout.local_rows(rank))
-
-    def _check(self, shards: Sequence[torch.Tensor]) -> None:
-        """Raise ``ExtensionError`` unless ``chunk`` of a subclass returned the right shapes."""
-        dim, count = self.dim, self.flat.num_nonempty
-        assert dim is not None
-        rows = [self.flat.local_rows(rank) for rank in range(max(count, len(shards)))]
-        expected = [(*self.shape[:dim], num, *self.shape[dim + 1 :]) for num in rows]
-        shapes = [tuple(shard.shape) for shard in shards]
-        if shapes != expected:
-            kind = type(shards[0]).__name__ if shards else "nothing"
-            raise ExtensionError(
-                f"Expected split to return shapes {list(map(list, expected))}, got "
-                f"{list(map(list, shapes))} of {kind}"
-            )
 
     def padded_shards(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a whole tensor to its padded shards: [num_shards, shard_numel]."""
@@ -140,6 +135,15 @@ def plan_tensor(tensor: torch.Tensor, dim: int | None, num_shards: int) -> Tenso
         tuple(shape[axis] for axis in by_stride), by_stride.index(dim), num_shards
     )
     return TensorLayout(shape, dim, by_stride, in_memory)
+
+
+def packing_step(dtypes: Iterable[torch.dtype], device: torch.device) -> int:
+    """Return the alignment of packed shards, in elements of the narrowest of their dtypes.
+
+    Devices read and write fastest if shards begin at multiples of ``PACKED_ALIGNMENT_NBYTES``.
+    """
+    narrowest = min(dtype.itemsize for dtype in dtypes)
+    return max(1, PACKED_ALIGNMENT_NBYTES // narrowest) if _torch.aligns(device) else 1
 
 
 def matching_pieces(
@@ -185,22 +189,35 @@ class ParamPlacement:
 
     Attributes:
         mesh: The mesh of the sharded DTensor.
-        sharded: Placements of the parameter and of its reduced gradient.
-        reduced_over_shards: Placements of a gradient that is reduced over the shards only.
-        unreduced: Placements of a gradient that is not reduced at all.
-        roles: The role of each mesh axis; ``None`` if it is not data-parallel.
+        axes: For each mesh axis, the placement of the parameter, and the role of the axis; ``None``
+            if it is not data-parallel.
         unsharded_spec: The spec of the unsharded parameter; ``None`` if it is a plain tensor.
         unsharded_grad: For each axis of the mesh of the unsharded parameter, the placement that
             :meth:`local_grad` gives the gradient; ``None`` keeps the current placement.
     """
 
     mesh: DeviceMesh
-    sharded: Placements
-    reduced_over_shards: Placements
-    unreduced: Placements
-    roles: tuple[Role, ...]
+    axes: tuple[tuple[Placement, Role], ...]
     unsharded_spec: _torch.DTensorSpec | None = None
     unsharded_grad: tuple[Placement | None, ...] = ()
+
+    @cached_property
+    def sharded(self) -> Placements:
+        """Placements of the parameter and of its reduced gradient."""
+        return self._averaged_over()
+
+    @cached_property
+    def reduced_over_shards(self) -> Placements:
+        """Placements of a gradient that is reduced over the shards only."""
+        return self._averaged_over("replicate")
+
+    @cached_property
+    def unreduced(self) -> Placements:
+        """Placements of a gradient that is not reduced at all."""
+        return self._averaged_over("replicate", "shard")
+
+    def _averaged_over(self, *roles: Role) -> Placements:
+        return tuple(Partial("avg") if role in roles else place for place, role in self.axes)
 
     def local_grad(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the local tensor of an unsharded gradient, before it is cut into shards.
@@ -240,33 +257,28 @@ def plan_placement(
                 f"Expected parameter '{name}' to be a DTensor on the mesh that dp_mesh_dims "
                 f"describes, got a plain {type(param).__name__}; distribute it first"
             )
-        return _complete(mesh.mesh, _axes(mesh, dim), None)
+        return ParamPlacement(mesh.mesh, _axes(mesh, dim))
     spec = _torch.spec_of(param)
     if mesh.dims is not None:
         return _on_full_mesh(name, spec, dim, mesh)
-    tensor_parallel = spec.mesh
-    if tensor_parallel.device_type != mesh.mesh.device_type:
-        raise ValueError(
-            f"Expected the DTensor parameter '{name}' on a mesh of {mesh.mesh.device_type} "
-            f"devices, got {tensor_parallel}"
-        )
-    try:
-        both = _torch.concatenate_meshes([mesh.mesh, tensor_parallel])
-    except Exception as error:
+    both = None
+    with suppress(Exception):  # torch refuses parts of different meshes
+        both = _torch.concatenate_meshes([mesh.mesh, spec.mesh])
+    if both is None or both.device_type != spec.mesh.device_type:
         raise ValueError(
             f"Expected the mesh of the DTensor parameter '{name}' and the data-parallel mesh to "
-            f"be parts of one mesh with named axes, got {tensor_parallel} and {mesh.mesh}; build "
-            "both by slicing one mesh, and pass its data-parallel axes, such as mesh['data']"
-        ) from error
-    axes = _axes(mesh, dim, _num_parts(spec.placements, tensor_parallel, dim))
-    return _complete(both, [*axes, *((p, None) for p in spec.placements)], spec, spec.placements)
+            f"be parts of one mesh with named axes, got {spec.mesh} and {mesh.mesh}; build both "
+            "by slicing one mesh, and pass its data-parallel axes, such as mesh['data']"
+        )
+    axes = _axes(mesh, dim, _num_parts(spec, dim))
+    return ParamPlacement(
+        both, (*axes, *((p, None) for p in spec.placements)), spec, spec.placements
+    )
 
 
-# The placement of a parameter on one axis, and the role of the axis.
-_Axis = tuple[Placement, Role]
-
-
-def _axes(mesh: ShardMesh, dim: int | None, num_parts: int = 1) -> list[_Axis]:
+def _axes(
+    mesh: ShardMesh, dim: int | None, num_parts: int = 1
+) -> tuple[tuple[Placement, Role], ...]:
     """Return the placement and the role of each data-parallel axis.
 
     Args:
@@ -274,12 +286,12 @@ def _axes(mesh: ShardMesh, dim: int | None, num_parts: int = 1) -> list[_Axis]:
         dim: The dim to shard; ``None`` replicates.
         num_parts: The number of parts into which the other axes cut ``dim``.
     """
-    axes: list[_Axis] = []
-    if mesh.replica_group is not None:
-        axes.append((Replicate(), "replicate"))
-    if mesh.shard_group is not None:
-        axes.append((_shard(dim, num_parts), "shard"))
-    return axes
+    replicate: tuple[Placement, Role] = (Replicate(), "replicate")
+    shard: tuple[Placement, Role] = (_shard(dim, num_parts), "shard")
+    groups = mesh.replica_group, mesh.shard_group
+    return tuple(
+        axis for axis, group in zip((replicate, shard), groups, strict=True) if group is not None
+    )
 
 
 def _shard(dim: int | None, num_parts: int) -> Placement:
@@ -292,32 +304,10 @@ def _shard(dim: int | None, num_parts: int) -> Placement:
     return Shard(dim) if num_parts == 1 else _torch.strided_shard(dim, num_parts)
 
 
-def _num_parts(placements: Any, mesh: DeviceMesh, dim: int | None, after: int = -1) -> int:
-    """Return into how many parts the axes of ``mesh`` with an index above ``after`` cut ``dim``."""
-    parts = 1
-    for axis, placement in enumerate(placements):
-        if axis > after and dim is not None and _torch.shards_dim(placement, dim):
-            parts *= mesh.size(axis)
-    return parts
-
-
-def _complete(
-    mesh: DeviceMesh,
-    axes: list[_Axis],
-    unsharded_spec: _torch.DTensorSpec | None,
-    unsharded_grad: tuple[Placement | None, ...] = (),
-) -> ParamPlacement:
-    """Add the placements of gradients to those of a parameter."""
-    average = Partial("avg")
-    return ParamPlacement(
-        mesh=mesh,
-        sharded=tuple(placement for placement, _ in axes),
-        reduced_over_shards=tuple(average if role == "replicate" else p for p, role in axes),
-        unreduced=tuple(average if role is not None else p for p, role in axes),
-        roles=tuple(role for _, role in axes),
-        unsharded_spec=unsharded_spec,
-        unsharded_grad=unsharded_grad,
-    )
+def _num_parts(spec: _torch.DTensorSpec, dim: int | None, first_axis: int = 0) -> int:
+    """Return the number of parts into which the axes from ``first_axis`` on cut ``dim``."""
+    pairs = [*zip(spec.placements, spec.mesh.shape, strict=True)][first_axis:]
+    return prod(size for placement, size in pairs if _torch.shards_dim(placement, dim))
 
 
 def _on_full_mesh(
@@ -335,10 +325,10 @@ def _on_full_mesh(
             f"{mesh.full_mesh}, got one on {full}; if the parameter is on only some axes of that "
             "mesh, pass only the data-parallel axes, such as mesh['data'], without dp_mesh_dims"
         )
-    roles: dict[str, Role] = {name: "shard" for name in dims.shard_names}
-    roles |= {name: "replicate" for name in dims.replicate_names}
+    roles: dict[str, Role] = dict.fromkeys(dims.shard_names, "shard")
+    roles |= dict.fromkeys(dims.replicate_names, "replicate")
     submeshes: list[DeviceMesh] = []
-    axes: list[_Axis] = []
+    axes: list[tuple[Placement, Role]] = []
     for index, axis_name in enumerate(full.mesh_dim_names):
         placement, role = spec.placements[index], roles.get(axis_name)
         if role is not None and not placement.is_replicate():
@@ -346,16 +336,18 @@ def _on_full_mesh(
                 f"Expected parameter '{name}' to be replicated over the data-parallel axis "
                 f"'{axis_name}', got {placement}"
             )
-        if role != "shard":
-            submeshes.append(full[axis_name])
-            axes.append((placement, role))
-        elif axis_name == dims.shard_names[0]:
-            submeshes.append(_torch.flat_axis(full, dims.shard_names))
-            axes.append((_shard(dim, _num_parts(spec.placements, full, dim, index)), role))
-    flattens = len(dims.shard_names) > 1
-    return _complete(
-        _torch.concatenate_meshes(submeshes) if flattens else full,
-        axes,
+        if axis_name in dims.shard_names[1:]:
+            continue  # flattened into the first axis that shards
+        if role == "shard":
+            placement = _shard(dim, _num_parts(spec, dim, index + 1))
+        submeshes.append(
+            _torch.flat_axis(full, dims.shard_names if role == "shard" else (axis_name,))
+        )
+        axes.append((placement, role))
+    is_flattened = len(axes) < full.ndim
+    return ParamPlacement(
+        _torch.concatenate_meshes(submeshes) if is_flattened else full,
+        tuple(axes),
         spec,
         tuple(
             None if axis_name in roles else placement

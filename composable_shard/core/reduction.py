@@ -26,8 +26,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.layout import PACKED_ALIGNMENT_NBYTES, aligned, is_packed, message_numels
-from composable_shard.core.placement import GradStage, Placements
+from composable_shard.core.layout import aligned, is_packed, message_numels
+from composable_shard.core.placement import GradStage, Placements, packing_step
 from composable_shard.core.storage import USER_GRAD_DTYPE, Bucket, ShardedParam, user_grad_dtype
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
@@ -572,15 +572,6 @@ def with_own_message(buckets: Iterable[Bucket], dtype: torch.dtype) -> set[Shard
         if bucket.message_cost is not None
         and not is_packed(param.layout.flat, dtype.itemsize, bucket.message_cost)
     }
-
-
-def packing_step(dtypes: Iterable[torch.dtype], device: torch.device) -> int:
-    """Return the alignment of packed shards, in elements of the narrowest of their dtypes.
-
-    Devices read and write fastest if shards begin at multiples of ``PACKED_ALIGNMENT_NBYTES``.
-    """
-    narrowest = min(dtype.itemsize for dtype in dtypes)
-    return max(1, PACKED_ALIGNMENT_NBYTES // narrowest) if _torch.aligns(device) else 1
 
 
 def sent_dtype(buckets: Sequence[Bucket], reduced: torch.dtype, channel: Channel) -> torch.dtype:

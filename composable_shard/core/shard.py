@@ -1,12 +1,13 @@
 """The steps of ``fully_shard``: collect the parameters, check, plan, shard and commit.
 
-Imports group, storage, ties, extension. Every step that can fail runs before the module changes.
+Imports group, storage, extension. Every step that can fail runs before the module changes.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,8 +19,13 @@ from composable_shard import _torch
 from composable_shard.core.codec import GRAD_PRE, PRE, flatten, has_extension, needs_extension
 from composable_shard.core.extension import build_buckets
 from composable_shard.core.group import ParamGroup, group_of
-from composable_shard.core.storage import ShardedParam, Slot, owner_of_sharded
-from composable_shard.core.ties import Managed, record_original
+from composable_shard.core.storage import (
+    ShardedParam,
+    Slot,
+    owner_of_full,
+    owner_of_sharded,
+    record_full_tensor,
+)
 from composable_shard.core.transport.process_groups import gather_by_rank
 from composable_shard.errors import ExtensionError
 from composable_shard.mesh import ShardMesh, ShardPlacementFn, own_mesh_of, placement_of, shard_dim
@@ -93,6 +99,27 @@ def check_not_parallelized(modules: Iterable[nn.Module]) -> None:
                 )
 
 
+@dataclass(frozen=True)
+class Managed:
+    """The parameters that one ``fully_shard`` call shards.
+
+    Attributes:
+        modules: The top modules and all modules below them, except those of inner groups.
+        slots: The slots (modules and names) of each parameter.
+        names: The qualified name of each parameter.
+        taken_over: The parameters that inner groups lose to the new group.
+    """
+
+    modules: list[nn.Module]
+    slots: dict[nn.Parameter, list[Slot]]
+    names: dict[nn.Parameter, str]
+    taken_over: list[ShardedParam]
+
+
+Planned = dict[nn.Parameter, ShardedParam]
+"""The sharded parameter of each original."""
+
+
 def find_managed(
     modules: Sequence[nn.Module],
     ignored: Iterable[nn.Parameter],
@@ -100,36 +127,61 @@ def find_managed(
 ) -> Managed:
     """Collect the parameters of modules, except those below sharded or replicated inner modules.
 
-    A parameter that is tied to a parameter of a replicated module is replicated, too.
+    A parameter that is tied to a parameter of a replicated module is replicated, too. Users call
+    ``fully_shard`` from the bottom up. If modules of this call hold the original of a parameter
+    that an inner group has sharded, the parameter is tied, and the new group takes it over. It
+    leaves the original alone if its other modules are outside of this call: a later call may
+    contain all of them.
 
     Args:
         modules: The top modules.
         ignored: Parameters to leave alone.
         planned: Inner modules that other calls will shard before this one.
+
+    Raises:
+        ValueError: If a tied parameter was used or changed since an inner group has sharded it.
     """
     ignored_ids = {id(param) for param in ignored}
-    visited: dict[nn.Module, str] = {}
+    own: dict[nn.Module, None] = {}
 
-    def visit(module: nn.Module, prefix: str) -> None:
-        if module in visited:
+    def visit(module: nn.Module) -> None:
+        if module in own:
             return
-        visited[module] = prefix
-        for name, child in module.named_children():
+        own[module] = None
+        for child in module.children():
             if _torch.is_replicated(child):
                 ignored_ids.update(map(id, child.parameters()))
             elif not is_parallelized(child) and child not in planned:
-                visit(child, f"{prefix}{name}.")
+                visit(child)
 
     for top in modules:
-        visit(top, "")
+        visit(top)
+    prefixes = {m: name and f"{name}." for top in modules for name, m in top.named_modules()}
     slots: dict[nn.Parameter, list[Slot]] = {}
-    names: dict[nn.Parameter, str] = {}
-    for module, prefix in visited.items():
-        for name, param in module._parameters.items():
-            if param is not None and id(param) not in ignored_ids:
-                slots.setdefault(param, []).append(Slot.of(module, name))
-                names.setdefault(param, f"{prefix}{name}")
-    return Managed(tuple(visited), {param: tuple(places) for param, places in slots.items()}, names)
+    tied: dict[tuple[nn.Parameter, ShardedParam], list[Slot]] = {}
+    for slot in (Slot(module, name) for module in prefixes for name in module._parameters):
+        param = slot.get()
+        if param is None or id(param) in ignored_ids:
+            continue
+        owner = owner_of_full(param)
+        if owner is not None and slot not in owner.slots:
+            tied.setdefault((param, owner), []).append(slot)
+        elif slot.module in own:
+            slots.setdefault(param, []).append(slot)
+    taken_over = []
+    for (param, owner), places in tied.items():
+        if not owner.is_as_made:
+            raise ValueError(
+                f"Expected parameter '{prefixes[places[0].module]}{places[0].name}' to be tied "
+                f"before its group was used, got a tie with '{owner.name}' of a group that was "
+                "gathered, loaded or changed; first apply fully_shard to all modules that share "
+                "the parameter"
+            )
+        if all(slot.module in prefixes for slot in owner.slots):
+            slots[param] = [*owner.slots, *places]
+            taken_over.append(owner)
+    names = {param: f"{prefixes[first.module]}{first.name}" for param, (first, *_) in slots.items()}
+    return Managed(list(own), slots, names, taken_over)
 
 
 def plan_params(
@@ -138,15 +190,14 @@ def plan_params(
     shard_placement_fn: ShardPlacementFn | None,
     policy: MixedPrecisionPolicy,
     offload: Offload = None,
-) -> list[ShardedParam]:
+) -> Planned:
     """Choose the sharded dim, mesh and dtypes of each parameter.
 
     Raises:
         ValueError: If a parameter cannot be sharded that way, with its name.
     """
     check_names(offload, set(managed.names.values()))
-    meshes: dict[DeviceMesh, ShardMesh] = {}
-    planned = []
+    planned: Planned = {}
     for param, slots in managed.slots.items():
         name = managed.names[param]
         if is_lazy(param):
@@ -155,15 +206,11 @@ def plan_params(
                 "got an uninitialized one; run a forward of the model before fully_shard"
             )
         placement, own_mesh = placement_of(name, param, shard_placement_fn)
-        param_mesh = mesh
-        if own_mesh is not None:
-            if own_mesh not in meshes:
-                meshes[own_mesh] = own_mesh_of(name, own_mesh)
-            param_mesh = meshes[own_mesh]
+        param_mesh = mesh if own_mesh is None else own_mesh_of(name, own_mesh)
         _check_param(name, param, param_mesh)
         dim = shard_dim(name, param, placement)
         policies = policy.for_parameter(name, param), offload_of(name, offload)
-        planned.append(ShardedParam(name, slots, param, dim, param_mesh, *policies))
+        planned[param] = ShardedParam(name, slots, param, dim, param_mesh, *policies)
     return planned
 
 
@@ -184,29 +231,23 @@ def _check_param(name: str, param: nn.Parameter, mesh: ShardMesh) -> None:
 
 
 def build_group(
-    modules: tuple[nn.Module, ...],
-    managed: Managed,
-    planned: Sequence[ShardedParam],
-    mesh: ShardMesh,
-    policy: MixedPrecisionPolicy,
+    modules: tuple[nn.Module, ...], planned: Planned, mesh: ShardMesh, policy: MixedPrecisionPolicy
 ) -> ParamGroup:
     """Copy this rank's shards into buckets and make the sharded parameters; change no module.
 
     Collective: for tensor subclasses, one small object for each mesh axis.
     """
+    params = list(planned.values())
     with torch.inference_mode(False), torch.no_grad():
-        shards = _cut_shards(planned, list(managed.slots))
-        buckets = build_buckets(planned, shards)
-        originals = dict(zip(planned, managed.slots, strict=True))
+        buckets = build_buckets(params, _cut_shards(planned))
+        originals = {param: original for original, param in planned.items()}
         for bucket in buckets:
             for param, local in zip(bucket.params, bucket.locals, strict=True):
                 param.create_sharded(local, originals[param])
-    return ParamGroup(modules, planned, buckets, mesh, policy)
+    return ParamGroup(modules, params, buckets, mesh, policy)
 
 
-def _cut_shards(
-    planned: Sequence[ShardedParam], originals: Sequence[nn.Parameter]
-) -> list[torch.Tensor]:
+def _cut_shards(planned: Planned) -> list[torch.Tensor]:
     """Cut this rank's shards: copies of tensor subclasses, and views or copies of plain tensors.
 
     Collective: one small object for each mesh axis if there are tensor subclasses, else none.
@@ -214,7 +255,7 @@ def _cut_shards(
     shards: list[torch.Tensor] = []
     meshes: dict[DeviceMesh, None] = {}
     failure = None
-    for param, original in zip(planned, originals, strict=True):
+    for original, param in planned.items():
         part = param.tensor_parallel_part(original)
         if not needs_extension(part):
             shard = param.shard_of(original)
@@ -286,31 +327,28 @@ def _agree_on_shards(failure: ExtensionError | None, meshes: Sequence[DeviceMesh
     axes = [mesh.get_group(index) for mesh in meshes for index in range(mesh.ndim)]
     groups = [axis for axis in dict.fromkeys(axes) if axis.size() > 1 and not _torch.is_fake(axis)]
     texts = gather_by_rank(text, groups, "agreeing on how tensor subclasses are cut")
-    failures = {rank: text for rank, text in texts.items() if text is not None}
-    if not failures:
-        return
-    distinct = set(failures.values())
-    if len(failures) == len(texts) and len(distinct) == 1:
-        raise ExtensionError(distinct.pop()) from failure
-    lines = (f"rank {rank}: {text}" for rank, text in failures.items())
-    raise ExtensionError("; ".join(lines)) from failure
+    failures = [f"rank {rank}: {other}" for rank, other in texts.items() if other is not None]
+    if failures:
+        are_equal = len({*texts.values()}) == 1
+        raise ExtensionError(text if are_equal else "; ".join(failures)) from failure
 
 
-def check_subclasses(planned: Sequence[ShardedParam], managed: Managed) -> None:
+def check_subclasses(planned: Planned) -> None:
     """Cut the tensor subclasses only to raise the errors of :func:`build_group` on all ranks.
 
     Collective: see :func:`build_group`.
     """
-    pairs = zip(planned, managed.slots, strict=True)
-    cut = [(p, full) for p, full in pairs if needs_extension(p.tensor_parallel_part(full))]
-    _cut_shards([param for param, _ in cut], [full for _, full in cut])
+    pairs = planned.items()
+    _cut_shards({full: p for full, p in pairs if needs_extension(p.tensor_parallel_part(full))})
 
 
-def commit(group: ParamGroup, managed: Managed, planned: Sequence[ShardedParam]) -> None:
-    """Register the sharded parameters and move buffers to the compute device."""
-    for param, original in zip(planned, managed.slots, strict=True):
+def commit(group: ParamGroup, managed: Managed, planned: Planned) -> None:
+    """Register the sharded parameters, remove those taken over, and move buffers to the device."""
+    for lost in managed.taken_over:
+        lost.group.remove(lost)
+    for original, param in planned.items():
         param.put(param.sharded)
-        record_original(original, param.slots, param)
+        record_full_tensor(original, param)
     device = group.mesh.device
     for module in managed.modules:
         for name, buffer in module._buffers.items():

@@ -138,9 +138,9 @@ def _before_load(
         spec = param.placement.unsharded_spec
         if not isinstance(value, DTensor):
             state_dict[key] = _shard_of(param, value, current, assign)
-        elif value.device_mesh == param.sharded_spec.mesh:
-            if value.placements != param.sharded_spec.placements:
-                state_dict[key] = value.redistribute(placements=param.sharded_spec.placements)
+        elif value.device_mesh == param.placement.mesh:
+            if value.placements != param.placement.sharded:
+                state_dict[key] = value.redistribute(placements=param.placement.sharded)
         elif spec is not None and value.device_mesh == spec.mesh:
             value = value.redistribute(placements=spec.placements)
             state_dict[key] = _shard_of(param, value, current, assign)
@@ -148,7 +148,7 @@ def _before_load(
             state_dict[key] = current
             error_messages: list[str] = rest[-1]
             error_messages.append(
-                f'Expected a DTensor for "{key}" on {param.sharded_spec.mesh}, got one on '
+                f'Expected a DTensor for "{key}" on {param.placement.mesh}, got one on '
                 f"{value.device_mesh}; pass its full_tensor()."
             )
 
@@ -166,7 +166,7 @@ def _shard_of(param: ShardedParam, full: torch.Tensor, current: DTensor, assign:
         elif device.type == "meta":
             device = param.device
         local = local.to(device, copy=True)
-    return _torch.from_local(local, _torch.spec_with_dtype(param.sharded_spec, full.dtype))
+    return _torch.from_local(local, param.spec("sharded", full.dtype))
 
 
 def _after_load(module: nn.Module, *_: object) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import is_
@@ -28,19 +28,18 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.codec import AttributeCopier, attributes_of_user, has_extension
-from composable_shard.core.layout import MessageCost, message_cost, plan_bucket
+from composable_shard.core.layout import message_cost, plan_bucket
 from composable_shard.core.placement import (
     GradStage,
-    ParamPlacement,
-    TensorLayout,
     matching_pieces,
+    packing_step,
     plan_placement,
     plan_tensor,
 )
 from composable_shard.core.plugins import Op
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import Tensors
-from composable_shard.core.transport.host import CopyStream, upload, upload_stream
+from composable_shard.core.transport.host import upload, upload_stream
 from composable_shard.core.transport.pending import Pending, Waitable, launching_stream
 from composable_shard.errors import StaleParameterError
 from composable_shard.mesh import ShardMesh
@@ -70,12 +69,13 @@ def owner_of_sharded(tensor: torch.Tensor) -> ShardedParam | None:
     return param if param is not None and param.sharded is tensor else None
 
 
-# By id: the full tensors that modules hold or have held, and the parameters they replace.
+# By id: the originals, unsharded parameters and full copies that modules hold or have held, and the
+# parameters that they belong to.
 _full_tensors: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[ShardedParam]]] = {}
 
 
 def record_full_tensor(tensor: torch.Tensor, param: ShardedParam) -> None:
-    """Record that ``tensor`` replaces, or has replaced, a sharded parameter on a module.
+    """Record that a module holds ``tensor``, or has held it, in place of a sharded parameter.
 
     The record refers weakly to ``tensor`` and to ``param``, but not to ``param.sharded``: torch
     cannot convert a module if there are weak references to its parameters.
@@ -85,16 +85,22 @@ def record_full_tensor(tensor: torch.Tensor, param: ShardedParam) -> None:
     _full_tensors[key] = full, weakref.ref(param)
 
 
-def as_sharded(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sharded parameter that a full tensor replaces; any other tensor unchanged."""
+def owner_of_full(tensor: torch.Tensor) -> ShardedParam | None:
+    """Return the parameter that a full tensor belongs to; ``None`` for any other tensor."""
     record = _full_tensors.get(id(tensor))
-    param = None if record is None else record[1]()
+    return None if record is None else record[1]()
+
+
+def as_sharded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sharded parameter that a full tensor belongs to; any other tensor unchanged."""
+    param = owner_of_full(tensor)
     return tensor if param is None else param.sharded
 
 
-def num_full_tensors(ids: Set[int]) -> int:
-    """Count the unsharded parameters and full copies among live tensors, given their ids."""
-    return 0 if ids.isdisjoint(_full_tensors) else len(ids & {*_full_tensors})
+def num_full_tensors(tensors: Iterable[torch.Tensor]) -> int:
+    """Count the full tensors of parameters among some tensors."""
+    found = _full_tensors.keys() & set(map(id, tensors))
+    return sum(_full_tensors[key][1]() is not None for key in found)
 
 
 class FlatPosition(NamedTuple):
@@ -112,32 +118,22 @@ class FlatPosition(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A name under which a module holds a parameter; tied parameters have several slots.
-
-    Attributes:
-        module: The module.
-        name: The name of the parameter in the module.
-        calls_setattr: Whether to register parameters by the ``__setattr__`` of the module, because
-            its class overrides it.
-    """
+    """A name under which a module holds a parameter; tied parameters have several slots."""
 
     module: nn.Module
     name: str
-    calls_setattr: bool
-
-    @classmethod
-    def of(cls, module: nn.Module, name: str) -> Slot:
-        """Return the slot of a parameter. Environment variables can bypass ``__setattr__``."""
-        is_plain = type(module).__setattr__ is nn.Module.__setattr__
-        is_unsafe = any(os.environ.get(variable) == "1" for variable in _UNSAFE_VARIABLES)
-        return cls(module, name, not is_plain and not is_unsafe)
 
     @property
     def setter(self) -> Callable[[str, nn.Parameter], None]:
-        """The function that registers a parameter under a name on the module."""
-        if self.calls_setattr:
-            return partial(setattr, self.module)
-        return self.module._parameters.__setitem__
+        """The function that registers a parameter under a name on the module.
+
+        It is the ``__setattr__`` of the module if its class overrides it; environment variables can
+        bypass that.
+        """
+        is_plain = type(self.module).__setattr__ is nn.Module.__setattr__
+        if is_plain or any(os.environ.get(variable) == "1" for variable in _UNSAFE_VARIABLES):
+            return self.module._parameters.__setitem__
+        return partial(setattr, self.module)
 
     def put(self, param: nn.Parameter) -> None:
         """Register a parameter under the name."""
@@ -154,6 +150,7 @@ class ShardedParam:
     Attributes:
         name: Its qualified name below the group's module.
         slots: The modules and names that hold it.
+        shape: Its global shape.
         mesh: The data-parallel ranks.
         policy: Its dtypes.
         offload: The offload policy; ``None`` if its shard is not kept on the CPU.
@@ -171,6 +168,7 @@ class ShardedParam:
         is_counted: Whether a hook counts the gradient accumulations of ``unsharded``.
         shares_storage: Whether ``unsharded`` is a view of the sharded buffer.
         group: Its group.
+        version_when_made: The result of :meth:`version` when ``fully_shard`` made it.
         freed_inner: Inner tensors of a subclass with memory that is freed between uses. Autograd
             may save them, so they have versions, too.
         flat_position: The position of its shard in a flat buffer; ``None`` without such a buffer.
@@ -199,11 +197,11 @@ class ShardedParam:
         self.name, self.slots = name, list(slots)
         self.mesh, self.policy, self.offload = mesh, policy, offload
         self.device = torch.device("cpu") if offload is not None else mesh.device
-        whole = _torch.local_part(original)
-        self.placement: ParamPlacement = plan_placement(name, original, dim, mesh)
-        self.layout: TensorLayout = plan_tensor(whole, dim, mesh.num_shards)
-        stride = original.stride() if self.layout.order is not None else _contiguous(original.shape)
-        self._shape, self._stride = original.shape, stride
+        self.placement = plan_placement(name, original, dim, mesh)
+        self.layout = plan_tensor(_torch.local_part(original), dim, mesh.num_shards)
+        self.shape, self._stride = original.shape, original.stride()
+        if self.layout.order is None:
+            self._stride = torch.empty(original.shape, device="meta").stride()
         self.dtype = original.dtype
         self.began_on_meta = original.is_meta
         self.shares_storage = False
@@ -214,16 +212,8 @@ class ShardedParam:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle only the sharded parameter."""
-        omitted = {
-            "group",
-            "local",
-            "flat_position",
-            "unsharded",
-            "unsharded_local",
-            "freed_inner",
-            "attributes",
-            "state_before_load",
-        }
+        of_memory = {"group", "local", "flat_position", "state_before_load"}
+        omitted = of_memory | {"unsharded", "unsharded_local", "freed_inner", "attributes"}
         state = {name: value for name, value in self.__dict__.items() if name not in omitted}
         return {**state, "user_grad_dtype": user_grad_dtype(self.sharded)}  # torch loses it
 
@@ -259,16 +249,6 @@ class ShardedParam:
         return self.layout.shape, self.layout.dim, "any dtype" if takes_any else grad_dtype
 
     @property
-    def shape(self) -> torch.Size:
-        """The global shape."""
-        return self._shape
-
-    @property
-    def sharded_spec(self) -> _torch.DTensorSpec:
-        """The mesh, placements and global shape of the sharded parameter."""
-        return self.spec("sharded", self.dtype)
-
-    @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of the unsharded parameter."""
         return self.policy.compute_dtype(self.dtype)
@@ -286,7 +266,7 @@ class ShardedParam:
 
     def spec(self, stage: GradStage, dtype: torch.dtype) -> _torch.DTensorSpec:
         """Return the spec of a gradient at a stage; that of ``sharded`` is the parameter's, too."""
-        meta = _torch.TensorMeta(self._shape, self._stride, dtype)
+        meta = _torch.TensorMeta(self.shape, self._stride, dtype)
         return _torch.make_spec(self.placement.mesh, getattr(self.placement, stage), meta)
 
     def create_sharded(self, local: torch.Tensor, original: nn.Parameter) -> None:
@@ -298,6 +278,7 @@ class ShardedParam:
         _torch.share_hooks(original, self.sharded)
         if original.grad_dtype != original.dtype:
             self.sharded.grad_dtype = original.grad_dtype
+        self.version_when_made = self.version()
 
     def set_local(self, local: torch.Tensor) -> None:
         """Make ``local`` this rank's shard."""
@@ -314,6 +295,12 @@ class ShardedParam:
     def version(self) -> int:
         """Return a number that grows when the shard changes in place."""
         return int(self.sharded._version + self.local._version)
+
+    @property
+    def is_as_made(self) -> bool:
+        """Whether its group has not been used, and the sharded parameter has not been changed."""
+        is_unused = not self.group.is_compiled and self.version() == self.version_when_made
+        return is_unused and all(slot.get() is self.sharded for slot in self.slots)
 
     def put(self, param: nn.Parameter) -> None:
         """Register a parameter under all names."""
@@ -344,19 +331,17 @@ class ShardedParam:
         self.__dict__.pop("unsharded_local", None)
         self.freed_inner, self.attributes = [], None
 
-    def create_unsharded(self, tensor: torch.Tensor, *, is_from_hooks: bool = False) -> None:
+    def create_unsharded(self, tensor: torch.Tensor) -> None:
         """Make the unsharded parameter, the leaf of autograd.
 
         Args:
             tensor: The full values; under tensor parallelism, this rank's part of them.
-            is_from_hooks: Whether all-gather hooks have made it; then the leaf has its class.
         """
         self.is_counted, self.attributes = False, None
         spec = self.placement.unsharded_spec
         if spec is not None:
             tensor = _torch.from_local(tensor, _torch.spec_with_dtype(spec, tensor.dtype))
-        kind = None if is_from_hooks else self._kind
-        self.unsharded = _leaf_around(tensor, kind, requires_grad=False)
+        self.unsharded = self.leaf_around(tensor)
         self.unsharded_local = _torch.local_part(self.unsharded)
         record_full_tensor(self.unsharded, self)
 
@@ -365,20 +350,10 @@ class ShardedParam:
 
         If the shard has all-gather hooks, these have already chosen the class of the tensor.
         """
-        kind = None if has_extension(self.local) else self._kind
-        return _leaf_around(tensor, kind, requires_grad=self.sharded.requires_grad)
-
-
-def _leaf_around(
-    tensor: torch.Tensor, kind: type[torch.Tensor] | None, *, requires_grad: bool
-) -> nn.Parameter:
-    if kind is None:
-        return _torch.parameter_of(tensor, requires_grad)
-    return _torch.parameter_of_class(tensor, kind, requires_grad)
-
-
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
+        requires_grad = self.sharded.requires_grad
+        if self._kind is None or has_extension(self.local):
+            return _torch.parameter_of(tensor, requires_grad)
+        return _torch.parameter_of_class(tensor, self._kind, requires_grad)
 
 
 def user_grad_dtype(sharded: nn.Parameter) -> tuple[bool, torch.dtype | None]:
@@ -433,21 +408,13 @@ class Bucket(Protocol):
     locals: list[torch.Tensor]
     mesh: ShardMesh
     compute_dtype: torch.dtype
-    message_cost: MessageCost | None
-
-    @property
-    def unwritten(self) -> Sequence[tuple[int, int]]: ...
+    message_cost: int | None
+    unwritten: Sequence[tuple[int, int]]
 
     @property
     def reduction(self) -> type[Any] | None: ...
 
-    def gather_ops(
-        self,
-        shards: Sequence[torch.Tensor],
-        channel: Channel,
-        *,
-        keeps_storage: bool,
-    ) -> GatherOps:
+    def gather_ops(self, shards: Tensors, channel: Channel, *, keeps_storage: bool) -> GatherOps:
         """Return the operations that gather these shards, one shard per parameter.
 
         Args:
@@ -473,6 +440,8 @@ class Regather:
         self._unwritten = bucket.unwritten
         self._part = channel.mesh.shard_rank % num_ranks
         self._kept: list[torch.Tensor] = []
+        self._outputs: list[torch.Tensor] = []
+        self._pending = Pending([])
         channel.prepare_regather(num_ranks)
 
     def keep(self) -> None:
@@ -509,20 +478,16 @@ class Regather:
         for whole, output in zip(self._memory, self._outputs, strict=True):
             if output is not whole:
                 whole.copy_(output[: whole.numel()])
-        del self._pending, self._outputs
         self.free()
 
     def drop(self) -> None:
         """Wait until nothing writes to the memory any more; free this rank's part."""
-        pending = self.__dict__.pop("_pending", None)
-        if pending is not None:  # otherwise no gather was launched
-            pending.drop()
-            del self._outputs
+        self._pending.drop()
         self.free()
 
     def free(self) -> None:
         """Free this rank's part."""
-        self._kept = []
+        self._kept, self._outputs = [], []
 
 
 # The bucket of plain parameters -------------------------------------------------------------------
@@ -537,7 +502,6 @@ class FlatBucket:
         unsharded: All parameters [unsharded_numel], from the first gather on; it has no memory
             between uses. With one shard and no cast, it is ``sharded`` itself, and nothing is
             copied.
-        copy_output: The part of ``unsharded`` to copy ``sharded`` to, if there is only one shard.
         is_offloaded: Whether shards are not kept on the compute device.
         is_uploaded: Whether copies of the shards from pinned host memory overlap with compute.
         has_arrays: Whether NumPy arrays share the memory of ``unsharded``, which then stays.
@@ -555,57 +519,49 @@ class FlatBucket:
             shards: This rank's shards of them, all of one dtype and on one device.
         """
         first = params[0]
-        self.mesh, self.device = first.mesh, shards[0].device
-        self.dtype = shards[0].dtype
+        self.mesh, self.dtype = first.mesh, shards[0].dtype
         self.compute_dtype = first.policy.compute_dtype(self.dtype)
         group = self.mesh.shard_group
         backend = None if group is None else _torch.message_backend(group, self.mesh.device)
-        self.message_cost: MessageCost | None = message_cost(
-            backend, is_aligned=_torch.aligns(self.mesh.device)
-        )
+        self.message_cost: int | None = message_cost(backend, self.mesh.num_shards)
         self.layout = plan_bucket(
             tuple(param.layout.flat for param in params),
             self.compute_dtype.itemsize,
             self.message_cost,
-            min(self.dtype.itemsize, self.compute_dtype.itemsize),
+            packing_step((self.dtype, self.compute_dtype), self.mesh.device),
         )
         self.params = [params[index] for index in self.layout.order]
-        self._pins = first.offload is not None and pins(first.offload)
-        is_on_host = self.device.type == "cpu"
-        self.is_uploaded = is_on_host and copies_overlap_compute(first.offload, self.mesh.device)
-        self.has_arrays = False
+        self.unwritten: Sequence[tuple[int, int]] = self.layout.unwritten
         # A simulated device is on the CPU, as offloaded shards are.
-        is_simulated = first.offload is not None and _torch.aligns(self.mesh.device)
-        self.is_offloaded = is_simulated or self.is_uploaded or self.device != self.mesh.device
+        is_away = first.offload is not None and _torch.aligns(self.mesh.device)
+        self.is_uploaded = copies_overlap_compute(first.offload, self.mesh.device)
+        self.is_offloaded = is_away or self.is_uploaded
+        self.has_arrays = False
         is_cast = self.dtype != self.compute_dtype
         self.shares_storage = self.mesh.num_shards == 1 and not is_cast and not self.is_offloaded
         for param in params:
             param.shares_storage = self.shares_storage
-        self._make_sharded([shards[index] for index in self.layout.order])
+        numel, device = self.layout.shard_numel, shards[0].device
+        pin_memory = first.offload is not None and pins(first.offload)
+        self.sharded = torch.zeros(numel, dtype=self.dtype, device=device, pin_memory=pin_memory)
+        self.locals = self.shard_views(self.sharded)
+        starts = self.layout.shard_offsets
+        for param, start, next_start in zip(self.params, starts, [*starts[1:], None], strict=True):
+            param.flat_position = FlatPosition(self.sharded, start, next_start)
+        if not self.sharded.is_meta:
+            _torch.copy_all_(self.locals, [shards[index] for index in self.layout.order])
 
-    def gather_ops(
-        self,
-        shards: Sequence[torch.Tensor],
-        channel: Channel,
-        *,
-        keeps_storage: bool,
-    ) -> GatherOps:
+    def gather_ops(self, shards: Tensors, channel: Channel, *, keeps_storage: bool) -> GatherOps:
         """Return the operations that gather these shards, which may be outside of ``sharded``."""
         if self.shares_storage:
             return GatherOps((), (), (), ())
-        ops = _AllGather(self, list(shards), channel).ops(keeps_storage=keeps_storage)
-        return ops._replace(free=()) if keeps_storage else ops
+        return _AllGather(self, shards, channel, keeps_storage=keeps_storage).ops
 
     def free(self) -> bool:
         """Free the unsharded buffer; return whether NumPy arrays share it, so that it stays."""
         if not self.shares_storage and hasattr(self, "unsharded"):
             self.has_arrays = not _torch.free(self.unsharded)
         return self.has_arrays
-
-    @property
-    def unwritten(self) -> Sequence[tuple[int, int]]:
-        """The ranges of the unsharded buffer that no gather writes."""
-        return self.layout.unwritten
 
     def memory_for_backward(self) -> Sequence[torch.Tensor]:
         """Return the unsharded buffer."""
@@ -624,17 +580,6 @@ class FlatBucket:
             for param, offset in zip(self.params, offsets, strict=True)
         ]
 
-    def _make_sharded(self, shards: Sequence[torch.Tensor]) -> None:
-        self.sharded = torch.zeros(
-            self.layout.shard_numel, dtype=self.dtype, device=self.device, pin_memory=self._pins
-        )
-        self.locals = self.shard_views(self.sharded)
-        starts = self.layout.shard_offsets
-        for param, start, next_start in zip(self.params, starts, [*starts[1:], None], strict=True):
-            param.flat_position = FlatPosition(self.sharded, start, next_start)
-        if self.device.type != "meta":
-            _torch.copy_all_(self.locals, list(shards))
-
     def create_unsharded(self) -> None:
         """Make the unsharded and the staging buffer, and all views of them; then free both.
 
@@ -642,22 +587,16 @@ class FlatBucket:
         room for the shards only.
         """
         layout, mesh = self.layout, self.mesh
-        if self.shares_storage:
-            self.unsharded, offsets = self.sharded, layout.shard_offsets
-        else:
-            offsets = layout.unsharded_offsets
+        self.unsharded = self.sharded  # with the same layout, if there is one shard
+        if not self.shares_storage:
             numel, dtype, device = layout.unsharded_numel, self.compute_dtype, mesh.device
             self.unsharded = _torch.empty(numel, dtype=dtype, device=device)
-        for param, offset in zip(self.params, offsets, strict=True):
+        for param, offset in zip(self.params, layout.unsharded_offsets, strict=True):
             view = param.layout.whole(self.unsharded[offset:])
-            # The view has its own version counter: no gather bumps it, and `program.py` sets it.
-            start = int(view.storage_offset())
-            view = _torch.fresh_storage_view(self.unsharded, start, view)
-            param.create_unsharded(view)
+            # A view with its own version counter: no gather bumps it, and `program.py` sets it.
+            param.create_unsharded(_torch.fresh_storage_view(view))
         if self.shares_storage:
             return
-        if mesh.num_shards == 1:
-            self.copy_output = self.unsharded[: layout.shard_numel]
         spans = zip(layout.unsharded_offsets[: layout.num_direct], layout.params, strict=False)
         self.gather_outputs = [
             self.unsharded[start : start + mesh.num_shards * param.shard_numel]
@@ -681,50 +620,47 @@ class _AllGather:
     """The all-gather of a bucket: a message for each large parameter, and a packed message.
 
     Copies of shards from pinned host memory to the device overlap with compute.
+
+    Attributes:
+        ops: The operations. Builtins resize memory even if it is allocated, so they serve only
+            memory that is freed.
     """
 
-    def __init__(self, bucket: FlatBucket, shards: Tensors, channel: Channel) -> None:
-        self._bucket, self._channel = bucket, channel
+    def __init__(
+        self, bucket: FlatBucket, shards: Tensors, channel: Channel, *, keeps_storage: bool
+    ) -> None:
+        self._bucket, self._shards, self._channel = bucket, shards, channel
         self._has_streams = _torch.has_streams(bucket.mesh.device)
-        layout, mesh = bucket.layout, bucket.mesh
+        self._uploads = upload_stream(bucket.mesh.device) if bucket.is_uploaded else None
+        self._pending = Pending([])
         self._are_in_bucket = all(map(is_, shards, bucket.locals))
-        is_cast = bucket.dtype != bucket.compute_dtype
-        self._copies_input = is_cast or not self._are_in_bucket or bucket.is_offloaded
-        self._shards = shards
-        self._flat_input = bucket.sharded
-        if self._copies_input:
-            numel, dtype = layout.shard_numel, bucket.compute_dtype
-            self._flat_input = _torch.empty(numel, dtype=dtype, device=mesh.device)
-        self._inputs = [self._flat_input[start : start + n] for start, n in layout.message_spans]
-        self._uploads: CopyStream | None = None
-        if self._copies_input:
-            _torch.free(self._flat_input)
-
-    def ops(self, *, keeps_storage: bool) -> GatherOps:
-        """Return the operations.
-
-        Builtins resize memory even if it is allocated, so they serve only memory that is freed.
-        """
-        bucket, flat_input, staging = self._bucket, self._flat_input, self._bucket.staging
         allocate, free = _memory_ops(bucket.unsharded, may_stay=keeps_storage or bucket.has_arrays)
-        if bucket.mesh.num_shards == 1:
-            copy = partial(self._copy_in, bucket.copy_output)
-            wait_for_copy = [self._wait_for_copy] if bucket.is_uploaded else []
-            return GatherOps([allocate, copy], wait_for_copy, wait_for_copy, [free])
         gather: list[Op] = [allocate]
         wait: list[Op] = [self.wait]
         drop: list[Op] = [self.drop]
-        if self._copies_input:
-            allocate_input, free_input = _memory_ops(flat_input)
-            gather += [allocate_input, partial(self._copy_in, flat_input)]
-            wait += [free_input]
-            drop += [free_input]
-        if staging is not None:
-            allocate_staging, free_staging = _memory_ops(staging.flat)
-            gather += [allocate_staging]
-            wait += [*staging.copy_out, free_staging]
-            drop += [free_staging]
-        return GatherOps([*gather, self.launch], wait, drop, [free])
+        if bucket.mesh.num_shards == 1:
+            gather += [partial(self._copy_in, bucket.unsharded)]
+            wait = drop = [] if self._uploads is None else [self._wait_for_copy]
+        else:
+            sent, spans = bucket.sharded, bucket.layout.message_spans
+            is_cast = bucket.dtype != bucket.compute_dtype
+            if is_cast or not self._are_in_bucket or bucket.is_offloaded:
+                numel, dtype, device = sent.numel(), bucket.compute_dtype, bucket.mesh.device
+                sent = _torch.empty(numel, dtype=dtype, device=device)
+            self._inputs = [sent[start : start + numel] for start, numel in spans]
+            if sent is not bucket.sharded:
+                _torch.free(sent)
+                allocate_input, free_input = _memory_ops(sent)
+                gather += [allocate_input, partial(self._copy_in, sent)]
+                wait += [free_input]
+                drop += [free_input]
+            if bucket.staging is not None:
+                allocate_staging, free_staging = _memory_ops(bucket.staging.flat)
+                gather += [allocate_staging]
+                wait += [*bucket.staging.copy_out, free_staging]
+                drop += [free_staging]
+            gather += [self.launch]
+        self.ops = GatherOps(gather, wait, drop, [] if keeps_storage else [free])
 
     def _copy_in(self, into: torch.Tensor) -> None:
         """Copy the shards to ``into``, in the compute dtype and on the compute device."""
@@ -732,9 +668,7 @@ class _AllGather:
         if not self._are_in_bucket:  # users have replaced sharded parameters
             flat = torch.zeros_like(flat)
             _torch.copy_all_(self._bucket.shard_views(flat), self._shards)
-        if self._bucket.is_uploaded:
-            # Set before the copy, so that `drop` can wait for it even if the copy fails.
-            self._uploads = upload_stream(into.device)
+        if self._uploads is not None:
             upload(flat, into)
         else:
             into.copy_(flat)
@@ -755,12 +689,9 @@ class _AllGather:
 
     def wait(self) -> None:
         self._pending.wait()
-        del self._pending
 
     def drop(self) -> None:
-        pending = self.__dict__.pop("_pending", None)
-        if pending is not None:  # otherwise no gather was launched
-            pending.drop()
+        self._pending.drop()
 
 
 class Staging:
@@ -798,25 +729,23 @@ class Staging:
             target = bucket.unsharded[layout.unsharded_offsets[index] :]
             offset, width = layout.shard_offsets[index] - layout.packed_offset, param.shard_numel
             column = columns[:, offset : offset + width]
-            if is_fused:  # outputs from left to right: gap, parameter, gap, parameter, ...
-                outputs += [rest_columns(offset - start), column]
-                start = offset + width
-                if param.gathers_in_place:
-                    outputs[-1] = target[: num_ranks * width].view(num_ranks, width)
-                    continue
-                outputs[-1] = column = rest_columns(width)
+            whole = None
             if param.gathers_in_place:  # padding follows the rows: whole shards are copied
-                count = param.num_nonempty
-                pairs.append((target[: count * width].view(count, width), column[:count]))
-            else:
+                whole = target[: num_ranks * width].view(num_ranks, width)
+            if is_fused:  # outputs from left to right: gap, parameter, gap, parameter, ...
+                outputs.append(rest_columns(offset - start))
+                outputs.append(rest_columns(width) if whole is None else whole)
+                column, start = outputs[-1], offset + width
+            if whole is None:
                 pairs += matching_pieces(param, target, column)
+            elif column is not whole:
+                pairs.append((whole, column))
         if is_fused:
             outputs.append(rest_columns(layout.packed_numel - start))
             outputs = [output for output in outputs if output.numel()]
             sizes = [output.shape[1] for output in outputs]
             kernel = torch.split_with_sizes_copy
             self.copy_out.append(partial(kernel, columns, sizes, dim=1, out=outputs))
-        pairs = [(into, source) for into, source in pairs if into.numel()]
         if pairs:
             into, sources = map(list, zip(*pairs, strict=True))
             self.copy_out.append(partial(_torch.copy_each_, into, sources))

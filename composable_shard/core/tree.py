@@ -22,6 +22,7 @@ from composable_shard.core.agreement import (
     agree_on_model,
     order_checks,
     refuse_replicated,
+    refuse_shared,
     warn_of_plain,
 )
 from composable_shard.core.backward import Backward
@@ -30,7 +31,6 @@ from composable_shard.core.group import ParamGroup, ReductionQueue, State, group
 from composable_shard.core.nested import InputContainer
 from composable_shard.core.plugins import Feature, Phase, Plugins
 from composable_shard.core.tape import NO_PLAN, Interval, Plan, Tape, Visit
-from composable_shard.core.ties import refuse_unowned
 from composable_shard.core.transport import host
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.errors import ShardError
@@ -283,7 +283,7 @@ class Tree:
     def _check_modules(self) -> None:
         """Refuse, or warn of, mistakes that only the whole tree shows; see the called functions."""
         self.finalization.refuse_former_roots()
-        refuse_unowned(module for group in self.groups for module in group.all_modules())
+        refuse_shared(module for group in self.groups for module in group.all_modules())
         for group in self.groups:
             holders = {slot.module for param in group.params for slot in param.slots}
             refuse_replicated(group.modules, holders, group.label)

@@ -20,11 +20,11 @@ from composable_shard.core.codec import flatten, has_extension
 from composable_shard.core.extension import ExtensionBucket, num_tensors
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.layout import message_numels
+from composable_shard.core.placement import packing_step
 from composable_shard.core.program import reduced_together
 from composable_shard.core.reduction import (
     LocalReduction,
     final_grad_dtype,
-    packing_step,
     sent_dtype,
     with_own_message,
 )
@@ -500,7 +500,7 @@ def _copies_of_gather(bucket: FlatBucket, in_backward: str) -> Iterator[_Copy]:
     why = "sharded on an inner dim, so concatenated shards are not the parameter yet"
     yield "permuted", ways["permuted"], _numel(ways["permuted"]) * itemsize, why
     packed = [param.layout.flat for param in ways["packed"]]
-    numel = sum(param.num_nonempty * param.shard_numel for param in packed)
+    numel = sum(param.num_shards * param.shard_numel for param in packed)
     why = "parameters too small for messages of their own share one, and are copied out of it"
     yield "packed", ways["packed"], numel * itemsize, why
     if in_backward == "regathered":

@@ -12,7 +12,7 @@ from math import prod
 import torch
 from hypothesis import strategies as st
 
-from composable_shard.core.layout import MESSAGE_COSTS
+from composable_shard.core.layout import message_cost
 from composable_shard.policy import MixedPrecisionPolicy
 from composable_shard.testing.programs import STEPS, ParamSpec, Step, TreeSpec
 
@@ -88,7 +88,7 @@ def big_shapes(draw: st.DrawFn, num_shards: int, itemsize: int = 4) -> tuple[int
         (9, 2048)
     """
     trailing = draw(st.sampled_from([(2048,), (2047,), (683, 3)]))
-    nbytes = MESSAGE_COSTS["gloo"].nbytes_per_peer * max(1, num_shards - 1)
+    nbytes = message_cost("gloo", max(2, num_shards))
     least = nbytes // (itemsize * prod(trailing)) + 1
     return (draw(st.integers(least, least + num_shards)), *trailing)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -255,7 +256,7 @@ class _Holder:
         assert item.param is not None
         placement = self.params[item.param].placement
         cut: Placement = Replicate() if item.dim is None else Shard(item.dim)
-        placements = tuple(cut if role == "shard" else Replicate() for role in placement.roles)
+        placements = tuple(cut if role == "shard" else Replicate() for _, role in placement.axes)
         meta = _torch.TensorMeta(torch.Size(item.shape), item.stride, item.dtype)
         return _torch.make_spec(placement.mesh, placements, meta)
 
@@ -294,7 +295,7 @@ class _Holder:
         param.mesh, param.placement, param.flat_position = mesh, placement, None
         param.device = torch.device("cpu") if param.offload is not None else mesh.device
         param.forget_unsharded()
-        numel = param.layout.flat.local_numel(mesh.shard_rank)
+        numel = prod(param.layout.flat.local_shape(mesh.shard_rank))
         like = param.layout.local(torch.empty(numel, device="meta"), mesh.shard_rank)
         dtype = items[self._keys[id(param.sharded)]].dtype
         return torch.zeros((), dtype=dtype, device=param.device).expand(like.shape)
@@ -319,7 +320,7 @@ class _Holder:
         old: dict[ShardedParam, ShardMesh] = {}
         for param, before in zip(self.params, self._before, strict=True):
             old[param], local = before["mesh"], self._locals[param]
-            spec = _torch.spec_with_dtype(param.sharded_spec, local.dtype)
+            spec = param.spec("sharded", local.dtype)
             if _torch.local_tensor(param.sharded).is_meta:
                 # It gets new memory, and stays the same object.
                 made = _torch.from_local(local, spec)

@@ -122,7 +122,8 @@ class Ground(NamedTuple):
             raise ShardError(
                 f"Expected a mesh of ascending ranks, got {ranks.tolist()}; save a checkpoint"
             )
-        return cls(tuple(ranks.flatten().tolist()), tuple(mesh.shape), placement.roles)
+        roles = tuple(role for _, role in placement.axes)
+        return cls(tuple(ranks.flatten().tolist()), tuple(mesh.shape), roles)
 
     def spread(self, shape: Sequence[int], dim: int | None) -> Spread:
         """Return the parts of a tensor that is sharded on a dim, or on none, by rank."""

@@ -308,7 +308,7 @@ def _slots_in(
     for module in modules:
         for attribute, param in module._parameters.items():
             if isinstance(param, DTensor) and owner_of_sharded(param) is None:
-                slots.setdefault(param, []).append(Slot.of(module, attribute))
+                slots.setdefault(param, []).append(Slot(module, attribute))
     for group in groups:
         is_whole = not within.isdisjoint(group.modules)
         for one in group.params:

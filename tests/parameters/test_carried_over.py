@@ -200,8 +200,8 @@ def test_an_optimizer_built_before_is_refused_at_its_next_step(make_optimizer: A
         with pytest.raises(ShardError) as caught:
             optimizers[0].step()
         assert str(caught.value) == (
-            f"Expected {make_optimizer.__name__} to have sharded parameters, got 4 that "
-            "fully_shard has replaced; build the optimizer after fully_shard"
+            f"Expected {make_optimizer.__name__} to have sharded parameters, got 4 full ones; "
+            "build it after fully_shard, outside unsharded(), before a forward or after a backward"
         )
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         optimizers[1].step()

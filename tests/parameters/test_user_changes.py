@@ -524,7 +524,6 @@ def test_an_optimizer_with_unsharded_parameters_is_refused(
     failure = caught.value.agreed()
     assert (failure.type_name, failure.message) == (
         "ShardError",
-        f"Expected SGD to have sharded parameters, got {num} unsharded ones, and their updates "
-        "would be lost; build the optimizer, or its param_groups, from model.parameters() outside "
-        "of unsharded(), before a forward or after a backward",
+        f"Expected SGD to have sharded parameters, got {num} full ones; build it after "
+        "fully_shard, outside unsharded(), before a forward or after a backward",
     )

@@ -9,25 +9,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from composable_shard import _torch
 from composable_shard.core.layout import (
     MESSAGE_ALIGNMENT_NBYTES,
     BucketLayout,
-    MessageCost,
     ParamLayout,
     message_cost,
     plan_bucket,
 )
-from composable_shard.core.placement import matching_pieces, plan_tensor
+from composable_shard.core.placement import matching_pieces, packing_step, plan_tensor
 from composable_shard.core.reduction import Scale, plan_scale
 from composable_shard.testing.strategies import big_shapes, shapes, shard_dims
 
 NUM_SHARDS = st.integers(1, 6)
 ITEMSIZES = st.sampled_from([1, 2, 4, 8])
-COSTS = [
-    message_cost(backend, is_aligned=is_aligned)
-    for backend in ("gloo", "nccl", "another", None)
-    for is_aligned in (False, True)
-]
+BACKENDS = st.sampled_from(["gloo", "nccl", "another", None])
 
 
 @st.composite
@@ -39,11 +35,11 @@ def param_layouts(draw: st.DrawFn, num_shards: int, itemsize: int = 4) -> ParamL
 
 
 @st.composite
-def buckets(draw: st.DrawFn) -> tuple[list[ParamLayout], BucketLayout, int, MessageCost, int]:
+def buckets(draw: st.DrawFn) -> tuple[list[ParamLayout], BucketLayout, int, int, int]:
     num_shards, itemsize = draw(NUM_SHARDS), draw(ITEMSIZES)
     params = draw(st.lists(param_layouts(num_shards, itemsize), min_size=1, max_size=8))
-    cost, narrowest = draw(st.sampled_from(COSTS)), min(draw(ITEMSIZES), itemsize)
-    return params, plan_bucket(tuple(params), itemsize, cost, narrowest), itemsize, cost, narrowest
+    cost, step = message_cost(draw(BACKENDS), num_shards), draw(st.sampled_from([1, 2, 8, 16]))
+    return params, plan_bucket(tuple(params), itemsize, cost, step), itemsize, cost, step
 
 
 def do_not_overlap(spans: list[tuple[int, int]]) -> bool:
@@ -69,7 +65,7 @@ def test_shards_tile_the_parameter(layout: ParamLayout) -> None:
     assert torch.equal(torch.cat(shards, layout.dim), full)
     for rank, shard in enumerate(shards):
         assert layout.local_shape(rank) == tuple(shard.shape)
-        assert layout.local_numel(rank) == shard.numel() <= layout.shard_numel
+        assert shard.numel() <= layout.shard_numel
     counts = [layout.local_rows(rank) for rank in ranks]
     assert layout.numel == prod(layout.shape) == layout.outer * layout.num_rows * layout.inner
     assert layout.num_full == sum(rows == layout.rows_per_shard > 0 for rows in counts)
@@ -113,9 +109,9 @@ def test_a_tensor_of_any_strides_lies_in_flat_buffers_as_in_memory(
 
 @given(buckets())
 def test_a_bucket(
-    planned: tuple[list[ParamLayout], BucketLayout, int, MessageCost, int],
+    planned: tuple[list[ParamLayout], BucketLayout, int, int, int],
 ) -> None:
-    params, bucket, itemsize, cost, narrowest = planned
+    params, bucket, itemsize, cost, step = planned
     assert [params[index] for index in bucket.order] == list(bucket.params)
     # Shards do not overlap in the sharded buffer, nor parameters in the unsharded one.
     shards = [
@@ -142,23 +138,25 @@ def test_a_bucket(
     assert len(bucket.message_spans) == bucket.num_direct + (bucket.packed_numel > 0)
     for index, param in enumerate(bucket.params):
         peers = param.num_shards - 1
-        worth = cost.nbytes_per_message + peers * cost.nbytes_per_peer
-        is_small = param.numel == 0 or param.numel * itemsize <= worth
+        is_small = param.numel == 0 or param.numel * itemsize <= cost
         is_packed = peers > 0 and (is_small or not param.gathers_in_place)
         assert is_packed == (index >= bucket.num_direct)
-    # Packed shards are aligned in the dtype of the wire, and in a narrower one.
+    # Packed shards are aligned.
     starts = [*bucket.shard_offsets[bucket.num_direct :], bucket.packed_offset]
-    for size in (itemsize, narrowest):
-        if bucket.packed_numel:
-            assert all(start * size % cost.alignment_nbytes == 0 for start in starts)
-            assert bucket.packed_numel * size % cost.alignment_nbytes == 0
+    assert all((start - bucket.packed_offset) % step == 0 for start in starts)
+    assert bucket.packed_numel % step == 0
 
 
 def test_messages_cost_by_the_peer_with_gloo_and_at_once_with_nccl() -> None:
-    gloo, nccl = COSTS[0], COSTS[3]
-    assert (gloo.nbytes_per_message, gloo.nbytes_per_peer, gloo.alignment_nbytes) == (0, 65536, 1)
-    assert (nccl.nbytes_per_message, nccl.nbytes_per_peer) == (1024 * 1024, 0)
-    assert nccl.alignment_nbytes == 16
+    assert [message_cost("gloo", n) for n in (1, 2, 4)] == [0, 65536, 3 * 65536]
+    assert [message_cost("nccl", n) for n in (1, 2, 4)] == [1024 * 1024] * 3
+
+
+def test_packed_shards_begin_where_accelerators_load_the_narrowest_dtype() -> None:
+    cpu, dtypes = torch.device("cpu"), (torch.float32, torch.bfloat16)
+    assert packing_step(dtypes, cpu) == 1
+    with _torch.pretended_backend("nccl"):
+        assert packing_step(dtypes, cpu) == 8
 
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
