@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from operator import lt
+from typing import Any
 
 import torch
 
 from composable_shard import _torch
-from composable_shard.core.group import ParamGroup, ReductionQueue, State, process_groups_of
+from composable_shard.core.group import ParamGroup, State, process_groups_of
 from composable_shard.core.reduction import Reduction
 from composable_shard.core.tape import Plan, PlanStep
 from composable_shard.core.transport.failures import announce, announced
@@ -60,53 +61,35 @@ class Backward:
 
     Attributes:
         steps: The remaining steps of the plan, the next step last.
-        is_inner: Whether it is an inner backward, which runs inside a forward.
-        kept: The groups that it leaves unsharded; `Tree._end_backward` frees them.
+        is_inner: Whether it runs inside a forward. An inner backward accumulates gradients without
+            sync; the backward of that forward, or the end of that forward, reduces them.
+        kept: The groups that it leaves unsharded; `Tree.end_backward` frees them.
         launched: The groups with reductions that it has launched.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[ParamGroup],
-        plan: Plan[ParamGroup],
-        inner_backward_groups: Iterable[ParamGroup],
-        in_flight: ReductionQueue,
-        on_end: Callable[[Backward], None],
-        *,
-        is_inner: bool = False,
-    ) -> None:
-        """Begin a backward.
-
-        Args:
-            groups: All groups of the tree.
-            plan: The plan, which all ranks share.
-            inner_backward_groups: The groups that backwards inside the forward have reached. Those
-                outside of the plan are finished first.
-            in_flight: The reductions in flight, also of earlier backwards.
-            on_end: Called when autograd has finished.
-            is_inner: Whether it runs inside a forward. An inner backward only accumulates
-                gradients, and the backward of that forward reduces them.
-        """
+    def __init__(self, tree: Any, plan: Plan[ParamGroup], *, is_inner: bool = False) -> None:
+        """Begin a backward of ``tree`` by a plan, which all ranks share."""
         self.steps, self.is_inner = list(plan.steps), is_inner
         self._num_recomputes = plan.num_recomputes
         # The groups with a finish step. Autograd may reach others, which then get one.
         self._planned, self._to_gather = set(plan.groups), set(plan.groups)
         self._finish_queue: deque[ParamGroup] = deque()  # past their finish step, not complete yet
-        self._groups, self._in_flight = groups, in_flight
+        self._tree, self._groups = tree, tree.groups
         self._to_free: list[ParamGroup] = []  # groups that `close` frees
         self.kept: list[ParamGroup] = []
         self.launched: set[ParamGroup] = set()
         self._task = _current_task()
         self._creates_graph = self._has_closed = False
-        for group in groups:
+        for group in tree.groups:
             group.progress = None
             group.finished_nodes.clear()
-        callback = partial(on_end, self)  # only the engine owns it, and drops it if backward fails
+        # Only the engine owns the callback, and drops it if backward fails.
+        callback = partial(tree.end_backward, self)
         self._callback = weakref.ref(callback, self._on_callback_freed)
         _torch.on_backward_end(callback)
-        for group in inner_backward_groups:
-            if group not in plan.groups:
-                self._ensure_progress(group)
+        for group in tree.groups if tree.has_inner_backward else ():
+            if group.unsynced_names and group not in plan.groups:
+                self._ensure_progress(group)  # it is finished first
 
     @property
     def is_running(self) -> bool:
@@ -180,7 +163,7 @@ class Backward:
                 self._planned.add(group)
                 self.steps.append(PlanStep(group, is_gather=False))
             if self.is_inner:
-                group.tree.tape.advance(group, 0)  # so the next forward prefetches it here, too
+                self._tree.tape.advance(group, 0)  # so the next forward prefetches it here, too
                 _gather_now(group)
         task = _current_task()
         if task not in progress.expected_nodes:
@@ -272,12 +255,11 @@ class Backward:
         """Free a group and reduce its gradients; at most ``max_reductions`` are in flight."""
         for op in group.program.post_backward:
             op()
-        if self.is_inner:
-            group.tree.free_after_inner_backward(group)
-            return
         if self._creates_graph and any(map(Reduction.has_unsharded_grads, group.reductions)):
             raise _graph_error(group)
-        if not group.settings.reshard_after_backward:
+        if self.is_inner:
+            self._tree.free(group, may_have_backward=False)
+        elif not group.settings.reshard_after_backward:
             self.kept.append(group)
             # The weight half of a split backward, and calls that no backward has reached, still
             # need the unsharded parameters to be registered.
@@ -287,9 +269,12 @@ class Backward:
             group.reshard()
         else:
             self._to_free.append(group)
-        if group.needs_reduce:
+        if group.needs_reduce and self.is_inner:
+            self._tree.in_flight.finish_of(group)
+            group.accumulate()
+        elif group.needs_reduce:
             self.launched.add(group)
-            self._in_flight.start(group)
+            self._tree.in_flight.start(group)
         group.finished_nodes.clear()
 
     # The end --------------------------------------------------------------------------------
@@ -298,8 +283,7 @@ class Backward:
         """Run the remaining steps, free groups and, with ``waits``, deliver all gradients.
 
         This also finishes groups that still look incomplete: if autograd passes no gradient (an
-        undefined tensor) to a parameter, the hook that counts accumulations does not run. An inner
-        backward only runs its steps.
+        undefined tensor) to a parameter, the hook that counts accumulations does not run.
 
         Returns:
             The groups of its plan, and other groups that it has reached.
@@ -316,11 +300,8 @@ class Backward:
                 self._gather(step.group)
             else:
                 self._finish(step.group)
-        if self.is_inner:
-            self._has_closed = True
-            return self._planned
         for group in self._groups:
-            if group in self._planned:
+            if group in self._planned or self.is_inner:
                 continue
             # A frozen group that no gradient passes is not in the plan, but may still be unsharded.
             if group.is_unsharded_registered and not group.is_kept_by_user:
@@ -329,11 +310,14 @@ class Backward:
             # Earlier backwards may have accumulated gradients of this group without sync.
             if group.settings.reduce_grads and (group.unsynced_names or group.gives_zeros):
                 self.launched.add(group)
-                self._in_flight.start(group, deferred=True)
+                self._tree.in_flight.start(group, deferred=True)
         if waits:
-            self._in_flight.finish()
+            self._tree.in_flight.finish()
         for group in self._to_free:
-            group.reshard()
+            if self.is_inner:
+                self._tree.free(group, may_have_backward=False)
+            else:
+                group.reshard()
         for group in self._planned:  # a node that has run since `_finish` was too late
             if group.finished_nodes and any(map(Reduction.has_unsharded_grads, group.reductions)):
                 raise ShardError(

@@ -33,10 +33,10 @@ class Finalization:
         return self._was_manual is not None or self.handle is not None
 
     def record_backward(self) -> bool:
-        """Record the end of a backward; return whether ``finalize_backward`` will finish it."""
+        """Record the end of a backward; return whether it finishes its reductions itself."""
         is_unfinished = self.is_manual or not self._tree.is_last_backward
         self._was_manual = self.is_manual if is_unfinished else None
-        return self.is_manual
+        return not is_unfinished
 
     def set_manual(self, enabled: bool) -> None:
         """Set whether ``finalize_backward``, or else the end of a backward, finishes reductions.

@@ -188,7 +188,7 @@ class ModuleHooks:
         needs_grad = adds_hooks and _hook_outputs(call, to_hook)
         # A group without parameters hooks nothing, but its outputs may need gradients, which
         # `Tree._end_forward` must know after backwards inside the forward.
-        if tree.inner_backward_groups and not needs_grad and torch.is_grad_enabled():
+        if tree.has_inner_backward and not needs_grad and torch.is_grad_enabled():
             needs_grad = any(tensor.requires_grad for tensor in tensors_in(output))
         output_dtype = group.policy.output_dtype
         if output_dtype is not None and not has_failed:

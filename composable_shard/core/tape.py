@@ -7,7 +7,7 @@ agree, even if their losses reach different parts of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from operator import attrgetter, itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -188,9 +188,9 @@ class Tape(Generic[Group]):
         """Forget the visits of the latest forward, after it has raised."""
         self.visits = [visit for visit in self.visits if visit.forward != self.num_forwards]
 
-    def forget(self, group: Group, in_progress: Sequence[Visit[Group] | None]) -> None:
-        """Forget the visits of a group after its backward, except those in progress."""
-        self.visits = [v for v in self.visits if v.group is not group or v in in_progress]
+    def forget(self, groups: Set[Group], in_progress: Sequence[Visit[Group] | None]) -> None:
+        """Forget the visits of groups after their backward, except those in progress."""
+        self.visits = [v for v in self.visits if v.group not in groups or v in in_progress]
 
     def clear(self) -> None:
         """Forget all visits, after their backward."""

@@ -92,8 +92,7 @@ class Tree:
         post_optim_event: The event of ``set_post_optim_event``, for which the next gather waits.
         finalization: The state of manual finalization, by ``finalize_backward``.
         plan: The plan of the latest backward.
-        inner_backward_groups: The groups that inner backwards (backwards inside the running
-            forward) have reached.
+        has_inner_backward: Whether a backward has run inside the current forward.
     """
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
@@ -113,7 +112,7 @@ class Tree:
         self._outer_frame: FrameType | None = None  # of the outermost call
         self._grad_enabled = False  # when the outermost call began
         self._backward: Backward | None = None
-        self.inner_backward_groups: dict[ParamGroup, None] = {}
+        self.has_inner_backward = False
         self._to_free: dict[ParamGroup, None] = {}  # at the end of forward, unless used again
         self.plan: Plan[ParamGroup] = NO_PLAN
         for group in groups:
@@ -210,10 +209,7 @@ class Tree:
         # The fields of a `CallRecord`.
         record = len(self.call_stack), group, call.module, interval
         self.tape.calls.append((*record, torch.is_grad_enabled(), needs_grad))
-        for outer in self.call_stack:
-            if outer.group is group:  # the module has called itself
-                return
-        self._free(group, may_have_backward=call.visit is not None and not has_failed)
+        self.free(group, may_have_backward=call.visit is not None and not has_failed)
         if not self.call_stack:
             self._end_forward(group, needs_grad=needs_grad, has_failed=has_failed)
 
@@ -226,9 +222,7 @@ class Tree:
     def _begin_forward(self, outermost: ParamGroup) -> None:
         if self.call_stack or self.has_failed:
             self.reset()
-        for group in self.inner_backward_groups:  # the last forward had only inner backwards
-            group.accumulate()
-        self.inner_backward_groups.clear()
+        self.has_inner_backward = False
         for group in self.groups:  # they may be stale: a write through ``.data`` bumps no version
             if group.state in (State.UNSHARDED, State.PARTLY_SHARDED) and not self._is_kept(group):
                 group.reshard()
@@ -314,8 +308,13 @@ class Tree:
         for group in self._to_free:
             group.reshard()
         self._to_free.clear()
-        if self.inner_backward_groups and not needs_grad:
-            self._reduce_inner_backwards()
+        if self.has_inner_backward and not needs_grad:  # this forward will have no backward itself
+            for group in dict.fromkeys(call[1] for call in reversed(self.tape.calls)):
+                group.reshard()
+                if group.needs_reduce:
+                    self.in_flight.start(group)
+            self.in_flight.finish()
+            self.tape.clear()
 
     def _gather(self, group: ParamGroup) -> bool:
         """Gather ``group`` for forward; launch the next gather before waiting for this one.
@@ -336,8 +335,11 @@ class Tree:
         group.wait()
         return True
 
-    def _free(self, group: ParamGroup, *, may_have_backward: bool) -> None:
-        """Free a group after its call, unless this forward or a backward needs the group soon."""
+    def free(self, group: ParamGroup, *, may_have_backward: bool) -> None:
+        """Free a group, unless a call of it, this forward or a backward needs it soon."""
+        for call in self.call_stack:
+            if call.group is group:  # its module has called itself
+                return
         stays = group.stays_after_forward
         # A frozen group has a backward only if another group is trained.
         if stays and not group.is_trained and not group.is_kept_by_user:
@@ -375,9 +377,7 @@ class Tree:
         if backward is not None and backward.is_running:
             return backward
         if self.call_stack:
-            self._backward = Backward(
-                self.groups, NO_PLAN, (), self.in_flight, self._end_inner_backward, is_inner=True
-            )
+            self._backward = Backward(self, NO_PLAN, is_inner=True)
             return self._backward
         if backward is not None:  # it has failed
             self.reset()
@@ -386,53 +386,22 @@ class Tree:
         if not self._has_streams:
             _torch.keep_spare()
         self._run_without_program(self.root, "pre_backward")
-        self._backward = Backward(
-            self.groups, self.plan, self.inner_backward_groups, self.in_flight, self._end_backward
-        )
+        self._backward = Backward(self, self.plan)
         return self._backward
 
-    def _end_inner_backward(self, backward: Backward) -> None:
+    def end_backward(self, backward: Backward) -> None:
+        """End a backward, when autograd has finished."""
+        waits = not backward.is_inner and self.finalization.record_backward()
         with _torch.apart_from_transforms():
+            reached = backward.close(waits=waits)
+        if backward.is_inner:
             in_progress = [call.visit for call in self.call_stack]
-            reached = backward.close(waits=False)
-            for group in (group for group in self.groups if group in reached):
-                self.inner_backward_groups[group] = None
-                self.tape.forget(group, in_progress)
-        self._backward = None
-
-    def free_after_inner_backward(self, group: ParamGroup) -> None:
-        """Free a group after its inner backward, unless the forward around it needs the group."""
-        is_running = any(call.group is group for call in self.call_stack)
-        if is_running or group.is_kept_by_user or not group.settings.reshard_after_backward:
+            self.tape.forget(reached, in_progress)
+            self._backward, self.has_inner_backward = None, True
             return
-        if self.tape.upcoming is group:
-            self._to_free[group] = None
-            group.register_sharded()
-        else:
-            group.reshard()
-
-    def _reduce_inner_backwards(self) -> None:
-        """Reduce the gradients of inner backwards: their forward will have no backward itself.
-
-        Collective: the reductions.
-        """
-        groups = {visit.group: None for visit in self.tape.visits[::-1]}
-        for group in groups | self.inner_backward_groups:
-            group.reshard()
-            if group.needs_reduce:
-                self.in_flight.start(group)
-        self.in_flight.finish()
-        self.inner_backward_groups.clear()
-        self.tape.clear()
-
-    def _end_backward(self, backward: Backward) -> None:
-        is_manual = self.finalization.record_backward()
-        with _torch.apart_from_transforms():
-            backward.close(waits=self.is_last_backward and not is_manual)
         self._run_without_program(self.root, "post_backward")
         self._wait_for_copies()
         self._backward = None
-        self.inner_backward_groups.clear()
         self.tape.clear()
         _torch.return_spare()
         if backward.kept and not self.is_accumulating:
@@ -521,7 +490,6 @@ class Tree:
             self.tape.clear()
         self.call_stack.clear()
         _torch.return_spare()
-        self.inner_backward_groups.clear()
         self._to_free.clear()
         self.finalization.reset()
         for group in self.groups:
