@@ -17,13 +17,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from composable_shard import _torch
-from composable_shard.core.agreement import (
-    OrderCheck,
-    agree_on_model,
-    order_checks,
-    refuse_replicated,
-    warn_of_plain,
-)
+from composable_shard.core.agreement import OrderCheck, agree_on_model, check_modules, order_checks
 from composable_shard.core.backward import Backward
 from composable_shard.core.finalization import Finalization
 from composable_shard.core.group import ParamGroup, ReductionQueue, State, group_of
@@ -100,9 +94,8 @@ class Tree:
         self.root = groups[0]
         self._has_streams = _torch.has_streams(self.root.mesh.device)
         features = [feature for group in groups for feature in group.plugins.features]
-        checks = [feature for feature in features if isinstance(feature, OrderCheck)]
-        others = [feature for feature in features if feature not in checks]
-        self.plugins = Plugins([*others, *(checks[:1] or order_checks())])
+        others = [feature for feature in features if not isinstance(feature, OrderCheck)]
+        self.plugins = Plugins([*others, *order_checks()])
         self.tape: Tape[ParamGroup] = Tape()
         self.call_stack: list[Call] = []
         self.in_flight = ReductionQueue()
@@ -252,8 +245,7 @@ class Tree:
 
         Collective: at the first gather, see `agree_on_model`.
         """
-        if not self.is_agreed:
-            self.agree()
+        self.agree()
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None:
             event.wait()
@@ -268,20 +260,11 @@ class Tree:
         Collective: the first time, see `agree_on_model`.
         """
         if not self.is_agreed:
-            self._check_modules()
+            self.finalization.refuse_former_roots()
+            refuse_unowned(module for group in self.groups for module in group.all_modules())
+            check_modules(self.groups)
             agree_on_model(self.groups)
             self.is_agreed = True
-
-    def _check_modules(self) -> None:
-        """Refuse, or warn of, mistakes that only the whole tree shows; see the called functions."""
-        self.finalization.refuse_former_roots()
-        refuse_unowned(module for group in self.groups for module in group.all_modules())
-        for group in self.groups:
-            holders = {slot.module for param in group.params for slot in param.slots}
-            refuse_replicated(group.modules, holders, group.label)
-        if self.root.mesh.num_ranks > 1:
-            unsharded = (p.__dict__.get("unsharded") for group in self.groups for p in group.params)
-            warn_of_plain(self.root.modules, unsharded)
 
     def _end_forward(self, outermost: ParamGroup, *, needs_grad: bool, has_failed: bool) -> None:
         self._outer_frame = None
