@@ -18,13 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup, group_of
-from composable_shard.core.nested import (
-    CastBuffers,
-    PreciseNormWeights,
-    find_changes,
-    map_tensors,
-    tensors_in,
-)
+from composable_shard.core.nested import ForwardCasts, find_changes, map_tensors, tensors_in
 from composable_shard.core.tree import Call
 from composable_shard.errors import ShardError
 
@@ -115,8 +109,7 @@ class ModuleHooks:
     def __init__(self, group: ParamGroup, managed: Sequence[nn.Module]) -> None:
         self._group = group
         policy = group.policy
-        casts = CastBuffers(managed, policy.buffer_dtype), PreciseNormWeights(managed)
-        self._casts = [cast for cast in casts if cast.is_needed]
+        self._casts = ForwardCasts(managed, policy.buffer_dtype)
         self._has_streams = _torch.has_streams(group.mesh.device)
         self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
 
@@ -134,9 +127,9 @@ class ModuleHooks:
         call = group.tree.enter(group, module)
         if call.is_substituted:
             return args, kwargs
-        for cast in self._casts:
-            cast.restore()  # if an interrupt has ended the last forward
-            cast.put()
+        if self._casts.is_needed:
+            self._casts.restore()  # if an interrupt has ended the last forward
+            self._casts.put()
         moves_inputs = self._has_streams and len(group.tree.call_stack) == 1
         adds_markers = bool(group.params) and torch.is_grad_enabled()
         if moves_inputs or adds_markers or self._input_dtype is not None:
@@ -173,8 +166,8 @@ class ModuleHooks:
         if call.is_substituted:
             tree.leave(call, needs_grad=False, has_failed=has_failed)
             return output
-        for cast in self._casts:
-            cast.restore()
+        if self._casts.is_needed:
+            self._casts.restore()
         if not has_failed and group.params:
             if not call.is_recomputed:
                 group.refuse_writes(call.version_sum)
