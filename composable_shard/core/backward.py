@@ -81,7 +81,7 @@ class Backward:
         self._task = _current_task()
         self._creates_graph = self._has_closed = False
         for group in tree.groups:
-            group.progress = None
+            group.progress = GroupProgress()
             group.finished_nodes.clear()
         # Only the engine owns the callback, and drops it if backward fails.
         callback = partial(tree.end_backward, self)
@@ -120,7 +120,7 @@ class Backward:
         self._creates_graph = torch.is_grad_enabled()
         if self._creates_graph and _torch.num_to_run(group.program.accumulators):
             raise _graph_error(group)
-        if group.progress is None:
+        if not group.progress.expected_nodes:  # the first time
             settings = group.settings
             # A pipeline schedule may split a backward; see `_is_input_half`.
             if not (settings.reduce_grads or settings.reshard_after_backward):
@@ -129,7 +129,7 @@ class Backward:
                 op()
         progress = self._ensure_progress(group)
         progress.has_input_markers = progress.has_input_markers and has_input_markers
-        self._run_steps_to_gather(group)
+        self._ensure_gathered(group)
 
     def gather_for_recompute(self, group: ParamGroup) -> None:
         """Gather ``group``, because a checkpoint recomputes it."""
@@ -138,15 +138,15 @@ class Backward:
             progress.num_recomputes += 1
         if not self._has_pending_nodes(group):  # pending nodes already keep it from being finished
             progress.awaits_inner_task = True
-        self._run_steps_to_gather(group)
+        self._ensure_gathered(group)
 
     def count_marker(self, group: ParamGroup) -> None:
         """Count an input marker: the backward of one call of ``group`` has ended."""
-        progress, task = group.progress, _current_task()
-        if progress is not None and task in progress.expected_nodes:
+        expected, task = group.progress.expected_nodes, _current_task()
+        if task in expected:
             group.finished_nodes.append(task)
-            if group.finished_nodes.count(task) >= progress.expected_nodes[task]:
-                self._finish_completed_groups()
+            if group.finished_nodes.count(task) >= expected[task]:
+                self._run_steps()
 
     # Steps ----------------------------------------------------------------------------------
 
@@ -156,9 +156,8 @@ class Backward:
         The first time, this also adds a finish step for a group outside of the plan. In an inner
         backward, it also gathers the group.
         """
-        progress = group.progress
-        if progress is None:
-            progress = group.progress = GroupProgress()
+        progress: GroupProgress = group.progress
+        if not progress.expected_nodes:
             if group not in self._planned:  # an earlier backward has cleared its forward's record
                 self._planned.add(group)
                 self.steps.append(PlanStep(group, is_gather=False))
@@ -178,25 +177,52 @@ class Backward:
                 progress.awaits_inner_task = False
         return progress
 
-    def _run_steps_to_gather(self, group: ParamGroup) -> None:
-        """Run the plan up to the step that gathers ``group``.
-
-        Autograd visits calls in reverse order of forward. If a group's call ended later, but
-        backward has not needed the group yet, this rank's loss does not reach it.
-        """
-        while group in self._to_gather:
-            step = self.steps.pop()
-            if step.is_gather:
-                self._ensure_progress(step.group)
-                self._gather(step.group)
-            else:
-                self._finish_queue.append(step.group)
-                if step.group.progress is not None:  # no inner task can come any more
-                    step.group.progress.awaits_inner_task = False
-                self._finish_queued()
-        if group.state is not State.UNSHARDED and group.settings.unshard_in_backward:
+    def _ensure_gathered(self, group: ParamGroup) -> None:
+        """Run the plan up to the step that gathers ``group``; gather it if this has been done."""
+        if group in self._to_gather:
+            self._run_steps(up_to=group)
+        elif group.state is not State.UNSHARDED and group.settings.unshard_in_backward:
             _gather_now(group)  # it was finished, and is needed again
             self._to_free.append(group)
+
+    def _run_steps(self, *, up_to: ParamGroup | None = None, ends: bool = False) -> None:
+        """Run the next steps of the plan.
+
+        Autograd visits calls in reverse order of forward. If a group's call ended later than one
+        that backward needs, but backward has not needed the group yet, this rank's loss does not
+        reach it.
+
+        Args:
+            up_to: The group whose gather is the last step to run. If absent, only complete groups
+                are finished, up to the first incomplete group or gather step.
+            ends: Whether to run all steps, because autograd has finished.
+        """
+        queue = self._finish_queue
+        while True:
+            while queue and (ends or not self._has_pending_nodes(queue[0])):
+                self._finish(queue.popleft())
+            if not self.steps:
+                return
+            is_due = self._is_next_complete() if up_to is None else up_to in self._to_gather
+            if not (is_due or ends):
+                return
+            group, is_gather = self.steps.pop()
+            if is_gather:
+                if not ends:
+                    self._ensure_progress(group)
+                self._gather(group)
+            else:
+                queue.append(group)
+                group.progress.awaits_inner_task = False  # no inner task can come any more
+
+    def _is_next_complete(self) -> bool:
+        """Return whether the next step finishes a group that is complete."""
+        group, is_gather = self.steps[-1]
+        if is_gather or self._finish_queue:
+            return False
+        if group.progress.num_recomputes < self._num_recomputes.get(group, 0):
+            return False
+        return not self._has_pending_nodes(group)
 
     def _gather(self, group: ParamGroup) -> None:
         self._to_gather.discard(group)
@@ -221,35 +247,11 @@ class Backward:
                 planned.append(other)
         return planned
 
-    def _finish_completed_groups(self) -> None:
-        """Finish the next groups of the plan, up to the first incomplete group or gather step."""
-        if self._finish_queue:
-            self._finish_queued()
-        while self.steps and not self._finish_queue and not self.steps[-1].is_gather:
-            group = self.steps[-1].group
-            may_be_recomputed = self._num_recomputes and self._may_be_recomputed(group)
-            if may_be_recomputed or self._has_pending_nodes(group):
-                return
-            self.steps.pop()
-            self._finish(group)
-
-    def _finish_queued(self) -> None:
-        """Finish the queued groups in order, up to the first incomplete group."""
-        while self._finish_queue and not self._has_pending_nodes(self._finish_queue[0]):
-            self._finish(self._finish_queue.popleft())
-
     def _has_pending_nodes(self, group: ParamGroup) -> bool:
-        progress, finished = group.progress, group.finished_nodes
-        if progress is None:
-            return False
-        if progress.awaits_inner_task:
+        if group.progress.awaits_inner_task:
             return True
-        expected = progress.expected_nodes
+        finished, expected = group.finished_nodes, group.progress.expected_nodes
         return any(map(lt, map(finished.count, expected), expected.values()))
-
-    def _may_be_recomputed(self, group: ParamGroup) -> bool:
-        num_recomputes = 0 if group.progress is None else group.progress.num_recomputes
-        return num_recomputes < self._num_recomputes.get(group, 0)
 
     def _finish(self, group: ParamGroup) -> None:
         """Free a group and reduce its gradients; at most ``max_reductions`` are in flight."""
@@ -265,7 +267,7 @@ class Backward:
             # need the unsharded parameters to be registered.
             if not group.awaits_weight_half and all(call.is_reached for call in group.live_calls()):
                 group.register_sharded()
-        elif group.progress is None or group.progress.has_input_markers:
+        elif group.progress.has_input_markers:
             group.reshard()
         else:
             self._to_free.append(group)
@@ -292,14 +294,7 @@ class Backward:
             ShardError: If a gradient was accumulated after its group was reduced. Raised only on
                 those ranks, after the last collective of the backward.
         """
-        while self._finish_queue:
-            self._finish(self._finish_queue.popleft())
-        while self.steps:  # in plan order, as on ranks that ran them earlier
-            step = self.steps.pop()
-            if step.is_gather:
-                self._gather(step.group)
-            else:
-                self._finish(step.group)
+        self._run_steps(ends=True)  # in plan order, as on ranks that ran them earlier
         for group in self._groups:
             if group in self._planned or self.is_inner:
                 continue
