@@ -47,8 +47,6 @@ class GroupProgress:
             may read the parameters after the last gradient is accumulated.
     """
 
-    __slots__ = ("awaits_inner_task", "expected_nodes", "has_input_markers", "num_recomputes")
-
     def __init__(self) -> None:
         self.expected_nodes: dict[int, int] = {}
         self.awaits_inner_task = False
@@ -129,7 +127,7 @@ class Backward:
                 op()
         progress = self._ensure_progress(group)
         progress.has_input_markers = progress.has_input_markers and has_input_markers
-        self._ensure_gathered(group)
+        self._run_steps(up_to=group)
 
     def gather_for_recompute(self, group: ParamGroup) -> None:
         """Gather ``group``, because a checkpoint recomputes it."""
@@ -138,7 +136,7 @@ class Backward:
             progress.num_recomputes += 1
         if not self._has_pending_nodes(group):  # pending nodes already keep it from being finished
             progress.awaits_inner_task = True
-        self._ensure_gathered(group)
+        self._run_steps(up_to=group)
 
     def count_marker(self, group: ParamGroup) -> None:
         """Count an input marker: the backward of one call of ``group`` has ended."""
@@ -177,14 +175,6 @@ class Backward:
                 progress.awaits_inner_task = False
         return progress
 
-    def _ensure_gathered(self, group: ParamGroup) -> None:
-        """Run the plan up to the step that gathers ``group``; gather it if this has been done."""
-        if group in self._to_gather:
-            self._run_steps(up_to=group)
-        elif group.state is not State.UNSHARDED and group.settings.unshard_in_backward:
-            _gather_now(group)  # it was finished, and is needed again
-            self._to_free.append(group)
-
     def _run_steps(self, *, up_to: ParamGroup | None = None, ends: bool = False) -> None:
         """Run the next steps of the plan.
 
@@ -193,36 +183,42 @@ class Backward:
         reach it.
 
         Args:
-            up_to: The group whose gather is the last step to run. If absent, only complete groups
-                are finished, up to the first incomplete group or gather step.
+            up_to: The group whose gather is the last step to run; if that has been run, the group
+                is gathered again. If absent, only complete groups are finished, up to the first
+                incomplete group or gather step.
             ends: Whether to run all steps, because autograd has finished.
         """
         queue = self._finish_queue
         while True:
             while queue and (ends or not self._has_pending_nodes(queue[0])):
                 self._finish(queue.popleft())
-            if not self.steps:
-                return
-            is_due = self._is_next_complete() if up_to is None else up_to in self._to_gather
-            if not (is_due or ends):
-                return
-            group, is_gather = self.steps.pop()
-            if is_gather:
-                if not ends:
-                    self._ensure_progress(group)
-                self._gather(group)
-            else:
+            must_run = ends or up_to in self._to_gather
+            if not self.steps or (up_to is not None and not must_run):
+                break
+            group, is_gather = self.steps[-1]
+            if not must_run:
+                if queue or is_gather or self._has_pending_nodes(group):
+                    break
+                if self._num_recomputes and self._may_be_recomputed(group):
+                    break
+                self._finish(self.steps.pop().group)
+                continue
+            self.steps.pop()
+            if not is_gather:
                 queue.append(group)
                 group.progress.awaits_inner_task = False  # no inner task can come any more
+                continue
+            if not ends:
+                self._ensure_progress(group)
+            self._gather(group)
+        if up_to is None or not up_to.settings.unshard_in_backward:
+            return
+        if up_to.state is not State.UNSHARDED:
+            _gather_now(up_to)  # it was finished, and is needed again
+            self._to_free.append(up_to)
 
-    def _is_next_complete(self) -> bool:
-        """Return whether the next step finishes a group that is complete."""
-        group, is_gather = self.steps[-1]
-        if is_gather or self._finish_queue:
-            return False
-        if group.progress.num_recomputes < self._num_recomputes.get(group, 0):
-            return False
-        return not self._has_pending_nodes(group)
+    def _may_be_recomputed(self, group: ParamGroup) -> bool:
+        return group.progress.num_recomputes < self._num_recomputes.get(group, 0)
 
     def _gather(self, group: ParamGroup) -> None:
         self._to_gather.discard(group)
