@@ -51,7 +51,7 @@ def groups_in(modules: Iterable[nn.Module]) -> list[ParamGroup]:
 
 
 def record_owners(group: ParamGroup) -> None:
-    """Record a copied group as the owner of its modules, except those of inner groups."""
+    """Record a group as the owner of its modules and their submodules, except of inner groups."""
     owned = list(group.modules)
     for module in owned:
         _owners[module] = weakref.ref(group)
@@ -65,10 +65,8 @@ def install(group: ParamGroup, managed: Iterable[nn.Module]) -> None:
         group: The group.
         managed: Its modules and all of their submodules, except those of inner groups.
     """
-    managed = list(managed)
-    hooks = ModuleHooks(group, managed)
-    for module in managed:
-        _owners[module] = weakref.ref(group)
+    hooks = ModuleHooks(group, list(managed))
+    record_owners(group)
     for module in group.modules:
         module.__dict__[_HOOKS] = hooks
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
@@ -96,7 +94,7 @@ def run_as_forward(
     except Exception:
         hooks.post_forward(module, args, None)
         raise
-    return hooks.leave(output, has_failed=False)
+    return hooks.post_forward(module, args, output)
 
 
 _torch.count_as_module_call(run_as_forward)
@@ -142,29 +140,22 @@ class ModuleHooks:
         return args, kwargs
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """End the call: hook the outputs, so that their gradients gather the group; free the group.
+        """End the call; return the output: hooked, cast, and with copied parameters.
 
-        After an exception in forward, PyTorch calls this hook with ``output=None``. A forward may
-        also return ``None``, and it may run while another exception is being handled.
+        Gradients of hooked outputs gather the group. After an exception in forward, PyTorch calls
+        this hook with ``output=None``. A forward may also return ``None``, and it may run while
+        another exception is being handled.
         """
         if _torch.current_compiler() is not None:
             with _torch.uncompiled():
                 return self.post_forward(module, args, output)
-        tree = self._group.tree
-        call = tree.call_stack[-1] if tree.call_stack else None
-        if call is None or call.group is not self._group:  # pre_forward has raised
-            return None
-        has_failed = output is None and sys.exc_info()[1] is not call.exception_on_entry
-        return self.leave(output, has_failed=has_failed)
-
-    def leave(self, output: Any, *, has_failed: bool) -> Any:
-        """End the innermost call; return the output: hooked, cast, and with copied parameters."""
-        if self._group.is_in_unsharded_context:
-            return output
         group, tree = self._group, self._group.tree
-        call = tree.call_stack[-1]
+        call = tree.call_stack[-1] if tree.call_stack else None
+        if call is None or call.group is not group:  # pre_forward has raised, or runs it plain
+            return output
+        has_failed = output is None and sys.exc_info()[1] is not call.exception_on_entry
         if call.is_substituted:
-            tree.leave(call, needs_grad=False, has_failed=has_failed)
+            tree.call_stack.pop()
             return output
         if self._casts.is_needed:
             self._casts.restore()
@@ -215,7 +206,9 @@ class ModuleHooks:
         The backward of the marker runs after the backward of the module.
         """
         if moves:
-            tensor = _to_compute_device(self._group.mesh.device, tensor)
+            # Of pinned memory, the copy blocks: the caller may at once fill it with the next batch.
+            # A non-blocking copy from pageable memory has read its source when it returns.
+            tensor = tensor.to(self._group.mesh.device, non_blocking=not tensor.is_pinned())
         dtype = self._input_dtype
         if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
             tensor = tensor.to(dtype)
@@ -262,15 +255,6 @@ def _check_can_run_plain(group: ParamGroup) -> None:
                 f"Expected full parameters in a forward of {group.label} inside of unsharded(), "
                 f"got '{param.name}' sharded; call unsharded() on the sharded module, on all ranks"
             )
-
-
-def _to_compute_device(device: torch.device, tensor: Tensor) -> Tensor:
-    """Move an input of the outermost module to the device of compute.
-
-    The copy from pinned memory blocks, because the caller may at once fill that memory with the
-    next batch. A non-blocking copy from pageable memory has read its source when it returns.
-    """
-    return tensor.to(device, non_blocking=not tensor.is_pinned())
 
 
 def _hook_outputs(call: Call, output: Any) -> bool:

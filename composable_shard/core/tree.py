@@ -50,11 +50,6 @@ class Call:
         is_reached: Whether a backward has reached one of its outputs.
     """
 
-    __slots__ = (
-        *("__weakref__", "exception_on_entry", "group", "is_recomputed", "is_substituted"),
-        *("containers", "is_reached", "markers", "module", "version_sum", "visit"),
-    )
-
     def __init__(self, group: ParamGroup, module: nn.Module, *, is_recomputed: bool) -> None:
         self.group, self.module = group, module
         self.is_recomputed = is_recomputed
@@ -173,13 +168,10 @@ class Tree:
                 op()
 
     def _is_in_backward(self, group: ParamGroup) -> bool:
-        """Return whether the running backward needs ``group``, or a group inside an empty one."""
-        if group.params:
-            return group in self.tape or group in self.plan.groups
-        if self._backward is not None and self._backward.is_running:
-            return True
-        groups = [inner for inner in map(group_of, group.all_modules()) if inner is not None]
-        return any(inner.params and self._is_in_backward(inner) for inner in groups)
+        """Return whether the running backward needs a group; an empty one with any other."""
+        if not group.params:
+            return bool(self.tape.visits or self.plan.groups)
+        return group in self.tape or group in self.plan.groups
 
     def leave(self, call: Call, *, needs_grad: bool, has_failed: bool) -> None:
         """End the innermost call; free its group, unless the group stays gathered for backward.
@@ -189,7 +181,7 @@ class Tree:
         """
         self.call_stack.pop()
         group = call.group
-        if call.is_recomputed or call.is_substituted:
+        if call.is_recomputed:
             return
         if group.params and group.is_compiled:
             for op in group.program.post_forward:
@@ -245,7 +237,8 @@ class Tree:
 
         Collective: at the first gather, see `agree_on_model`.
         """
-        self.agree()
+        if not self.is_agreed:
+            self.agree()
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None:
             event.wait()
