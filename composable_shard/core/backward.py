@@ -41,7 +41,7 @@ class GroupProgress:
         awaits_inner_task: Whether a checkpoint has just recomputed the group. If it is reentrant,
             it runs the backward of the recomputed calls in another graph task. Until that begins,
             the nodes of these calls are missing from ``expected_nodes``.
-        num_recomputes: The number of calls of this group that checkpoints have recomputed so far.
+        num_recomputes: The number of calls of this group that checkpoints have yet to recompute.
             Recomputations by an outer checkpoint do not count, since the inner one repeats them.
         has_input_markers: Whether every call reached so far has input markers. Without them, a node
             may read the parameters after the last gradient is accumulated.
@@ -68,7 +68,6 @@ class Backward:
     def __init__(self, tree: Any, plan: Plan[ParamGroup], *, is_inner: bool = False) -> None:
         """Begin a backward of ``tree`` by a plan, which all ranks share."""
         self.steps, self.is_inner = list(plan.steps), is_inner
-        self._num_recomputes = plan.num_recomputes
         # The groups with a finish step. Autograd may reach others, which then get one.
         self._planned, self._to_gather = set(plan.groups), set(plan.groups)
         self._finish_queue: deque[ParamGroup] = deque()  # past their finish step, not complete yet
@@ -81,6 +80,8 @@ class Backward:
         for group in tree.groups:
             group.progress = GroupProgress()
             group.finished_nodes.clear()
+        for group, number in plan.num_recomputes.items():
+            group.progress.num_recomputes = number
         # Only the engine owns the callback, and drops it if backward fails.
         callback = partial(tree.end_backward, self)
         self._callback = weakref.ref(callback, self._on_callback_freed)
@@ -133,7 +134,7 @@ class Backward:
         """Gather ``group``, because a checkpoint recomputes it."""
         progress = self._ensure_progress(group)
         if not _torch.is_in_checkpoint():  # otherwise the inner checkpoint will repeat it
-            progress.num_recomputes += 1
+            progress.num_recomputes -= 1
         if not self._has_pending_nodes(group):  # pending nodes already keep it from being finished
             progress.awaits_inner_task = True
         self._run_steps(up_to=group)
@@ -197,9 +198,8 @@ class Backward:
                 break
             group, is_gather = self.steps[-1]
             if not must_run:
-                if queue or is_gather or self._has_pending_nodes(group):
-                    break
-                if self._num_recomputes and self._may_be_recomputed(group):
+                may_be_recomputed = group.progress.num_recomputes > 0
+                if queue or is_gather or may_be_recomputed or self._has_pending_nodes(group):
                     break
                 self._finish(self.steps.pop().group)
                 continue
@@ -216,9 +216,6 @@ class Backward:
         if up_to.state is not State.UNSHARDED:
             _gather_now(up_to)  # it was finished, and is needed again
             self._to_free.append(up_to)
-
-    def _may_be_recomputed(self, group: ParamGroup) -> bool:
-        return group.progress.num_recomputes < self._num_recomputes.get(group, 0)
 
     def _gather(self, group: ParamGroup) -> None:
         self._to_gather.discard(group)

@@ -423,11 +423,6 @@ class Tree:
             if group.settings.reshard_after_backward:
                 group.reshard()
 
-    def share_reductions(self, other: Tree) -> None:
-        """Share the queue of reductions, and so its limit, with another tree."""
-        self.in_flight.finish()
-        self.in_flight = other.in_flight
-
     def clean_up_if_failed(self) -> None:
         """Return to the state between two steps if a forward or backward has failed."""
         if self.has_failed or (self.call_stack and _current_task() == -1):
