@@ -195,18 +195,16 @@ def _random_rows(
 
 def _facts(group: Any, mesh: ShardMesh) -> list[str]:
     """Return the facts of a group, and its parameters on ``mesh``, that all ranks must share."""
-    name = group.label
-    policy = group.policy
+    name, policy = group.label, group.policy
     replicas = f" times {mesh.num_replicas} replicas" if mesh.num_replicas > 1 else ""
-    return [
+    facts = [
         f"{name} over {mesh.num_shards} ranks{replicas}, param_dtype {policy.param_dtype}, "
-        f"reduce_dtype {policy.reduce_dtype}",
-        *(
-            f"parameter '{param.name}' of {name}: {_fact(param, policy)}"
-            for param in group.params
-            if param.mesh == mesh
-        ),
+        f"reduce_dtype {policy.reduce_dtype}"
     ]
+    for param in group.params:
+        if param.mesh == mesh:
+            facts.append(f"parameter '{param.name}' of {name}: {_fact(param, policy)}")
+    return facts
 
 
 def _local_of(param: Any) -> torch.Tensor:

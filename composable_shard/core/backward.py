@@ -23,7 +23,7 @@ import torch
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup, State, process_groups_of
 from composable_shard.core.reduction import Reduction
-from composable_shard.core.tape import Plan, PlanStep
+from composable_shard.core.tape import NO_PLAN, Plan, PlanStep
 from composable_shard.core.transport.failures import announce, announced
 from composable_shard.errors import ShardError
 
@@ -65,9 +65,11 @@ class Backward:
         launched: The groups with reductions that it has launched.
     """
 
-    def __init__(self, tree: Any, plan: Plan[ParamGroup], *, is_inner: bool = False) -> None:
-        """Begin a backward of ``tree`` by a plan, which all ranks share."""
-        self.steps, self.is_inner = list(plan.steps), is_inner
+    def __init__(self, tree: Any) -> None:
+        """Begin a backward of ``tree``."""
+        self.is_inner = bool(tree.call_stack)
+        plan: Plan[ParamGroup] = NO_PLAN if self.is_inner else tree.plan
+        self.steps = list(plan.steps)
         # The groups with a finish step. Autograd may reach others, which then get one.
         self._planned, self._to_gather = set(plan.groups), set(plan.groups)
         self._finish_queue: deque[ParamGroup] = deque()  # past their finish step, not complete yet

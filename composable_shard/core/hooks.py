@@ -177,11 +177,10 @@ class ModuleHooks:
         output_dtype = group.policy.output_dtype
         if output_dtype is not None and not has_failed:
             output = map_tensors(partial(_cast, output_dtype), output)
-        if _torch.current_transform() is None:
-            tree.leave(call, needs_grad=needs_grad, has_failed=has_failed)
-        else:
-            with _torch.outside_transforms():
-                tree.leave(call, needs_grad=needs_grad, has_failed=has_failed)
+        leave = tree.leave
+        if _torch.current_transform() is not None:
+            leave = _torch.outside_transforms()(leave)
+        leave(call, needs_grad=needs_grad, has_failed=has_failed)
         if error is not None and not has_failed:
             raise error
         return output

@@ -141,11 +141,10 @@ class Tree:
         if backward is not None:
             backward.gather_for_recompute(group)
         else:
+            gather = self._gather
             if _torch.num_modes() or _torch.current_transform() is not None:
-                with _torch.outside_transforms():  # the parameters outlive the transforms
-                    call.is_substituted = not self._gather(group)
-            else:
-                call.is_substituted = not self._gather(group)
+                gather = _torch.outside_transforms()(gather)  # parameters outlive the transforms
+            call.is_substituted = not gather(group)
             if call.is_substituted:
                 return call
             if len(group.modules) > 1:
@@ -237,8 +236,7 @@ class Tree:
 
         Collective: at the first gather, see `agree_on_model`.
         """
-        if not self.is_agreed:
-            self.agree()
+        self.agree()
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None:
             event.wait()
@@ -352,17 +350,15 @@ class Tree:
         backward = self._backward
         if backward is not None and backward.is_running:
             return backward
-        if self.call_stack:
-            self._backward = Backward(self, NO_PLAN, is_inner=True)
-            return self._backward
-        if backward is not None:  # it has failed
-            self.reset()
-        if self.tape.visits:  # otherwise this is another backward of the same forwards
-            self.plan = self.tape.plan_backward()
-        if not self._has_streams:
-            _torch.keep_spare()
-        self._run_without_program(self.root, "pre_backward")
-        self._backward = Backward(self, self.plan)
+        if not self.call_stack:
+            if backward is not None:  # it has failed
+                self.reset()
+            if self.tape.visits:  # otherwise this is another backward of the same forwards
+                self.plan = self.tape.plan_backward()
+            if not self._has_streams:
+                _torch.keep_spare()
+            self._run_without_program(self.root, "pre_backward")
+        self._backward = Backward(self)
         return self._backward
 
     def end_backward(self, backward: Backward) -> None:
