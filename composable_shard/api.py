@@ -223,7 +223,8 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """
     trees = list(dict.fromkeys(group.tree for group in groups_of("modules", modules)))
     for tree in trees[1:]:
-        tree.share_reductions(trees[0])
+        tree.in_flight.finish()
+        tree.in_flight = trees[0].in_flight
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -332,7 +332,7 @@ class FSDPModule(TorchFSDPModule):
         checked_bool("async_op", async_op)
         tree = self._between_iterations("finalize_backward")
         self._check_is_root("finalize_backward")
-        if not tree.tape.num_forwards:
+        if not tree.tape.last_calls:
             return GradientReductionHandle(None) if async_op else None
         tree.finalization.check_ended()
         if not tree.finalization.is_manual:
@@ -358,8 +358,7 @@ class FSDPModule(TorchFSDPModule):
             raise ShardError(
                 f"Expected {method}() of {group.label} between iterations, got it within one"
             )
-        if tree.has_failed:
-            tree.reset()
+        tree.clean_up_if_failed()
         return tree
 
     def _check_is_root(self, method: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,13 +25,8 @@ from composable_shard import _torch
 from composable_shard.core.codec import has_extension, has_grad_extension
 from composable_shard.core.plugins import Feature, Op, Phase
 from composable_shard.core.storage import Slot, owner_of_full
-from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.failures import watched
-from composable_shard.core.transport.process_groups import (
-    compare,
-    first_difference,
-    gather_objects,
-)
+from composable_shard.core.transport.process_groups import compare, first_difference, gather_objects
 from composable_shard.errors import RankMismatchError, ShardError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
@@ -53,43 +48,62 @@ def record_ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter])
     and torch cannot swap a tensor that has weak references.
     """
     ids = set(map(id, params))
-    if not ids:
-        return
     for module in modules:
         names = [name for name, param in module._parameters.items() if id(param) in ids]
         if names:
             module.__dict__[_IGNORED] = (*module.__dict__.get(_IGNORED, ()), *names)
 
 
-def refuse_replicated(
-    tops: Iterable[nn.Module], holders: Collection[nn.Module], label: str
-) -> None:
-    """Raise if ``replicate`` was applied to a module after its parameters were sharded.
+def check_modules(groups: Sequence[Any]) -> None:
+    """Check for mistakes that only the modules of a whole tree show.
 
     Args:
-        tops: The modules of a group.
-        holders: The modules that hold parameters of the group.
-        label: The name of the group in messages.
+        groups: The groups of the tree, the root first.
 
     Raises:
-        ShardError: On all ranks, with the name of the module.
+        ShardError: On all ranks, if ``replicate`` was applied to a module after its parameters were
+            sharded, or if no group contains all modules with a tied parameter.
+
+    Warns: If trainable parameters are neither sharded, replicated nor ignored.
     """
-    for top in tops:
-        for name, module in top.named_modules():
-            is_inner = module is not top and _torch.is_replicated(module)
-            if is_inner and any(inner in holders for inner in module.modules()):
-                raise ShardError(
-                    f"Expected replicate of '{name}' before fully_shard of {label}, which shards "
-                    "its parameters, got it after; apply replicate first"
-                )
+    _refuse_shared(module for group in groups for module in group.all_modules())
+    for group in groups:
+        holders = {slot.module for param in group.params for slot in param.slots}
+        for top in group.modules:
+            for name, module in top.named_modules():
+                is_inner = module is not top and _torch.is_replicated(module)
+                if is_inner and not holders.isdisjoint(module.modules()):
+                    raise ShardError(
+                        f"Expected replicate of '{name}' before fully_shard of {group.label}, "
+                        "which shards its parameters, got it after; apply replicate first"
+                    )
+    root = groups[0]
+    known = {id(param.__dict__.get("unsharded")) for group in groups for param in group.params}
+    for module in root.all_modules():
+        known.update(id(module._parameters.get(name)) for name in module.__dict__.get(_IGNORED, ()))
+        if _torch.is_replicated(module):
+            known.update(map(id, module.parameters()))
+    names = [
+        name
+        for top in root.modules
+        for name, param in top.named_parameters()
+        if param.requires_grad and not isinstance(param, DTensor) and id(param) not in known
+    ]
+    if names and root.mesh.num_ranks > 1:
+        warnings.warn(
+            f"Expected all trainable parameters to be sharded or ignored, got {names} added after "
+            "fully_shard, so each rank trains them by itself; add them before fully_shard, "
+            "call fully_shard on only the new modules, or pass them as ignored_params if their "
+            "gradients are averaged elsewhere",
+            stacklevel=2,
+        )
 
 
-def refuse_shared(modules: Iterable[nn.Module]) -> None:
-    """Raise if ``modules`` hold a tied parameter whose other modules belong to another tree.
+_OP = "comparing the model with that of the other ranks"
 
-    Raises:
-        ShardError: On all ranks, with the modules and the names of the parameter.
-    """
+
+def _refuse_shared(modules: Iterable[nn.Module]) -> None:
+    """Raise if ``modules`` hold a tied parameter whose other modules belong to another tree."""
     for slot in (Slot(module, name) for module in modules for name in module._parameters):
         param = slot.get()
         owner = None if param is None else owner_of_full(param)
@@ -101,44 +115,6 @@ def refuse_shared(modules: Iterable[nn.Module]) -> None:
             )
 
 
-def warn_of_plain(modules: Iterable[nn.Module], managed: Iterable[nn.Parameter | None]) -> None:
-    """Warn if trainable parameters of ``modules`` are neither sharded, replicated nor ignored.
-
-    Args:
-        modules: Sharded modules.
-        managed: The unsharded parameters of the groups, which may be registered in place of the
-            sharded ones.
-    """
-    tops = tuple(modules)
-    replicated = {
-        id(param)
-        for top in tops
-        for module in top.modules()
-        if _torch.is_replicated(module)
-        for param in module.parameters()
-    }
-    known = replicated.union(map(id, managed))
-    names = [
-        f"{prefix}.{name}".lstrip(".")
-        for top in tops
-        for prefix, module in top.named_modules()
-        for name, param in module._parameters.items()
-        if param is not None
-        and param.requires_grad
-        and not isinstance(param, DTensor)
-        and id(param) not in known
-        and name not in module.__dict__.get(_IGNORED, ())
-    ]
-    if names:
-        warnings.warn(
-            f"Expected all trainable parameters to be sharded or ignored, got {names} added after "
-            "fully_shard, so each rank trains them by itself; add them before fully_shard, "
-            "call fully_shard on only the new modules, or pass them as ignored_params if their "
-            "gradients are averaged elsewhere",
-            stacklevel=2,
-        )
-
-
 def agree_on_model(groups: Sequence[Any]) -> None:
     """Raise the same error on all ranks if their ``groups`` differ; else give channels their tags.
 
@@ -148,74 +124,43 @@ def agree_on_model(groups: Sequence[Any]) -> None:
     Raises:
         RankMismatchError: On all ranks, with the first difference.
 
-    Collective: all-reduces of 48 and of 24 bytes for each process group of more than one rank;
-        another if parameters were sharded on the meta device; more only if it raises.
+    Collective: all-reduces of 48 and of 24 bytes for each process group of more than one rank; more
+        only if it raises.
     """
-    members_of: dict[dist.ProcessGroup, _Members] = {}
+    global _last_tag
+    members_of: dict[dist.ProcessGroup, list[tuple[Any, ShardMesh]]] = {}
     for group in groups:
         for channel in group.channels.values():
             channel.set_label(group.label)
             for process_group in channel.mesh.process_groups:
-                members_of.setdefault(process_group, []).append((group, channel))
+                members_of.setdefault(process_group, []).append((group, channel.mesh))
     facts_of: dict[dist.ProcessGroup, list[str]] = {}
     differs = False  # passed on to the next process group
     for process_group, members in members_of.items():
-        facts = [line for group, channel in members for line in _facts(group, channel.mesh)]
-        facts_of[process_group] = facts
-        filled = [
-            (f"'{param.name}' of {group.label}", local)
-            for group, channel in members
-            for param in group.params
-            if param.began_on_meta and param.mesh == channel.mesh
-            if channel.mesh.shard_group is process_group
-            if (local := _local_of(param)).is_cpu and not _torch.is_subclass(local)
-        ]
-        tag, differs = _agree(process_group, members, facts, filled, differs)
-        for place, (_, channel) in enumerate(members):
-            if channel.mesh.shard_group is process_group:
-                channel.set_tag(tag + place)
+        facts = facts_of[process_group] = [line for member in members for line in _facts(*member)]
+        name, digest = _random_rows(process_group, members)
+        numbers, device = (_last_tag, int(differs), digest, -digest), members[0][1].device
+        with watched(process_group, _OP):
+            is_same, results = compare("\n".join(facts), process_group, device, *numbers)
+        last, any_differs, largest, negated = results
+        differs = bool(any_differs) or not is_same
+        _last_tag = max(_last_tag, last + len(members))
+        for tag, (group, mesh) in enumerate(members, last + 1):
+            if mesh.shard_group is process_group:
+                group.channels[mesh].set_tag(tag)
+        if name and largest == -negated and not differs:
+            warnings.warn(
+                f"All ranks hold the same rows of {name}: on the CPU, ranks with the same seed "
+                "fill their shards with the same random numbers; call init_sharded(model, "
+                "seed=...) instead",
+                stacklevel=2,
+            )
     # Again, so that a difference in a later process group also reaches the ranks of earlier ones.
     for process_group, members in members_of.items():
-        _, (any_differs,) = compare("", process_group, members[0][1].mesh.device, int(differs))
+        _, (any_differs,) = compare("", process_group, members[0][1].device, int(differs))
         differs = bool(any_differs)
     if differs:
         raise RankMismatchError(_difference(facts_of))
-
-
-# Pairs of a parameter's name and its CPU shard, for parameters that were sharded on meta.
-_Filled = list[tuple[str, torch.Tensor]]
-
-
-# The groups that use a process group, each with its channel.
-_Members = list[tuple[Any, Channel]]
-
-_OP = "comparing the model with that of the other ranks"
-
-
-def _agree(
-    process_group: dist.ProcessGroup,
-    members: _Members,
-    facts: list[str],
-    filled: _Filled,
-    differs: bool,
-) -> tuple[int, bool]:
-    """Compare ``facts`` between the ranks of a process group.
-
-    Returns:
-        The first tag of the members, and whether any rank has found a difference.
-
-    Collective: one or two all-reduces, as in :func:`agree_on_model`.
-    """
-    global _last_tag
-    device = members[0][1].mesh.device
-    with watched(process_group, _OP):
-        numbers = (_last_tag, len(filled), -len(filled), int(differs))
-        text = "\n".join(facts)
-        is_same, (last, most, fewest, differed) = compare(text, process_group, device, *numbers)
-    _last_tag = max(_last_tag, last + len(members))
-    if is_same and 0 < most == -fewest and _torch.backend_name(process_group, device) != "fake":
-        _warn_of_same_rows(process_group, device, filled)
-    return last + 1, not is_same or bool(differed)
 
 
 def _difference(facts_of: Mapping[dist.ProcessGroup, list[str]]) -> str:
@@ -237,44 +182,44 @@ def _difference(facts_of: Mapping[dist.ProcessGroup, list[str]]) -> str:
     return texts[0]
 
 
-def _warn_of_same_rows(group: dist.ProcessGroup, device: torch.device, filled: _Filled) -> None:
-    """Warn if all ranks hold the same random numbers, as after an initialization with one seed.
+def _random_rows(
+    process_group: dist.ProcessGroup, members: Iterable[tuple[Any, ShardMesh]]
+) -> tuple[str, int]:
+    """Return the name of the first parameter that ranks have filled with random numbers on the CPU.
 
-    Collective: one all-reduce.
+    Returns:
+        The name of the parameter, which was sharded on the meta device, and a digest of its first
+        elements on this rank. If there is none, an empty name and the rank.
     """
-    digests = []
-    for _, local in filled:
-        first = local.detach().flatten()[:64].contiguous()
-        values = first.view(torch.uint8).tolist()  # bytes, for any dtype
-        # Constants may be equal on all ranks. Their digest is the rank, so it differs. The shift
-        # leaves room for the negation in 64 bits.
-        is_random = len({*values}) > max(4, len(values) / 4)
-        digests.append(hash(tuple(values)) >> 2 if is_random else group.rank())
-    _, extremes = compare("", group, device, *digests, *(-digest for digest in digests))
-    by_param = zip(filled, extremes, extremes[len(filled) :], strict=False)
-    same = [name for (name, _), largest, negated in by_param if largest == -negated]
-    if same:
-        warnings.warn(
-            f"All ranks hold the same rows of {same[0]}: on the CPU, ranks with the same seed fill "
-            "their shards with the same random numbers; call init_sharded(model, seed=...) instead",
-            stacklevel=2,
-        )
+    for group, mesh in members:
+        is_fake = _torch.backend_name(process_group, mesh.device) == "fake"
+        if is_fake or mesh.shard_group is not process_group:
+            continue
+        for param in group.params:
+            local = _local_of(param)
+            is_filled = param.began_on_meta and param.mesh == mesh and local.is_cpu
+            if not is_filled or _torch.is_subclass(local):
+                continue
+            first = local.detach().flatten()[:64].contiguous()
+            values = first.view(torch.uint8).tolist()  # bytes, for any dtype
+            if len({*values}) > max(4, len(values) / 4):  # constants may be equal on all ranks
+                # The shift leaves room for the negation in 64 bits.
+                return f"'{param.name}' of {group.label}", hash(tuple(values)) >> 2
+    return "", process_group.rank()
 
 
 def _facts(group: Any, mesh: ShardMesh) -> list[str]:
     """Return the facts of a group, and its parameters on ``mesh``, that all ranks must share."""
-    name = group.label
-    policy = group.policy
+    name, policy = group.label, group.policy
     replicas = f" times {mesh.num_replicas} replicas" if mesh.num_replicas > 1 else ""
-    return [
+    facts = [
         f"{name} over {mesh.num_shards} ranks{replicas}, param_dtype {policy.param_dtype}, "
-        f"reduce_dtype {policy.reduce_dtype}",
-        *(
-            f"parameter '{param.name}' of {name}: {_fact(param, policy)}"
-            for param in group.params
-            if param.mesh == mesh
-        ),
+        f"reduce_dtype {policy.reduce_dtype}"
     ]
+    for param in group.params:
+        if param.mesh == mesh:
+            facts.append(f"parameter '{param.name}' of {name}: {_fact(param, policy)}")
+    return facts
 
 
 def _local_of(param: Any) -> torch.Tensor:

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from operator import lt
+from typing import Any
 
 import torch
 
 from composable_shard import _torch
-from composable_shard.core.group import ParamGroup, ReductionQueue, State, process_groups_of
-from composable_shard.core.tape import Plan, PlanStep
+from composable_shard.core.group import ParamGroup, State, process_groups_of
+from composable_shard.core.tape import NO_PLAN, Plan, PlanStep
 from composable_shard.core.transport.failures import announce, announced
 from composable_shard.errors import ShardError
 
@@ -39,13 +40,11 @@ class GroupProgress:
         awaits_inner_task: Whether a checkpoint has just recomputed the group. If it is reentrant,
             it runs the backward of the recomputed calls in another graph task. Until that begins,
             the nodes of these calls are missing from ``expected_nodes``.
-        num_recomputes: The number of calls of this group that checkpoints have recomputed so far.
+        num_recomputes: The number of calls of this group that checkpoints have yet to recompute.
             Recomputations by an outer checkpoint do not count, since the inner one repeats them.
         has_input_markers: Whether every call reached so far has input markers. Without them, a node
             may read the parameters after the last gradient is accumulated.
     """
-
-    __slots__ = ("awaits_inner_task", "expected_nodes", "has_input_markers", "num_recomputes")
 
     def __init__(self) -> None:
         self.expected_nodes: dict[int, int] = {}
@@ -59,53 +58,38 @@ class Backward:
 
     Attributes:
         steps: The remaining steps of the plan, the next step last.
-        is_inner: Whether it is an inner backward, which runs inside a forward.
-        kept: The groups that it leaves unsharded; `Tree._end_backward` frees them.
+        is_inner: Whether it runs inside a forward. An inner backward accumulates gradients without
+            sync; the backward of that forward, or the end of that forward, reduces them.
+        kept: The groups that it leaves unsharded; `Tree.end_backward` frees them.
         launched: The groups with reductions that it has launched.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[ParamGroup],
-        plan: Plan[ParamGroup],
-        inner_backward_groups: Iterable[ParamGroup],
-        in_flight: ReductionQueue,
-        on_end: Callable[[Backward], None],
-        *,
-        is_inner: bool = False,
-    ) -> None:
-        """Begin a backward.
-
-        Args:
-            groups: All groups of the tree.
-            plan: The plan, which all ranks share.
-            inner_backward_groups: The groups that backwards inside the forward have reached. Those
-                outside of the plan are finished first.
-            in_flight: The reductions in flight, also of earlier backwards.
-            on_end: Called when autograd has finished.
-            is_inner: Whether it runs inside a forward. An inner backward only accumulates
-                gradients, and the backward of that forward reduces them.
-        """
-        self.steps, self.is_inner = list(plan.steps), is_inner
-        self._num_recomputes = plan.num_recomputes
+    def __init__(self, tree: Any) -> None:
+        """Begin a backward of ``tree``."""
+        self.is_inner = bool(tree.call_stack)
+        plan: Plan[ParamGroup] = NO_PLAN if self.is_inner else tree.plan
+        self.steps = list(plan.steps)
         # The groups with a finish step. Autograd may reach others, which then get one.
         self._planned, self._to_gather = set(plan.groups), set(plan.groups)
         self._finish_queue: deque[ParamGroup] = deque()  # past their finish step, not complete yet
-        self._groups, self._in_flight = groups, in_flight
+        self._tree, self._groups = tree, tree.groups
         self._to_free: list[ParamGroup] = []  # groups that `close` frees
         self.kept: list[ParamGroup] = []
         self.launched: set[ParamGroup] = set()
         self._task = _current_task()
         self._creates_graph = self._has_closed = False
-        for group in groups:
-            group.progress = None
+        for group in tree.groups:
+            group.progress = GroupProgress()
             group.finished_nodes.clear()
-        callback = partial(on_end, self)  # only the engine owns it, and drops it if backward fails
+        for group, number in plan.num_recomputes.items():
+            group.progress.num_recomputes = number
+        # Only the engine owns the callback, and drops it if backward fails.
+        callback = partial(tree.end_backward, self)
         self._callback = weakref.ref(callback, self._on_callback_freed)
         _torch.on_backward_end(callback)
-        for group in inner_backward_groups:
-            if group not in plan.groups:
-                self._ensure_progress(group)
+        for group in tree.groups if tree.has_inner_backward else ():
+            if group.unsynced and group not in plan.groups:
+                self._ensure_progress(group)  # it is finished first
 
     @property
     def is_running(self) -> bool:
@@ -136,7 +120,7 @@ class Backward:
         self._creates_graph = torch.is_grad_enabled()
         if self._creates_graph and _torch.num_to_run(group.program.accumulators):
             raise _graph_error(group)
-        if group.progress is None:
+        if not group.progress.expected_nodes:  # the first time
             settings = group.settings
             # A pipeline schedule may split a backward; see `_is_input_half`.
             if not (settings.reduce_grads or settings.reshard_after_backward):
@@ -145,24 +129,24 @@ class Backward:
                 op()
         progress = self._ensure_progress(group)
         progress.has_input_markers = progress.has_input_markers and has_input_markers
-        self._run_steps_to_gather(group)
+        self._run_steps(up_to=group)
 
     def gather_for_recompute(self, group: ParamGroup) -> None:
         """Gather ``group``, because a checkpoint recomputes it."""
         progress = self._ensure_progress(group)
         if not _torch.is_in_checkpoint():  # otherwise the inner checkpoint will repeat it
-            progress.num_recomputes += 1
+            progress.num_recomputes -= 1
         if not self._has_pending_nodes(group):  # pending nodes already keep it from being finished
             progress.awaits_inner_task = True
-        self._run_steps_to_gather(group)
+        self._run_steps(up_to=group)
 
     def count_marker(self, group: ParamGroup) -> None:
         """Count an input marker: the backward of one call of ``group`` has ended."""
-        progress, task = group.progress, _current_task()
-        if progress is not None and task in progress.expected_nodes:
+        expected, task = group.progress.expected_nodes, _current_task()
+        if task in expected:
             group.finished_nodes.append(task)
-            if group.finished_nodes.count(task) >= progress.expected_nodes[task]:
-                self._finish_completed_groups()
+            if group.finished_nodes.count(task) >= expected[task]:
+                self._run_steps()
 
     # Steps ----------------------------------------------------------------------------------
 
@@ -172,14 +156,13 @@ class Backward:
         The first time, this also adds a finish step for a group outside of the plan. In an inner
         backward, it also gathers the group.
         """
-        progress = group.progress
-        if progress is None:
-            progress = group.progress = GroupProgress()
+        progress: GroupProgress = group.progress
+        if not progress.expected_nodes:
             if group not in self._planned:  # an earlier backward has cleared its forward's record
                 self._planned.add(group)
                 self.steps.append(PlanStep(group, is_gather=False))
             if self.is_inner:
-                group.tree.tape.advance(group, 0)  # so the next forward prefetches it here, too
+                self._tree.tape.advance(group, 0)  # so the next forward prefetches it here, too
                 _gather_now(group)
         task = _current_task()
         if task not in progress.expected_nodes:
@@ -194,25 +177,46 @@ class Backward:
                 progress.awaits_inner_task = False
         return progress
 
-    def _run_steps_to_gather(self, group: ParamGroup) -> None:
-        """Run the plan up to the step that gathers ``group``.
+    def _run_steps(self, *, up_to: ParamGroup | None = None, ends: bool = False) -> None:
+        """Run the next steps of the plan.
 
-        Autograd visits calls in reverse order of forward. If a group's call ended later, but
-        backward has not needed the group yet, this rank's loss does not reach it.
+        Autograd visits calls in reverse order of forward. If a group's call ended later than one
+        that backward needs, but backward has not needed the group yet, this rank's loss does not
+        reach it.
+
+        Args:
+            up_to: The group whose gather is the last step to run; if that has been run, the group
+                is gathered again. If absent, only complete groups are finished, up to the first
+                incomplete group or gather step.
+            ends: Whether to run all steps, because autograd has finished.
         """
-        while group in self._to_gather:
-            step = self.steps.pop()
-            if step.is_gather:
-                self._ensure_progress(step.group)
-                self._gather(step.group)
-            else:
-                self._finish_queue.append(step.group)
-                if step.group.progress is not None:  # no inner task can come any more
-                    step.group.progress.awaits_inner_task = False
-                self._finish_queued()
-        if group.state is not State.UNSHARDED and group.settings.unshard_in_backward:
-            _gather_now(group)  # it was finished, and is needed again
-            self._to_free.append(group)
+        queue = self._finish_queue
+        while True:
+            while queue and (ends or not self._has_pending_nodes(queue[0])):
+                self._finish(queue.popleft())
+            must_run = ends or up_to in self._to_gather
+            if not self.steps or (up_to is not None and not must_run):
+                break
+            group, is_gather = self.steps[-1]
+            if not must_run:
+                may_be_recomputed = group.progress.num_recomputes > 0
+                if queue or is_gather or may_be_recomputed or self._has_pending_nodes(group):
+                    break
+                self._finish(self.steps.pop().group)
+                continue
+            self.steps.pop()
+            if not is_gather:
+                queue.append(group)
+                group.progress.awaits_inner_task = False  # no inner task can come any more
+                continue
+            if not ends:
+                self._ensure_progress(group)
+            self._gather(group)
+        if up_to is None or not up_to.settings.unshard_in_backward:
+            return
+        if up_to.state is not State.UNSHARDED:
+            _gather_now(up_to)  # it was finished, and is needed again
+            self._to_free.append(up_to)
 
     def _gather(self, group: ParamGroup) -> None:
         self._to_gather.discard(group)
@@ -237,46 +241,21 @@ class Backward:
                 planned.append(other)
         return planned
 
-    def _finish_completed_groups(self) -> None:
-        """Finish the next groups of the plan, up to the first incomplete group or gather step."""
-        if self._finish_queue:
-            self._finish_queued()
-        while self.steps and not self._finish_queue and not self.steps[-1].is_gather:
-            group = self.steps[-1].group
-            may_be_recomputed = self._num_recomputes and self._may_be_recomputed(group)
-            if may_be_recomputed or self._has_pending_nodes(group):
-                return
-            self.steps.pop()
-            self._finish(group)
-
-    def _finish_queued(self) -> None:
-        """Finish the queued groups in order, up to the first incomplete group."""
-        while self._finish_queue and not self._has_pending_nodes(self._finish_queue[0]):
-            self._finish(self._finish_queue.popleft())
-
     def _has_pending_nodes(self, group: ParamGroup) -> bool:
-        progress, finished = group.progress, group.finished_nodes
-        if progress is None:
-            return False
-        if progress.awaits_inner_task:
+        if group.progress.awaits_inner_task:
             return True
-        expected = progress.expected_nodes
+        finished, expected = group.finished_nodes, group.progress.expected_nodes
         return any(map(lt, map(finished.count, expected), expected.values()))
-
-    def _may_be_recomputed(self, group: ParamGroup) -> bool:
-        num_recomputes = 0 if group.progress is None else group.progress.num_recomputes
-        return num_recomputes < self._num_recomputes.get(group, 0)
 
     def _finish(self, group: ParamGroup) -> None:
         """Free a group and reduce its gradients; at most ``max_reductions`` are in flight."""
         for op in group.program.post_backward:
             op()
-        if self.is_inner:
-            group.tree.free_after_inner_backward(group)
-            return
         if self._creates_graph and group.program.has_unsharded_grads():
             raise _graph_error(group)
-        if not group.settings.reshard_after_backward:
+        if self.is_inner:
+            self._tree.free(group, may_have_backward=False)
+        elif not group.settings.reshard_after_backward:
             self.kept.append(group)
             # The weight half of a split backward, and calls that no backward has reached, still
             # need the unsharded parameters to be registered.
@@ -284,13 +263,16 @@ class Backward:
                 group.register_sharded()
         elif group.settings.gathers_each_step:
             group.reshard(keeps_memory=True)
-        elif group.progress is None or group.progress.has_input_markers:
+        elif group.progress.has_input_markers:
             group.reshard()
         else:
             self._to_free.append(group)
-        if group.needs_reduce:
+        if group.needs_reduce and self.is_inner:
+            self._tree.in_flight.finish_of(group)
+            group.accumulate()
+        elif group.needs_reduce:
             self.launched.add(group)
-            self._in_flight.start(group)
+            self._tree.in_flight.start(group)
         group.finished_nodes.clear()
 
     # The end --------------------------------------------------------------------------------
@@ -299,8 +281,7 @@ class Backward:
         """Run the remaining steps, free groups and, with ``waits``, deliver all gradients.
 
         This also finishes groups that still look incomplete: if autograd passes no gradient (an
-        undefined tensor) to a parameter, the hook that counts accumulations does not run. An inner
-        backward only runs its steps.
+        undefined tensor) to a parameter, the hook that counts accumulations does not run.
 
         Returns:
             The groups of its plan, and other groups that it has reached.
@@ -309,19 +290,9 @@ class Backward:
             ShardError: If a gradient was accumulated after its group was reduced. Raised only on
                 those ranks, after the last collective of the backward.
         """
-        while self._finish_queue:
-            self._finish(self._finish_queue.popleft())
-        while self.steps:  # in plan order, as on ranks that ran them earlier
-            step = self.steps.pop()
-            if step.is_gather:
-                self._gather(step.group)
-            else:
-                self._finish(step.group)
-        if self.is_inner:
-            self._has_closed = True
-            return self._planned
+        self._run_steps(ends=True)  # in plan order, as on ranks that ran them earlier
         for group in self._groups:
-            if group in self._planned:
+            if group in self._planned or self.is_inner:
                 continue
             # A frozen group that no gradient passes is not in the plan, but may still be unsharded.
             if group.is_unsharded_registered and not group.is_kept_by_user:
@@ -330,11 +301,14 @@ class Backward:
             # Earlier backwards may have accumulated gradients of this group without sync.
             if group.settings.reduce_grads and (group.unsynced or group.gives_zeros):
                 self.launched.add(group)
-                self._in_flight.start(group, deferred=True)
+                self._tree.in_flight.start(group, deferred=True)
         if waits:
-            self._in_flight.finish()
+            self._tree.in_flight.finish()
         for group in self._to_free:
-            group.reshard()
+            if self.is_inner:
+                self._tree.free(group, may_have_backward=False)
+            else:
+                group.reshard()
         for group in self._planned:  # a node that has run since `_finish` was too late
             if group.finished_nodes and group.program.has_unsharded_grads():
                 raise ShardError(

@@ -24,19 +24,19 @@ class Finalization:
         self.is_manual = False
         self.handle: object = None
         self.former_roots: list[Any] = []
-        # ``is_manual`` at the end of the last backward with unfinished reductions; else ``None``.
-        self._was_manual: bool | None = None
+        self._remedy: str | None = None  # how to finish earlier backwards; ``None`` if they are
 
     @property
     def has_unfinished_backwards(self) -> bool:
         """Whether there are backwards with unfinished reductions."""
-        return self._was_manual is not None or self.handle is not None
+        return self._remedy is not None
 
     def record_backward(self) -> bool:
-        """Record the end of a backward; return whether ``finalize_backward`` will finish it."""
-        is_unfinished = self.is_manual or not self._tree.is_last_backward
-        self._was_manual = self.is_manual if is_unfinished else None
-        return self.is_manual
+        """Record the end of a backward; return whether it finishes its reductions itself."""
+        self._remedy = "end it by finalize_backward()" if self.is_manual else None
+        if not (self.is_manual or self._tree.is_last_backward):
+            self._remedy = "call set_is_last_backward(True) before one more backward"
+        return self._remedy is None
 
     def set_manual(self, enabled: bool) -> None:
         """Set whether ``finalize_backward``, or else the end of a backward, finishes reductions.
@@ -44,24 +44,17 @@ class Finalization:
         Raises:
             ShardError: If a backward that began under the other setting is not finished.
         """
-        if self._tree.has_failed:
-            self._tree.reset()
-        was_manual = True if self.handle is not None else self._was_manual
-        if enabled != (self.is_manual if was_manual is None else was_manual):
+        self._tree.clean_up_if_failed()
+        if enabled != self.is_manual:
             if _torch.current_backward() != -1:
                 raise ShardError(
                     "Expected set_manual_backward_finalization() to change outside of backward, "
                     "got it within one; call it between iterations"
                 )
-            if was_manual is not None:
-                remedy = "end it by finalize_backward()"
-                if not was_manual:
-                    remedy = "call set_is_last_backward(True) before one more backward"
-                if self.handle is not None:
-                    remedy = "end it by the wait() of its handle"
+            if self._remedy is not None:
                 raise ShardError(
                     "Expected set_manual_backward_finalization() to change between iterations, got "
-                    f"a backward that is not finished; {remedy}, or drop it by "
+                    f"a backward that is not finished; {self._remedy}, or drop it by "
                     "reset_iter_state()"
                 )
         self.is_manual = enabled
@@ -80,7 +73,7 @@ class Finalization:
         Collective: the reductions.
         """
         self._tree.launch_reductions()
-        self._was_manual, self.handle = None, handle
+        self._remedy, self.handle = "end it by the wait() of its handle", handle
 
     def check_ended(self) -> None:
         """Raise if the handle of the last ``finalize_backward`` has not been waited for."""
@@ -96,8 +89,8 @@ class Finalization:
         Collective: on the CPU, the reductions over the replicas, which start here.
         """
         self._tree.in_flight.finish()
-        self.handle = None
+        self.reset()
 
     def reset(self) -> None:
-        """Forget unfinished backwards, after their gradients were dropped."""
-        self._was_manual = self.handle = None
+        """Record that no backward is unfinished."""
+        self._remedy = self.handle = None

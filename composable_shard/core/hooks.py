@@ -18,13 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup, group_of
-from composable_shard.core.nested import (
-    CastBuffers,
-    PreciseNormWeights,
-    find_changes,
-    map_tensors,
-    tensors_in,
-)
+from composable_shard.core.nested import ForwardCasts, find_changes, map_tensors, tensors_in
 from composable_shard.core.tree import Call
 from composable_shard.errors import ShardError
 
@@ -57,7 +51,7 @@ def groups_in(modules: Iterable[nn.Module]) -> list[ParamGroup]:
 
 
 def record_owners(group: ParamGroup) -> None:
-    """Record a copied group as the owner of its modules, except those of inner groups."""
+    """Record a group as the owner of its modules and their submodules, except of inner groups."""
     owned = list(group.modules)
     for module in owned:
         _owners[module] = weakref.ref(group)
@@ -71,10 +65,8 @@ def install(group: ParamGroup, managed: Iterable[nn.Module]) -> None:
         group: The group.
         managed: Its modules and all of their submodules, except those of inner groups.
     """
-    managed = list(managed)
-    hooks = ModuleHooks(group, managed)
-    for module in managed:
-        _owners[module] = weakref.ref(group)
+    hooks = ModuleHooks(group, list(managed))
+    record_owners(group)
     for module in group.modules:
         module.__dict__[_HOOKS] = hooks
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
@@ -102,7 +94,7 @@ def run_as_forward(
     except Exception:
         hooks.post_forward(module, args, None)
         raise
-    return hooks.leave(output, has_failed=False)
+    return hooks.post_forward(module, args, output)
 
 
 _torch.count_as_module_call(run_as_forward)
@@ -115,8 +107,7 @@ class ModuleHooks:
     def __init__(self, group: ParamGroup, managed: Sequence[nn.Module]) -> None:
         self._group = group
         policy = group.policy
-        casts = CastBuffers(managed, policy.buffer_dtype), PreciseNormWeights(managed)
-        self._casts = [cast for cast in casts if cast.is_needed]
+        self._casts = ForwardCasts(managed, policy.buffer_dtype)
         self._has_streams = _torch.has_streams(group.mesh.device)
         self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
 
@@ -134,9 +125,9 @@ class ModuleHooks:
         call = group.tree.enter(group, module)
         if call.is_substituted:
             return args, kwargs
-        for cast in self._casts:
-            cast.restore()  # if an interrupt has ended the last forward
-            cast.put()
+        if self._casts.is_needed:
+            self._casts.restore()  # if an interrupt has ended the last forward
+            self._casts.put()
         moves_inputs = self._has_streams and len(group.tree.call_stack) == 1
         adds_markers = bool(group.params) and torch.is_grad_enabled()
         if moves_inputs or adds_markers or self._input_dtype is not None:
@@ -149,32 +140,25 @@ class ModuleHooks:
         return args, kwargs
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """End the call: hook the outputs, so that their gradients gather the group; free the group.
+        """End the call; return the output: hooked, cast, and with copied parameters.
 
-        After an exception in forward, PyTorch calls this hook with ``output=None``. A forward may
-        also return ``None``, and it may run while another exception is being handled.
+        Gradients of hooked outputs gather the group. After an exception in forward, PyTorch calls
+        this hook with ``output=None``. A forward may also return ``None``, and it may run while
+        another exception is being handled.
         """
         if _torch.current_compiler() is not None:
             with _torch.uncompiled():
                 return self.post_forward(module, args, output)
-        tree = self._group.tree
-        call = tree.call_stack[-1] if tree.call_stack else None
-        if call is None or call.group is not self._group:  # pre_forward has raised
-            return None
-        has_failed = output is None and sys.exc_info()[1] is not call.exception_on_entry
-        return self.leave(output, has_failed=has_failed)
-
-    def leave(self, output: Any, *, has_failed: bool) -> Any:
-        """End the innermost call; return the output: hooked, cast, and with copied parameters."""
-        if self._group.is_in_unsharded_context:
-            return output
         group, tree = self._group, self._group.tree
-        call = tree.call_stack[-1]
-        if call.is_substituted:
-            tree.leave(call, needs_grad=False, has_failed=has_failed)
+        call = tree.call_stack[-1] if tree.call_stack else None
+        if call is None or call.group is not group:  # pre_forward has raised, or runs it plain
             return output
-        for cast in self._casts:
-            cast.restore()
+        has_failed = output is None and sys.exc_info()[1] is not call.exception_on_entry
+        if call.is_substituted:
+            tree.call_stack.pop()
+            return output
+        if self._casts.is_needed:
+            self._casts.restore()
         if not has_failed and group.params:
             if not call.is_recomputed:
                 group.refuse_writes(call.version_sum)
@@ -188,16 +172,15 @@ class ModuleHooks:
         needs_grad = adds_hooks and _hook_outputs(call, to_hook)
         # A group without parameters hooks nothing, but its outputs may need gradients, which
         # `Tree._end_forward` must know after backwards inside the forward.
-        if tree.inner_backward_groups and not needs_grad and torch.is_grad_enabled():
+        if tree.has_inner_backward and not needs_grad and torch.is_grad_enabled():
             needs_grad = any(tensor.requires_grad for tensor in tensors_in(output))
         output_dtype = group.policy.output_dtype
         if output_dtype is not None and not has_failed:
             output = map_tensors(partial(_cast, output_dtype), output)
-        if _torch.current_transform() is None:
-            tree.leave(call, needs_grad=needs_grad, has_failed=has_failed)
-        else:
-            with _torch.outside_transforms():
-                tree.leave(call, needs_grad=needs_grad, has_failed=has_failed)
+        leave = tree.leave
+        if _torch.current_transform() is not None:
+            leave = _torch.outside_transforms()(leave)
+        leave(call, needs_grad=needs_grad, has_failed=has_failed)
         if error is not None and not has_failed:
             raise error
         return output
@@ -222,7 +205,9 @@ class ModuleHooks:
         The backward of the marker runs after the backward of the module.
         """
         if moves:
-            tensor = _to_compute_device(self._group.mesh.device, tensor)
+            # Of pinned memory, the copy blocks: the caller may at once fill it with the next batch.
+            # A non-blocking copy from pageable memory has read its source when it returns.
+            tensor = tensor.to(self._group.mesh.device, non_blocking=not tensor.is_pinned())
         dtype = self._input_dtype
         if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
             tensor = tensor.to(dtype)
@@ -269,15 +254,6 @@ def _check_can_run_plain(group: ParamGroup) -> None:
                 f"Expected full parameters in a forward of {group.label} inside of unsharded(), "
                 f"got '{param.name}' sharded; call unsharded() on the sharded module, on all ranks"
             )
-
-
-def _to_compute_device(device: torch.device, tensor: Tensor) -> Tensor:
-    """Move an input of the outermost module to the device of compute.
-
-    The copy from pinned memory blocks, because the caller may at once fill that memory with the
-    next batch. A non-blocking copy from pageable memory has read its source when it returns.
-    """
-    return tensor.to(device, non_blocking=not tensor.is_pinned())
 
 
 def _hook_outputs(call: Call, output: Any) -> bool:

@@ -182,85 +182,61 @@ def _copy_with(value: Any, named: Mapping[Any, Any], items: list[Any]) -> Any:
     return copied
 
 
-# Buffers under mixed precision: cast during forward, kept in their own dtype otherwise ------------
+# Tensors of modules in another dtype while forward runs -------------------------------------------
 
 
-class CastBuffers:
-    """Replaces floating-point buffers by copies in another dtype while forward runs.
+class ForwardCasts:
+    """Replaces tensors of modules by copies in another dtype while forward runs.
 
-    At the end, elements that forward has written are copied back. All other elements keep their
-    precision.
+    It casts floating-point buffers to ``buffer_dtype``, and weights of batch norms to the dtype of
+    the running statistics: batch norm accepts inputs of lower precision than its statistics, but
+    not weights. Gradients reach the parameters through the cast. At the end, elements of buffers
+    that forward has written are copied back. All other elements keep their precision.
+
+    Attributes:
+        is_needed: Whether there is anything to cast.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
-        self._modules = list(modules) if dtype is not None else []
-        self._dtype = dtype
-        self._replaced: list[tuple[nn.Module, str, torch.Tensor]] = []
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether there is a dtype to cast buffers to."""
-        return bool(self._modules)
+    def __init__(self, modules: Sequence[nn.Module], buffer_dtype: torch.dtype | None) -> None:
+        self._modules = [] if buffer_dtype is None else modules
+        self._buffer_dtype: Any = buffer_dtype
+        self._norms = [module for module in modules if isinstance(module, _torch.BatchNorm)]
+        self._replaced: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
+        self.is_needed = bool(self._modules or self._norms)
 
     def put(self) -> None:
-        """Replace the buffers by cast copies."""
-        casts: dict[int, torch.Tensor] = {}  # several modules may share a buffer
+        """Replace the buffers and weights by cast copies."""
+        casts: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # modules may share a tensor
+        for holder, name, tensor, dtype in self._to_cast():
+            if tensor.dtype != dtype:
+                key = id(tensor), dtype
+                casts[key] = holder[name] = casts[key] if key in casts else tensor.to(dtype)
+                self._replaced.append((holder, name, tensor, casts[key]))
+
+    def _to_cast(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor, torch.dtype]]:
         for module in self._modules:
-            for name, buffer in list(module._buffers.items()):
-                if buffer is None or not buffer.is_floating_point() or buffer.dtype == self._dtype:
-                    continue
-                if id(buffer) not in casts:
-                    casts[id(buffer)] = buffer.to(self._dtype)
-                module._buffers[name] = casts[id(buffer)]
-                self._replaced.append((module, name, buffer))
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    yield module._buffers, name, buffer, self._buffer_dtype
+        for norm in self._norms:
+            statistics = norm._buffers.get("running_mean")  # cast by now
+            for name, param in norm._parameters.items():
+                if param is not None and statistics is not None:
+                    yield norm._parameters, name, param, statistics.dtype
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the buffers, with written elements, unless forward removed or resized them."""
-        for module, name, buffer in self._replaced:
-            current = module._buffers.get(name)
-            if current is None:
+        """Restore the tensors, unless forward has removed or resized them, or replaced a weight."""
+        for holder, name, tensor, cast in self._replaced:
+            current, is_weight = holder.get(name), isinstance(tensor, nn.Parameter)
+            if current is None or (is_weight and current is not cast):
                 continue
-            if current.shape != buffer.shape:
-                module._buffers[name] = current.to(buffer.dtype)
+            if current.shape != tensor.shape:
+                holder[name] = current.to(tensor.dtype)
                 continue
-            # Batch norm writes its statistics without bumping their version counters.
-            written = current != buffer.to(self._dtype)
-            buffer.copy_(torch.where(written, current.to(buffer.dtype), buffer))
-            module._buffers[name] = buffer
-        self._replaced.clear()
-
-
-class PreciseNormWeights:
-    """Casts weights of batch norms to the dtype of the running statistics while forward runs.
-
-    Batch norm accepts inputs of lower precision than its statistics, but not weights.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._norms = [module for module in modules if isinstance(module, _torch.BatchNorm)]
-        self._replaced: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = []
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether there are batch norms."""
-        return bool(self._norms)
-
-    def put(self) -> None:
-        """Replace the weights by cast copies; gradients reach the parameters through the cast."""
-        for norm in self._norms:
-            statistics = norm._buffers.get("running_mean")
-            if statistics is None:
-                continue
-            for name, param in norm._parameters.items():
-                if param is not None and param.dtype != statistics.dtype:
-                    cast = param.to(statistics.dtype)
-                    norm._parameters[name] = cast  # type: ignore[assignment]
-                    self._replaced.append((norm, name, param, cast))
-
-    def restore(self) -> None:
-        """Register the parameters again, unless forward has registered others."""
-        for norm, name, param, cast in self._replaced:
-            if norm._parameters.get(name) is cast:
-                norm._parameters[name] = param
+            if not is_weight:
+                # Batch norm writes its statistics without bumping their version counters.
+                written = current != tensor.to(cast.dtype)
+                tensor.copy_(torch.where(written, current.to(tensor.dtype), tensor))
+            holder[name] = tensor
         self._replaced.clear()

@@ -7,7 +7,7 @@ agree, even if their losses reach different parts of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from operator import attrgetter, itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -21,8 +21,6 @@ class Interval:
     their groups at the exit of the checkpoint, and finishes them at its entry.
     """
 
-    __slots__ = ("entered", "exited", "is_checkpoint")
-
     def __init__(self, entered: int, *, is_checkpoint: bool) -> None:
         self.entered = self.exited = entered
         self.is_checkpoint = is_checkpoint
@@ -31,13 +29,10 @@ class Interval:
 class Visit(Generic[Group]):
     """One call of a group's module in a forward that may have a backward."""
 
-    __slots__ = ("backward_may_read", "entered", "forward", "group", "interval")
-
-    def __init__(self, group: Group, interval: Interval, entered: int, forward: int) -> None:
+    def __init__(self, group: Group, interval: Interval, entered: int) -> None:
         self.group = group
         self.interval = interval
         self.entered = entered  # the entry time of this call itself, even inside a checkpoint
-        self.forward = forward  # the number of the forward
         # Whether backward may read the parameters after this call.
         self.backward_may_read = False
 
@@ -94,7 +89,6 @@ class Tape(Generic[Group]):
         calls: The fields of a `CallRecord` for each call of this forward, in order of exit.
         last_calls: The calls of the last forward by outermost module, and by whether the forward
             may have a backward. The latest forward comes last.
-        num_forwards: The number of forwards that have begun.
         upcoming: The group that forward probably needs next.
     """
 
@@ -102,8 +96,7 @@ class Tape(Generic[Group]):
         self.visits: list[Visit[Group]] = []
         self.calls: list[tuple[Any, ...]] = []
         self.last_calls: dict[tuple[Hashable, bool], list[tuple[Any, ...]]] = {}
-        self.num_forwards = 0
-        self._clock = 0
+        self._clock = self._began = 0  # the time now, and when the latest forward began
         self._any_grad = False  # in this forward, so far; see `leave`
         self._orders: dict[Group, list[Group]] = {}  # of the last forwards, by outermost group
         self._predicted_order: list[Group] = []
@@ -115,8 +108,7 @@ class Tape(Generic[Group]):
 
     def begin_forward(self, outermost: Group) -> None:
         """Begin a forward; the last forward with the same ``outermost`` predicts its order."""
-        self.num_forwards += 1
-        self._any_grad = False
+        self._began, self._any_grad = self._clock, False
         self._current_order, self.calls, self.upcoming = [], [], None
         self._predicted_order = self._orders.get(outermost, [])
         if self.visits:
@@ -154,7 +146,7 @@ class Tape(Generic[Group]):
         """Record the start of a call of ``group``, inside ``checkpoint`` if there is one."""
         self._clock += 1
         interval = checkpoint or Interval(self._clock, is_checkpoint=False)
-        visit = Visit(group, interval, self._clock, self.num_forwards)
+        visit = Visit(group, interval, self._clock)
         self.visits.append(visit)
         return visit
 
@@ -186,11 +178,11 @@ class Tape(Generic[Group]):
 
     def discard_forward(self) -> None:
         """Forget the visits of the latest forward, after it has raised."""
-        self.visits = [visit for visit in self.visits if visit.forward != self.num_forwards]
+        self.visits = [visit for visit in self.visits if visit.entered <= self._began]
 
-    def forget(self, group: Group, in_progress: Sequence[Visit[Group] | None]) -> None:
-        """Forget the visits of a group after its backward, except those in progress."""
-        self.visits = [v for v in self.visits if v.group is not group or v in in_progress]
+    def forget(self, groups: Set[Group], in_progress: Sequence[Visit[Group] | None]) -> None:
+        """Forget the visits of groups after their backward, except those in progress."""
+        self.visits = [v for v in self.visits if v.group not in groups or v in in_progress]
 
     def clear(self) -> None:
         """Forget all visits, after their backward."""

@@ -17,14 +17,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from composable_shard import _torch
-from composable_shard.core.agreement import (
-    OrderCheck,
-    agree_on_model,
-    order_checks,
-    refuse_replicated,
-    refuse_shared,
-    warn_of_plain,
-)
+from composable_shard.core.agreement import OrderCheck, agree_on_model, check_modules, order_checks
 from composable_shard.core.backward import Backward
 from composable_shard.core.finalization import Finalization
 from composable_shard.core.group import ParamGroup, ReductionQueue, State, group_of
@@ -55,11 +48,6 @@ class Call:
         containers: The containers among its inputs, and their copies with cast and marked tensors.
         is_reached: Whether a backward has reached one of its outputs.
     """
-
-    __slots__ = (
-        *("__weakref__", "exception_on_entry", "group", "is_recomputed", "is_substituted"),
-        *("containers", "is_reached", "markers", "module", "version_sum", "visit"),
-    )
 
     def __init__(self, group: ParamGroup, module: nn.Module, *, is_recomputed: bool) -> None:
         self.group, self.module = group, module
@@ -92,8 +80,7 @@ class Tree:
         post_optim_event: The event of ``set_post_optim_event``, for which the next gather waits.
         finalization: The state of manual finalization, by ``finalize_backward``.
         plan: The plan of the latest backward.
-        inner_backward_groups: The groups that inner backwards (backwards inside the running
-            forward) have reached.
+        has_inner_backward: Whether a backward has run inside the current forward.
     """
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
@@ -101,9 +88,8 @@ class Tree:
         self.root = groups[0]
         self._has_streams = _torch.has_streams(self.root.mesh.device)
         features = [feature for group in groups for feature in group.plugins.features]
-        checks = [feature for feature in features if isinstance(feature, OrderCheck)]
-        others = [feature for feature in features if feature not in checks]
-        self.plugins = Plugins([*others, *(checks[:1] or order_checks())])
+        others = [feature for feature in features if not isinstance(feature, OrderCheck)]
+        self.plugins = Plugins([*others, *order_checks()])
         self.tape: Tape[ParamGroup] = Tape()
         self.call_stack: list[Call] = []
         self.in_flight = ReductionQueue()
@@ -113,7 +99,7 @@ class Tree:
         self._outer_frame: FrameType | None = None  # of the outermost call
         self._grad_enabled = False  # when the outermost call began
         self._backward: Backward | None = None
-        self.inner_backward_groups: dict[ParamGroup, None] = {}
+        self.has_inner_backward = False
         self._to_free: dict[ParamGroup, None] = {}  # at the end of forward, unless used again
         self.plan: Plan[ParamGroup] = NO_PLAN
         for group in groups:
@@ -154,11 +140,10 @@ class Tree:
         if backward is not None:
             backward.gather_for_recompute(group)
         else:
+            gather = self._gather
             if _torch.num_modes() or _torch.current_transform() is not None:
-                with _torch.outside_transforms():  # the parameters outlive the transforms
-                    call.is_substituted = not self._gather(group)
-            else:
-                call.is_substituted = not self._gather(group)
+                gather = _torch.outside_transforms()(gather)  # parameters outlive the transforms
+            call.is_substituted = not gather(group)
             if call.is_substituted:
                 return call
             if len(group.modules) > 1:
@@ -181,13 +166,10 @@ class Tree:
                 op()
 
     def _is_in_backward(self, group: ParamGroup) -> bool:
-        """Return whether the running backward needs ``group``, or a group inside an empty one."""
-        if group.params:
-            return group in self.tape or group in self.plan.groups
-        if self._backward is not None and self._backward.is_running:
-            return True
-        groups = [inner for inner in map(group_of, group.all_modules()) if inner is not None]
-        return any(inner.params and self._is_in_backward(inner) for inner in groups)
+        """Return whether the running backward needs a group; an empty one with any other."""
+        if not group.params:
+            return bool(self.tape.visits or self.plan.groups)
+        return group in self.tape or group in self.plan.groups
 
     def leave(self, call: Call, *, needs_grad: bool, has_failed: bool) -> None:
         """End the innermost call; free its group, unless the group stays gathered for backward.
@@ -197,7 +179,7 @@ class Tree:
         """
         self.call_stack.pop()
         group = call.group
-        if call.is_recomputed or call.is_substituted:
+        if call.is_recomputed:
             return
         if group.params and group.is_compiled:
             for op in group.program.post_forward:
@@ -210,10 +192,7 @@ class Tree:
         # The fields of a `CallRecord`.
         record = len(self.call_stack), group, call.module, interval
         self.tape.calls.append((*record, torch.is_grad_enabled(), needs_grad))
-        for outer in self.call_stack:
-            if outer.group is group:  # the module has called itself
-                return
-        self._free(group, may_have_backward=call.visit is not None and not has_failed)
+        self.free(group, may_have_backward=call.visit is not None and not has_failed)
         if not self.call_stack:
             self._end_forward(group, needs_grad=needs_grad, has_failed=has_failed)
 
@@ -226,9 +205,7 @@ class Tree:
     def _begin_forward(self, outermost: ParamGroup) -> None:
         if self.call_stack or self.has_failed:
             self.reset()
-        for group in self.inner_backward_groups:  # the last forward had only inner backwards
-            group.accumulate()
-        self.inner_backward_groups.clear()
+        self.has_inner_backward = False
         for group in self.groups:  # they may be stale: a write through ``.data`` bumps no version
             if group.state in (State.UNSHARDED, State.PARTLY_SHARDED) and not self._is_kept(group):
                 group.reshard()
@@ -260,8 +237,7 @@ class Tree:
 
         Collective: at the first gather, see `agree_on_model`.
         """
-        if not self.is_agreed:
-            self.agree()
+        self.agree()
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None:
             event.wait()
@@ -276,20 +252,10 @@ class Tree:
         Collective: the first time, see `agree_on_model`.
         """
         if not self.is_agreed:
-            self._check_modules()
+            self.finalization.refuse_former_roots()
+            check_modules(self.groups)
             agree_on_model(self.groups)
             self.is_agreed = True
-
-    def _check_modules(self) -> None:
-        """Refuse, or warn of, mistakes that only the whole tree shows; see the called functions."""
-        self.finalization.refuse_former_roots()
-        refuse_shared(module for group in self.groups for module in group.all_modules())
-        for group in self.groups:
-            holders = {slot.module for param in group.params for slot in param.slots}
-            refuse_replicated(group.modules, holders, group.label)
-        if self.root.mesh.num_ranks > 1:
-            unsharded = (p.__dict__.get("unsharded") for group in self.groups for p in group.params)
-            warn_of_plain(self.root.modules, unsharded)
 
     def _end_forward(self, outermost: ParamGroup, *, needs_grad: bool, has_failed: bool) -> None:
         self._outer_frame = None
@@ -316,8 +282,13 @@ class Tree:
         for group in self._to_free:
             group.reshard()
         self._to_free.clear()
-        if self.inner_backward_groups and not needs_grad:
-            self._reduce_inner_backwards()
+        if self.has_inner_backward and not needs_grad:  # this forward will have no backward itself
+            for group in dict.fromkeys(call[1] for call in reversed(self.tape.calls)):
+                group.reshard()
+                if group.needs_reduce:
+                    self.in_flight.start(group)
+            self.in_flight.finish()
+            self.tape.clear()
 
     def _gather(self, group: ParamGroup) -> bool:
         """Gather ``group`` for forward; launch the next gather before waiting for this one.
@@ -338,8 +309,11 @@ class Tree:
         group.wait()
         return True
 
-    def _free(self, group: ParamGroup, *, may_have_backward: bool) -> None:
-        """Free a group after its call, unless this forward or a backward needs the group soon."""
+    def free(self, group: ParamGroup, *, may_have_backward: bool) -> None:
+        """Free a group, unless a call of it, this forward or a backward needs it soon."""
+        for call in self.call_stack:
+            if call.group is group:  # its module has called itself
+                return
         stays = group.stays_after_forward
         # A frozen group has a backward only if another group is trained.
         if stays and not group.is_trained and not group.is_kept_by_user:
@@ -377,65 +351,30 @@ class Tree:
         backward = self._backward
         if backward is not None and backward.is_running:
             return backward
-        if self.call_stack:
-            self._backward = Backward(
-                self.groups, NO_PLAN, (), self.in_flight, self._end_inner_backward, is_inner=True
-            )
-            return self._backward
-        if backward is not None:  # it has failed
-            self.reset()
-        if self.tape.visits:  # otherwise this is another backward of the same forwards
-            self.plan = self.tape.plan_backward()
-        if not self._has_streams:
-            _torch.keep_spare()
-        self._run_without_program(self.root, "pre_backward")
-        self._backward = Backward(
-            self.groups, self.plan, self.inner_backward_groups, self.in_flight, self._end_backward
-        )
+        if not self.call_stack:
+            if backward is not None:  # it has failed
+                self.reset()
+            if self.tape.visits:  # otherwise this is another backward of the same forwards
+                self.plan = self.tape.plan_backward()
+            if not self._has_streams:
+                _torch.keep_spare()
+            self._run_without_program(self.root, "pre_backward")
+        self._backward = Backward(self)
         return self._backward
 
-    def _end_inner_backward(self, backward: Backward) -> None:
+    def end_backward(self, backward: Backward) -> None:
+        """End a backward, when autograd has finished."""
+        waits = not backward.is_inner and self.finalization.record_backward()
         with _torch.apart_from_transforms():
+            reached = backward.close(waits=waits)
+        if backward.is_inner:
             in_progress = [call.visit for call in self.call_stack]
-            reached = backward.close(waits=False)
-            for group in (group for group in self.groups if group in reached):
-                self.inner_backward_groups[group] = None
-                self.tape.forget(group, in_progress)
-        self._backward = None
-
-    def free_after_inner_backward(self, group: ParamGroup) -> None:
-        """Free a group after its inner backward, unless the forward around it needs the group."""
-        is_running = any(call.group is group for call in self.call_stack)
-        if is_running or group.is_kept_by_user or not group.settings.reshard_after_backward:
+            self.tape.forget(reached, in_progress)
+            self._backward, self.has_inner_backward = None, True
             return
-        if self.tape.upcoming is group:
-            self._to_free[group] = None
-            group.register_sharded()
-        else:
-            group.reshard()
-
-    def _reduce_inner_backwards(self) -> None:
-        """Reduce the gradients of inner backwards: their forward will have no backward itself.
-
-        Collective: the reductions.
-        """
-        groups = {visit.group: None for visit in self.tape.visits[::-1]}
-        for group in groups | self.inner_backward_groups:
-            group.reshard()
-            if group.needs_reduce:
-                self.in_flight.start(group)
-        self.in_flight.finish()
-        self.inner_backward_groups.clear()
-        self.tape.clear()
-
-    def _end_backward(self, backward: Backward) -> None:
-        is_manual = self.finalization.record_backward()
-        with _torch.apart_from_transforms():
-            backward.close(waits=self.is_last_backward and not is_manual)
         self._run_without_program(self.root, "post_backward")
         self._wait_for_copies()
         self._backward = None
-        self.inner_backward_groups.clear()
         self.tape.clear()
         _torch.return_spare()
         if backward.kept and not self.is_accumulating:
@@ -481,11 +420,6 @@ class Tree:
             if group.settings.reshard_after_backward and not group.settings.gathers_each_step:
                 group.reshard()
 
-    def share_reductions(self, other: Tree) -> None:
-        """Share the queue of reductions, and so its limit, with another tree."""
-        self.in_flight.finish()
-        self.in_flight = other.in_flight
-
     def clean_up_if_failed(self) -> None:
         """Return to the state between two steps if a forward or backward has failed."""
         if self.has_failed or (self.call_stack and _current_task() == -1):
@@ -524,7 +458,6 @@ class Tree:
             self.tape.clear()
         self.call_stack.clear()
         _torch.return_spare()
-        self.inner_backward_groups.clear()
         self._to_free.clear()
         self.finalization.reset()
         for group in self.groups:
