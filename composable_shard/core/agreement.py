@@ -108,7 +108,8 @@ def _refuse_shared(modules: Iterable[nn.Module]) -> None:
         param = slot.get()
         owner = None if param is None else owner_of_full(param)
         if owner is not None and slot not in owner.slots:
-            places = [f"'{name}' of {type(of).__name__}" for of, name in (*owner.slots, slot)]
+            slots = (*owner.slots, slot)
+            places = [f"'{each.name}' of {type(each.module).__name__}" for each in slots]
             raise ShardError(
                 "Expected one group to contain all modules with a tied parameter, got none for "
                 f"{', '.join(places)}; apply fully_shard to the module that contains them"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import copyreg
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from composable_shard.core.extension import move_into_buckets
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.hooks import record_owners
 from composable_shard.core.state_dict import record_params
-from composable_shard.core.storage import ShardedParam, Slot
+from composable_shard.core.storage import ShardedParam
 from composable_shard.core.tree import Tree, join_tree
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
@@ -95,7 +96,7 @@ def _fill(group: ParamGroup, memo: Memo) -> None:
         copied_param: ShardedParam = memo[id(param)]
         copied_param.__dict__.update(param.__dict__)
         copied_param.slots = [
-            Slot(copy.deepcopy(module, memo), name) for module, name in param.slots
+            replace(slot, module=copy.deepcopy(slot.module, memo)) for slot in param.slots
         ]
         copied_param.forget_unsharded()
         copied_param.sharded = memo[id(param.sharded)]

@@ -131,10 +131,8 @@ def plan_tensor(tensor: torch.Tensor, dim: int | None, num_shards: int) -> Tenso
     by_stride = tuple(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
     if tensor.is_contiguous() or not tensor.permute(by_stride).is_contiguous():
         return TensorLayout(shape, dim, None, ParamLayout(shape, dim, num_shards))
-    in_memory = ParamLayout(
-        tuple(shape[axis] for axis in by_stride), by_stride.index(dim), num_shards
-    )
-    return TensorLayout(shape, dim, by_stride, in_memory)
+    ordered, place = tuple(shape[axis] for axis in by_stride), by_stride.index(dim)
+    return TensorLayout(shape, dim, by_stride, ParamLayout(ordered, place, num_shards))
 
 
 def packing_step(dtypes: Iterable[torch.dtype], device: torch.device) -> int:

@@ -18,6 +18,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple, Protocol
@@ -117,21 +118,29 @@ class FlatPosition(NamedTuple):
     next_start: int | None
 
 
-class Slot(NamedTuple):
-    """A name under which a module holds a parameter; tied parameters have several slots."""
+def _bypasses_setattr() -> bool:
+    return any(os.environ.get(variable) == "1" for variable in _UNSAFE_VARIABLES)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A name under which a module holds a parameter; tied parameters have several slots.
+
+    Attributes:
+        module: The module.
+        name: The name of the parameter in the module.
+        is_unsafe: Whether to register parameters without an overridden ``__setattr__`` of the
+            module; environment variables say so when the slot is made.
+    """
 
     module: nn.Module
     name: str
+    is_unsafe: bool = field(default_factory=_bypasses_setattr, compare=False)
 
     @property
     def setter(self) -> Callable[[str, nn.Parameter], None]:
-        """The function that registers a parameter under a name on the module.
-
-        It is the ``__setattr__`` of the module if its class overrides it; environment variables can
-        bypass that.
-        """
-        is_plain = type(self.module).__setattr__ is nn.Module.__setattr__
-        if is_plain or any(os.environ.get(variable) == "1" for variable in _UNSAFE_VARIABLES):
+        """The function that registers a parameter under a name on the module."""
+        if self.is_unsafe or type(self.module).__setattr__ is nn.Module.__setattr__:
             return self.module._parameters.__setitem__
         return partial(setattr, self.module)
 
@@ -707,15 +716,14 @@ class Staging:
     """
 
     def __init__(self, bucket: FlatBucket) -> None:
-        layout, num_ranks, start = bucket.layout, bucket.mesh.num_shards, 0
+        layout, mesh, start = bucket.layout, bucket.mesh, 0
         self.copy_out: list[Op] = []
-        is_fused = _torch.has_streams(bucket.mesh.device)
+        num_ranks, is_fused = mesh.num_shards, _torch.has_streams(mesh.device)
         numel = num_ranks * layout.packed_numel
         params = layout.params[layout.num_direct :]
         in_place = sum(param.shard_numel for param in params if param.gathers_in_place)
         rest = num_ranks * (layout.packed_numel - in_place) if is_fused else 0
-        dtype, device = bucket.unsharded.dtype, bucket.unsharded.device
-        self.flat = _torch.empty(numel + rest, dtype=dtype, device=device)
+        self.flat = _torch.empty(numel + rest, dtype=bucket.compute_dtype, device=mesh.device)
         self.message = self.flat[:numel]
         columns, end = self.message.view(num_ranks, -1), numel
         pairs, outputs = [], []
