@@ -5,6 +5,7 @@ Nothing here communicates, except that loaded DTensors with other placements are
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, cast
 
 import torch
@@ -18,31 +19,20 @@ from composable_shard.core.transport import host
 from composable_shard.core.user_changes import carry_over
 from composable_shard.errors import ShardError
 
-# The attribute of a module that records its sharded parameters.
-_PARAMS = "_composable_shard_params"
-
-
-class _Params(dict[str, ShardedParam]):
-    """The sharded parameters of a module, by name; a copy or a pickle is empty.
-
-    If a module is copied without its group (``copy.deepcopy(model.head)``, if only ``model`` is
-    sharded), the copy has shards of its own and no group, so the hooks below do nothing.
-    """
-
-    def __deepcopy__(self, memo: object) -> _Params:
-        return _Params()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Params, ()
+# The sharded parameters of each module, by name. If a module is copied without its group
+# (``copy.deepcopy(model.head)``, if only ``model`` is sharded), the copy is not listed, and its
+# hooks do nothing.
+_params: weakref.WeakKeyDictionary[nn.Module, weakref.WeakValueDictionary[str, ShardedParam]]
+_params = weakref.WeakKeyDictionary()
 
 
 def record_params(group: ParamGroup) -> list[nn.Module]:
-    """Record the parameters of a group on their modules; return modules that had no record yet."""
+    """Record the parameters of a group by module; return modules that had no record yet."""
     slots = [(slot, param) for param in group.params for slot in param.slots]
     modules = dict.fromkeys(slot.module for slot, _ in slots)
-    new = [module for module in modules if _PARAMS not in module.__dict__]
+    new = [module for module in modules if module not in _params]
     for slot, param in slots:
-        slot.module.__dict__.setdefault(_PARAMS, _Params())[slot.name] = param
+        _params.setdefault(slot.module, weakref.WeakValueDictionary())[slot.name] = param
     return new
 
 
@@ -63,7 +53,7 @@ def install_state_dict_hooks(group: ParamGroup) -> None:
 
 
 def _params_of(module: nn.Module) -> list[tuple[str, ShardedParam]]:
-    return list(module.__dict__.get(_PARAMS, {}).items())
+    return list(_params.get(module, {}).items())
 
 
 # Saving -------------------------------------------------------------------------------------

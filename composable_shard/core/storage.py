@@ -14,6 +14,7 @@ A *direct* parameter has its own message; the others share the *packed* message 
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
 from collections.abc import Sequence, Set
@@ -245,9 +246,13 @@ class ShardedParam:
         if is_set:
             self.sharded.grad_dtype = grad_dtype
 
-    def __deepcopy__(self, memo: object) -> ShardedParam:
-        """Return itself; `copying.py` copies the parameters of a group."""
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
+        """Copy the slots and the sharded parameter; share the mesh and the policies."""
+        copied = memo[id(self)] = object.__new__(ShardedParam)
+        copied.__dict__.update(self.__dict__)
+        copied.slots, copied.sharded = copy.deepcopy((self.slots, self.sharded), memo)
+        copied.forget_unsharded()
+        return copied
 
     def facts(self) -> tuple[Sequence[int], int | None, object]:
         """Return the facts that ranks compare: shape, sharded dim, ``grad_dtype`` of the user."""
