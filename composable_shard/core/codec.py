@@ -130,7 +130,7 @@ def check_same_formats(hook: str, name: str, formats: Mapping[int, Formats]) -> 
         name: The name of the parameter, for error messages.
         formats: The formats that each rank sends, by rank.
     """
-    first_rank, first = next(iter(formats.items()))
+    first_rank, first = next(iter(formats.items()), (0, ()))
     for rank, theirs in formats.items():
         alike = len(theirs) == len(first) and all(
             a.dtype == b.dtype and a.shape[1:] == b.shape[1:]
@@ -142,6 +142,22 @@ def check_same_formats(hook: str, name: str, formats: Mapping[int, Formats]) -> 
                 f"trailing dims on all ranks, got {to_text(first)} on rank {first_rank} and "
                 f"{to_text(theirs)} on rank {rank}"
             )
+
+
+def raise_on_all(texts: Mapping[int, str | None], cause: Exception | None) -> None:
+    """Raise ``ExtensionError`` if user code has failed on some ranks.
+
+    Args:
+        texts: The text of the error of each rank; empty if there is none.
+        cause: The error of this rank.
+    """
+    failures = {rank: text for rank, text in texts.items() if text}
+    distinct = set(failures.values())
+    if len(failures) == len(texts) and len(distinct) == 1:
+        raise ExtensionError(distinct.pop()) from cause
+    if failures:
+        lines = (f"rank {rank}: {text}" for rank, text in failures.items())
+        raise ExtensionError("; ".join(lines)) from cause
 
 
 @dataclass(frozen=True)

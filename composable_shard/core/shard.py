@@ -15,7 +15,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from composable_shard import _torch
-from composable_shard.core.codec import GRAD_PRE, PRE, flatten, has_extension, needs_extension
+from composable_shard.core.codec import (
+    GRAD_PRE,
+    PRE,
+    flatten,
+    has_extension,
+    needs_extension,
+    raise_on_all,
+)
 from composable_shard.core.extension import build_buckets
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.storage import ShardedParam, Slot, owner_of_sharded
@@ -286,14 +293,7 @@ def _agree_on_shards(failure: ExtensionError | None, meshes: Sequence[DeviceMesh
     axes = [mesh.get_group(index) for mesh in meshes for index in range(mesh.ndim)]
     groups = [axis for axis in dict.fromkeys(axes) if axis.size() > 1 and not _torch.is_fake(axis)]
     texts = gather_by_rank(text, groups, "agreeing on how tensor subclasses are cut")
-    failures = {rank: text for rank, text in texts.items() if text is not None}
-    if not failures:
-        return
-    distinct = set(failures.values())
-    if len(failures) == len(texts) and len(distinct) == 1:
-        raise ExtensionError(distinct.pop()) from failure
-    lines = (f"rank {rank}: {text}" for rank, text in failures.items())
-    raise ExtensionError("; ".join(lines)) from failure
+    raise_on_all(texts, failure)
 
 
 def check_subclasses(planned: Sequence[ShardedParam], managed: Managed) -> None:

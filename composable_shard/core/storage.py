@@ -28,7 +28,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.codec import AttributeCopier, attributes_of_user, has_extension
+from composable_shard.core.codec import (
+    AttributeCopier,
+    Codec,
+    attributes_of_user,
+    has_extension,
+)
 from composable_shard.core.layout import MessageCost, message_cost, plan_bucket
 from composable_shard.core.placement import (
     GradStage,
@@ -173,6 +178,9 @@ class ShardedParam:
             may save them, so they have versions, too.
         flat_position: The position of its shard in a flat buffer; ``None`` without such a buffer.
         state_before_load: The attributes and the ``grad_dtype`` when a load began.
+        grad_codec: Splits its gradient into inner tensors; ``None`` if its gradient is plain, or
+            if no rank has had one.
+        has_known_grad: Whether some rank has had a gradient, if it may be a tensor subclass.
         attributes: Copies attributes of users from the sharded to the unsharded parameter, and
             back; ``None`` if both share one ``__dict__``.
     """
@@ -208,6 +216,8 @@ class ShardedParam:
         self.freed_inner: list[torch.Tensor] = []
         self.flat_position: FlatPosition | None = None
         self.attributes: AttributeCopier | None = None
+        self.grad_codec: Codec | None = None
+        self.has_known_grad = False
         self._kind = _torch.class_in_memory(original)  # of users, in plain memory; else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -269,6 +279,12 @@ class ShardedParam:
     def sharded_spec(self) -> _torch.DTensorSpec:
         """The mesh, placements and global shape of the sharded parameter."""
         return self.spec("sharded", self.dtype)
+
+    @property
+    def grad_layout(self) -> TensorLayout:
+        """The layout of its gradient; inner tensors are stacked along a new last dim."""
+        codec = self.grad_codec
+        return self.layout if codec is None else self.layout.stacked(len(codec.names))
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -442,6 +458,12 @@ class Bucket(Protocol):
 
     @property
     def reduction(self) -> type[Any] | None: ...
+
+    def create_unsharded(self, channel: Channel) -> None:
+        """Make the unsharded parameters, before the first gather.
+
+        Collective: for tensor subclasses only, see `ExtensionBucket`.
+        """
 
     def gather_ops(
         self,
@@ -637,7 +659,7 @@ class FlatBucket:
         if self.device.type != "meta":
             _torch.copy_all_(self.locals, list(shards))
 
-    def create_unsharded(self) -> None:
+    def create_unsharded(self, channel: Channel) -> None:
         """Make the unsharded and the staging buffer, and all views of them; then free both.
 
         Called right before the first gather, which needs this memory. Earlier, the device may have
