@@ -38,6 +38,7 @@ from composable_shard.core.codec import (
     RELEASE,
     Format,
     Formats,
+    are_tensors,
     bound_hook,
     check_same_formats,
     checked_result,
@@ -46,11 +47,14 @@ from composable_shard.core.codec import (
     formats_of,
     has_extension,
     has_grad_extension,
+    is_pair,
+    kind_of,
     needs_extension,
     padded,
     raise_on_all,
     storage_views,
     to_text,
+    wrong_result,
 )
 from composable_shard.core.layout import MessageCost
 from composable_shard.core.reduction import Reduction, Scale, refuse_sparse
@@ -188,10 +192,8 @@ class ExtensionBucket:
         assert self._message is not None and self.formats is not None
         agreed, current = self.formats[self.mesh.shard_rank], formats_of(self._message.tensors)
         if current != agreed:
-            raise ExtensionError(
-                f"Expected {PRE} of {self.param.name} to return the same tensors as at the first "
-                f"unshard, {to_text(agreed)}, got {to_text(current)}"
-            )
+            expected = f"the same tensors as at the first unshard, {to_text(agreed)}"
+            raise wrong_result(PRE, self.param.name, expected, to_text(current))
         pairs = zip(self._message.tensors, self._num_rows(), strict=True)
         inputs = [padded(tensor, max(counts)) for tensor, counts in pairs]
         if not self._gathered:
@@ -278,17 +280,11 @@ class ExtensionBucket:
 
     def _checked(self, result: Any) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Return the result of a post hook; raise if it is not a tensor and its inner tensors."""
-        got = type(result).__name__
-        if isinstance(result, tuple) and len(result) == 2:
+        if is_pair(result) and torch.is_tensor(result[0]) and are_tensors(result[1]):
             tensor, inner = result
-            is_sequence = isinstance(inner, Sequence) and all(map(torch.is_tensor, inner))
-            if torch.is_tensor(tensor) and is_sequence:
-                return tensor, inner
-            got = f"({type(tensor).__name__}, {type(inner).__name__})"
-        raise ExtensionError(
-            f"Expected {POST} of {self.param.name} to return (tensor, inner tensors) when out is "
-            f"None, got {got}"
-        )
+            return tensor, inner
+        expected = "(tensor, inner tensors) when out is None"
+        raise wrong_result(POST, self.param.name, expected, kind_of(result))
 
     def _create_unsharded(self, tensor: torch.Tensor, inner: Sequence[torch.Tensor]) -> None:
         """Make the unsharded parameter; as in torch, ``tensor`` may end with rows of padding."""
@@ -323,10 +319,7 @@ class ExtensionBucket:
         hook = getattr(shard, RELEASE, None)
         answer = False if hook is None else hook()
         if not isinstance(answer, bool):
-            raise ExtensionError(
-                f"Expected {RELEASE} of {self.param.name} to return a bool, got "
-                f"{type(answer).__name__}"
-            )
+            raise wrong_result(RELEASE, self.param.name, "a bool", kind_of(answer))
         return answer
 
 
@@ -455,7 +448,6 @@ class SplitReduction(Reduction):
         for theirs in gather_by_rank(known, self._mesh.process_groups, doing).values():
             for index, codec in theirs.items():
                 self.params[index].grad_codec = codec
-                self.params[index].has_known_grad = True
         self._plan_messages()
         self._plan_results()
 
@@ -467,21 +459,24 @@ class SplitReduction(Reduction):
         params = dict(zip(self._sharded, self.params, strict=True))
         for sharded, shard, spec, needs_any_dtype in super()._results():
             codec = params[sharded].grad_codec
-            if codec is not None:  # a class may require equal storage offsets
-                shard = codec.rebuild(map(torch.clone, shard.unbind(-1))).to(shard.dtype)
+            if codec is not None and codec.kind is not None:
+                inner = map(torch.clone, shard.unbind(-1))  # a class may require equal offsets
+                shard = codec.rebuild(inner).to(shard.dtype)
             if not _is_unknown(params[sharded]):
                 yield sharded, shard, spec, needs_any_dtype
 
 
 def _is_unknown(param: ShardedParam) -> bool:
     """Return whether the inner tensors of gradients are unknown: no rank has had a gradient yet."""
-    return not param.has_known_grad and _torch.is_wrapper_subclass(param.unsharded_local)
+    return param.grad_codec is None and _torch.is_wrapper_subclass(param.unsharded_local)
 
 
 def _stacked(param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
     """Stack the inner tensors of a gradient along a new last dim; leave a plain one unchanged."""
     codec = param.grad_codec
-    return grad if codec is None else torch.stack(codec.inner_tensors(grad), -1)
+    if codec is None or codec.kind is None:
+        return grad
+    return torch.stack(codec.inner_tensors(grad), -1)
 
 
 # Gradients that hooks encode ----------------------------------------------------------------------
@@ -524,11 +519,11 @@ class GradExtension:
         shapes = [list(tensor.shape) for tensor in tensors]
         if any(shape[:1] != [len(parts)] for shape in shapes):
             expected = f"tensors with a row for each of {len(parts)} ranks"
-            raise self._error(expected, shapes)
+            raise wrong_result(GRAD_PRE, self.param.name, expected, shapes)
         formats = formats_of(tensors)
         if self.formats is not None and self.formats != formats:
             expected = f"{to_text(self.formats)} as before"
-            raise self._error(expected, to_text(formats))
+            raise wrong_result(GRAD_PRE, self.param.name, expected, to_text(formats))
         return list(tensors)
 
     def decode(self, received: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
@@ -543,11 +538,6 @@ class GradExtension:
     def _hook(self, name: str) -> Any:
         local = self.param.local
         return bound_hook(getattr(local, name), local)
-
-    def _error(self, expected: str, got: object) -> ExtensionError:
-        return ExtensionError(
-            f"Expected {GRAD_PRE} of {self.param.name} to return {expected}, got {got}"
-        )
 
 
 class EncodedReduction(Reduction):
@@ -615,11 +605,6 @@ class EncodedReduction(Reduction):
                 extension.decode(tuple(islice(received, len(extension.formats))), total)
                 part.copy_(total.div_(self._divisor))
         self.reduced[-self.num_flags :] = flags.amax(0)
-
-    def discard(self) -> None:
-        """Drop all gradients that are not in ``.grad`` yet."""
-        super().discard()
-        self.__dict__.pop("_received", None)
 
 
 def _nbytes(format: Format) -> int:

@@ -38,22 +38,21 @@ def _groups_of(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
     return list(dict.fromkeys(owner.group for owner in owners if owner is not None))
 
 
+_UNSHARDED = (
+    "unsharded ones, and their updates would be lost; build the optimizer, or its param_groups, "
+    "from model.parameters() outside of unsharded(), before a forward or after a backward"
+)
+
+
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     params, kind = _params_of(optimizer), type(optimizer).__name__
     ids = set(map(id, params))
-    replaced = num_replaced(ids)
-    if replaced:
-        raise ShardError(
-            f"Expected {kind} to have sharded parameters, got {replaced} that fully_shard has "
-            "replaced; build the optimizer after fully_shard"
-        )
-    unsharded = num_full_tensors(ids)
-    if unsharded:
-        raise ShardError(
-            f"Expected {kind} to have sharded parameters, got {unsharded} unsharded ones, and "
-            "their updates would be lost; build the optimizer, or its param_groups, from "
-            "model.parameters() outside of unsharded(), before a forward or after a backward"
-        )
+    for count, text in (
+        (num_replaced(ids), "that fully_shard has replaced; build the optimizer after fully_shard"),
+        (num_full_tensors(ids), _UNSHARDED),
+    ):
+        if count:
+            raise ShardError(f"Expected {kind} to have sharded parameters, got {count} {text}")
     groups = _groups_of(params)
     for group in groups:
         group.check_in_memory(f"for a step of {kind}")
@@ -91,9 +90,7 @@ def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:
     for name, value in state.items():
         is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         if is_plain and value.ndim == 0 and name != "step":
-            state[name] = DTensor.from_local(
-                value, param.device_mesh, param.placements, run_check=False
-            )
+            state[name] = _torch.local_like(param, value)
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:

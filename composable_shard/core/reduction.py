@@ -536,7 +536,7 @@ class Reduction:
             pending.drop()
         if self._rows:
             _torch.free(self._packed)
-        for name in ("_grads", "reduced", "_flags", "_pending_over_shards"):
+        for name in ("_grads", "_received", "reduced", "_flags", "_pending_over_shards"):
             self.__dict__.pop(name, None)
 
 

@@ -5,8 +5,7 @@ Nothing here communicates, except that loaded DTensors with other placements are
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,20 +18,28 @@ from composable_shard.core.transport import host
 from composable_shard.core.user_changes import carry_over
 from composable_shard.errors import ShardError
 
-# The sharded parameters of each module, by name. If a module is copied without its group
-# (``copy.deepcopy(model.head)``, if only ``model`` is sharded), the copy is not listed, and its
-# hooks do nothing.
-_params: weakref.WeakKeyDictionary[nn.Module, weakref.WeakValueDictionary[str, ShardedParam]]
-_params = weakref.WeakKeyDictionary()
+# The attribute of a module that records its sharded parameters.
+_PARAMS = "_composable_shard_params"
+
+
+class _Params(dict[str, ShardedParam]):
+    """The sharded parameters of a module, by name; a copy or a pickle is empty.
+
+    If a module is copied without its group (``copy.deepcopy(model.head)``, if only ``model`` is
+    sharded), the copy has shards of its own and no group, so the hooks below do nothing.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Params, ()
 
 
 def record_params(group: ParamGroup) -> list[nn.Module]:
-    """Record the parameters of a group by module; return modules that had no record yet."""
+    """Record the parameters of a group on their modules; return modules that had no record yet."""
     slots = [(slot, param) for param in group.params for slot in param.slots]
     modules = dict.fromkeys(slot.module for slot, _ in slots)
-    new = [module for module in modules if module not in _params]
+    new = [module for module in modules if _PARAMS not in module.__dict__]
     for slot, param in slots:
-        _params.setdefault(slot.module, weakref.WeakValueDictionary())[slot.name] = param
+        slot.module.__dict__.setdefault(_PARAMS, _Params())[slot.name] = param
     return new
 
 
@@ -53,7 +60,7 @@ def install_state_dict_hooks(group: ParamGroup) -> None:
 
 
 def _params_of(module: nn.Module) -> list[tuple[str, ShardedParam]]:
-    return list(_params.get(module, {}).items())
+    return list(module.__dict__.get(_PARAMS, {}).items())
 
 
 # Saving -------------------------------------------------------------------------------------
@@ -163,8 +170,9 @@ def _after_load(module: nn.Module, *_: object) -> None:
     """Register an assigned parameter in all slots of the replaced one, with its attributes."""
     for attribute, param in _params_of(module):
         current = module._parameters.get(attribute)
-        if isinstance(current, DTensor) and current.__dict__ is not param.state_before_load[0]:
-            carry_over(*param.state_before_load, cast(nn.Parameter, current))
-        if len(param.slots) > 1 and isinstance(current, DTensor):
-            for slot in param.slots:
-                slot.put(current)
+        if not isinstance(current, DTensor):
+            continue
+        if current.__dict__ is not param.state_before_load[0]:
+            carry_over(*param.state_before_load, current)
+        if len(param.slots) > 1:
+            param.put(current)

@@ -178,9 +178,8 @@ class ShardedParam:
             may save them, so they have versions, too.
         flat_position: The position of its shard in a flat buffer; ``None`` without such a buffer.
         state_before_load: The attributes and the ``grad_dtype`` when a load began.
-        grad_codec: Splits its gradient into inner tensors; ``None`` if its gradient is plain, or
-            if no rank has had one.
-        has_known_grad: Whether some rank has had a gradient, if it may be a tensor subclass.
+        grad_codec: Splits its gradient into plain tensors; ``None`` as long as no rank has had a
+            gradient, and for parameters with plain gradients only.
         attributes: Copies attributes of users from the sharded to the unsharded parameter, and
             back; ``None`` if both share one ``__dict__``.
     """
@@ -217,7 +216,6 @@ class ShardedParam:
         self.flat_position: FlatPosition | None = None
         self.attributes: AttributeCopier | None = None
         self.grad_codec: Codec | None = None
-        self.has_known_grad = False
         self._kind = _torch.class_in_memory(original)  # of users, in plain memory; else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -284,7 +282,9 @@ class ShardedParam:
     def grad_layout(self) -> TensorLayout:
         """The layout of its gradient; inner tensors are stacked along a new last dim."""
         codec = self.grad_codec
-        return self.layout if codec is None else self.layout.stacked(len(codec.names))
+        if codec is None or codec.kind is None:
+            return self.layout
+        return self.layout.stacked(len(codec.names))
 
     @property
     def compute_dtype(self) -> torch.dtype:

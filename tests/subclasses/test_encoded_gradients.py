@@ -210,7 +210,7 @@ HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "one tensor": (
         lambda self, grad, mesh: (grad, None),
-        f"{RETURN}a tuple of tensors and metadata, got Tensor as its first element",
+        f"{RETURN}(tensors, metadata), got (Tensor, NoneType)",
     ),
     "no rows": (
         lambda self, grad, mesh: ((grad, grad.sum()), None),

@@ -80,10 +80,7 @@ ALIKE = (
     "on all ranks, got [{}] on rank 0 and [{}] on rank {}"
 )
 NO_METADATA = f"Expected {PRE} of 0.weight to return (tensors, metadata), got Tensor"
-NO_TUPLE = (
-    f"Expected {PRE} of 0.weight to return a tuple of tensors and metadata, got Tensor as its "
-    "first element"
-)
+NO_TUPLE = f"Expected {PRE} of 0.weight to return (tensors, metadata), got (Tensor, NoneType)"
 LATER = (
     f"Expected {PRE} of 0.weight to return the same tensors as at the first unshard, "
     f"[{GOOD}], got [{WIDER}]"

@@ -96,11 +96,11 @@ CASES = {
     Unviewed: KEEP.format("view", "Unviewed"),
     Uncast: KEEP.format("to(torch.bfloat16)", "Uncast"),
     Closed: (
-        "Expected a wrapper subclass, got Closed without __tensor_flatten__; define "
+        "Expected Closed to have inner tensors of its shape [{}, 4], got []; define "
         "fsdp_pre_all_gather and fsdp_post_all_gather on it"
     ),
     Rows: (
-        "Expected the inner tensors of Rows to have its shape [{}, 4], got [[{}, 1]]; define "
+        "Expected Rows to have inner tensors of its shape [{}, 4], got [[{}, 1]]; define "
         "fsdp_pre_all_gather and fsdp_post_all_gather on it"
     ),
 }
