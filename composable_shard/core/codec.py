@@ -64,8 +64,9 @@ def needs_extension(tensor: torch.Tensor) -> bool:
     return has_hooks or _torch.is_subclass_of_user(tensor)
 
 
-def bound_hook(hook: Any, tensor: torch.Tensor) -> Any:
-    """Bind a function that a user set on a tensor, if its first parameter is named ``self``."""
+def hook_of(tensor: torch.Tensor, name: str) -> Any:
+    """Return a hook; bind a function that a user set on a tensor if it takes ``self`` first."""
+    hook = getattr(tensor, name)
     if inspect.isfunction(hook) and next(iter(inspect.signature(hook).parameters), "") == "self":
         return hook.__get__(tensor)
     return hook
@@ -151,22 +152,6 @@ def check_same_formats(hook: str, name: str, formats: Mapping[int, Formats]) -> 
             expected = "tensors of the same number, dtypes and trailing dims on all ranks"
             got = f"{to_text(first)} on rank {first_rank} and {to_text(theirs)} on rank {rank}"
             raise wrong_result(hook, name, expected, got)
-
-
-def raise_on_all(texts: Mapping[int, str | None], cause: Exception | None) -> None:
-    """Raise ``ExtensionError`` if user code has failed on some ranks.
-
-    Args:
-        texts: The text of the error of each rank; empty if there is none.
-        cause: The error of this rank.
-    """
-    failures = {rank: text for rank, text in texts.items() if text}
-    distinct = set(failures.values())
-    if len(failures) == len(texts) and len(distinct) == 1:
-        raise ExtensionError(distinct.pop()) from cause
-    if failures:
-        lines = (f"rank {rank}: {text}" for rank, text in failures.items())
-        raise ExtensionError("; ".join(lines)) from cause
 
 
 @dataclass(frozen=True)

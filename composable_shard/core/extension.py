@@ -39,7 +39,6 @@ from composable_shard.core.codec import (
     Format,
     Formats,
     are_tensors,
-    bound_hook,
     check_same_formats,
     checked_result,
     codec_of,
@@ -47,11 +46,11 @@ from composable_shard.core.codec import (
     formats_of,
     has_extension,
     has_grad_extension,
+    hook_of,
     is_pair,
     kind_of,
     needs_extension,
     padded,
-    raise_on_all,
     storage_views,
     to_text,
     wrong_result,
@@ -159,7 +158,7 @@ class ExtensionBucket:
         if shard.device != self.mesh.device:  # offloaded; the hooks compute on the device
             moved = shard.to(self.mesh.device, non_blocking=True)
             shard = moved if has_extension(moved) else shard
-        hook, param = bound_hook(getattr(shard, PRE), shard), self.param
+        hook, param = hook_of(shard, PRE), self.param
         shape = torch.Size(param.layout.shape)
         outer = shape, torch.empty(shape, device="meta").stride()
         all_args = (self.mesh.shard_axis, *outer, param.slots[0].module, param.policy)
@@ -232,7 +231,7 @@ class ExtensionBucket:
         # refill must not bump their versions.
         _torch.set_versions(tuple(self._gathered), self._versions)
         has_hooks = has_extension(shard)
-        hook = bound_hook(getattr(shard, POST), shard) if has_hooks else _post_all_gather
+        hook = hook_of(shard, POST) if has_hooks else _post_all_gather
         post = partial(hook, outputs, metadata, self.compute_dtype)
         with torch.inference_mode(False), torch.no_grad():
             if self._out is None:
@@ -243,7 +242,8 @@ class ExtensionBucket:
                 with _torch.preserved_versions(self._versioned):
                     post(out=self._out)
             if self._releases_gathered:
-                self._free(self._gathered)
+                for gathered in self._gathered:
+                    _torch.free(gathered)
 
     def free(self) -> bool:
         """Free the memory that the next gather fills again.
@@ -252,12 +252,9 @@ class ExtensionBucket:
             Always ``False``: this bucket does not look for arrays that share its memory.
         """
         self._gathered_ahead = False
-        self._free([*self._gathered, *self._inner])
+        for memory in (*self._gathered, *self._inner):
+            _torch.free(memory)
         return False
-
-    def _free(self, memory: Sequence[torch.Tensor]) -> None:
-        for tensor in memory:
-            _torch.free(tensor)
 
     def _num_rows(self) -> list[list[int]]:
         """Return, for each tensor, the number of rows that each rank sends."""
@@ -372,11 +369,27 @@ def _encode_first(
     raise_on_all({rank: text for rank, (text, _) in by_rank.items()}, failure)
     sent_by_param = []
     for index, name in enumerate(calls):
-        sent = {rank: known[index] for rank, (_, known) in by_rank.items()}
-        sent = {rank: formats for rank, formats in sent.items() if formats is not None}
+        known = ((rank, formats[index]) for rank, (_, formats) in by_rank.items())
+        sent = {rank: formats for rank, formats in known if formats is not None}
         check_same_formats(hook, name, sent)
         sent_by_param.append(sent)
     return encoded, sent_by_param
+
+
+def raise_on_all(texts: Mapping[int, str | None], cause: Exception | None) -> None:
+    """Raise ``ExtensionError`` if user code has failed on some ranks.
+
+    Args:
+        texts: The text of the error of each rank; empty if there is none.
+        cause: The error of this rank.
+    """
+    failures = {rank: text for rank, text in texts.items() if text}
+    distinct = set(failures.values())
+    if len(failures) == len(texts) and len(distinct) == 1:
+        raise ExtensionError(distinct.pop()) from cause
+    if failures:
+        lines = (f"rank {rank}: {text}" for rank, text in failures.items())
+        raise ExtensionError("; ".join(lines)) from cause
 
 
 # The buckets of a group, flat ones and those of tensor subclasses ---------------------------------
@@ -514,7 +527,7 @@ class GradExtension:
         Args:
             parts: The part of the gradient that each rank needs, [num_shards, shard_numel].
         """
-        result = self._hook(GRAD_PRE)(parts, self.param.mesh.shard_axis)
+        result = hook_of(self.param.local, GRAD_PRE)(parts, self.param.mesh.shard_axis)
         tensors, self._metadata = checked_result(GRAD_PRE, self.param.name, result)
         shapes = [list(tensor.shape) for tensor in tensors]
         if any(shape[:1] != [len(parts)] for shape in shapes):
@@ -533,11 +546,7 @@ class GradExtension:
             received: The tensors that all ranks sent to this one, a row from each.
             out: The tensor to fill.
         """
-        self._hook(GRAD_POST)(received, self._metadata, out)
-
-    def _hook(self, name: str) -> Any:
-        local = self.param.local
-        return bound_hook(getattr(local, name), local)
+        hook_of(self.param.local, GRAD_POST)(received, self._metadata, out)
 
 
 class EncodedReduction(Reduction):

@@ -64,25 +64,20 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             stacklevel=2,
         )
     host.synchronize()  # wait for copies of shards that a forward without a backward has launched
-    if any(param_group.get("fused") for param_group in optimizer.param_groups):
-        _refuse_unreduced(kind, params)
-    for param in params:
-        if isinstance(param, DTensor) and param.ndim == 0:
-            _distribute_state(param, optimizer.state.get(param, {}))
-
-
-def _refuse_unreduced(kind: str, params: Iterable[torch.Tensor]) -> None:
-    """Raise if the gradient of a parameter that is not contiguous is not reduced.
-
-    DTensor would reduce it to a contiguous shard. Fused kernels traverse memory in order, so they
-    would update an element by the gradient of another element.
-    """
-    if any(is_partial(p.grad) and not _torch.local_tensor(p).is_contiguous() for p in params):
+    is_fused = any(param_group.get("fused") for param_group in optimizer.param_groups)
+    # DTensor would reduce these gradients to contiguous shards. Fused kernels traverse memory in
+    # order, so they would update an element by the gradient of another element.
+    if is_fused and any(
+        is_partial(p.grad) and not _torch.local_tensor(p).is_contiguous() for p in params
+    ):
         raise ShardError(
             f"Expected reduced gradients for a fused step of {kind}, got a gradient that was "
             "accumulated without sync, of a parameter that is not contiguous; call "
             "synchronize_gradients() first, or leave out fused=True"
         )
+    for param in params:
+        if isinstance(param, DTensor) and param.ndim == 0:
+            _distribute_state(param, optimizer.state.get(param, {}))
 
 
 def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:

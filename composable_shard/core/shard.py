@@ -15,15 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from composable_shard import _torch
-from composable_shard.core.codec import (
-    GRAD_PRE,
-    PRE,
-    flatten,
-    has_extension,
-    needs_extension,
-    raise_on_all,
-)
-from composable_shard.core.extension import build_buckets
+from composable_shard.core.codec import GRAD_PRE, PRE, flatten, has_extension, needs_extension
+from composable_shard.core.extension import build_buckets, raise_on_all
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.storage import ShardedParam, Slot, owner_of_sharded
 from composable_shard.core.ties import Managed, record_original

@@ -28,12 +28,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.codec import (
-    AttributeCopier,
-    Codec,
-    attributes_of_user,
-    has_extension,
-)
+from composable_shard.core.codec import AttributeCopier, Codec, attributes_of_user, has_extension
 from composable_shard.core.layout import MessageCost, message_cost, plan_bucket
 from composable_shard.core.placement import (
     GradStage,
