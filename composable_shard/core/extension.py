@@ -136,7 +136,7 @@ class ExtensionBucket:
         Collective: an all-gather of a small object for each mesh axis, and the all-gather.
         """
         name, shard, group = self.param.name, self.param.local, self.mesh.shard_group
-        _, (sent,) = _encode_first(PRE, {name: partial(self.encode, shard)}, self.mesh)
+        _, (sent,) = _encode_first(PRE, [(name, partial(self.encode, shard))], self.mesh)
         ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
         self.formats = [sent[rank] for rank in ranks]
         self.launch(shard, channel)
@@ -334,15 +334,19 @@ def _post_all_gather(
     return whole, _torch.leaves(whole)
 
 
+# The name of a parameter, and a call of its hook that returns the tensors to send; ``None`` if this
+# rank does not know them.
+_Call = tuple[str, Callable[[], list[torch.Tensor] | None]]
+
+
 def _encode_first(
-    hook: str, calls: Mapping[str, Callable[[], list[torch.Tensor] | None]], mesh: ShardMesh
+    hook: str, calls: Sequence[_Call], mesh: ShardMesh
 ) -> tuple[list[list[torch.Tensor] | None], list[dict[int, Formats]]]:
     """Call pre hooks for the first time, and exchange the formats of the tensors to send.
 
     Args:
         hook: The name of the hook.
-        calls: Calls of the hook that return the tensors to send, by name of the parameter. A call
-            returns ``None`` if this rank does not know them.
+        calls: The calls, one for each parameter.
         mesh: The ranks.
 
     Returns:
@@ -355,7 +359,7 @@ def _encode_first(
     """
     encoded: list[list[torch.Tensor] | None] = []
     text, failure = "", None
-    for name, call in calls.items():
+    for name, call in calls:
         try:
             encoded.append(call())
         except Exception as error:  # noqa: BLE001 - any failure of user code is raised on all ranks
@@ -368,7 +372,7 @@ def _encode_first(
     by_rank = gather_by_rank((text, formats), mesh.process_groups, doing)
     raise_on_all({rank: text for rank, (text, _) in by_rank.items()}, failure)
     sent_by_param = []
-    for index, name in enumerate(calls):
+    for index, (name, _) in enumerate(calls):
         known = ((rank, formats[index]) for rank, (_, formats) in by_rank.items())
         sent = {rank: formats for rank, formats in known if formats is not None}
         check_same_formats(hook, name, sent)
@@ -569,12 +573,12 @@ class EncodedReduction(Reduction):
         grads = self._grads
         del self._grads
         refuse_sparse(self.params, grads)
-        calls = {
-            extension.param.name: partial(extension.encode_grad, grad, self._dtype)
+        calls = [
+            (extension.param.name, partial(extension.encode_grad, grad, self._dtype))
             for extension, grad in zip(self._extensions, grads, strict=True)
-        }
+        ]
         if all(extension.formats is not None for extension in self._extensions):
-            encoded = [call() for call in calls.values()]
+            encoded = [call() for _, call in calls]
         else:
             encoded, sent = _encode_first(GRAD_PRE, calls, self._mesh)
             for extension, formats in zip(self._extensions, sent, strict=True):

@@ -108,6 +108,20 @@ def test_hooks_are_called_where_there_is_a_gradient_and_none_is_where_nobody_has
         assert calls == num_calls[dist.get_rank()]
 
 
+@on_ranks(2)
+def test_parameters_of_one_name_in_several_modules_of_a_group() -> None:
+    """Each rank has a gradient of one of two parameters with the same name."""
+    model = nn.ModuleList(as_type(nn.Linear(3, 3, bias=False), Lossless) for _ in range(2))
+    fully_shard(list(model))
+    used = model[dist.get_rank()]
+    for _ in range(2):
+        for layer in model:
+            layer.zero_grad()
+        outputs = [layer(torch.ones(1, 3)).sum() for layer in model]
+        outputs[0 if used is model[0] else 1].backward()
+        assert [layer.weight.grad.full_tensor().sum().item() for layer in model] == [4.5, 4.5]
+
+
 # What is lost ----------------------------------------------------------------------------------
 
 
