@@ -456,9 +456,7 @@ class FSDPModule(TorchFSDPModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a sharded copy with its own shards, groups and settings; without gradients."""
-        copied = copy_sharded(cast(nn.Module, self), memo)
-        answer_torch(copied, cast(ParamGroup, group_of(copied)))
-        return copied
+        return copy_sharded(cast(nn.Module, self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle this rank's shards and the sharding; see ``docs/checkpoints.md``.

@@ -64,8 +64,9 @@ def needs_extension(tensor: torch.Tensor) -> bool:
     return has_hooks or _torch.is_subclass_of_user(tensor)
 
 
-def bound_hook(hook: Any, tensor: torch.Tensor) -> Any:
-    """Bind a function that a user set on a tensor, if its first parameter is named ``self``."""
+def hook_of(tensor: torch.Tensor, name: str) -> Any:
+    """Return a hook; bind a function that a user set on a tensor if it takes ``self`` first."""
+    hook = getattr(tensor, name)
     if inspect.isfunction(hook) and next(iter(inspect.signature(hook).parameters), "") == "self":
         return hook.__get__(tensor)
     return hook
@@ -82,17 +83,32 @@ def checked_result(hook: str, name: str, result: Any) -> tuple[Sequence[torch.Te
     Raises:
         ExtensionError: If the result is not a pair of tensors and metadata.
     """
-    if not (isinstance(result, tuple) and len(result) == 2):
-        raise ExtensionError(
-            f"Expected {hook} of {name} to return (tensors, metadata), got {type(result).__name__}"
-        )
+    if not is_pair(result) or not are_tensors(result[0]):
+        raise wrong_result(hook, name, "(tensors, metadata)", kind_of(result))
     tensors, metadata = result
-    if not isinstance(tensors, Sequence) or not all(map(torch.is_tensor, tensors)):
-        raise ExtensionError(
-            f"Expected {hook} of {name} to return a tuple of tensors and metadata, got "
-            f"{type(tensors).__name__} as its first element"
-        )
     return tensors, metadata
+
+
+def is_pair(result: Any) -> bool:
+    """Return whether a result is a tuple of two."""
+    return isinstance(result, tuple) and len(result) == 2
+
+
+def are_tensors(value: Any) -> bool:
+    """Return whether a value is a sequence of tensors."""
+    return isinstance(value, Sequence) and all(map(torch.is_tensor, value))
+
+
+def kind_of(result: Any) -> str:
+    """Return the type of a result as text; for a pair, both types."""
+    if is_pair(result):
+        return f"({', '.join(type(item).__name__ for item in result)})"
+    return type(result).__name__
+
+
+def wrong_result(hook: str, name: str, expected: str, got: object) -> ExtensionError:
+    """Return the error for a wrong result of a hook of the parameter ``name``."""
+    return ExtensionError(f"Expected {hook} of {name} to return {expected}, got {got}")
 
 
 # The tensors that are sent -----------------------------------------------------------------------
@@ -130,18 +146,12 @@ def check_same_formats(hook: str, name: str, formats: Mapping[int, Formats]) -> 
         name: The name of the parameter, for error messages.
         formats: The formats that each rank sends, by rank.
     """
-    first_rank, first = next(iter(formats.items()))
+    first_rank, first = next(iter(formats.items()), (0, ()))
     for rank, theirs in formats.items():
-        alike = len(theirs) == len(first) and all(
-            a.dtype == b.dtype and a.shape[1:] == b.shape[1:]
-            for a, b in zip(theirs, first, strict=True)
-        )
-        if not alike:
-            raise ExtensionError(
-                f"Expected {hook} of {name} to return tensors of the same number, dtypes and "
-                f"trailing dims on all ranks, got {to_text(first)} on rank {first_rank} and "
-                f"{to_text(theirs)} on rank {rank}"
-            )
+        if [(f.dtype, f.shape[1:]) for f in theirs] != [(f.dtype, f.shape[1:]) for f in first]:
+            expected = "tensors of the same number, dtypes and trailing dims on all ranks"
+            got = f"{to_text(first)} on rank {first_rank} and {to_text(theirs)} on rank {rank}"
+            raise wrong_result(hook, name, expected, got)
 
 
 @dataclass(frozen=True)
@@ -149,33 +159,31 @@ class Codec:
     """Splits a wrapper subclass into plain tensors, and rebuilds it from other plain tensors.
 
     Attributes:
-        kind: The wrapper subclass.
+        kind: The wrapper subclass; ``None`` for a plain tensor, which is left as it is.
         context: The context that ``__tensor_flatten__`` returned.
-        inner: The names of the inner tensors, with codecs if these are wrapper subclasses, too.
+        inner: The names of the inner tensors, and their codecs.
     """
 
-    kind: type
-    context: Any
-    inner: tuple[tuple[str, Codec | None], ...]
+    kind: type | None
+    context: Any = None
+    inner: tuple[tuple[str, Codec], ...] = ()
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> list[str]:
         """The attributes of the plain tensors, with dots if wrapper subclasses are nested."""
-        names = list[str]()
-        for name, codec in self.inner:
-            names += [name] if codec is None else [f"{name}.{n}" for n in codec.names]
-        return tuple(names)
+        if self.kind is None:
+            return [""]
+        return [f"{name}.{n}".rstrip(".") for name, codec in self.inner for n in codec.names]
 
     def inner_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the plain tensors of a subclass."""
-        return [attrgetter(name)(tensor) for name in self.names]
+        return [attrgetter(name)(tensor) if name else tensor for name in self.names]
 
     def rebuild(self, tensors: Iterator[torch.Tensor]) -> torch.Tensor:
         """Build a subclass from the next plain tensors of an iterator."""
-        inner = {
-            name: next(tensors) if codec is None else codec.rebuild(tensors)
-            for name, codec in self.inner
-        }
+        if self.kind is None:
+            return next(tensors)
+        inner = {name: codec.rebuild(tensors) for name, codec in self.inner}
         first = inner[self.inner[0][0]]  # all inner tensors have the outer shape, see `flatten`
         rebuilt: torch.Tensor = self.kind.__tensor_unflatten__(  # type: ignore[attr-defined]
             inner, self.context, first.shape, first.stride()
@@ -183,10 +191,10 @@ class Codec:
         return rebuilt
 
 
-def codec_of(tensor: torch.Tensor) -> Codec | None:
-    """Return the codec of a wrapper subclass; ``None`` for any other tensor."""
+def codec_of(tensor: torch.Tensor) -> Codec:
+    """Return the codec of a tensor."""
     if not _torch.is_wrapper_subclass(tensor):
-        return None
+        return Codec(None)
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = tuple((name, codec_of(getattr(tensor, name))) for name in names)
     return Codec(type(tensor), context, inner)
@@ -194,18 +202,14 @@ def codec_of(tensor: torch.Tensor) -> Codec | None:
 
 def flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
     """Split wrapper subclasses into plain tensors; return these and the inverse function."""
-    codecs = [codec_of(tensor) for tensor in tensors]
+    codecs = list(map(codec_of, tensors))
     flat: list[torch.Tensor] = []
     for tensor, codec in zip(tensors, codecs, strict=True):
-        inner = [tensor] if codec is None else codec.inner_tensors(tensor)
-        if codec is None and _torch.is_subclass_of_user(tensor):
+        is_opaque = codec.kind is None and _torch.is_subclass_of_user(tensor)
+        inner = [] if is_opaque else codec.inner_tensors(tensor)
+        if is_opaque or any(plain.shape != tensor.shape for plain in inner):
             raise ExtensionError(
-                f"Expected a wrapper subclass, got {type(tensor).__name__} without "
-                f"__tensor_flatten__; define {PRE} and {POST} on it"
-            )
-        if any(plain.shape != tensor.shape for plain in inner):
-            raise ExtensionError(
-                f"Expected the inner tensors of {type(tensor).__name__} to have its shape "
+                f"Expected {type(tensor).__name__} to have inner tensors of its shape "
                 f"{list(tensor.shape)}, got {[list(plain.shape) for plain in inner]}; "
                 f"define {PRE} and {POST} on it"
             )
@@ -213,7 +217,7 @@ def flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
 
     def rebuild(plain: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         rest = iter(plain)
-        return tuple(next(rest) if codec is None else codec.rebuild(rest) for codec in codecs)
+        return tuple(codec.rebuild(rest) for codec in codecs)
 
     return flat, rebuild
 

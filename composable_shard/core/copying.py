@@ -1,20 +1,15 @@
 """Deep copies and pickles of sharded modules, with the same shards, groups and settings.
 
-A module refers to its group, parameters and hooks, so a copy of its attributes reaches them. First,
-empty objects are made for the copies of groups and parameters. Then the modules are copied, and
-last the empty objects are filled.
-
-A pickle reaches our objects through the attributes of modules, too; each object chooses the state
-to save. A group and its modules refer to each other, so either may be restored first. When all of
-them are restored, the group joins the tree.
+A copy takes the same way as a pickle: each object chooses the state to save, and a new object gets
+this state. A group and its modules refer to each other, so either may be restored first. When all
+modules of a group are restored, the group joins the tree.
 """
 
 from __future__ import annotations
 
 import copy
 import copyreg
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -26,8 +21,9 @@ from composable_shard.core.extension import move_into_buckets
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.hooks import record_owners
 from composable_shard.core.state_dict import record_params
-from composable_shard.core.storage import ShardedParam
+from composable_shard.core.storage import ShardedParam, user_grad_dtype
 from composable_shard.core.tree import Tree, join_tree
+from composable_shard.core.user_changes import carry_over
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 
@@ -49,24 +45,19 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
     Collective: none.
     Memory: a second copy of this rank's shards.
     """
-    distinct = dict.fromkeys(map(group_of, module.modules()))
-    groups = [group for group in distinct if group is not None and id(group) not in memo]
-    for group in groups:  # groups that are not being copied already, the outer ones first
+    # Without groups that are being copied already.
+    groups = [group for group in _groups_below([module]) if id(group) not in memo]
+    for group in groups:
         group.check_in_memory("to be copied")
-    for group in groups:
-        group.reshard()
-        memo[id(group)] = object.__new__(ParamGroup)
-        for param in group.params:
-            memo[id(param)] = object.__new__(ShardedParam)
-            memo[id(param.sharded)] = _copied_sharded(param, memo.get(id(param.sharded)))
+    for param in (param for group in groups for param in group.params):
+        memo[id(param.sharded)] = _copied_sharded(param, memo.get(id(param.sharded)))
     copied = memo[id(module)] = object.__new__(type(module))
-    copied.__setstate__(copy.deepcopy(module.__getstate__(), memo))
-    for group in groups:
-        _fill(group, memo)
-    for group in reversed(groups):  # the inner ones first, as fully_shard is called
-        record_owners(memo[id(group)])
-        record_params(memo[id(group)])
-        join_tree(memo[id(group)]).is_last_backward = group.tree.is_last_backward
+    copied.__setstate__(copy.deepcopy(save_module(module), memo))
+    for group in groups:  # what a pickle leaves out
+        copied_group: ParamGroup = memo[id(group)]
+        copied_group.settings.hook_stream = group.settings.hook_stream
+        for mesh, channel in group.channels.items():
+            copied_group.channels[mesh].__dict__.update(channel.__dict__)
     return copied
 
 
@@ -82,50 +73,14 @@ def _copied_sharded(param: ShardedParam, copied: nn.Parameter | None) -> nn.Para
     new = _torch.local_tensor(copied)
     if type(new) is torch.Tensor:
         new.__dict__.update(local.__dict__)
-    for name, value in param.sharded.__dict__.items():
-        copied.__dict__.setdefault(name, value)
-    if param.sharded.grad_dtype != copied.grad_dtype:
-        copied.grad_dtype = param.sharded.grad_dtype
+    carry_over(param.sharded.__dict__, user_grad_dtype(param.sharded), copied)
     return copied
 
 
-def _fill(group: ParamGroup, memo: Memo) -> None:
-    """Fill the empty copies of a group and of its parameters."""
-    params = []
-    for param in group.params:
-        copied_param: ShardedParam = memo[id(param)]
-        copied_param.__dict__.update(param.__dict__)
-        copied_param.slots = [
-            replace(slot, module=copy.deepcopy(slot.module, memo)) for slot in param.slots
-        ]
-        copied_param.forget_unsharded()
-        copied_param.sharded = memo[id(param.sharded)]
-        params.append(copied_param)
-    copied: ParamGroup = memo[id(group)]
-    modules = tuple(copy.deepcopy(module, memo) for module in group.modules)
-    _init(copied, modules, params, group.mesh, group.policy)
-    _copy_settings(group, copied, memo)
-
-
-def _init(
-    group: ParamGroup,
-    modules: tuple[nn.Module, ...],
-    params: Sequence[ShardedParam],
-    mesh: ShardMesh,
-    policy: MixedPrecisionPolicy,
-) -> None:
-    """Initialize an empty group."""
-    buckets = move_into_buckets(params)
-    group.__init__(modules, params, buckets, mesh, policy)  # type: ignore[misc]
-
-
-def _copy_settings(source: ParamGroup, target: ParamGroup, memo: Memo) -> None:
-    """Copy the settings; leave out prefetched groups that are not copied."""
-    settings = source.settings.__dict__
-    target.settings.__dict__.update(settings)
-    target.settings.__dict__.update(_prefetch_lists(settings, lambda group: memo.get(id(group))))
-    for mesh, channel in source.channels.items():
-        target.channels[mesh].__dict__.update(channel.__dict__)
+def _groups_below(modules: Iterable[nn.Module]) -> list[ParamGroup]:
+    """Return the groups of some modules and of all modules below, the outer ones first."""
+    below = (group_of(inner) for module in modules for inner in module.modules())
+    return list(dict.fromkeys(group for group in below if group is not None))
 
 
 def _prefetch_lists(settings: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -135,9 +90,6 @@ def _prefetch_lists(settings: Mapping[str, Any], change: Callable[[Any], Any]) -
         name: None if groups is None else [new for new in map(change, groups) if new is not None]
         for name, groups in lists.items()
     }
-
-
-# Pickles --------------------------------------------------------------------------------------
 
 
 class SavedModule(NamedTuple):
@@ -155,7 +107,7 @@ class SavedModule(NamedTuple):
 
 
 class _SavedGroup(NamedTuple):
-    """The pickled form of a group. It refers to prefetched groups by name.
+    """The saved form of a group. It refers to prefetched groups by name.
 
     A reference to a prefetched group would make the pickle as deep as the chain of layers.
     """
@@ -169,19 +121,22 @@ class _SavedGroup(NamedTuple):
     channels: dict[ShardMesh, tuple[dict[str, Any], bool]]
     is_last_backward: bool
 
+    def __deepcopy__(self, memo: Memo) -> _SavedGroup:
+        """Copy the modules and parameters; share everything else."""
+        modules, params = copy.deepcopy((self.modules, self.params), memo)
+        return self._replace(modules=modules, params=params)
+
 
 _SAVED = "_composable_shard_saved"
 
 
 def save_module(module: nn.Module) -> SavedModule:
-    """Return the pickled form of a sharded module. Collective: none.
+    """Return the saved form of a sharded module. Collective: none.
 
     Memory: none here; the groups below free their unsharded parameters.
     """
-    for inner in module.modules():
-        group = group_of(inner)
-        if group is not None:
-            group.reshard()
+    for group in _groups_below([module]):
+        group.reshard()
     attributes = module.__getstate__()
     states, applied = {}, {}
     if isinstance(attributes, dict):
@@ -197,7 +152,11 @@ def restore_module(module: nn.Module, saved: SavedModule) -> ParamGroup:
     assert group is not None
     module.__dict__[_torch.COMPOSABLE_STATE] = saved.states
     module.__dict__[_torch.COMPOSABLE_REGISTRY] = saved.applied
-    _join(group)
+    restored = group.__dict__
+    if _SAVED in restored:  # otherwise a module that the group refers to is restored first
+        if "tree" not in restored:
+            _restore_group(group, restored[_SAVED])
+        _join(group)
     return group
 
 
@@ -214,18 +173,18 @@ def _reduce_group(group: ParamGroup) -> tuple[Any, ...]:
         {mesh: channel.saved() for mesh, channel in group.channels.items()},
         group.tree.is_last_backward,
     )
-    return object.__new__, (ParamGroup,), saved, None, None, _restore_group
+    return object.__new__, (ParamGroup,), {_SAVED: saved}
 
 
 def _restore_group(group: ParamGroup, saved: _SavedGroup) -> None:
-    _init(group, saved.modules, saved.params, saved.mesh, saved.policy)
+    """Initialize an empty group, as the only group of a tree."""
+    args = saved.params, move_into_buckets(saved.params), saved.mesh, saved.policy
+    group.__init__(saved.modules, *args)  # type: ignore[misc]
     group.settings.__dict__.update(saved.settings)
     group.settings.__dict__.update(_prefetch_lists(saved.settings, lambda name: None))
     for mesh, channel in saved.channels.items():
         group.channels[mesh].restore(*channel)
-    group.__dict__[_SAVED] = saved
     Tree([group])
-    _join(group)
 
 
 copyreg.pickle(ParamGroup, _reduce_group)
@@ -233,13 +192,13 @@ copyreg.pickle(ParamGroup, _reduce_group)
 
 def _join(group: ParamGroup) -> None:
     """Join the groups below a restored group to one tree, if all of them are restored."""
-    modules = [inner for top in group.__dict__.get("modules", ()) for inner in _restored(top)]
-    if not modules or not all("_modules" in module.__dict__ for module in modules):
+    modules = [inner for top in group.modules for inner in _restored(top)]
+    if not all("_modules" in module.__dict__ for module in modules):
         return
     for module in modules:
         _torch.reserve_hook_ids(module)
-    groups = list(dict.fromkeys(inner for m in modules if (inner := group_of(m)) is not None))
-    if not all(_SAVED in inner.__dict__ for inner in groups):
+    groups = _groups_below(group.modules)
+    if not all("tree" in inner.__dict__ for inner in groups):
         return
     join_tree(group).is_last_backward = group.__dict__[_SAVED].is_last_backward
     by_name = {inner.__dict__[_SAVED].name: inner for inner in groups}

@@ -21,7 +21,7 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core import user_changes
-from composable_shard.core.extension import create_unsharded, have_plain_shards, move_into_buckets
+from composable_shard.core.extension import have_plain_shards, move_into_buckets
 from composable_shard.core.plugins import Op, Plugins
 from composable_shard.core.program import Ops, Program
 from composable_shard.core.reduction import is_partial
@@ -260,7 +260,9 @@ class ParamGroup:
             user_changes.check_materialized(self.params, self.label)
             if self._has_outside_shards() or not have_plain_shards(self.buckets):
                 self._rebuild()
-            create_unsharded(self.buckets, self.channels)
+            for bucket in self.buckets:
+                if not hasattr(bucket.params[0], "unsharded"):
+                    bucket.create_unsharded(self.channels[bucket.mesh])
         self.compile()
         if before is None or not self.program.has_shards_of(before):
             self._gathered_version = -1

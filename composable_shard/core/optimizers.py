@@ -57,11 +57,28 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             stacklevel=2,
         )
     host.synchronize()  # wait for copies of shards that a forward without a backward has launched
-    if any(param_group.get("fused") for param_group in optimizer.param_groups):
-        _refuse_unreduced(kind, params)
+    is_fused = any(param_group.get("fused") for param_group in optimizer.param_groups)
+    # DTensor would reduce these gradients to contiguous shards. Fused kernels traverse memory in
+    # order, so they would update an element by the gradient of another element.
+    if is_fused and any(
+        is_partial(p.grad) and not _torch.local_tensor(p).is_contiguous() for p in params
+    ):
+        raise ShardError(
+            f"Expected reduced gradients for a fused step of {kind}, got a gradient that was "
+            "accumulated without sync, of a parameter that is not contiguous; call "
+            "synchronize_gradients() first, or leave out fused=True"
+        )
     for param in params:
         if isinstance(param, DTensor) and param.ndim == 0:
             _distribute_state(param, optimizer.state.get(param, {}))
+
+
+def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:
+    """Wrap the states of a scalar parameter in DTensors, because torch loads plain tensors."""
+    for name, value in state.items():
+        is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if is_plain and value.ndim == 0 and name != "step":
+            state[name] = _torch.local_like(param, value)
 
 
 def reduce_before_step(params: Iterable[torch.Tensor]) -> None:
@@ -72,30 +89,6 @@ def reduce_before_step(params: Iterable[torch.Tensor]) -> None:
     groups = [group for group in _groups_of(params) if group.settings.reduces_each_step]
     for tree in dict.fromkeys(group.tree for group in groups if not group.tree.is_computing):
         tree.synchronize_gradients()
-
-
-def _refuse_unreduced(kind: str, params: Iterable[torch.Tensor]) -> None:
-    """Raise if the gradient of a parameter that is not contiguous is not reduced.
-
-    DTensor would reduce it to a contiguous shard. Fused kernels traverse memory in order, so they
-    would update an element by the gradient of another element.
-    """
-    if any(is_partial(p.grad) and not _torch.local_tensor(p).is_contiguous() for p in params):
-        raise ShardError(
-            f"Expected reduced gradients for a fused step of {kind}, got a gradient that was "
-            "accumulated without sync, of a parameter that is not contiguous; call "
-            "synchronize_gradients() first, or leave out fused=True"
-        )
-
-
-def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:
-    """Wrap the states of a scalar parameter in DTensors, because torch loads plain tensors."""
-    for name, value in state.items():
-        is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-        if is_plain and value.ndim == 0 and name != "step":
-            state[name] = DTensor.from_local(
-                value, param.device_mesh, param.placements, run_check=False
-            )
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Literal
@@ -59,19 +59,19 @@ class TensorLayout:
         A scalar becomes a vector of ``num_shards`` equal elements.
         """
         if self.dim is None:
-            return tensor.expand(self.flat.num_shards)
+            return tensor.expand(self.flat.shape)
         return tensor if self.order is None else tensor.permute(self.order)
 
     def whole(self, buffer: torch.Tensor) -> torch.Tensor:
         """View the first elements of a flat buffer as the whole tensor."""
         if self.dim is None:
-            return buffer[0]
+            return buffer[: self.flat.inner].view(self.shape)
         return self._in_user_order(buffer[: self.flat.numel].view(self.flat.shape))
 
     def local(self, buffer: torch.Tensor, rank: int) -> torch.Tensor:
         """View the first elements of a flat buffer as the local shard of ``rank``."""
         if self.dim is None:
-            return buffer[0]
+            return self.whole(buffer)
         shape = self.flat.local_shape(rank)
         return self._in_user_order(buffer[: prod(shape)].view(shape))
 
@@ -109,6 +109,12 @@ class TensorLayout:
         if self.order is None:
             return like.new_zeros(self.shape, dtype=dtype)
         return self.whole(like.new_zeros(self.flat.numel, dtype=dtype))
+
+    def stacked(self, count: int) -> TensorLayout:
+        """Return the layout of ``count`` such tensors, stacked along a new last dim."""
+        flat = replace(self.flat, shape=(*self.flat.shape, count))
+        order = None if self.order is None else (*self.order, len(self.shape))
+        return replace(self, shape=(*self.shape, count), order=order, flat=flat)
 
     def _in_user_order(self, rows: torch.Tensor) -> torch.Tensor:
         if self.order is None:

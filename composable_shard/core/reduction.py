@@ -96,8 +96,6 @@ class Reduction:
             ``.grad`` is written. `LocalReduction` has a list of gradients instead.
         num_flags: The number of flags at the end of ``reduced``.
         params: The parameters, in the order of ``reduced``.
-        members: For each tensor in ``reduced``, its parameter. `SplitReduction` repeats a
-            parameter for each inner tensor of its gradient.
         is_offloaded: Whether ``.grad`` belongs on the host, and compute is on another device or
             overlaps with the copies.
     """
@@ -129,7 +127,6 @@ class Reduction:
         large = with_own_message(buckets, dtype)
         direct = {param for param in large if param.layout.flat.is_even}  # others need padding
         self.params = sorted(params, key=lambda param: param not in direct)
-        self.members = self.params
         self._num_direct = sum(param in direct for param in params)
         self._sent_dtype = sent_dtype(buckets, dtype, self._channel)
         self._unsharded = tuple(param.unsharded for param in self.params)
@@ -164,9 +161,10 @@ class Reduction:
 
     def _plan_messages(self) -> None:
         device, num_shards = self._mesh.device, self._mesh.num_shards
-        layouts = [param.layout.flat for param in self.members]
+        self._layouts = [param.grad_layout for param in self.params]
+        layouts = [layout.flat for layout in self._layouts]
         self.num_flags = len(layouts)
-        self._final_dtypes = [final_grad_dtype(param, self.dtype) for param in self.members]
+        self._final_dtypes = [final_grad_dtype(param, self.dtype) for param in self.params]
         self._step = packing_step((self.dtype, *self._final_dtypes), device)
         self._message_numels = message_numels(layouts, self._num_direct, self._step)
         self._packed_shape = (num_shards, self._message_numels[-1])
@@ -194,17 +192,17 @@ class Reduction:
     def _plan_results(self) -> None:
         flat, start, rank = torch.empty(self._numel, device="meta"), 0, self._mesh.shard_rank
         self._view_args = []
-        for index, param in enumerate(self.members):
-            shard = param.layout.local(flat[start:], rank)
+        for index, layout in enumerate(self._layouts):
+            shard = layout.local(flat[start:], rank)
             self._view_args.append((shard.shape, shard.stride(), shard.storage_offset()))
             step = 1 if index < self._num_direct else self._step
-            start += aligned(param.layout.flat.shard_numel, step)
+            start += aligned(layout.flat.shard_numel, step)
         self._specs = self._specs_of("sharded")
-        for param, dtype in zip(self.members, self._final_dtypes, strict=True):
+        for param, dtype in zip(self.params, self._final_dtypes, strict=True):
             allow_grad_dtype(param.sharded, dtype)
 
     def _specs_of(self, stage: GradStage) -> list[_torch.DTensorSpec]:
-        pairs = zip(self.members, self._final_dtypes, strict=True)
+        pairs = zip(self.params, self._final_dtypes, strict=True)
         return [param.spec(stage, dtype) for param, dtype in pairs]
 
     # Phase reduce ---------------------------------------------------------------------------
@@ -263,20 +261,19 @@ class Reduction:
         self._all_have_grads = not any(map(is_, grads, repeat(None)))
         if not self._all_have_grads:
             flags = flags.clone()
-            for index, (param, grad) in enumerate(zip(self.members, grads, strict=True)):
+            for index, (layout, grad) in enumerate(zip(self._layouts, grads, strict=True)):
                 if grad is None:
                     flags[:, index] = 0
-                    grads[index] = param.layout.new_zeros(self._all_flags, self.dtype)
+                    grads[index] = layout.new_zeros(self._all_flags, self.dtype)
         if any(map(_is_sparse, grads)):
-            refuse_sparse(self.members, grads)
+            refuse_sparse(self.params, grads)
         num_direct = self._num_direct
         if not self._is_plain:
-            layouts = [param.layout for param in self.members]
             grads = [  # the sharded dim becomes dim 0
                 layout.in_memory_order(grad).flatten(0, layout.flat.dim)
                 if layout.flat.outer == 1
                 else layout.padded_shards(grad)
-                for layout, grad in zip(layouts, grads, strict=True)
+                for layout, grad in zip(self._layouts, grads, strict=True)
                 if layout.flat.numel  # parameters without elements are not sent
             ]
         direct = list(map(_flattened, grads[:num_direct]))
@@ -495,7 +492,7 @@ class Reduction:
             self._pending.pop().drop()
         if self._rows:
             _torch.free(self._packed)
-        for name in ("_grads", "reduced", "_flags"):
+        for name in ("_grads", "_received", "reduced", "_flags"):
             self.__dict__.pop(name, None)
 
 

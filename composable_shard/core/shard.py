@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from composable_shard import _torch
 from composable_shard.core.codec import GRAD_PRE, PRE, flatten, has_extension, needs_extension
-from composable_shard.core.extension import build_buckets
+from composable_shard.core.extension import build_buckets, raise_on_all
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.storage import (
     ShardedParam,
@@ -327,10 +327,7 @@ def _agree_on_shards(failure: ExtensionError | None, meshes: Sequence[DeviceMesh
     axes = [mesh.get_group(index) for mesh in meshes for index in range(mesh.ndim)]
     groups = [axis for axis in dict.fromkeys(axes) if axis.size() > 1 and not _torch.is_fake(axis)]
     texts = gather_by_rank(text, groups, "agreeing on how tensor subclasses are cut")
-    failures = [f"rank {rank}: {other}" for rank, other in texts.items() if other is not None]
-    if failures:
-        are_equal = len({*texts.values()}) == 1
-        raise ExtensionError(text if are_equal else "; ".join(failures)) from failure
+    raise_on_all(texts, failure)
 
 
 def check_subclasses(planned: Planned) -> None:

@@ -5,7 +5,7 @@ Nothing here communicates, except that loaded DTensors with other placements are
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,9 +28,6 @@ class _Params(dict[str, ShardedParam]):
     If a module is copied without its group (``copy.deepcopy(model.head)``, if only ``model`` is
     sharded), the copy has shards of its own and no group, so the hooks below do nothing.
     """
-
-    def __deepcopy__(self, memo: object) -> _Params:
-        return _Params()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Params, ()
@@ -173,8 +170,9 @@ def _after_load(module: nn.Module, *_: object) -> None:
     """Register an assigned parameter in all slots of the replaced one, with its attributes."""
     for attribute, param in _params_of(module):
         current = module._parameters.get(attribute)
-        if isinstance(current, DTensor) and current.__dict__ is not param.state_before_load[0]:
-            carry_over(*param.state_before_load, cast(nn.Parameter, current))
-        if len(param.slots) > 1 and isinstance(current, DTensor):
-            for slot in param.slots:
-                slot.put(current)
+        if not isinstance(current, DTensor):
+            continue
+        if current.__dict__ is not param.state_before_load[0]:
+            carry_over(*param.state_before_load, current)
+        if len(param.slots) > 1:
+            param.put(current)

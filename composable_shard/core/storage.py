@@ -14,6 +14,7 @@ A *direct* parameter has its own message; the others share the *packed* message 
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -28,10 +29,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.codec import AttributeCopier, attributes_of_user, has_extension
+from composable_shard.core.codec import AttributeCopier, Codec, attributes_of_user, has_extension
 from composable_shard.core.layout import message_cost, plan_bucket
 from composable_shard.core.placement import (
     GradStage,
+    TensorLayout,
     matching_pieces,
     packing_step,
     plan_placement,
@@ -182,6 +184,8 @@ class ShardedParam:
             may save them, so they have versions, too.
         flat_position: The position of its shard in a flat buffer; ``None`` without such a buffer.
         state_before_load: The attributes and the ``grad_dtype`` when a load began.
+        grad_codec: Splits its gradient into plain tensors; ``None`` as long as no rank has had a
+            gradient, and for parameters with plain gradients only.
         attributes: Copies attributes of users from the sharded to the unsharded parameter, and
             back; ``None`` if both share one ``__dict__``.
     """
@@ -217,6 +221,7 @@ class ShardedParam:
         self.freed_inner: list[torch.Tensor] = []
         self.flat_position: FlatPosition | None = None
         self.attributes: AttributeCopier | None = None
+        self.grad_codec: Codec | None = None
         self._kind = _torch.class_in_memory(original)  # of users, in plain memory; else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -247,15 +252,27 @@ class ShardedParam:
         if is_set:
             self.sharded.grad_dtype = grad_dtype
 
-    def __deepcopy__(self, memo: object) -> ShardedParam:
-        """Return itself; `copying.py` copies the parameters of a group."""
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
+        """Copy the slots and the sharded parameter; share the mesh and the policies."""
+        copied = memo[id(self)] = object.__new__(ShardedParam)
+        copied.__dict__.update(self.__dict__)
+        copied.slots, copied.sharded = copy.deepcopy((self.slots, self.sharded), memo)
+        copied.forget_unsharded()
+        return copied
 
     def facts(self) -> tuple[Sequence[int], int | None, object]:
         """Return the facts that ranks compare: shape, sharded dim, ``grad_dtype`` of the user."""
         is_set, grad_dtype = user_grad_dtype(self.sharded)
         takes_any = is_set and grad_dtype is None and self.policy.reduce_dtype is None
         return self.layout.shape, self.layout.dim, "any dtype" if takes_any else grad_dtype
+
+    @property
+    def grad_layout(self) -> TensorLayout:
+        """The layout of its gradient; inner tensors are stacked along a new last dim."""
+        codec = self.grad_codec
+        if codec is None or codec.kind is None:
+            return self.layout
+        return self.layout.stacked(len(codec.names))
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -423,6 +440,12 @@ class Bucket(Protocol):
     @property
     def reduction(self) -> type[Any] | None: ...
 
+    def create_unsharded(self, channel: Channel) -> None:
+        """Make the unsharded parameters, before the first gather.
+
+        Collective: for tensor subclasses only, see `ExtensionBucket`.
+        """
+
     def gather_ops(self, shards: Tensors, channel: Channel, *, keeps_storage: bool) -> GatherOps:
         """Return the operations that gather these shards, one shard per parameter.
 
@@ -589,7 +612,7 @@ class FlatBucket:
             for param, offset in zip(self.params, offsets, strict=True)
         ]
 
-    def create_unsharded(self) -> None:
+    def create_unsharded(self, channel: Channel) -> None:
         """Make the unsharded and the staging buffer, and all views of them; then free both.
 
         Called right before the first gather, which needs this memory. Earlier, the device may have

@@ -34,38 +34,23 @@ def is_substituted(
         is_unsharded_registered: Whether the group has registered its unsharded parameters.
 
     Raises:
-        ShardError: If only some are replaced, or outside of ``torch.func.functional_call``, or if
-            a gathered parameter was removed. Only on ranks where this happened.
+        ShardError: If only some are replaced, or some by sharded tensors while the unsharded ones
+            are registered. Only on ranks where this happened.
     """
-    replaced, has_sharded, removed = [], False, []
-    for param in params:
-        current = param.find_registered()
-        if current is param.sharded:
-            continue
-        if current is None:
-            if is_unsharded_registered:  # otherwise `adopt_registered` refuses it
-                removed.append(param.name)
-            continue
-        has_sharded = has_sharded or isinstance(current, DTensor)
-        if is_unsharded_registered or not isinstance(current, DTensor):
-            replaced.append(param.name)
-    if removed:
-        raise ShardError(
-            f"Expected the parameters of {label} as fully_shard made them, got none for "
-            f"{', '.join(map(repr, removed))}; change values by load_state_dict or in place"
-        )
-    if not replaced:
+    registered = ((param, param.find_registered()) for param in params)
+    replaced = {
+        param.name: tensor
+        for param, tensor in registered
+        if tensor is not None and tensor is not param.sharded
+        if is_unsharded_registered or not isinstance(tensor, DTensor)
+    }
+    if not replaced or not _torch.in_functional_call():
         return False
-    if not _torch.in_functional_call():
-        raise ShardError(
-            f"Expected the parameters of {label} as fully_shard made them, got others for "
-            f"{replaced}; change values by load_state_dict or in place"
-        )
-    if has_sharded or len(replaced) < len(params):
+    if len(replaced) < len(params) or any(isinstance(t, DTensor) for t in replaced.values()):
         raise ShardError(
             f"Expected torch.func.functional_call to replace all parameters of {label} by "
-            f"plain tensors, or none, got {replaced}; pass all as full tensors, or call reshard() "
-            "before passing sharded ones"
+            f"plain tensors, or none, got {list(replaced)}; pass all as full tensors, or call "
+            "reshard() before passing sharded ones"
         )
     return True
 
@@ -188,10 +173,11 @@ class UnshardedSnapshot:
 
     def __init__(self, params: Sequence[ShardedParam], *, has_marks: bool) -> None:
         """Record the content of the parameters; with ``has_marks``, set the marks."""
+        mark = _mark if has_marks else lambda _: None
         self._recorded = [
-            (param, _content_of(param), _mark(param) if has_marks else None) for param in params
+            (param, param.sharded.requires_grad, _content_of(param), mark(param))
+            for param in params
         ]
-        self._requires_grad = [param.sharded.requires_grad for param in params]
         self.has_new_memory = False
 
     def apply_user_changes(self) -> list[str]:
@@ -201,9 +187,7 @@ class UnshardedSnapshot:
             The names of written parameters and gradients: their new values would be lost.
         """
         lost = []
-        for (param, before, mark), was_trained in zip(
-            self._recorded, self._requires_grad, strict=True
-        ):
+        for param, was_trained, before, mark in self._recorded:
             leaf = param.unsharded
             if leaf.requires_grad != was_trained:
                 param.sharded.requires_grad_(leaf.requires_grad)

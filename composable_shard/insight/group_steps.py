@@ -17,7 +17,7 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core.codec import flatten, has_extension
-from composable_shard.core.extension import ExtensionBucket, num_tensors
+from composable_shard.core.extension import ExtensionBucket
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.layout import message_numels
 from composable_shard.core.placement import packing_step
@@ -253,8 +253,8 @@ class ReductionPlan:
         is_all_reduced: Whether they are reduced over the replicas.
         large: The parameters with gradients too large to pack.
         direct: Those that are sent without a copy.
-        members: All parameters in the order of the messages; a tensor subclass is repeated for each
-            inner tensor of its gradient.
+        members: All parameters in the order of the messages.
+        layouts: The layouts of their gradients; inner tensors of a subclass are stacked.
         finals: The dtype of ``.grad`` of each of them.
         numel: Elements of all messages to one rank, flags included.
         packed_numel: Elements of the last message, with the packed gradients and the flags.
@@ -277,12 +277,11 @@ class ReductionPlan:
         self.sent_dtype = sent_dtype(buckets, dtype, channel)
         self.large = with_own_message(buckets, dtype)
         self.direct = [p for p in params if p in self.large and p.layout.flat.is_even]
-        members = [param for param in params for _ in range(num_tensors(param))]
-        self.members = sorted(members, key=lambda param: param not in self.direct)
+        self.members = sorted(params, key=lambda param: param not in self.direct)
         self.finals = [final_grad_dtype(param, dtype) for param in self.members]
-        layouts = [param.layout.flat for param in self.members]
+        self.layouts = [param.grad_layout.flat for param in self.members]
         step = packing_step((dtype, *self.finals), mesh.device)
-        numels = message_numels(layouts, len(self.direct), step)
+        numels = message_numels(self.layouts, len(self.direct), step)
         self.numel, self.packed_numel = sum(numels), numels[-1]
         self.is_all_reduced = mesh.num_replicas > 1 and group.settings.all_reduce_grads
         is_widened = channel.divides_over_replicas(dtype)
@@ -539,9 +538,9 @@ def _copies_of_reduction(of: ReductionPlan) -> Iterator[_Copy]:
         wide = short(of.replica_dtype)
         why = f"sums of {dtype} are added over the replicas in {wide}, and rounded once"
         yield "cast", of.members, of.numel * (itemsize + of.replica_dtype.itemsize), why
-    away, pairs = is_away(of.members[0]), zip(of.members, of.finals, strict=True)
-    changed = [(param, final) for param, final in pairs if away or final != of.dtype]
-    nbytes = sum(param.layout.flat.shard_numel * final.itemsize for param, final in changed)
+    away, pairs = is_away(of.members[0]), zip(of.layouts, of.finals, strict=True)
+    changed = [(layout, final) for layout, final in pairs if away or final != of.dtype]
+    nbytes = sum(layout.shard_numel * final.itemsize for layout, final in changed)
     finals = sorted({short(final) for final in of.finals})
     if changed and len(finals) == 1:  # all at once, with padding and flags
         nbytes = of.numel * of.finals[0].itemsize

@@ -430,7 +430,7 @@ def _mapped(name: str, state: Any, function: Callable[[str, Any], Any]) -> Any:
     The contents of dicts and of wrapper subclasses have names with dots.
     """
     codec = codec_of(state) if isinstance(state, torch.Tensor) else None
-    if codec is not None:
+    if codec is not None and codec.kind is not None:
         inner = zip(codec.names, codec.inner_tensors(state), strict=True)
         return codec.rebuild(function(f"{name}.{part}", tensor) for part, tensor in inner)
     if isinstance(state, dict):

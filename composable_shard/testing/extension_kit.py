@@ -259,7 +259,7 @@ def sent(case: Case) -> None:
     """All ranks send equally many tensors, with the same dtypes, trailing dims and metadata."""
     bucket = bucket_of(case.sharded())
     shard = bucket.param.local
-    formats = dict(enumerate(case.show(bucket.encode(shard))))
+    formats = dict(enumerate(case.show(codec.formats_of(bucket.encode(shard)))))
     codec.check_same_formats(codec.PRE, "the tensor", formats)
     _, metadata = bucket.call_pre(shard)
     what = "equal metadata on all ranks, since each rank gets its own back"

@@ -213,8 +213,8 @@ def test_a_tied_weight_is_replaced_under_any_of_its_names(place: str, used: bool
         with pytest.raises(ShardError) as caught:
             model(tokens)
         assert str(caught.value) == (
-            "Expected the parameters of the root group as fully_shard made them, got others for "
-            "['embedding.weight']; change values by load_state_dict or in place"
+            "Expected the parameters of the root group as fully_shard made them, got a plain "
+            "tensor for 'embedding.weight'; change values by load_state_dict or in place"
         )
 
 

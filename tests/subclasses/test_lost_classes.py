@@ -91,18 +91,16 @@ def refused(kind: type[Quantized], on_rank: int | None) -> str:
 
 
 KEEP = "Expected {} of {} to return its own class, got Tensor"
+INNER = (
+    "Expected {} to have inner tensors of its shape [{{}}, 4], got {}; define fsdp_pre_all_gather "
+    "and fsdp_post_all_gather on it"
+)
 CASES = {
     Unsplit: KEEP.format("split", "Unsplit"),
     Unviewed: KEEP.format("view", "Unviewed"),
     Uncast: KEEP.format("to(torch.bfloat16)", "Uncast"),
-    Closed: (
-        "Expected a wrapper subclass, got Closed without __tensor_flatten__; define "
-        "fsdp_pre_all_gather and fsdp_post_all_gather on it"
-    ),
-    Rows: (
-        "Expected the inner tensors of Rows to have its shape [{}, 4], got [[{}, 1]]; define "
-        "fsdp_pre_all_gather and fsdp_post_all_gather on it"
-    ),
+    Closed: INNER.format("Closed", "[]"),
+    Rows: INNER.format("Rows", "[[{}, 1]]"),
 }
 
 

@@ -126,13 +126,13 @@ PARTLY = (
     "none, got {}; pass all as full tensors, or call reshard() before passing sharded ones"
 )
 FOREIGN = (
-    "Expected the parameters of {} as fully_shard made them, got others for {}; change values by "
-    "load_state_dict or in place"
+    "Expected the parameters of {} as fully_shard made them, got a plain tensor for {}; change "
+    "values by load_state_dict or in place"
 )
 TEXTS = {
     "partly": PARTLY.format("group 'blocks.0'", ["up.weight"]),
     "sharded": PARTLY.format("group 'blocks.0'", ["up.weight", "up.bias"]),
-    "foreign": FOREIGN.format("group 'blocks.0'", ["up.weight"]),
+    "foreign": FOREIGN.format("group 'blocks.0'", "'up.weight'"),
 }
 
 
