@@ -47,14 +47,12 @@ class Net(nn.Module):
 
 
 def shard_net(model: Net, **kwargs: object) -> Net:
-    """Shard every block, then the root."""
     for block in model.blocks:
         fully_shard(block, **kwargs)
     return fully_shard(model, **kwargs)
 
 
 def two_nets(num_blocks: int = 2, *, make: type[Net] = Net, **kwargs: object) -> tuple[Net, Net]:
-    """Return an unsharded model and its sharded copy."""
     reference = make(num_blocks)
     return reference, shard_net(copy.deepcopy(reference), **kwargs)
 
@@ -130,6 +128,15 @@ def train_step(model: nn.Module, step: int, optimizer: torch.optim.Optimizer | N
         optimizer.step()
         optimizer.zero_grad()
     return loss.item()
+
+
+def assert_trains_alike(sharded: nn.Module, reference: nn.Module, step: int = 0) -> None:
+    """Run forward and backward of both, assert that gradients are the same, and clear them."""
+    for one in (sharded, reference):
+        train_step(one, step, None)
+    assert_parity(sharded, reference)
+    sharded.zero_grad()
+    reference.zero_grad()
 
 
 class Checkpointed(Net):

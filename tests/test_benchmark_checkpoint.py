@@ -86,11 +86,6 @@ def test_what_other_ranks_load_is_bitwise_what_was_saved(
         assert found == digest != before
 
 
-def files(name: str, folder: Path) -> dict[str, int]:
-    run_ranks(save, 2, name, "save_sharded", folder / name, timeout=PATIENCE)
-    return {path.name: path.stat().st_size for path in (folder / name).iterdir()}
-
-
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The program, by its path: the tests of checkpoints are a package of the same name."""

@@ -143,6 +143,8 @@ fully_shard(plain(), shard_placement_fn=Shard(0))
     Shard(dim=0); pass lambda param: Shard(1), say
 MixedPrecisionPolicy(param_dtype='bf16')
     TypeError: Expected param_dtype to be a torch.dtype or None, got str: 'bf16'
+MixedPrecisionPolicy(param_dtype_override_fn=torch.bfloat16)
+    TypeError: Expected param_dtype_override_fn to be callable or None, got dtype: torch.bfloat16
 MixedPrecisionPolicy(cast_forward_inputs=1)
     TypeError: Expected cast_forward_inputs to be a bool, got int: 1
 DataParallelMeshDims(shard=3)
@@ -155,6 +157,8 @@ sharded().set_all_reduce_hook(print, stream='s')
     TypeError: Expected stream to be a torch.Stream or None, got str: 's'
 sharded().set_prefetch_depth(1.5)
     TypeError: Expected depth to be an int, got float: 1.5
+sharded().set_prefetch_depth(True)
+    TypeError: Expected depth to be an int, got bool: True
 register_fsdp_forward_method([], 'forward')
     TypeError: Expected module to be an nn.Module, got list: []; call it for each
 register_fsdp_forward_method(sharded(), 3)
@@ -179,6 +183,14 @@ ShardedGradScaler(init_scale='x')
     TypeError: Expected init_scale to be a number, got str: 'x'
 ShardedGradScaler(growth_interval=3.5)
     TypeError: Expected growth_interval to be an int, got float: 3.5
+ShardedGradScaler(init_scale=0.0)
+    ValueError: Expected init_scale above 0, got 0.0
+ShardedGradScaler(backoff_factor=1.0)
+    ValueError: Expected backoff_factor between 0 and 1, got 1.0
+ShardedGradScaler(growth_factor=1.0)
+    ValueError: Expected growth_factor above 1, got 1.0
+ShardedGradScaler(growth_interval=0)
+    ValueError: Expected growth_interval of at least 1, got 0
 ShardedGradScaler(device=3)
     TypeError: Expected device to be a device type such as 'cuda', or None, got int: 3
 ShardedGradScaler(process_group=mesh(2))
@@ -222,6 +234,15 @@ apply_fully_shard(None, nn.Linear)
     TypeError: Expected module to be an nn.Module, got NoneType: None
 sit_out('tower')
     TypeError: Expected module to be an nn.Module, got str: 'tower'
+sit_out(plain())
+    ShardError: Expected a model with sharded modules, got none in Linear; apply fully_shard before
+    sit_out(), or call it on all ranks
+uneven(plain(), [])
+    ShardError: Expected a model with sharded modules, got none in Linear; apply fully_shard before
+    uneven()
+enter(weigh(plain()))
+    ShardError: Expected a model with sharded modules, got none in Linear; apply fully_shard before
+    weigh()
 explain(3)
     TypeError: Expected model to be an nn.Module, got int: 3
 explain(sharded(), torch.optim.SGD)
@@ -233,6 +254,12 @@ enter(trace(sharded(), folder=3))
     TypeError: Expected folder to be a path or None, got int: 3
 enter(trace(sharded(), steps=2.0))
     TypeError: Expected steps to be an int, got float: 2.0
+enter(trace(plain()))
+    ValueError: Expected sharded modules in Linear, got none; apply fully_shard to it
+enter(trace(sharded(), skip=-1))
+    ValueError: Expected skip of at least 0, got -1
+enter(trace(sharded(), steps=0))
+    ValueError: Expected steps of at least 1, got 0
 enter(record_events([]))
     TypeError: Expected module to be an nn.Module, got list: []; call it for each
 told(build_model=3)
@@ -284,6 +311,8 @@ MixedPrecisionPolicy(buffer_dtype=torch.int64)
     ValueError: Expected buffer_dtype to be a floating-point dtype, got torch.int64
 sharded().set_is_last_backward(None)
     ValueError: Expected is_last_backward to be a bool, got NoneType: None
+sharded().set_prefetch_depth(-1)
+    ValueError: Expected depth of at least 0, got -1
 sharded().set_reshard_after_forward(3)
     ValueError: Expected reshard_after_forward to divide the number of shards, got 3 for 2 shards
 sharded().set_reshard_after_forward(None)

@@ -76,9 +76,9 @@ def two_tensor_mlp(alike: bool = True, dim: int = 8) -> nn.Sequential:
     return model
 
 
-def inner_models(model: nn.Sequential, dim: int = 8) -> tuple[nn.Sequential, nn.Sequential]:
+def inner_models(model: nn.Sequential) -> tuple[nn.Sequential, nn.Sequential]:
     """Return two plain models with the first and the second inner tensors of the weights."""
-    plain = tuple(nn.Sequential(*[MLP(dim, bias=False) for _ in range(3)]) for _ in range(2))
+    plain = tuple(nn.Sequential(*[MLP(8, bias=False) for _ in range(3)]) for _ in range(2))
     for name, weight in model.named_parameters():
         for one, inner in zip(plain, (weight.a, weight.b), strict=True):
             one.get_parameter(name).data.copy_(inner)

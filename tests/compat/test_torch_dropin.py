@@ -179,8 +179,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 def trained(
     installs: bool, dtypes: tuple[torch.dtype | None, ...], of_model: torch.dtype
-) -> tuple[str, list[float]]:
-    def train() -> list[float]:
+) -> tuple[str, Any]:
+    def train() -> tuple[list[float], list[list[float]]]:
         torch.manual_seed(0)
         # For autograd the gradient of this norm's weight is one of fp32, whatever its own dtype.
         model = nn.Sequential(nn.Linear(6, 10), nn.RMSNorm(10), nn.Linear(10, 3)).to(of_model)
@@ -203,14 +203,14 @@ def trained(
                 continue
             optimizer.step()
             optimizer.zero_grad()
-        return losses
+        return losses, [param.full_tensor().flatten().tolist() for param in model.parameters()]
 
     owners: list[str] = []
     if not installs:
         return "torch", train()
     with install():
-        losses = train()
-    return owners[0], losses
+        numbers = train()
+    return owners[0], numbers
 
 
 @pytest.mark.parametrize(
@@ -229,12 +229,12 @@ def trained(
     ],
     ids=str,
 )
-def test_losses_are_those_of_torch_bit_by_bit(
+def test_losses_and_parameters_are_those_of_torch_bit_by_bit(
     dtypes: tuple[torch.dtype | None, ...], of_model: torch.dtype
 ) -> None:
     ours, theirs = (run_ranks(trained, 2, installs, dtypes, of_model) for installs in (True, False))
     assert [owner for owner, _ in ours] == ["composable_shard.module"] * 2
-    assert [losses for _, losses in ours] == [losses for _, losses in theirs]
+    assert [numbers for _, numbers in ours] == [numbers for _, numbers in theirs]
 
 
 SCRIPT = """

@@ -134,6 +134,3 @@ def test_the_site_searches_when_opened_from_disk_and_fetches_nothing_for_it() ->
         str(WORKER.relative_to(DOCS))
     ]
     assert WORKER.exists()
-
-
-# The parts of a browser that the file uses: a frame runs a script, which doubles each message.

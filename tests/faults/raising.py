@@ -41,12 +41,7 @@ def fail_backward(error: type[BaseException], module: nn.Module, args: Any, outp
 
 @dataclass(frozen=True)
 class Break:
-    """Registers a hook that fails, and returns its handle.
-
-    Attributes:
-        module: Where, by name.
-        when: Before or after its forward, or when backward comes to its output.
-    """
+    """Registers a hook that fails, in backward when it reaches the output; returns its handle."""
 
     module: str
     when: Literal["before", "after", "backward"]

@@ -14,7 +14,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from nets import Checkpointed, Net, assert_parity, own_input, train_step, two_nets
+from nets import (
+    Checkpointed,
+    Net,
+    assert_parity,
+    assert_trains_alike,
+    own_input,
+    train_step,
+    two_nets,
+)
 from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor
 
@@ -34,6 +42,7 @@ from faults.raising import (
     before_root,
     between_blocks,
     fail,
+    failing_step,
     train_with_failure,
     within_block,
 )
@@ -69,27 +78,10 @@ def test_a_failed_backward_may_be_tried_again(break_at: Break, num_failures: int
         with pytest.raises(Failure):
             out.square().sum().backward(retain_graph=True)
         model.zero_grad()
-    _Passing.install()
-    try:
+    with mock.patch.object(FailInBackward, "backward", lambda ctx, grad: (grad, None)):
         out.square().sum().backward()
-    finally:
-        _Passing.remove()
     train_step(reference, 2, None)
     assert_parity(model, reference)
-
-
-class _Passing:
-    """Makes the failing function pass on its gradient."""
-
-    original = staticmethod(FailInBackward.backward)
-
-    @classmethod
-    def install(cls) -> None:
-        FailInBackward.backward = staticmethod(lambda ctx, grad: (grad, None))
-
-    @classmethod
-    def remove(cls) -> None:
-        FailInBackward.backward = cls.original
 
 
 @pytest.mark.parametrize("error", [Failure, Interrupt])
@@ -129,9 +121,7 @@ def test_a_failed_evaluation_keeps_reduced_gradients(break_at: Break) -> None:
         assert torch.equal(model(own_input(2)), reference(own_input(2)))
     model.zero_grad()
     reference.zero_grad()
-    train_step(model, 3, None)
-    train_step(reference, 3, None)
-    assert_parity(model, reference)
+    assert_trains_alike(model, reference, 3)
 
 
 # reset_iter_state, harmless at any time -----------------------------------------------------------
@@ -148,11 +138,7 @@ def test_reset_before_the_first_forward(of_block: bool) -> None:
         target.reset_iter_state()
     assert recorded == []
     for step in range(2):
-        train_step(model, step, None)
-        train_step(reference, step, None)
-        model.zero_grad()
-        reference.zero_grad()
-    assert_parity(model, reference)
+        assert_trains_alike(model, reference, step)
 
 
 @pytest.mark.parametrize("is_added", [False, True])
@@ -167,9 +153,7 @@ def test_reset_drops_accumulated_gradients(is_added: bool) -> None:
     assert all(param.grad.placements[0].is_partial() for param in model.parameters())
     model.blocks[0].reset_iter_state()
     assert all(param.grad is None for param in model.parameters())
-    train_step(model, 1, None)
-    train_step(reference, 1, None)
-    assert_parity(model, reference)
+    assert_trains_alike(model, reference, 1)
 
 
 @on_ranks(2)
@@ -181,16 +165,7 @@ def test_reset_drops_reductions_in_flight() -> None:
     model.set_is_last_backward(True)
     assert model.inp.weight.grad is None  # of the root, whose reduction was the last
     model.zero_grad()
-    train_step(model, 1, None)
-    train_step(reference, 1, None)
-    assert_parity(model, reference)
-
-
-def fail_at(model: Net, break_at: Break) -> None:
-    handle = break_at(model, Failure)
-    with pytest.raises(Failure):
-        model(own_input(7)).square().sum().backward()
-    handle.remove()
+    assert_trains_alike(model, reference, 1)
 
 
 @pytest.mark.parametrize("break_at", [after_block, between_blocks], ids=str)
@@ -200,15 +175,13 @@ def test_reset_after_a_failure_drops_what_is_not_reduced(break_at: Break) -> Non
     reference, model = two_nets(2)
     with model.no_sync():
         model(own_input(5)).square().sum().backward()
-    fail_at(model, break_at)
+    failing_step(model, 7, break_at, Failure)
     model.reset_iter_state()
     for param in model.parameters():
         assert isinstance(param, DTensor)
         assert param.grad is None or not param.grad.placements[0].is_partial()
     model.zero_grad()
-    train_step(model, 1, None)
-    train_step(reference, 1, None)
-    assert_parity(model, reference)
+    assert_trains_alike(model, reference, 1)
 
 
 # A failed backward whose remains somebody keeps ---------------------------------------------------

@@ -13,6 +13,8 @@ from nets import Net, own_input, shard_net, train_step, two_nets
 from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor
 
+from faults.raising import Break, Interrupt, failing_step
+
 
 class Mark:
     """Lives as long as the autograd node that it hangs on."""
@@ -65,25 +67,14 @@ def test_forwards_without_backward_keep_no_graph(fails: bool) -> None:
 
 
 def unsharded_nbytes(model: Net) -> int:
-    """Count the bytes of plain (gathered) parameters on the module."""
     plain = [param for param in model.parameters() if not isinstance(param, DTensor)]
     return sum(param.untyped_storage().nbytes() for param in plain)
 
 
-class Interrupt(BaseException):
-    """No hook of a module is called when this passes through it."""
-
-
-def interrupt(*_: object) -> None:
-    raise Interrupt
-
-
 def interrupted() -> tuple[Net, Net]:
+    """Raise what is no ``Exception``: no hook of a module is called when it passes through it."""
     reference, model = two_nets(2)
-    handle = model.blocks[1].up.register_forward_pre_hook(interrupt)
-    with pytest.raises(Interrupt):
-        model(own_input())
-    handle.remove()
+    failing_step(model, 0, Break("blocks.1.up", "before"), Interrupt)
     return reference, model
 
 

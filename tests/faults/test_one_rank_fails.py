@@ -32,9 +32,9 @@ def missed(apart: bool) -> str:
     return f"no sign of it within the time-out of {TIME_OUT} s"
 
 
-def silent(rank: int, act: str, apart: bool, peer: int = BAD) -> str:
+def silent(rank: int, act: str, apart: bool) -> str:
     return (
-        f"CommunicationError: Rank {rank} failed while {act}: Expected rank {peer} to take part in "
+        f"CommunicationError: Rank {rank} failed while {act}: Expected rank {BAD} to take part in "
         f"a collective, got {missed(apart)}"
     )
 

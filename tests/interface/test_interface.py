@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from nets import (
     Net,
-    assert_parity,
-    average_gradients,
+    assert_trains_alike,
     full,
     own_input,
     shard_net,
@@ -80,7 +79,6 @@ NOT_FSDP2 = {  # what torch.distributed.fsdp has besides
 
 
 def arguments(function: Callable[..., object]) -> list[tuple[str, object, object]]:
-    """Return name, kind and default of each argument."""
     parameters = inspect.signature(function).parameters.values()
     return [(p.name, p.kind, default_of(p.default)) for p in parameters if p.name != "self"]
 
@@ -176,9 +174,7 @@ def test_accumulated_gradients_are_cleared(clear: Clear, set_to_none: bool) -> N
     clear(model, set_to_none)
     for param in model.parameters():
         assert param.grad is None or not full(param.grad).any()
-    train_step(model, 0, None)
-    train_step(reference, 0, None)
-    assert_parity(model, reference)
+    assert_trains_alike(model, reference)
 
 
 def accumulated(reduce_dtype: torch.dtype | None) -> None:
@@ -206,19 +202,6 @@ def accumulated(reduce_dtype: torch.dtype | None) -> None:
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
 def test_accumulated_gradients_are_visible_as_partial(reduce_dtype: torch.dtype | None) -> None:
     run_ranks(accumulated, 2, reduce_dtype)
-
-
-@on_ranks(2)
-def test_an_optimizer_step_before_the_sync_is_right() -> None:
-    reference, model = two_nets(1)
-    with model.no_sync():
-        model(own_input()).square().sum().backward()
-    reference(own_input()).square().sum().backward()
-    average_gradients(reference.parameters())
-    for one in (model, reference):
-        torch.optim.SGD(one.parameters(), lr=0.1).step()
-    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(param.full_tensor(), expected)
 
 
 @pytest.mark.parametrize("after_forward", [False, True])

@@ -273,10 +273,13 @@ def test_a_model_with_buffers_dropout_and_ties_follows_all_steps(mesh: tuple[int
     assert_trains_like_unsharded(MLP, program, mesh=mesh, loss=mlp_loss, shard=shard_blocks)
 
 
-def test_under_a_policy_that_casts_all() -> None:
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, buffer_dtype=torch.bfloat16)
+@pytest.mark.parametrize("mesh", [(1,), (2,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_under_a_policy_that_casts_all(dtype: torch.dtype, mesh: tuple[int, ...]) -> None:
+    policy = MixedPrecisionPolicy(dtype, torch.float32, buffer_dtype=dtype)
     program = ["backward", "step", "accumulate", "backward", "step", "evaluate"]
-    assert_trains_like_unsharded(MLP, program, loss=mlp_loss, shard=shard_blocks, policy=policy)
+    case = {"mesh": mesh, "loss": mlp_loss, "shard": shard_blocks, "policy": policy}
+    assert_trains_like_unsharded(MLP, program, **case)
 
 
 def low() -> torch.nn.Module:

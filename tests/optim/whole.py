@@ -190,11 +190,11 @@ class AllToAlls(TorchDispatchMode):
 
 
 def follow(
-    model: Params, specs: Sequence[Spec], stock: Any = muon, optimizer: Any = None, **options: int
+    model: Params, specs: Sequence[Spec], stock: Any = muon, **options: int
 ) -> list[Traffic]:
     """Step a model and the oracle; return what the second step sends: the first may be special."""
     oracle = Oracle(specs, stock)
-    optimizer = optimizer or optimizer_of(model, specs, stock, **options)
+    optimizer = optimizer_of(model, specs, stock, **options)
     for step in range(2):
         set_gradients(model, step)
         oracle.set_gradients(step)

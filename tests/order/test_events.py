@@ -14,7 +14,7 @@ from torch import nn
 
 from composable_shard import fully_shard
 from composable_shard.insight.events import record_events
-from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing import run_ranks
 from order.recording import events, loss_of, on_ranks, recorded_iterations, short
 
 
@@ -293,60 +293,6 @@ def test_a_backward_that_is_not_the_last_leaves_its_last_reduction_open() -> Non
 # A list as one group --------------------------------------------------------------------------
 
 
-class ChunkedHead(nn.Module):
-    """A norm and a head; the head is called once for each chunk of the rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 6)
-        self.norm = nn.LayerNorm(6)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor, num_chunks: int = 2) -> torch.Tensor:
-        hidden = self.norm(self.body(x))
-        return sum(self.head(chunk).square().sum() for chunk in hidden.chunk(num_chunks))
-
-
-def chunked_head() -> list[list[str]]:
-    reference = ChunkedHead()
-    model = ChunkedHead()
-    model.load_state_dict(reference.state_dict())
-    fully_shard([model.norm, model.head])
-    fully_shard(model)
-    parts = []
-    for step in range(2):
-        x = own_input(step, rows=6)
-        with record_events(model) as recorded:
-            loss = model(x, 3)
-        parts.append(short(recorded))
-        with record_events(model) as recorded:
-            loss.backward()
-        parts.append(short(recorded))
-        expected = reference(x, 3)
-        expected.backward()
-        assert loss.item() == expected.item()
-    average_gradients(reference.parameters())
-    assert_close_gradients(model, reference)
-    return [[item.replace("norm, head", "tail") for item in part] for part in parts]
-
-
-def assert_close_gradients(model: nn.Module, reference: nn.Module) -> None:
-    model.reshard()
-    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-5, atol=1e-6)
-
-
-def test_a_chunked_head_is_reduced_once() -> None:
-    parts = on_ranks(chunked_head)
-    for forward, backward in zip(parts[::2], parts[1::2], strict=True):
-        # The group has run in full when the head has run once; later calls gather it once more.
-        assert forward.count("gather tail") <= 2
-        assert forward.count("pre_forward tail") == 4
-        assert backward.count("gather tail") <= 1
-        assert backward.count("reduce tail") == backward.count("reduce root") == 1
-        assert backward.count("free tail") == 1
-
-
 class PartlyCalled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -480,19 +426,6 @@ def with_depth(depth: int) -> list[list[str]]:
 def test_so_many_groups_are_gathered_ahead(depth: int) -> None:
     *_, forward, backward = on_ranks(with_depth, depth)
     assert (forward, backward) == ahead(depth)
-
-
-def test_what_is_no_depth_is_refused() -> None:
-    with fake_ranks(1):
-        model = shard_net(Net(1))
-        for depth in (1.0, True, None):
-            with pytest.raises(TypeError) as wrong_type:
-                model.set_prefetch_depth(depth)
-            got = f"{type(depth).__name__}: {depth!r}"
-            assert str(wrong_type.value) == f"Expected depth to be an int, got {got}"
-        with pytest.raises(ValueError) as wrong:
-            model.set_prefetch_depth(-1)
-        assert str(wrong.value) == "Expected depth of at least 0, got -1"
 
 
 # Forwards without gradients, which leave nothing behind -------------------------------------------

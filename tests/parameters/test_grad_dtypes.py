@@ -316,14 +316,6 @@ def test_ranks_that_ask_for_different_dtypes_all_raise(differs: str) -> None:
     )
 
 
-def test_an_override_that_cannot_be_called_is_refused() -> None:
-    with pytest.raises(TypeError) as caught:
-        MixedPrecisionPolicy(param_dtype_override_fn=BF16)  # type: ignore[arg-type]
-    assert str(caught.value) == (
-        "Expected param_dtype_override_fn to be callable or None, got dtype: torch.bfloat16"
-    )
-
-
 # As torch's own ------------------------------------------------------------------------------
 
 

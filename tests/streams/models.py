@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from support.simulated_device import SimulatedDevice, Stream
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.two_tensor import TwoTensor
+from transport.own_collectives import Allocating
 from two_tensors import two_tensor_hooks, two_tensor_mlp
 
 from composable_shard import (
@@ -82,12 +83,8 @@ def run_on(
 ) -> None:
     """Let the calls of a module, and their backwards, be given to a stream.
 
-    Args:
-        module: A module of one input and one output.
-        device: The device.
-        stream: The stream.
-        enters: Whether the input comes from another stream, for which this one waits.
-        leaves: Whether the output goes to another stream, which waits for this one.
+    Its input comes from another stream, for which this one waits, unless ``enters`` is false; its
+    output goes to another, which waits for this one, unless ``leaves`` is.
     """
     outer: list[Stream] = []
 
@@ -106,16 +103,8 @@ def run_on(
 class Training:
     """Some iterations on a simulated device.
 
-    Attributes:
-        replicas: How many hold the same shards; 1 for a mesh of shards alone.
-        shards: How many share a parameter.
-        options: Of every ``fully_shard``.
-        prepare: Changes the sharded model.
-        around: What an iteration runs in.
-        after_backward: Called right behind each backward.
-        has_subclasses: Whether the weights are of a tensor subclass with hooks around the gather.
-        accumulates: Whether only every other iteration has a step of the optimizer.
-        weighs: Whether gradients are divided by the weights of the iteration.
+    ``shards`` ranks share a parameter, and ``replicas`` hold the same shards. ``around`` is what an
+    iteration runs in. Where it accumulates, only every other iteration has a step.
     """
 
     replicas: int = 1
@@ -136,7 +125,6 @@ class Training:
         return self.prepare in _OF_ANY_DEVICE and self.around in _OF_ANY_DEVICE
 
     def model(self) -> Any:
-        """Return the sharded model."""
         torch.manual_seed(0)
         model: Any = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
         if self.has_subclasses:
@@ -279,7 +267,6 @@ def optimizer_beside(model: Any, device: SimulatedDevice, step: int) -> Iterator
 
 
 def blocks_on_streams(model: Any, device: SimulatedDevice) -> None:
-    """Let every other block run on a stream of its own."""
     for block, stream in zip(model[1::2], _streams(device), strict=True):
         run_on(block, device, stream)
 
@@ -304,7 +291,6 @@ def branches(model: Any, device: SimulatedDevice) -> None:
 
 
 def hook_on_a_stream(model: Any, device: SimulatedDevice) -> None:
-    """Call a hook with each reduced buffer, on another stream."""
     stream: Any = _streams(device)[0]
     model.set_all_reduce_hook(lambda buffer: buffer.mul_(0.5), stream=stream)
     for block in model:
@@ -315,17 +301,12 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _Gather(AllGather):
-    def allocate(self, size: Sequence[int], *, dtype: Any, device: Any) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
+class _Gather(Allocating, AllGather):
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: Any = 0) -> Any:
         return _all_gather(output_tensor, input_tensor, group, async_op)
 
 
-class _Reduce(ReduceScatter):
-    allocate = _Gather.allocate
-
+class _Reduce(Allocating, ReduceScatter):
     def __call__(
         self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: Any = 0
     ) -> Any:
@@ -340,13 +321,11 @@ def custom(model: Any, device: SimulatedDevice) -> None:
 
 
 def custom_on_branches(model: Any, device: SimulatedDevice) -> None:
-    """Bring collectives along for branches on two streams."""
     custom(model, device)
     branches(model, device)
 
 
 def without_some_gradients(model: Any, device: SimulatedDevice) -> None:
-    """Leave a parameter of each block without a gradient on the first rank."""
     for block in model if dist.get_rank() == 0 else ():
         block.forward = lambda x, block=block: block.norm(x + block.narrow(block.wide(x).relu()))
 
@@ -368,7 +347,6 @@ def sits_out(model: Any, device: SimulatedDevice) -> None:
 
 @contextlib.contextmanager
 def sometimes_without_all_reduce(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
-    """Average over the replicas every other time."""
     model.set_requires_all_reduce(step % 2 == 1)
     yield
 

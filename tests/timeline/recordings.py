@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +51,13 @@ def recorded_steps(
     num_steps: int,
     folder: Path | None = None,
     rank: int = 0,
-    memory: Callable[[], LiveMemory] = growing_memory,
     **kwargs: Any,
 ) -> RankTrace:
     """Train two layers as one of two ranks and return what was recorded."""
     with fake_ranks(2, rank=rank):
         model = two_layers(**kwargs)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        timeline = Timeline(model, folder, clock=Ticks(), memory=memory())
+        timeline = Timeline(model, folder, clock=Ticks(), memory=growing_memory())
         for _ in range(num_steps):
             train(model, optimizer)
             timeline.step()
@@ -75,7 +74,6 @@ def made_up(
     behind: int = 0,
     flights: Sequence[Span] = (),
     spans: Sequence[Span] = (),
-    steps: Sequence[int] = (),
 ) -> RankTrace:
     """Make the trace of a rank whose clock is some nanoseconds behind the first host's."""
     return RankTrace(
@@ -88,7 +86,7 @@ def made_up(
         begin=0,
         end=100,
         first_step=0,
-        steps=list(steps),
+        steps=[],
         groups={"": GroupFacts(64, 0, rank), "0": GroupFacts(80, 0, rank)},
         spans=list(spans),
         flights=list(flights),

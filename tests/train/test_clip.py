@@ -78,21 +78,19 @@ def laid_out(whole: torch.Tensor, mesh: DeviceMesh | None, names: Sequence[str])
     )
 
 
-def own_gradient(shape: Sequence[int], index: int, dtype: torch.dtype) -> torch.Tensor:
+def own_gradient(shape: Sequence[int], index: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(index)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def with_gradients(
-    places: Sequence[Place],
-    shapes: Sequence[Sequence[int]],
-    dtype: torch.dtype = torch.float64,
+    places: Sequence[Place], shapes: Sequence[Sequence[int]]
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return parameters with gradients laid out as asked, and plain ones with the same."""
     found = meshes(places)
     laid, plain = [], []
     for index, ((mesh_shape, names), shape) in enumerate(zip(places, shapes, strict=True)):
-        whole = own_gradient(shape, index, dtype)
+        whole = own_gradient(shape, index)
         grad = laid_out(whole, found.get(mesh_shape), names)
         settled = grad
         if isinstance(grad, DTensor):
@@ -180,7 +178,7 @@ def clip_experts(order: float) -> float:
     for index, (mesh, placements) in enumerate(
         [(line, [Shard(0)]), (grid, [Shard(0), Shard(1)]), (grid["shard"], [Shard(1)])]
     ):
-        whole = own_gradient((4, 6), index, torch.float64)
+        whole = own_gradient((4, 6), index)
         laid.append(nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None)))
         laid[-1].grad = laid[-1].detach().clone()
         plain.append(with_grad(whole.clone()))

@@ -38,11 +38,8 @@ def our_scaler(**kwargs: Any) -> ShardedGradScaler:
     return ShardedGradScaler("cpu", **kwargs)
 
 
-def scaled_backward(
-    scaler: torch.amp.GradScaler, model: nn.Module, step: int, loss_factor: float = 1.0
-) -> None:
-    loss = model(own_input(step)).float().square().sum() * loss_factor
-    scaler.scale(loss).backward()
+def scaled_backward(scaler: torch.amp.GradScaler, model: nn.Module, step: int) -> None:
+    scaler.scale(model(own_input(step)).float().square().sum()).backward()
     if not any(isinstance(param, DTensor) for param in model.parameters()):
         average_gradients(model.parameters())
 
@@ -73,7 +70,6 @@ def adam_fused(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def groups_of_two(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Two optimizers, the first of two parameter groups."""
     inp, out = list(model.inp.parameters()), list(model.out.parameters())
     first = torch.optim.SGD([{"params": inp, "lr": 0.05}, {"params": out}], lr=0.02)
     return [first, torch.optim.Adam(model.blocks.parameters(), lr=1e-2)]
@@ -198,7 +194,6 @@ def tensor_parallel() -> nn.Module:
 
 
 def own_meshes() -> nn.Module:
-    """Shard one layer over all ranks, another over pairs."""
     model = layers()
     fully_shard(model[0], mesh=grid("replicate", "shard"))
     return fully_shard(model)
@@ -309,16 +304,14 @@ def test_a_pending_sum_that_might_overflow_is_skipped_and_a_product_refused() ->
 # Kinds of gradients ---------------------------------------------------------------------------
 
 
-def unscale_alone(
-    grads: Sequence[torch.Tensor], scale: float = 4.0
-) -> tuple[list[torch.Tensor], float]:
+def unscale_alone(grads: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], float]:
     """Unscale gradients without any process group; return them and what ``update`` makes of it."""
     held = []
     for grad in grads:
         zeros = TwoTensor(grad.a * 0, grad.b * 0) if isinstance(grad, TwoTensor) else 0 * grad
         held.append(nn.Parameter(zeros.to_dense() if grad.is_sparse else zeros))
         held[-1].grad = grad
-    scaler = our_scaler(init_scale=scale)
+    scaler = our_scaler(init_scale=4.0)
     scaler.scale(torch.ones(()))
     optimizer = torch.optim.SGD(held, lr=1.0)
     scaler.unscale_(optimizer)
@@ -438,14 +431,6 @@ def test_names_order_and_defaults_of_arguments_are_those_of_torch() -> None:
 
 NOT_SCALED = "TypeError: Expected outputs to be tensors or containers of tensors, got {}: {}"
 REFUSED: dict[str, Callable[[], object]] = {
-    "ValueError: Expected init_scale above 0, got 0.0": lambda: our_scaler(init_scale=0.0),
-    "ValueError: Expected backoff_factor between 0 and 1, got 1.0": (
-        lambda: our_scaler(backoff_factor=1.0)
-    ),
-    "ValueError: Expected growth_factor above 1, got 1.0": lambda: our_scaler(growth_factor=1.0),
-    "ValueError: Expected growth_interval of at least 1, got 0": (
-        lambda: our_scaler(growth_interval=0)
-    ),
     "TypeError: Expected process_group to be a ProcessGroup that this rank is in, got int: "
     f"{dist.GroupMember.NON_GROUP_MEMBER}": lambda: our_scaler(process_group=dist.new_group([0])),
     NOT_SCALED.format("float", 1.0): lambda: our_scaler().scale(1.0),

@@ -33,13 +33,6 @@ from composable_shard._torch import poisoned_memory, set_local_tensor
 from composable_shard.testing import RankError, run_ranks, stop_ranks
 from train.moved import MiB, follow_a_route, memory, on_mesh, return_unused
 
-Where = DeviceMesh | dict[str, DeviceMesh]
-
-
-def member(where: Where) -> bool:
-    mesh = where if isinstance(where, DeviceMesh) else next(iter(where.values()))
-    return mesh.get_coordinate() is not None
-
 
 def fill(model: nn.Module, seed: int) -> None:
     torch.manual_seed(seed)
@@ -59,11 +52,6 @@ def split_to(where: DeviceMesh) -> None:
 
 
 PLAN = {"0": ColwiseParallel()}
-
-
-def part(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """Return some axes of a mesh; torch does not slice it on a rank that is not in it."""
-    return mesh if mesh.get_coordinate() is None else mesh[names]
 
 
 # Experts ------------------------------------------------------------------------------------------
@@ -89,9 +77,8 @@ class Layer(nn.Module):
         return x + self.experts(self.mix(x))
 
 
-def with_experts(where: Where, device: str) -> nn.Module:
+def with_experts(where: dict[str, DeviceMesh], device: str) -> nn.Module:
     """Shard experts, which differ between even and odd ranks, on a mesh of their own."""
-    assert isinstance(where, dict)
     theirs, all_ = where["*experts*"], where["*"]
     with torch.device(device):
         model = nn.Sequential(Layer(), Layer())
@@ -117,32 +104,31 @@ def column(rank: int) -> int:
 def columns(*rows: tuple[int, int]) -> dict[str, DeviceMesh]:
     mesh = DeviceMesh("cpu", torch.tensor(rows), mesh_dim_names=("data", "expert"))
     everywhere = DeviceMesh("cpu", sorted(rank for row in rows for rank in row))
-    return {"*experts*": part(mesh, ("data",)), "*": everywhere}
+    # torch does not slice a mesh on a rank that is not in it
+    experts = mesh if mesh.get_coordinate() is None else mesh["data"]
+    return {"*experts*": experts, "*": everywhere}
+
+
+def is_in(where: dict[str, DeviceMesh]) -> bool:
+    return where["*"].get_coordinate() is not None
 
 
 ALL_FOUR = ((0, 1), (2, 3))
-CASES: dict[str, tuple[Callable[[Where, str], nn.Module], Callable[[], list[Where]]]] = {
-    "experts-fewer": (
-        with_experts,
-        lambda: [columns(*ALL_FOUR), columns((2, 1)), columns(*ALL_FOUR)],
-    ),
-    "experts-more": (with_experts, lambda: [columns((0, 1)), columns(*ALL_FOUR)]),
+ROUTES: dict[str, list[tuple[tuple[int, int], ...]]] = {
+    "experts-fewer": [ALL_FOUR, ((2, 1),), ALL_FOUR],
+    "experts-more": [((0, 1),), ALL_FOUR],
 }
-"""Makes a model on a device, with values of a seed; and where it lies, one after the other."""
 
 
 def stock(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: int, *steps: int
-) -> list[float]:
-    """Train on batches that are the same on ranks of one number."""
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, *steps: int) -> list[float]:
     found = []
     for step in steps:
         optimizer.zero_grad()
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + batch))
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
         loss = model(x).square().mean()
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)
@@ -152,29 +138,23 @@ def train(
 
 
 @pytest.mark.brief(1)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ROUTES)
 @on_ranks(4)
 def test_every_mesh_moves_as_from_a_checkpoint(name: str, tmp_path: Path) -> None:
-    make, places_of = CASES[name]
-    places = places_of()
-    first = next(where for where in places if member(where))
-    model = make(first, "cpu" if member(places[0]) else "meta")
+    places = [columns(*rows) for rows in ROUTES[name]]
+    model = with_experts(next(filter(is_in, places)), "cpu" if is_in(places[0]) else "meta")
     optimizer = stock(model)
-    batch = 0 if isinstance(first, DeviceMesh) else dist.get_rank()
-    if member(places[0]):
-        train(model, optimizer, batch, 0, 1)
-    suffix = f" {column(dist.get_rank())}" if make is with_experts else ""
+    if is_in(places[0]):
+        train(model, optimizer, 0, 1)
 
-    def build(where: Where) -> tuple[nn.Module, torch.optim.Optimizer]:
-        loaded = make(where, "cpu")
+    def build(where: dict[str, DeviceMesh]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        loaded = with_experts(where, "cpu")
         optim = stock(loaded)
-        train(loaded, optim, 0, 99)
+        train(loaded, optim, 99)
         return loaded, optim
 
-    def run(one: nn.Module, optim: torch.optim.Optimizer, *steps: int) -> list[float]:
-        return train(one, optim, batch, *steps)
-
-    follow_a_route(model, optimizer, places, member, build, run, tmp_path, suffix)
+    suffix = f" {column(dist.get_rank())}"
+    follow_a_route(model, optimizer, places, is_in, build, train, tmp_path, suffix)
 
 
 def plain(mesh: DeviceMesh) -> nn.Module:
@@ -238,7 +218,7 @@ def flattened_axes() -> None:
 def shorter_state() -> None:
     model = plain(on_mesh(0, 1))
     optimizer = stock(model)
-    train(model, optimizer, 0, 0)
+    train(model, optimizer, 0)
     weight = model[0].weight
     short = DTensor.from_local(
         torch.ones(2, 6),

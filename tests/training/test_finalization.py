@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from nets import Net, assert_parity, average_gradients, own_input, shard_net, two_nets
+from nets import (
+    Net,
+    assert_parity,
+    assert_trains_alike,
+    average_gradients,
+    own_input,
+    shard_net,
+    two_nets,
+)
 from on_ranks import on_ranks
-from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch_versions import needs_finalize_backward
@@ -23,7 +30,7 @@ from composable_shard import (
     fully_shard,
 )
 from composable_shard.insight.events import record_events
-from composable_shard.testing import fake_ranks, run_ranks
+from composable_shard.testing import run_ranks
 
 # Numbers -------------------------------------------------------------------------------------
 
@@ -83,10 +90,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
     model.set_manual_backward_finalization(False)
-    for one in (reference, model):
-        one(own_input(9)).square().sum().backward()
-    average_gradients(reference.parameters())
-    assert_parity(model, reference)
+    assert_trains_alike(model, reference, 9)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -258,10 +262,7 @@ def test_wrong_calls_say_what_to_do() -> None:
     model.set_manual_backward_finalization(False)
     model.zero_grad()
     reference.zero_grad()
-    for one in (model, reference):
-        one(own_input(3)).square().sum().backward()
-    average_gradients(reference.parameters())
-    assert_parity(model, reference)
+    assert_trains_alike(model, reference, 3)
     assert texts == [
         "Expected finalize_backward() with manual finalization, got a root that finalizes "
         "at the end of backward; call set_manual_backward_finalization(True) first",
@@ -295,11 +296,3 @@ def test_a_root_that_ends_up_inside_of_another_says_so() -> None:
         "Expected set_manual_backward_finalization() on the root alone, got it on group "
         "'blocks.0'; set it to False there and to True on the root"
     )
-
-
-def test_a_choice_that_is_no_bool_is_refused() -> None:
-    with fake_ranks(2):
-        model = fully_shard(nn.Linear(4, 4))
-        for name in ("set_manual_backward_finalization", "set_keep_unsharded_storage"):
-            with pytest.raises(ValueError, match="to be a bool, got int: 1"):
-                getattr(model, name)(1)

@@ -13,10 +13,10 @@ from nets import (
     Net,
     assert_parity,
     assert_same,
+    assert_trains_alike,
     average_gradients,
     own_input,
     shard_net,
-    train_step,
 )
 from on_ranks import on_ranks
 from torch import nn
@@ -36,15 +36,6 @@ def pair(reshard: bool | None, warm: bool) -> tuple[Net, Net]:
         model(own_input()).sum().backward()
         model.zero_grad()
     return reference, model
-
-
-def trains_on(reference: Net, model: Net) -> None:
-    """Check that nothing of what was done before stays."""
-    for one in (model, reference):
-        train_step(one, 1, None)
-    assert_parity(model, reference)
-    model.zero_grad()
-    reference.zero_grad()
 
 
 # functional_call ----------------------------------------------------------------------------------
@@ -102,7 +93,7 @@ def test_functional_call_with_full_tensors(reshard: bool | None, warm: bool) -> 
         for name, wanted in call(reference, params).items():
             torch.testing.assert_close(got[name], wanted)
         assert all(isinstance(p, DTensor) for p in model.parameters()) or reshard is not True
-        trains_on(reference, model)
+        assert_trains_alike(model, reference, 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -118,7 +109,7 @@ def test_functional_call_with_sharded_tensors(reshard: bool | None, warm: bool) 
             wanted = functional_call(reference, doubled(reference), (own_input(),))
         assert_same(got, wanted)
     assert all(isinstance(param, DTensor) for param in model.parameters())
-    trains_on(reference, model)
+    assert_trains_alike(model, reference, 1)
 
 
 PARTLY = (
@@ -154,7 +145,7 @@ def test_parameters_of_somebody_else_are_refused(kind: str) -> None:
     if kind == "foreign":
         block.up.weight = own
     model.reset_iter_state()
-    trains_on(reference, model)
+    assert_trains_alike(model, reference, 1)
     assert str(caught.value) == TEXTS[kind]
 
 
@@ -183,7 +174,7 @@ def test_transforms_of_sharded_modules(reshard: bool | None, warm: bool) -> None
     for transform in TRANSFORMS:
         reference, model = pair(reshard, warm)
         torch.testing.assert_close(transform(model), transform(reference))
-        trains_on(reference, model)
+        assert_trains_alike(model, reference, 1)
 
 
 def tangent(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nets import Net, assert_parity, average_gradients, full, own_input, shard_net, train_step
+from nets import (
+    Net,
+    assert_parity,
+    assert_trains_alike,
+    average_gradients,
+    full,
+    own_input,
+    shard_net,
+)
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -54,12 +62,8 @@ def test_loss_on_an_intermediate_kept_elsewhere_is_refused_once_parameters_are_f
                 ELSEWHERE.pop().square().sum().backward()
             texts.append(re.sub(r"at version \d+", "at version N", str(caught.value)))
         else:
-            train_step(model, step, None)
-            train_step(reference, step, None)
+            assert_trains_alike(model, reference, step)
             ELSEWHERE.clear()
-            assert_parity(model, reference)
-            model.zero_grad()
-            reference.zero_grad()
     # What the backward needs may be gathered by hand.
     loss, expected = (stored_loss(one, own_input(4), 0) for one in (model, reference))
     for module in (model, model.block, model.first):
@@ -116,11 +120,7 @@ def test_create_graph_into_parameters_is_refused(reshard: bool | None) -> None:
             texts.append(str(caught.value))
             del loss
         else:
-            train_step(model, step, None)
-            train_step(reference, step, None)
-            assert_parity(model, reference)
-            model.zero_grad()
-            reference.zero_grad()
+            assert_trains_alike(model, reference, step)
     assert texts == [CREATE_GRAPH] * 2
 
 

@@ -415,7 +415,6 @@ def prompts() -> nn.Module:
 
 
 def probe(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """Differentiate a layer by an input within forward, then call it twice."""
     probed = x.detach().requires_grad_()
     (slope,) = torch.autograd.grad(model.layer(probed).sum(), probed)
     return model.head(model.layer(model.layer(x)) * slope)
@@ -480,7 +479,10 @@ def test_any_outputs_give_the_gradients_of_the_oracle(
 def test_gradients_of_another_graph_of_a_complete_group_are_refused(
     ranks: int, reshard: bool | None
 ) -> None:
-    text = "Expected all gradients of group 'layer' before its reduction, got a gradient later"
+    text = (
+        "Expected all gradients of group 'layer' before its reduction, got a gradient later, from "
+        "a backward inside this one; run the two one after the other"
+    )
     with pytest.raises(AssertionError, match=text):
         check(__name__, "OUTPUTS", "equilibrium", world_size=ranks, reshard_after_forward=reshard)
 
@@ -546,7 +548,6 @@ def computed_twice(outer: bool, inner: bool) -> nn.Module:
 
 
 def shard_some(model: Any, **options: Any) -> nn.Module:
-    """Make some layers of blocks groups of their own, and one block whole."""
     layers = model.blocks[0].up, model.blocks[0].down, model.blocks[1], model.blocks[2].up
     for module in layers:
         fully_shard(module, **options)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_shard import MixedPrecisionPolicy, ShardError, fully_shard
-from composable_shard.testing import Step, assert_trains_like_unsharded, fake_ranks, run_ranks
+from composable_shard.testing import fake_ranks, run_ranks
 from training.trees import WIDTH, inputs_for
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -130,39 +130,7 @@ def test_a_reduced_gradient_is_not_rounded_by_the_next_reduction(
     assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [True, True]
 
 
-# Buffers ------------------------------------------------------------------------------------
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, 7)
-        self.norm = nn.BatchNorm1d(7)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.inner(x)).relu()
-
-
-def normed_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    return model(torch.randn(5, WIDTH)).float().square().mean()
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    "policy",
-    [
-        MixedPrecisionPolicy(),
-        MixedPrecisionPolicy(BF16, FP32, buffer_dtype=BF16),
-        MixedPrecisionPolicy(FP16, FP32, buffer_dtype=FP16),
-    ],
-    ids=["fp32", "bf16", "fp16"],
-)
-def test_batch_norm_trains_as_unsharded(policy: MixedPrecisionPolicy, ranks: int) -> None:
-    program: list[Step] = ["backward", "accumulate", "backward", "evaluate"]
-    assert_trains_like_unsharded(Normed, program, world_size=ranks, policy=policy, loss=normed_loss)
-
-
-# Ranks that send, as those on other hosts do ----------------------------------------------------
+# Several uses of a parameter ----------------------------------------------------------------------
 
 
 class Gated(nn.Module):
@@ -180,9 +148,12 @@ class Gated(nn.Module):
         return x
 
 
-def train_gated(policy: MixedPrecisionPolicy, autocasts: bool) -> None:
+@pytest.mark.parametrize("autocasts", [True, False], ids=["autocast", "pure bf16"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_gradients_of_several_uses_add_up_as_unsharded(autocasts: bool) -> None:
     reference = Gated() if autocasts else Gated().to(BF16)
-    sharded = fully_shard(copy.deepcopy(reference), mp_policy=policy)
+    sharded = fully_shard(copy.deepcopy(reference))
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(16, 8, generator=generator)  # the same on all ranks, so the mean is exact
     for model in (reference, sharded):
@@ -194,12 +165,6 @@ def train_gated(policy: MixedPrecisionPolicy, autocasts: bool) -> None:
         assert isinstance(grad, DTensor)
         assert grad.dtype == expected.dtype
         assert torch.equal(grad.full_tensor(), expected), name
-
-
-@pytest.mark.parametrize("autocasts", [True, False], ids=["autocast", "pure bf16"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_gradients_of_several_uses_add_up_as_unsharded(ranks: int, autocasts: bool) -> None:
-    run_ranks(train_gated, ranks, MixedPrecisionPolicy(), autocasts)
 
 
 # Sparse gradients ---------------------------------------------------------------------------------

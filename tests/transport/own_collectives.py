@@ -11,7 +11,14 @@ import torch.distributed as dist
 from composable_shard import AllGather, ReduceScatter
 
 
-class CopyingAllGather(AllGather):
+class Allocating:
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class CopyingAllGather(Allocating, AllGather):
     """Gathers by broadcasting from each rank."""
 
     def __init__(self) -> None:
@@ -33,16 +40,11 @@ class CopyingAllGather(AllGather):
         dist.all_gather(list(output_tensor.chunk(group.size())), input_tensor, group=group)
 
 
-class SummingReduceScatter(ReduceScatter):
+class SummingReduceScatter(Allocating, ReduceScatter):
     """Reduces by summing everything everywhere."""
 
     def __init__(self) -> None:
         self.ops: list[Any] = []
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

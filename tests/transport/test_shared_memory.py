@@ -44,7 +44,6 @@ def fresh_group(**options: object) -> dist.ProcessGroup:
 
 
 def gathers(group: dist.ProcessGroup) -> bool:
-    """Gather; tell whether the shards of all have come."""
     count = group.size()
     output, own = torch.empty(3 * count), torch.full((3,), float(group.rank()))
     Pending(DirectAllGather().launch([output], [own], group, TAG)).wait()
@@ -273,19 +272,6 @@ def test_nobody_but_its_owner_can_write_a_file_and_nobody_can_shorten_it() -> No
     os.close(passed)
 
 
-def test_a_slab_is_read_where_it_was_written() -> None:
-    own = OwnFile(8)
-    peer = PeerFile(os.dup(own.file), 8)
-    own.words[7] = -5
-    assert peer.words[7] == -5
-    slabs = [own.allocate(nbytes) for nbytes in (PAGE, 3 * PAGE + 1)]
-    for number, slab in enumerate(slabs):
-        ctypes.memset(slab.address + 64, number + 1, 5)
-    for number, slab in enumerate(slabs):
-        seen = peer.view(slab.start, slab.nbytes).tensor(64, 7, torch.uint8)
-        assert seen.tolist() == [number + 1] * 5 + [0, 0]
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int16])
 def test_a_view_has_tensors_of_every_dtype(dtype: torch.dtype) -> None:
     own = OwnFile(8)
@@ -299,7 +285,6 @@ def test_a_view_has_tensors_of_every_dtype(dtype: torch.dtype) -> None:
 
 
 def resident_pages(address: int) -> int:
-    """Return how many pages of a mapping that begins at an address count as of this process."""
     (line, *_) = lines_of_mapping(address, "Rss:")
     return int(line.split()[1]) * 1024 // PAGE
 
@@ -409,7 +394,6 @@ def test_memory_that_was_not_used_for_long_goes_back_to_the_system(
 
 
 def num_huge_bytes(address: int) -> int:
-    """Return how much of the piece of a file that is mapped at an address lies in huge pages."""
     (line, *_) = lines_of_mapping(address, "ShmemPmdMapped:")
     return int(line.split()[1]) * 1024
 

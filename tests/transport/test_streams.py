@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -25,6 +24,7 @@ from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import BackendMemory
 from composable_shard.mesh import resolve_mesh
 from composable_shard.testing import fake_ranks, run_ranks
+from transport.own_collectives import Allocating
 
 CUDA = torch.device("cuda", 0)
 
@@ -87,14 +87,7 @@ class Work:
         self._act(sent)
 
 
-class Late:
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-
-class LateAllGather(Late, AllGather):
+class LateAllGather(Allocating, AllGather):
     def __call__(
         self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
     ) -> Work:
@@ -104,7 +97,7 @@ class LateAllGather(Late, AllGather):
         )
 
 
-class LateReduceScatter(Late, ReduceScatter):
+class LateReduceScatter(Allocating, ReduceScatter):
     def __call__(
         self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
     ) -> Work:

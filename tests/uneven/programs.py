@@ -229,7 +229,6 @@ class Whole:
                 self.weight += weight
 
     def divide(self, weighs: bool) -> None:
-        """Make means of sums."""
         divisor = self.weight if weighs else float(self._program.num_ranks)
         for param in self.model.parameters():
             if param.grad is not None:
@@ -384,13 +383,11 @@ def loss_of(
 
 
 def called(model: Towers) -> list[nn.Module]:
-    """Return the towers as often as a forward calls them."""
     pairs = zip(model.towers, model.num_calls, strict=True)
     return [tower for tower, num_calls in pairs for _ in range(num_calls)]
 
 
 def compare(whole: Towers, model: Any, program: Program, when: str) -> None:
-    """Compare this rank's shards with those of the unsharded parameters."""
     for (name, expected), got in zip(whole.named_parameters(), model.parameters(), strict=True):
         close(got.to_local(), shard_like(expected, got), program, f"{name} {when}")
 

@@ -62,7 +62,6 @@ def sitting_out_by(fault: Callable[[nn.Module], torch.Tensor]) -> Plant:
 
 
 def sharded_in(module: nn.Module) -> list[nn.Module]:
-    """Return the innermost sharded modules."""
     inner = [one for child in module.children() for one in sharded_in(child)]
     return inner or [module] * isinstance(module, FSDPModule)
 
