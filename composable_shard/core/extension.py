@@ -412,14 +412,15 @@ def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]
         params: The parameters.
         shards: This rank's shard of each parameter.
     """
-    kinds: dict[tuple[object, ...], list[tuple[ShardedParam, torch.Tensor]]] = {}
+    kinds: dict[tuple[Any, ...], list[tuple[ShardedParam, torch.Tensor]]] = {}
     for param, shard in zip(params, shards, strict=True):
         dtypes = shard.dtype, param.policy.compute_dtype(shard.dtype)
         alone = param if needs_extension(shard) else None
-        kinds.setdefault((param.mesh, *dtypes, shard.device, alone), []).append((param, shard))
+        kind = param.mesh, *dtypes, shard.device, param.bucket_class or FlatBucket, alone
+        kinds.setdefault(kind, []).append((param, shard))
     return [
-        FlatBucket(*zip(*pairs, strict=True)) if kind[-1] is None else ExtensionBucket(*pairs[0])
-        for kind, pairs in kinds.items()
+        bucket_class(*zip(*pairs, strict=True)) if alone is None else ExtensionBucket(*pairs[0])
+        for (*_, bucket_class, alone), pairs in kinds.items()
     ]
 
 
@@ -606,7 +607,7 @@ _extensions: weakref.WeakKeyDictionary[ShardedParam, dict[torch.dtype, GradExten
 _extensions = weakref.WeakKeyDictionary()
 
 # Tensors within a row start at a multiple of this, so that any dtype can be viewed.
-_ALIGNMENT_NBYTES = 16
+ALIGNMENT_NBYTES = 16
 
 
 class EncodedReduction(Reduction):
@@ -614,11 +615,12 @@ class EncodedReduction(Reduction):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._extensions = [
-            _extensions.setdefault(param, {}).setdefault(self.dtype, GradExtension(param))
-            for param in self.params
-        ]
+        self._extensions = list(map(self.extension_of, self.params))
         self.scale = Scale(1.0, None, 1.0)  # `wait` divides
+
+    def extension_of(self, param: ShardedParam) -> GradExtension:
+        """Return the object that encodes and decodes the gradients of a parameter."""
+        return _extensions.setdefault(param, {}).setdefault(self.dtype, GradExtension(param))
 
     @torch.no_grad()
     def launch(self) -> None:
@@ -703,9 +705,9 @@ class EncodedReduction(Reduction):
             places = []
             for format in extension.formats or ():
                 places.append((end, format))
-                end += aligned(_nbytes(format), _ALIGNMENT_NBYTES)
+                end += aligned(_nbytes(format), ALIGNMENT_NBYTES)
             self._row_places.append(places)
-        self._row_nbytes = aligned(end + self.num_flags, _ALIGNMENT_NBYTES)
+        self._row_nbytes = aligned(end + self.num_flags, ALIGNMENT_NBYTES)
 
     @torch.no_grad()
     def wait(self) -> None:
