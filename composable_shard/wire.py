@@ -22,14 +22,13 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.arguments import check_int, check_value, checked_bool
-from composable_shard.core.codec import Format
+from composable_shard.core.codec import Format, needs_extension
 from composable_shard.core.extension import ALIGNMENT_NBYTES, EncodedReduction, GradExtension
 from composable_shard.core.layout import BucketLayout, aligned
 from composable_shard.core.storage import Bucket, FlatBucket, GatherOps, ShardedParam
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import Tensors, WaitThenCall
 from composable_shard.core.transport.pending import Pending, Waitable
-from composable_shard.errors import ExtensionError
 from composable_shard.policy import WIRE_DTYPES, WireFormat
 
 MIN_NUMEL = 1024
@@ -110,22 +109,23 @@ class BlockFormat:
         numel = rows.shape[1]
         blocks = self._in_blocks(rows.to(_SCALE))
         is_float, top = self.dtype.is_floating_point, self._largest
-        # A scale that is not subnormal neither is zero nor loses digits.
-        scales = (blocks.abs().amax(2, keepdim=True) / top).clamp_min(_SMALLEST_SCALE)
+        low, high = blocks.aminmax(dim=2, keepdim=True)
+        # A scale of zero could not divide, and a subnormal one has fewer digits.
+        scales = (high.maximum(-low) / top).clamp_min_(_SMALLEST_SCALE)
         scaled = blocks / scales
         if self.stochastic:
             scaled = self._rounded_at_random(scaled, hash((self.seed, seed)))
         elif not is_float:
-            scaled = scaled.round()
-        codes = scaled.clamp(-top, top).to(self.dtype).view(torch.uint8)
+            scaled.round_()
+        codes = scaled.clamp_(-top, top).to(self.dtype).view(torch.uint8)
         return torch.cat([scales.flatten(1).view(torch.uint8), codes.flatten(1)[:, :numel]], 1)
 
     def decode(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
         """Return the rows in fp32, [num_rows, numel]; see :class:`WireFormat`."""
         scales, codes = encoded.split([encoded.shape[1] - numel, numel], 1)
         values = self._in_blocks(codes).view(self.dtype).to(_SCALE)
-        scales = scales.contiguous().view(_SCALE).unsqueeze(2)
-        return (values * scales).flatten(1)[:, :numel]
+        scales = scales.reshape(-1).view(_SCALE).view(len(encoded), -1, 1)
+        return values.mul_(scales).flatten(1)[:, :numel]
 
     @property
     def _largest(self) -> float:
@@ -138,17 +138,19 @@ class BlockFormat:
         return rows.reshape(len(rows), -1, self.block)
 
     def _rounded_at_random(self, scaled: torch.Tensor, seed: int) -> torch.Tensor:
-        """Round to one of the two nearest codes, with the probability that keeps the mean."""
+        """Round to one of the two nearest codes, with the probability that keeps the mean.
+
+        This overwrites ``scaled``.
+        """
         generator = torch.Generator(scaled.device).manual_seed(seed)
         noise = torch.rand(scaled.shape, generator=generator, device=scaled.device)
-        step = torch.ones_like(scaled)  # the distance of two codes
+        step: torch.Tensor | float = 1.0  # the distance of two codes
         if self.dtype.is_floating_point:
             finfo = torch.finfo(self.dtype)
             power = (scaled.view(torch.int32) & _EXPONENT_BITS).view(_SCALE)
-            step = power.clamp_min(finfo.smallest_normal) * finfo.eps
-        steps = scaled / step
-        lower = steps.floor()
-        return (lower + (noise < steps - lower)) * step
+            step = power.clamp_min_(finfo.smallest_normal).mul_(finfo.eps)
+        lower = scaled.div_(step).floor()
+        return lower.add_(noise < scaled.sub_(lower)).mul_(step)
 
 
 def format_of(wire: torch.dtype | WireFormat) -> WireFormat:
@@ -174,7 +176,7 @@ def _decode(format: WireFormat, encoded: torch.Tensor, numel: int) -> torch.Tens
 def _check(format: WireFormat, method: str, got: object, expected: object) -> None:
     if got != expected:
         name = f"{type(format).__name__}.{method}"
-        raise ExtensionError(f"Expected {name} to return {expected}, got {got}")
+        raise ValueError(f"Expected {name} to return {expected}, got {got}")
 
 
 # The bucket ---------------------------------------------------------------------------------------
@@ -184,7 +186,7 @@ def plug_in(params: Sequence[ShardedParam], originals: Sequence[nn.Parameter]) -
     """Give the parameters that travel in a format their class of bucket."""
     for param, original in zip(params, originals, strict=True):
         part, policy = _torch.local_part(original), param.policy
-        is_plain = not _torch.is_subclass(part) and _torch.class_in_memory(part) is None
+        is_plain = not needs_extension(part) and _torch.class_in_memory(part) is None
         is_large = len(param.shape) > 1 and param.shape.numel() >= MIN_NUMEL
         has_format = policy.gather_wire is not None or policy.reduce_wire is not None
         if has_format and is_plain and is_large and param.dtype.is_floating_point:
