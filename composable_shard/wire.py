@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -182,9 +182,9 @@ def _check(format: WireFormat, method: str, got: object, expected: object) -> No
 # The bucket ---------------------------------------------------------------------------------------
 
 
-def plug_in(params: Sequence[ShardedParam], originals: Sequence[nn.Parameter]) -> None:
-    """Give the parameters that travel in a format their class of bucket."""
-    for param, original in zip(params, originals, strict=True):
+def plug_in(planned: Mapping[nn.Parameter, ShardedParam]) -> None:
+    """Give the parameters that are sent in a format their class of bucket."""
+    for original, param in planned.items():
         part, policy = _torch.local_part(original), param.policy
         is_plain = not needs_extension(part) and _torch.class_in_memory(part) is None
         is_large = len(param.shape) > 1 and param.shape.numel() >= MIN_NUMEL
@@ -212,9 +212,7 @@ class WireBucket(FlatBucket):
         if policy.reduce_wire is not None:
             self.reduction = WireReduction
 
-    def gather_ops(
-        self, shards: Sequence[torch.Tensor], channel: Channel, *, keeps_storage: bool
-    ) -> GatherOps:
+    def gather_ops(self, shards: Tensors, channel: Channel, *, keeps_storage: bool) -> GatherOps:
         """Return the operations that gather these shards."""
         if self.gather_format is not None:
             channel = cast(Channel, _EncodedGather(self.gather_format, self.layout, channel))
