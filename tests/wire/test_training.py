@@ -68,6 +68,7 @@ def test_bf16_gathers_compute_as_a_model_with_rounded_weights(ranks: int) -> Non
 
 GATHERS: list[dict[str, Any]] = [
     {"mp_policy": Policy(gather_wire=INT8)},
+    {"mp_policy": Policy(gather_wire=torch.float16, reduce_wire=FP8), "sharding": "zero1"},
     {"mp_policy": Policy(torch.bfloat16, gather_wire=FP8), "reshard_after_forward": 2},
     {
         "mp_policy": Policy(gather_wire=FP8, reduce_wire=INT8),
@@ -89,7 +90,7 @@ def gather(index: int) -> None:
     for sharded in model.parameters():
         local = sharded.to_local().detach()
         if sharded.ndim > 1:
-            local = as_sent(policy.gather_wire, local.reshape(1, -1)).view_as(local)
+            local = as_sent(wire.format_of(policy.gather_wire), local.reshape(1, -1)).view_as(local)
         size = {"shape": sharded.shape, "stride": sharded.stride()}
         mine = DTensor.from_local(local, sharded.device_mesh, sharded.placements, **size)
         expected.append(mine.full_tensor().to(policy.param_dtype or torch.float32))
