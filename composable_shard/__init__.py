@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # the same as in _MODULES; "as" exports a name to the users o
     from composable_shard.policy import MixedPrecisionPolicy as MixedPrecisionPolicy
     from composable_shard.policy import OffloadPolicy as OffloadPolicy
     from composable_shard.policy import Sharding as Sharding
+    from composable_shard.policy import WireFormat as WireFormat
     from composable_shard.train.clip import clip_grad_norm_ as clip_grad_norm_
     from composable_shard.train.grad_scaler import ShardedGradScaler as ShardedGradScaler
     from composable_shard.train.init import init_sharded as init_sharded
@@ -49,6 +50,7 @@ if TYPE_CHECKING:  # the same as in _MODULES; "as" exports a name to the users o
     from composable_shard.train.weights.stream import iter_full as iter_full
     from composable_shard.train.weights.stream import local_shards as local_shards
     from composable_shard.train.wrap import apply_fully_shard as apply_fully_shard
+    from composable_shard.wire import BlockFormat as BlockFormat
 
 _MODULES = {
     "api": ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx"),
@@ -66,7 +68,13 @@ _MODULES = {
     "insight.trace": ("trace",),
     "mesh": ("DataParallelMeshDims", "ShardPlacementResult"),
     "module": ("FSDPModule", "GradientReductionHandle", "UnshardHandle"),
-    "policy": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy", "Sharding"),
+    "policy": (
+        "CPUOffloadPolicy",
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+        "Sharding",
+        "WireFormat",
+    ),
     "train.clip": ("clip_grad_norm_",),
     "train.grad_scaler": ("ShardedGradScaler",),
     "train.init": ("init_sharded", "sync_module_states"),
@@ -79,6 +87,7 @@ _MODULES = {
     "train.weights.save": ("save_full",),
     "train.weights.stream": ("changed_since", "iter_full", "local_shards"),
     "train.wrap": ("apply_fully_shard",),
+    "wire": ("BlockFormat",),
 }
 """Where each public name is defined."""
 

@@ -34,6 +34,7 @@ from composable_shard.policy import (
     check_policies,
     checked_sharding,
 )
+from composable_shard.wire import plug_in
 
 _Sharded = TypeVar("_Sharded", nn.Module, list[nn.Module])
 
@@ -169,6 +170,7 @@ def _planned(
     shard_mesh = resolve_mesh(mesh, dp_mesh_dims)
     managed = shard.find_managed(modules, ignored, before)
     params = shard.plan_params(managed, shard_mesh, shard_placement_fn, policy, offload_policy)
+    plug_in(params)
     return _Plan(modules, managed, params, shard_mesh, policy)
 
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -15,6 +15,50 @@ from composable_shard import _torch
 from composable_shard.arguments import call_for_parameter, check_dtype, check_type, check_value
 
 ParamDtypeOverride = Callable[[nn.Parameter], torch.dtype | None]
+
+WIRE_DTYPES = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+
+
+@runtime_checkable
+class WireFormat(Protocol):
+    """Bring your own format for the messages of a gather or of a reduction.
+
+    A format turns rows of floating-point elements into rows of bytes, each row by itself. The
+    library calls it parameter by parameter. A row is the shard of one rank, with zeros as padding.
+    Ranks compare the ``repr`` of a format before the first gather, unless it contains an address.
+
+    Example:
+        >>> class Half:
+        ...     def nbytes(self, numel):
+        ...         return 2 * numel
+        ...     def encode(self, rows, seed):
+        ...         return rows.half().view(torch.uint8)
+        ...     def decode(self, encoded, numel):
+        ...         return encoded.view(torch.float16)
+        >>> policy = MixedPrecisionPolicy(gather_wire=Half())
+    """
+
+    def nbytes(self, numel: int) -> int:
+        """Return the number of bytes of an encoded row of ``numel`` elements."""
+
+    def encode(self, rows: torch.Tensor, seed: int) -> torch.Tensor:
+        """Return the message as ``uint8``, [num_rows, nbytes(numel)].
+
+        Args:
+            rows: The elements, [num_rows, numel]. They must not be changed.
+            seed: Of a reduction, a number for stochastic rounding, which differs between ranks,
+                parameters and steps. It is 0 for a gather: gathers of the same shards must send the
+                same bytes.
+        """
+
+    def decode(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
+        """Return the rows, [num_rows, numel], in any floating-point dtype.
+
+        Args:
+            encoded: Messages of several ranks, contiguous, [num_rows, nbytes(numel)]. Bytes of zero
+                must become zeros: a rank without a gradient sends them.
+            numel: The number of elements of a row.
+        """
 
 
 @dataclass(frozen=True)
@@ -41,14 +85,25 @@ class MixedPrecisionPolicy:
             the parameter's own dtype, the parameter is not cast; ``None`` and ``param_dtype`` mean
             ``param_dtype``. It must return the same on all ranks. Inputs are cast to
             ``param_dtype`` in any case.
+        gather_wire: The format of parameters in the messages of the all-gather: ``bfloat16``,
+            ``float16``, ``float8_e4m3fn``, ``float8_e5m2``, ``int8``, a :class:`BlockFormat` or
+            your own :class:`WireFormat`. The shards are encoded, and all ranks compute with the
+            decoded values, in ``param_dtype``. ``None`` sends ``param_dtype``. Parameters with
+            fewer than 1,024 elements or fewer than two dims, parameters that are not floating-point
+            and tensor subclasses are sent as without a format. One rank sends nothing, so it rounds
+            nothing.
+        reduce_wire: The format of the gradients of the same parameters in the messages of the
+            reduction over the shards. Each rank sums the decoded gradients in fp32 or wider.
+            ``None`` sends ``reduce_dtype``.
 
     Raises:
-        TypeError: If a dtype is not a ``torch.dtype``, ``cast_forward_inputs`` is not a bool, or
-            ``param_dtype_override_fn`` is not callable.
-        ValueError: If a dtype is not floating-point.
+        TypeError: If a dtype is not a ``torch.dtype``, ``cast_forward_inputs`` is not a bool,
+            ``param_dtype_override_fn`` is not callable, or a wire is not a format.
+        ValueError: If a dtype is not floating-point, a wire is another dtype, or ``gather_wire``
+            rounds stochastically.
 
-    Source: ``torch.distributed.fsdp.MixedPrecisionPolicy``; ``buffer_dtype`` and ``grad_dtype`` are
-    new.
+    Source: ``torch.distributed.fsdp.MixedPrecisionPolicy``; ``buffer_dtype``, ``grad_dtype``,
+    ``gather_wire`` and ``reduce_wire`` are new.
 
     Example:
         >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).grad_dtype
@@ -66,6 +121,8 @@ class MixedPrecisionPolicy:
     buffer_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
     param_dtype_override_fn: ParamDtypeOverride | None = None
+    gather_wire: torch.dtype | WireFormat | None = None
+    reduce_wire: torch.dtype | WireFormat | None = None
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype", "grad_dtype"):
@@ -74,6 +131,12 @@ class MixedPrecisionPolicy:
         check_type("cast_forward_inputs", casts, isinstance(casts, bool), "a bool")
         is_function = override is None or callable(override)
         check_type("param_dtype_override_fn", override, is_function, "callable or None")
+        gather_wire = self.gather_wire
+        _check_wire("gather_wire", gather_wire)
+        _check_wire("reduce_wire", self.reduce_wire)
+        is_repeatable = not getattr(gather_wire, "stochastic", False)
+        what = "to round alike in forward and backward, without stochastic rounding"
+        check_value("gather_wire", gather_wire, is_repeatable, what)
 
     def compute_dtype(self, original: torch.dtype) -> torch.dtype:
         """Return the dtype of the unsharded parameter; integers are never cast."""
@@ -120,6 +183,13 @@ class MixedPrecisionPolicy:
                 "dtype, or return its dtype from param_dtype_override_fn"
             )
 
+    def wires(self) -> str:
+        """Return the formats on the wire in words, the same on all ranks; empty without formats."""
+        wires = {"gather_wire": self.gather_wire, "reduce_wire": self.reduce_wire}
+        # An address differs between ranks.
+        texts = {n: type(w).__name__ if " at 0x" in repr(w) else repr(w) for n, w in wires.items()}
+        return "".join(f", {name} {texts[name]}" for name in wires if wires[name] is not None)
+
     def without_override(self) -> MixedPrecisionPolicy:
         """Return the policy for module inputs and outputs, without the per-parameter override."""
         return replace(self, param_dtype_override_fn=None)
@@ -132,6 +202,17 @@ class MixedPrecisionPolicy:
             asked: The ``grad_dtype`` of the parameter, if it is set.
         """
         return of_its_kind(self.reduce_dtype or asked or self.grad_dtype or dtype, dtype)
+
+
+def _check_wire(name: str, wire: object) -> None:
+    """Raise unless a format is one of ``WIRE_DTYPES``, a :class:`WireFormat` or ``None``."""
+    if isinstance(wire, torch.dtype):
+        known = ", ".join(map(str, WIRE_DTYPES))
+        check_value(name, wire, wire in WIRE_DTYPES, f"to be one of {known}")
+        return
+    fits = wire is None or (isinstance(wire, WireFormat) and not isinstance(wire, type))
+    what = "a torch.dtype, an object with nbytes, encode and decode, or None"
+    check_type(name, wire, fits, what)
 
 
 def of_its_kind(dtype: torch.dtype, original: torch.dtype) -> torch.dtype:

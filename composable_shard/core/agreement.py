@@ -215,7 +215,7 @@ def _facts(group: Any, mesh: ShardMesh) -> list[str]:
     replicas = f" times {mesh.num_replicas} replicas" if mesh.num_replicas > 1 else ""
     facts = [
         f"{name} over {mesh.num_shards} ranks{replicas}, param_dtype {policy.param_dtype}, "
-        f"reduce_dtype {policy.reduce_dtype}"
+        f"reduce_dtype {policy.reduce_dtype}{policy.wires()}"
     ]
     for param in group.params:
         if param.mesh == mesh:

@@ -114,9 +114,9 @@ class ExtensionBucket:
         encodes = is_shared and has_grad_extension(self.param.local)
         return EncodedReduction if encodes else SplitReduction
 
-    def grad_extension(self, dtype: torch.dtype) -> GradExtension:
+    def grad_extension(self, param: ShardedParam, dtype: torch.dtype) -> GradExtension:
         """Return the hooks for gradients of a dtype, the same object each time."""
-        return self._grad_extensions.setdefault(dtype, GradExtension(self.param))
+        return self._grad_extensions.setdefault(dtype, GradExtension(param))
 
     def gather_ops(self, shards: Tensors, channel: Channel, *, keeps_storage: bool) -> GatherOps:
         """Return the operations that gather the shard."""
@@ -403,14 +403,15 @@ def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]
         params: The parameters.
         shards: This rank's shard of each parameter.
     """
-    kinds: dict[tuple[object, ...], list[tuple[ShardedParam, torch.Tensor]]] = {}
+    kinds: dict[tuple[Any, ...], list[tuple[ShardedParam, torch.Tensor]]] = {}
     for param, shard in zip(params, shards, strict=True):
         dtypes = shard.dtype, param.policy.compute_dtype(shard.dtype)
         alone = param if needs_extension(shard) else None
-        kinds.setdefault((param.mesh, *dtypes, shard.device, alone), []).append((param, shard))
+        kind = param.mesh, *dtypes, shard.device, param.bucket_class or FlatBucket, alone
+        kinds.setdefault(kind, []).append((param, shard))
     return [
-        FlatBucket(*zip(*pairs, strict=True)) if kind[-1] is None else ExtensionBucket(*pairs[0])
-        for kind, pairs in kinds.items()
+        bucket_class(*zip(*pairs, strict=True)) if alone is None else ExtensionBucket(*pairs[0])
+        for (*_, bucket_class, alone), pairs in kinds.items()
     ]
 
 
@@ -554,9 +555,9 @@ class EncodedReduction(Reduction):
 
     def __init__(self, buckets: Sequence[Any], *args: Any) -> None:
         super().__init__(buckets, *args)
-        bucket_of = {bucket.param: bucket for bucket in buckets}
+        bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
         self._extensions: list[GradExtension] = [
-            bucket_of[param].grad_extension(self.dtype) for param in self.params
+            bucket_of[param].grad_extension(param, self.dtype) for param in self.params
         ]
         self.scale = Scale(1.0, None, 1.0)  # `wait` divides
 

@@ -179,6 +179,8 @@ class ShardedParam:
         is_counted: Whether a hook counts the gradient accumulations of ``unsharded``.
         shares_storage: Whether ``unsharded`` is a view of the sharded buffer.
         group: Its group.
+        bucket_class: The class of its bucket, set by a feature that changes what is sent; ``None``
+            for `FlatBucket`. Tensor subclasses ignore it.
         version_when_made: The result of :meth:`version` when ``fully_shard`` made it.
         freed_inner: Inner tensors of a subclass with memory that is freed between uses. Autograd
             may save them, so they have versions, too.
@@ -190,6 +192,7 @@ class ShardedParam:
             back; ``None`` if both share one ``__dict__``.
     """
 
+    bucket_class: type[FlatBucket] | None = None
     group: Any
     local: torch.Tensor
     state_before_load: tuple[dict[str, Any], tuple[bool, torch.dtype | None]]
@@ -529,6 +532,8 @@ class FlatBucket:
     """Parameters of a group with one mesh, one dtype and one compute dtype, and their flat buffers.
 
     Attributes:
+        input_dtype: The dtype of the inputs of the all-gather: the compute dtype, unless a subclass
+            encodes them.
         sharded: This rank's shards [shard_numel].
         locals: The shard of each parameter, a view of ``sharded``.
         unsharded: All parameters [unsharded_numel], from the first gather on; it has no memory
@@ -541,7 +546,7 @@ class FlatBucket:
         staging: The packed message of all ranks; it has no memory between uses.
     """
 
-    reduction = None
+    reduction: type[Any] | None = None
 
     def __init__(self, params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> None:
         """Lay out the buffers and copy the shards into them: the copies are in :attr:`locals`.
@@ -552,7 +557,7 @@ class FlatBucket:
         """
         first = params[0]
         self.mesh, self.dtype = first.mesh, shards[0].dtype
-        self.compute_dtype = first.policy.compute_dtype(self.dtype)
+        self.compute_dtype = self.input_dtype = first.policy.compute_dtype(self.dtype)
         group = self.mesh.shard_group
         backend = None if group is None else _torch.message_backend(group, self.mesh.device)
         self.message_cost: int | None = message_cost(backend, self.mesh.num_shards)
@@ -675,9 +680,9 @@ class _AllGather:
             wait = drop = [] if self._uploads is None else [self._wait_for_copy]
         else:
             sent, spans = bucket.sharded, bucket.layout.message_spans
-            is_cast = bucket.dtype != bucket.compute_dtype
+            is_cast = bucket.dtype != bucket.input_dtype
             if is_cast or not self._are_in_bucket or bucket.is_offloaded:
-                numel, dtype, device = sent.numel(), bucket.compute_dtype, bucket.mesh.device
+                numel, dtype, device = sent.numel(), bucket.input_dtype, bucket.mesh.device
                 sent = _torch.empty(numel, dtype=dtype, device=device)
             self._inputs = [sent[start : start + numel] for start, numel in spans]
             if sent is not bucket.sharded:
@@ -695,7 +700,7 @@ class _AllGather:
         self.ops = GatherOps(gather, wait, drop, [] if keeps_storage else [free])
 
     def _copy_in(self, into: torch.Tensor) -> None:
-        """Copy the shards to ``into``, in the compute dtype and on the compute device."""
+        """Copy the shards to ``into``, in its dtype and on the compute device."""
         flat = self._bucket.sharded
         if not self._are_in_bucket:  # users have replaced sharded parameters
             flat = torch.zeros_like(flat)

@@ -31,6 +31,7 @@ from composable_shard.core.reduction import (
 from composable_shard.core.storage import Bucket, FlatBucket, ShardedParam
 from composable_shard.core.transport.collectives import sum_dtype
 from composable_shard.insight.events import name_in
+from composable_shard.wire import WireReduction, row_nbytes, sent_nbytes
 
 
 def short(dtype: torch.dtype) -> str:
@@ -202,8 +203,8 @@ def messages_of(bucket: Bucket) -> list[int] | None:
     if bucket.mesh.num_shards == 1:
         return []
     if isinstance(bucket, FlatBucket):
-        itemsize = bucket.compute_dtype.itemsize
-        return [numel * itemsize for _, numel in bucket.layout.message_spans]
+        encoded, itemsize = sent_nbytes(bucket), bucket.compute_dtype.itemsize
+        return encoded or [numel * itemsize for _, numel in bucket.layout.message_spans]
     assert isinstance(bucket, ExtensionBucket)
     if bucket.formats is not None:  # by rank; each tensor is padded to the most rows of a rank
         return [
@@ -250,6 +251,7 @@ class ReductionPlan:
         sent_dtype: The dtype in which gradients with their own message are sent.
         replica_dtype: The dtype of the sum over the replicas.
         is_alone: Whether the gradients are the result, without a reduction.
+        is_encoded: Whether they are sent in a format of the policy.
         is_all_reduced: Whether they are reduced over the replicas.
         large: The parameters with gradients too large to pack.
         direct: Those that are sent without a copy.
@@ -273,6 +275,7 @@ class ReductionPlan:
         mesh = self.mesh = buckets[0].mesh
         channel = group.channels[mesh]
         self.dtype, self.is_alone = dtype, kind is LocalReduction
+        self.is_encoded = kind is WireReduction
         self.grad_dtype = buckets[0].compute_dtype
         self.sent_dtype = sent_dtype(buckets, dtype, channel)
         self.large = with_own_message(buckets, dtype)
@@ -289,6 +292,7 @@ class ReductionPlan:
         self.over_shards = self.over_replicas = Traffic()
         if mesh.num_shards > 1:
             sent = [numel * dtype.itemsize for numel in numels]
+            sent = [row_nbytes(params)] if self.is_encoded else sent
             self.over_shards = Traffic.of(sent, mesh.num_shards)
         if self.is_all_reduced:
             nbytes, num = self.numel * self.replica_dtype.itemsize, mesh.num_replicas
@@ -487,7 +491,11 @@ def _copies_of_gather(bucket: FlatBucket, in_backward: str) -> Iterator[_Copy]:
     if is_away(params[0]):
         why = "shards on the CPU are copied to the device of compute before each gather"
         yield "moved", params, sharded_nbytes(bucket), why
-    if stored != dtype and bucket.mesh.num_shards == 1:
+    encoded = sent_nbytes(bucket)
+    if encoded is not None:
+        why = f"shards are encoded{params[0].policy.wires()}, before each gather"
+        yield "cast", params, sum(encoded), why
+    elif stored != dtype and bucket.mesh.num_shards == 1:
         why = f"stored as {stored}, computed with as {dtype}"
         yield "cast", params, layout.unsharded_numel * itemsize, why
     elif stored != dtype:
@@ -515,6 +523,10 @@ def _numel(params: Iterable[ShardedParam]) -> int:
 def _copies_of_reduction(of: ReductionPlan) -> Iterator[_Copy]:
     """Yield the copies of gradients before they are sent, and of the result."""
     dtype, itemsize, num_shards = short(of.dtype), of.dtype.itemsize, of.mesh.num_shards
+    if of.is_encoded:
+        why = f"gradients are encoded{of.members[0].policy.wires()}, before they are sent"
+        yield "cast", of.members, num_shards * row_nbytes(of.members), why
+        return
     if of.sent_dtype != of.grad_dtype:
         why = f"gradients are cast to {dtype}, in which they are summed"
         yield "cast", of.direct, _numel(of.direct) * itemsize, why

@@ -12,9 +12,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from copies import Copies
+from subclasses.lossless import wire
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 from two_tensors import two_tensor_hooks
 
 from composable_shard import MixedPrecisionPolicy, explain
@@ -119,6 +122,31 @@ def test_replicas(num_replicas: int, policy: MixedPrecisionPolicy) -> None:
     for sent, said in run_ranks(Apart(count_four), 4, num_replicas, policy):
         assert sent == said
         assert sent.all_reduced > 0
+
+
+def count_encoded(policy: MixedPrecisionPolicy, dim: int) -> tuple[Sent, Explanation, int]:
+    def place(param: nn.Parameter) -> Shard:
+        return Shard(dim % param.ndim)
+
+    options = {"mp_policy": policy, "shard_placement_fn": place}
+    precise = explain(models.shard(models.Stack(255, 385), shard_placement_fn=place))
+    model = models.shard(models.Stack(255, 385), **options)
+    before = explain(model)
+    with wire() as exchanged:  # rows for both ranks, one of which is sent
+        sent = count_step(model)
+    own = exchanged[-len(before.groups) :]
+    sent = replace(sent, messages=sent.messages + len(own), nbytes=sent.nbytes + sum(own) // 2)
+    return sent, before, told(precise, 2).nbytes
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_int8_costs_little_more_than_a_quarter(dim: int) -> None:
+    policy = MixedPrecisionPolicy(gather_wire=torch.int8, reduce_wire=torch.int8)
+    for sent, before, precise in run_ranks(Apart(count_encoded), 2, policy, dim):
+        said = told(before, 2)
+        assert sent == replace(said, copied=sent.copied)
+        assert sent.nbytes <= 0.27 * precise
+        assert any("torch.int8" in copy.why for copy in before.groups[0].copies)
 
 
 def count_fewer() -> tuple[Sent, Explanation]:
