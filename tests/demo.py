@@ -31,14 +31,12 @@ SMALL = [
 
 
 def write_text(folder: Path) -> Path:
-    """Write something to learn."""
     path = folder / "text.txt"
     path.write_text("".join(f"{i} times {i} is {i * i}; " for i in range(4000)))
     return path
 
 
 def train(*arguments: str, program: Any = train_lm) -> None:
-    """Run a program with its ranks replaced."""
     with mock.patch.object(program, "run_on_ranks", on_fresh_ranks):
         program.main(arguments)
 
@@ -55,12 +53,10 @@ def at_its_place(job: Job) -> None:
 
 
 def lines(folder: Path) -> list[dict[str, float]]:
-    """Return what a run has written about its steps."""
     return [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
 
 
 def run(script: str, *arguments: str, timeout: float = 240) -> str:
-    """Run a program of the repository to its end and return what it printed."""
     return _run(str(ROOT / script), *arguments, timeout=timeout)
 
 

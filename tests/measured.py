@@ -71,7 +71,6 @@ def sizes() -> dict[str, int]:
 
 
 def num_test_lines() -> int:
-    """Count the lines of the tests, blank ones too."""
     tests = Path(__file__).parent.rglob("*.py")
     return sum(len(path.read_text().splitlines()) for path in tests)
 
@@ -104,8 +103,6 @@ class Block(nn.Module):
 
 
 class Calls:
-    """Counts what the package calls while it is the profiler."""
-
     def __init__(self) -> None:
         self.num_python_calls = 0
         self.num_builtin_calls = 0

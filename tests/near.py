@@ -20,12 +20,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Apart(Generic[Result]):
-    """Calls `fn` on a rank that shares no memory with those at some distance.
-
-    Args:
-        fn: What to call.
-        steps: The distance in ranks; `None` lets it share with nobody.
-    """
+    """Calls `fn` on a rank that shares no memory with those `steps` ranks away, or with nobody."""
 
     fn: Callable[..., Result]
     steps: int | None = None

@@ -35,14 +35,12 @@ TINY = ["--layers", "1", "--width", "64", "--context", "8", "--batch", "1"]
 
 
 def main(program: Any, tmp_path: Path, *arguments: str) -> Any:
-    """Run a program in this process and return what it wrote as JSON."""
     path = tmp_path / "figures.json"
     assert program.main([*arguments, "--json", str(path)]) == 0
     return json.loads(path.read_text())
 
 
 def rows_of(printed: str) -> list[list[str]]:
-    """Return the cells of all rows of the printed tables, without their headings."""
     lines = [line for line in printed.splitlines() if line.startswith("│")]
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 

@@ -325,6 +325,12 @@ enter(record_events(sharded(), 'reshard', 'resharded'))
     ValueError: Expected events out of ('pre_forward', 'post_forward', 'pre_backward',
     'post_backward', 'all_gather', 'wait_for_all_gather', 'reshard', 'accumulate', 'reduce_scatter',
     'wait_for_reduce_scatter', 'all_reduce', 'wait_for_all_reduce'), got ['resharded']
+stream(bucket_bytes=0)
+    ValueError: Expected bucket_bytes of at least 1, got 0
+stream(tied='last')
+    ValueError: Expected tied to be one of ('first', 'all'), got 'last'
+stream(subclasses=None)
+    ValueError: Expected subclasses to be 'own', 'plain' or a function, got None
 stream(dtype=torch.int8)
     ValueError: Expected dtype to be a floating-point dtype, got torch.int8
 move(sharded(), (), mesh(2), bucket_nbytes=0)

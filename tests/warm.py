@@ -49,8 +49,6 @@ exec(compile(open(job["script"]).read(), job["script"], "exec"))
 
 
 class Warm:
-    """The interpreter that forks."""
-
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM],
@@ -89,7 +87,6 @@ class Warm:
         return [(code, *text) for code, text in zip(codes, texts, strict=True)]
 
     def stop(self) -> None:
-        """End it, and what it has forked."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.communicate()

@@ -81,13 +81,7 @@ def own_mesh(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 @dataclass(frozen=True)
 class Case:
-    """How a model lies on a mesh.
-
-    Attributes:
-        build: Shards it.
-        extents: Ranks along each axis.
-        names: Names of the axes.
-    """
+    """How a model lies on a mesh of these extents along axes of these names."""
 
     build: Build
     extents: tuple[int, ...]

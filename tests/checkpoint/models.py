@@ -43,8 +43,6 @@ class Inner(nn.Module):
 
 
 class Outer(nn.Module):
-    """A norm with buffers around an inner block."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
@@ -91,7 +89,6 @@ class Model(nn.Module):
 
 
 def shard(model: Model, fully_shard: FullyShard = fully_shard, **kwargs: Any) -> Model:
-    """Shard the innermost block, the one around it, and the root."""
     wide = model.wide.weight
 
     def place(param: nn.Parameter) -> Shard | None:
@@ -123,7 +120,6 @@ def is_exact() -> bool:
 
 
 def train(model: nn.Module, optimizers: Any, start: int, stop: int) -> None:
-    """Run steps of training with one optimizer or several."""
     if isinstance(optimizers, torch.optim.Optimizer):
         optimizers = [optimizers]
     for step in range(start, stop):
@@ -148,15 +144,9 @@ def structure(value: Any) -> Any:
 
 
 def assert_equal(got: Any, expected: Any, where: str = "state", exact: bool = True) -> None:
-    """Assert that two states hold the same values under the same keys.
+    """Assert that two states hold the same values under the same keys, bit by bit if ``exact``.
 
     Collective: gathers every DTensor, in the order of the state.
-
-    Args:
-        got: A state of DTensors, plain tensors and what else there is.
-        expected: Another.
-        where: What messages call it.
-        exact: Whether tensors have to be the same bit by bit.
     """
     if isinstance(expected, Mapping):
         assert sorted(map(str, got)) == sorted(map(str, expected)), where
@@ -196,7 +186,6 @@ def evaluate(model: nn.Module, step: int = 0) -> torch.Tensor:
 
 
 def plain_values(value: Any) -> Any:
-    """Return a copy of a state with full plain tensors."""
     if isinstance(value, dict):
         return {key: plain_values(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -235,7 +235,6 @@ def states(model: nn.Module, optimizers: list[Optimizer]) -> State:
 
 
 def save(folder: Path, columns: int) -> State:
-    """Train, save, and return what was saved and what training came to."""
     model, optimizers = made(0, columns=columns)
     train(model, optimizers, 0, SAVE_AFTER)
     saved = states(model, optimizers)

@@ -400,7 +400,6 @@ def sharded_pairs(seed: int) -> nn.Sequential:
 
 
 def assert_rows(state: Mapping[str, Any], plain: Mapping[str, torch.Tensor]) -> None:
-    """Assert that a sharded state holds this rank's part of both inner tensors."""
     assert list(state) == list(plain)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     for name, tensor in state.items():
@@ -449,7 +448,6 @@ def test_distributed_checkpoints_of_pairs(tmp_path: Path) -> None:
         optimizer.zero_grad()
 
     def values(one: nn.Module, optimizer: torch.optim.Optimizer) -> list[State]:
-        """Return the inner tensors of all that this rank holds, by name."""
         model_state, optimizer_state = get_state_dict(one, optimizer)
         found: list[State] = []
         for state in (model_state, *optimizer_state["state"].values()):

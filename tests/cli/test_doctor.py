@@ -188,12 +188,10 @@ def measured_with(num_threads: int, gather: float, reduce: float) -> Facts:
 
 
 def with_gather(measured: Facts, **facts: Any) -> Facts:
-    """Return a measurement with other facts of the all-gather."""
     return {**measured, "all_gather": {**measured["all_gather"], **facts}}
 
 
 def judged(machine: Facts, num_ranks: int, measured: Facts | None) -> tuple[list[str], list[str]]:
-    """Return the problems and the warnings about speed."""
     report: Facts = {"machine": machine, "num_ranks": num_ranks, "measured": measured}
     report |= {"problems": [], "warnings": []}
     doctor.judge_speed(report)

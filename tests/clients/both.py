@@ -20,7 +20,6 @@ OWNERS = {"torch": "torch.distributed.fsdp", "ours": "composable_shard.module"}
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
-    """Skip the tests of a module where a package that they need is missing."""
     missing = [package for package in packages if find_spec(package) is None]
     return pytest.mark.skipif(
         bool(missing), reason=f"{', '.join(missing)} missing: make test-clients installs all"
@@ -65,7 +64,6 @@ VOCABULARY, LENGTH, BATCH = 64, 12, 2
 
 
 def llama(**changes: object) -> Any:
-    """Return the same model on every rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
@@ -83,6 +81,5 @@ def llama(**changes: object) -> Any:
 
 
 def tokens(step: int, rank: int) -> torch.Tensor:
-    """Return the batch of a rank in a step."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)

@@ -110,8 +110,6 @@ def _steps(one: Any, model: nn.Module, optimizer: Any) -> Any:
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Sixteen rows of tokens."""
-
     def __len__(self) -> int:
         return 16
 
@@ -170,7 +168,6 @@ def with_accelerator_type() -> None:
 
 
 def saved(folder: str) -> dict[str, list[float]]:
-    """Return the tensors of a safetensors file in a folder."""
     from safetensors.torch import load_file
 
     file = next(Path(folder).glob("*.safetensors"))

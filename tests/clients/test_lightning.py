@@ -17,8 +17,6 @@ pytestmark = [needs("lightning"), pytest.mark.timeout(600)]
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
-    """Sixteen rows of numbers."""
-
     def __len__(self) -> int:
         return 16
 

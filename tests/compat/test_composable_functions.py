@@ -153,8 +153,6 @@ def test_the_composable_checkpoint_computes_again(order: str) -> None:
 
 
 class OwnState:
-    """What a composable function keeps."""
-
     label = "none"
 
 

@@ -38,7 +38,6 @@ class Block(nn.Module):
 
 
 def deep() -> nn.Sequential:
-    """Deep modules come before shallow ones."""
     inner = nn.Sequential(nn.Sequential(nn.Linear(4, 4), Block()), Block(), nn.LayerNorm(4))
     return nn.Sequential(inner, nn.Linear(4, 4), Block(), nn.Linear(4, 2))
 

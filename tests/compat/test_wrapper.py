@@ -47,7 +47,6 @@ BF16 = torch.bfloat16
 
 
 def assert_same_backward(model: nn.Module, reference: nn.Module, *batch: torch.Tensor) -> None:
-    """Run both on this rank's batch; compare the gradients of all ranks."""
     for either in (model, reference):
         either(*batch).square().sum().backward()
     average_gradients(reference)

@@ -18,8 +18,6 @@ NUM_STEPS = 3
 
 
 def step_of(model: Any, optimizer: torch.optim.Optimizer, way: str) -> Any:
-    """Return a function that is to be compiled."""
-
     def backward(x: torch.Tensor) -> torch.Tensor:
         loss = model(x).square().sum()
         loss.backward()

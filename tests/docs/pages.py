@@ -47,15 +47,9 @@ Way = Literal["run", "raises", "prints", "not run"]
 
 @dataclass(frozen=True)
 class Block:
-    """One block of code.
+    """One block of code, and what is done with it: if it is not run, the reason says why.
 
-    Attributes:
-        language: What stands behind its fence.
-        source: Its text, without the indent of its fence.
-        line: The number of its first line in the page.
-        way: What is done with it.
-        reason: Why it is not run, if it is not.
-        expected: The text block behind it, if it raises or prints.
+    ``expected`` is the text block behind it, if it raises or prints.
     """
 
     language: str
@@ -77,18 +71,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Page:
-    """A page in Markdown."""
-
     path: Path
 
     @cached_property
     def text(self) -> str:
-        """The source."""
         return self.path.read_text()
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """All blocks of code, in order."""
         found = list(FENCE.finditer(self.text))
         return [self._block(one, after) for one, after in pairwise([*found, None]) if one]
 
@@ -108,7 +98,6 @@ class Page:
 
     @property
     def programs(self) -> list[Block]:
-        """The blocks of Python that are run."""
         return [b for b in self.blocks if b.language == "python" and b.way != "not run"]
 
     @property
@@ -132,7 +121,6 @@ class Page:
 
     @property
     def headings(self) -> list[str]:
-        """The text of all headings."""
         return HEADING.findall(self.prose)
 
     @property
@@ -142,7 +130,6 @@ class Page:
 
     @property
     def links(self) -> list[str]:
-        """Where links and pictures point to."""
         without_code = re.sub(r"`[^`\n]*`", "``", self.prose)
         return LINK.findall(without_code)
 
@@ -158,12 +145,10 @@ def all_pages() -> Iterator[Page]:
 
 
 def site_pages() -> list[Page]:
-    """Return the pages of the site."""
     return [Page(path) for path in sorted(DOCS.rglob("*.md"))]
 
 
 def resolve(name: str) -> Any:
-    """Return what a dotted name stands for."""
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 

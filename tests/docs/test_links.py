@@ -14,7 +14,6 @@ PICTURES = sorted((DOCS / "pictures").glob("*.svg"))
 
 
 def navigation() -> list[str]:
-    """The pages that mkdocs.yml names, in order."""
     text = (ROOT / "mkdocs.yml").read_text()
     nav = re.search(r"^nav:\n((?:[ #].*\n|\n)+)", text, re.MULTILINE)
     assert nav is not None

@@ -70,8 +70,6 @@ class Scaled(torch.Tensor):
 
 
 class Product(torch.autograd.Function):
-    """Multiplies with the values and the scale of a weight."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Scaled) -> torch.Tensor:
         scale = torch.tensor(0.5) if weight.scale is None else weight.scale
@@ -105,8 +103,6 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Four of them, one after the other."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(4))
@@ -176,13 +172,7 @@ def train_and_compare(reshards: bool | int) -> None:
 
 
 class Fault(NamedTuple):
-    """A changed line in a method of the class ``owner``.
-
-    Attributes:
-        line: The text to replace by ``instead``.
-        num_ranks: The number of ranks to train on.
-        reshards: The argument ``reshard_after_forward``.
-    """
+    """A changed line in a method of the class ``owner``, and the training in which it is seen."""
 
     owner: type
     method: str
@@ -307,7 +297,6 @@ FAULTS: dict[str, Fault | Plant] = {
 
 @contextlib.contextmanager
 def planted(fault: Fault | Plant) -> Iterator[None]:
-    """Plant a fault in this process."""
     if isinstance(fault, Plant):
         with fault.plant():
             yield

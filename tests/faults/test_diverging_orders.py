@@ -23,8 +23,6 @@ CHECK_VARIABLE = "COMPOSABLE_SHARD_CHECK"
 
 
 class Branches(nn.Module):
-    """Runs the layers that it is told to, in that order."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))

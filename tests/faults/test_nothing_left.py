@@ -21,8 +21,6 @@ class Mark:
 
 
 def marking(alive: list[weakref.ref[Mark]]) -> Callable[..., None]:
-    """Return a hook that hangs a mark on what a module returns."""
-
     def note(module: Any, args: Any, output: torch.Tensor) -> None:
         mark = output.grad_fn.metadata["mark"] = Mark()
         alive.append(weakref.ref(mark))
@@ -31,7 +29,6 @@ def marking(alive: list[weakref.ref[Mark]]) -> Callable[..., None]:
 
 
 def marks_of(model: Net, fails: bool, num_forwards: int) -> list[weakref.ref[Mark]]:
-    """Run forwards whose results are dropped; return marks on their graphs."""
     alive: list[weakref.ref[Mark]] = []
     note = marking(alive)
 

@@ -63,7 +63,6 @@ def test_an_exception_on_one_rank_stays_what_it_is_and_the_others_miss_it(apart:
 
 @contextlib.contextmanager
 def little_memory(nbytes: int) -> Iterator[None]:
-    """Let this process allocate no more than so many bytes."""
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (now + nbytes, before[1]))

@@ -50,8 +50,6 @@ def assert_unchanged(module: nn.Module, before: dict[str, Any]) -> None:
 
 
 class Model(nn.Module):
-    """A model with a child that can be sharded by itself."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4)

@@ -43,7 +43,6 @@ def two_layers() -> nn.Sequential:
 
 
 def changed() -> None:
-    """Take an optimizer step between forward and backward."""
     model = two_layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
     model(torch.ones(2, 4)).sum().backward()

@@ -36,7 +36,6 @@ def build() -> nn.Sequential:
 
 
 def is_usable(model: nn.Module) -> bool:
-    """Stream again, and train."""
     weights = dict(iter_full(model, bucket_bytes=ONE))
     model(torch.ones(1, WIDTH)).sum().backward()
     same = [torch.equal(full, model.get_parameter(n).full_tensor()) for n, full in weights.items()]
@@ -59,8 +58,6 @@ def stream(on_arrival: Callable[[int], bool], rank0_only: bool = False) -> Left:
 
 
 def leave(after: dict[int, int], raises: bool = False, rank0_only: bool = False) -> Left:
-    """Leave after some tensors on some ranks."""
-
     def goes_on(count: int) -> bool:
         is_last = count == after.get(dist.get_rank())
         if is_last and raises:

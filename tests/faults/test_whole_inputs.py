@@ -31,19 +31,13 @@ NBYTES = 16  # what the widest loads and stores of devices take at once
 
 @contextlib.contextmanager
 def taken_for_a_device() -> Iterator[None]:
-    """Let the library take the CPU for a device."""
     with SimulatedDevice() as device, _torch.poisoned_memory(True):
         yield
     assert device.faults == []
 
 
 class Inputs:
-    """What collectives are given.
-
-    Attributes:
-        num_seen: How many tensors each kind of collective was given.
-        unwritten: Which kinds were given something that is not finite.
-    """
+    """How many tensors collectives were given, by their kind, and how many were not all finite."""
 
     def __init__(self) -> None:
         self.num_seen = Counter[str]()
@@ -137,7 +131,6 @@ PROGRAMS: dict[str, tuple[int, Callable[[], None], set[str]]] = {
 
 
 def inputs_of(program: str) -> Inputs:
-    """Run a program; return what its collectives were given."""
     inputs = Inputs()
     with taken_for_a_device(), inputs.watched():
         PROGRAMS[program][1]()

@@ -22,8 +22,6 @@ REGISTERED_AFTER = ("train", "alone", "evaluate", "step")
 
 
 class Expected(NamedTuple):
-    """What the oracle has after a step."""
-
     heard: Any
     params: dict[str, torch.Tensor]
     grads: dict[str, torch.Tensor]
@@ -31,11 +29,7 @@ class Expected(NamedTuple):
 
 
 def expected(case: Case) -> list[Expected]:
-    """Follow a case with the oracle.
-
-    Raises:
-        Invalid: No training can do that.
-    """
+    """Follow a case with the oracle; what no training can do is ``Invalid``."""
     steps = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -55,15 +49,9 @@ def expected(case: Case) -> list[Expected]:
 def run(
     case: Case, timeout: float = 60.0, follow: Callable[[Case], list[Seen]] = run_case
 ) -> Find | None:
-    """Run a case; return what went wrong.
+    """Run a case within some seconds; return what went wrong.
 
-    Args:
-        case: The case.
-        timeout: Seconds that it may take.
-        follow: What each rank does; another only to see that faults are found.
-
-    Raises:
-        Invalid: No training can do that.
+    ``follow`` is what each rank does; another only to see that faults are found.
     """
     wanted = expected(case)
     try:

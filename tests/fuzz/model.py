@@ -95,8 +95,6 @@ class Plan:
 
 @dataclass
 class Output:
-    """What blocks return that do not return a tensor."""
-
     y: Tensor
     label: str = "y"
     more: list[Tensor] = field(default_factory=list)
@@ -159,8 +157,6 @@ TIED_KINDS = frozenset({"linear", "view", "twice"})
 
 
 class Leaf(nn.Module):
-    """A block with parameters of its own."""
-
     def __init__(self, spec: Block, known: dict[str, nn.Parameter]) -> None:
         super().__init__()
         self.spec = spec
@@ -250,8 +246,6 @@ class Nest(nn.Module):
 
 
 class Model(Nest):
-    """The whole: returns its loss."""
-
     def forward(self, data: Tensor, plan: Plan) -> Tensor:  # type: ignore[override]
         for module in self.modules():
             if isinstance(module, Leaf):

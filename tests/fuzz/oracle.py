@@ -46,8 +46,6 @@ Grads = dict[str, torch.Tensor]
 
 
 class Follower:
-    """What the oracle and a rank do alike."""
-
     case: Case
     num_op: int
     heard: Any
@@ -80,14 +78,9 @@ class Follower:
 
 
 class Oracle(Follower):
-    """Follows a program unsharded.
+    """Follows a program unsharded: by rank, gradients are ``waiting`` until they are ``reduced``.
 
-    Attributes:
-        model: The whole model.
-        waiting: By rank, gradients that were not reduced.
-        reduced: The means that were.
-        is_synced: Whether everything was reduced.
-        heard: What steps return: losses of each rank, norms.
+    ``heard`` is what steps return: losses of each rank, norms.
     """
 
     def __init__(self, case: Case) -> None:
@@ -150,7 +143,6 @@ class Oracle(Follower):
         self.heard = heard
 
     def alone(self, op: Op) -> None:
-        """Train one part, called by itself."""
         if not any(b.name in op.names and b.group != "parent" for b in self.case.blocks):
             raise Invalid("no such part")
         heard = []
@@ -262,7 +254,6 @@ class Oracle(Follower):
 
     @torch.no_grad()
     def teach(self, op: Op) -> None:
-        """Follow the model by another that is an average of it."""
         if self.teacher is None:
             self.teacher = copy.deepcopy(self.model)
             self._clear(self.teacher)
@@ -281,7 +272,6 @@ class Oracle(Follower):
 
 
 def owner(name: str) -> str:
-    """Name of the block that a parameter belongs to."""
     parts = name.split(".")
     return parts[-2] if len(parts) > 1 else "root"
 

@@ -11,15 +11,7 @@ from .model import Block, Call
 
 @dataclass(frozen=True)
 class Op:
-    """One step of a program.
-
-    Args:
-        name: What is done; a method of ``ranks.Sharded`` and of ``oracle.Oracle``.
-        calls: The forwards of it.
-        names: Blocks that it is about.
-        how: Which of several ways.
-        flag: On or off.
-    """
+    """One step of a program: a method, by its name, of ``ranks.Sharded`` and ``oracle.Oracle``."""
 
     name: str
     calls: tuple[Call, ...] = ()

@@ -91,8 +91,6 @@ FAULTS: dict[str, tuple[str, Callable[[Sharded], object]]] = {
 
 @dataclass(frozen=True)
 class Following:
-    """Follows a case with a fault."""
-
     kind: str
 
     def __call__(self, case: Case) -> list[Seen]:

@@ -69,7 +69,6 @@ def test_a_flag_that_is_no_bool(method: str, flag: str) -> None:
 
 
 def of_function(function: Any, **kwargs: Any) -> None:
-    """Call a public function with as little as it needs."""
     given: dict[Any, tuple[Any, ...]] = {
         clip_grad_norm_: ([], 1.0),
         save_full: (nn.Linear(4, 4), "x"),

@@ -208,7 +208,6 @@ def test_accumulated_gradients_are_visible_as_partial(reduce_dtype: torch.dtype 
 @pytest.mark.parametrize("recurse", [False, True])
 @on_ranks(2)
 def test_sync_may_be_set_before_and_after_forward(after_forward: bool, recurse: bool) -> None:
-    """Switch sync off for the root (and all below, if ``recurse``) before or after forward."""
     model = shard_net(Net(2))
     loss = None
     if after_forward:

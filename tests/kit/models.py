@@ -68,7 +68,6 @@ def wrong_divisor(model: Any, **options: Any) -> None:
 
 
 def no_reduction_on_rank_1(model: Any, **options: Any) -> None:
-    """On rank 1 the reduced gradient of the weight is thrown away."""
     shard_children(model, **options)
     if dist.get_rank() == 1:
         model.weight.register_post_accumulate_grad_hook(lambda param: param.grad.zero_())

@@ -96,7 +96,6 @@ def in_turns(mesh_extents: tuple[int, ...]) -> nn.Module:
 
 
 def locals_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what this rank holds of each parameter and buffer."""
     return {
         name: (value.to_local() if isinstance(value, DTensor) else value).clone()
         for name, value in model.state_dict().items()

@@ -36,7 +36,6 @@ def layers(value: float, num_layers: int = 3) -> nn.Module:
 
 
 def values_at(place: Path, num_layers: int = 3) -> set[float]:
-    """Return the values that a model has when it has read a checkpoint."""
     model = layers(0, num_layers)
     load_sharded(model, place)
     return {value for param in model.parameters() for value in param.flatten().tolist()}
@@ -154,7 +153,6 @@ def test_nobody_sees_a_file_before_it_is_complete(tmp_path: Path) -> None:
 
 
 def saved_by(folder: Path, limit: int) -> list[str]:
-    """Save; return which files this rank has written."""
     begun, begin = [], FileWriter.__init__
 
     def note(self: FileWriter, place: Path, tensors: object) -> None:
@@ -175,7 +173,6 @@ def test_every_rank_writes_files_of_its_own(tmp_path: Path) -> None:
 
 
 def killed(folder: str, rank: int) -> None:
-    """Kill a rank while it writes its first file."""
     write = FileWriter.write
 
     def die(*args: object) -> None:

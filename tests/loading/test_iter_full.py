@@ -35,7 +35,6 @@ def whole_by_torch(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def unlike(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
-    """Tell what differs: bits, or the order."""
     assert list(got) == list(wanted)
     return differences(got, wanted)
 
@@ -213,7 +212,6 @@ def test_full_parameters_and_state_dicts_come_in_one_gather() -> None:
 
 
 def compare(model: nn.Module, nbytes: int) -> None:
-    """Make a pass, and compare it with what was said of it."""
     costs = explain(model, bucket_bytes=nbytes).weights_out
     assert costs is not None
     with poisoned_memory(False), counted() as launched, held() as most:

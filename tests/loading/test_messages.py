@@ -40,7 +40,6 @@ def linear(rows: int = 4, bias: bool = True) -> nn.Linear:
 
 
 def said(call: Callable[[], object]) -> tuple[str, str]:
-    """Return the type and the text of the error that a call ends in."""
     try:
         call()
     except Exception as error:  # noqa: BLE001
@@ -143,10 +142,6 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
 
 
 def test_arguments(whole: Path) -> None:
-    assert said(lambda: load_sharded("model", whole)) == (  # type: ignore[arg-type]
-        "TypeError",
-        "Expected model to be an nn.Module, got str: 'model'",
-    )
     for size in ("5 apples", "GB", 0, "0MB", None, True, float("inf"), float("nan"), "²GB"):
         assert said(lambda size=size: save_full(nn.Linear(1, 1), whole, max_shard_size=size)) == (
             "ValueError",
@@ -389,16 +384,9 @@ def test_a_collective_that_fails(whole: Path, broken: str) -> None:
 # Full weights one after another -------------------------------------------------------------------
 
 
-def test_arguments_of_iter_full() -> None:
-    for kwargs, text in (
-        ({"bucket_bytes": 0}, "Expected bucket_bytes of at least 1, got 0"),
-        ({"tied": "last"}, "Expected tied to be one of ('first', 'all'), got 'last'"),
-        ({"subclasses": None}, "Expected subclasses to be 'own', 'plain' or a function, got None"),
-        ({"device": "gpu"}, "Expected device to be a device, got 'gpu': "),
-    ):
-        kind, got = said(lambda kwargs=kwargs: next(iter_full(nn.Linear(1, 1), **kwargs)))
-        assert kind == "ValueError"
-        assert got.startswith(text) if "device" in kwargs else got == text
+def test_a_device_that_iter_full_does_not_know() -> None:
+    kind, got = said(lambda: next(iter_full(nn.Linear(1, 1), device="gpu")))
+    assert kind == "ValueError" and got.startswith("Expected device to be a device, got 'gpu': ")
 
 
 WRONG: dict[str, Callable[[Any, Path], object]] = {

@@ -20,19 +20,13 @@ SCRIPT = ROOT / "examples" / "launch" / "torchrun.sh"
 
 @dataclass(frozen=True)
 class Node:
-    """Where an agent runs.
-
-    Attributes:
-        enter: The command that a command is run with, to run there.
-        variables: What ``torchrun.sh`` is told about the node, and its libraries.
-    """
+    """Where an agent runs: what enters it stands before a command; ``variables`` are its own."""
 
     enter: list[str]
     variables: dict[str, str]
 
 
 def descendants(pid: int) -> list[int]:
-    """Return a process and all that it has started."""
     listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True)
     children: dict[int, list[int]] = {}
     for line in listed.stdout.splitlines():
@@ -45,14 +39,7 @@ def descendants(pid: int) -> list[int]:
 
 
 class Agent:
-    """A torchrun on a node.
-
-    Args:
-        node: Where.
-        log: What it prints goes to this file.
-        variables: More of what ``torchrun.sh`` is told.
-        options: Those of ``train.py``.
-    """
+    """A torchrun on a node, which prints to ``log``; ``options`` are those of ``train.py``."""
 
     def __init__(self, node: Node, log: Path, variables: dict[str, str], *options: str) -> None:
         self._log = log
@@ -96,7 +83,6 @@ NAMESPACE = ["unshare", "--user", "--map-root-user", "--net", "sleep", "1000"]
 
 
 def enter(pid: int) -> list[str]:
-    """Return the command that enters the namespaces of a process."""
     return ["nsenter", f"--target={pid}", "--user", "--net", "--preserve-credentials"]
 
 
@@ -138,7 +124,6 @@ def namespaces() -> Iterator[list[Node]]:
 
 
 def run(pid: int, *command: str) -> None:
-    """Run a command in the namespaces of a process."""
     subprocess.run([*enter(pid), *command], check=True, capture_output=True, timeout=20)
 
 
@@ -164,7 +149,6 @@ def _sleeping(command: list[str]) -> Iterator[int]:
 
 
 def this_machine_twice() -> list[Node]:
-    """Return two nodes that are both this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -18,7 +18,6 @@ START = re.compile(r"^rank \d of (\d) on \S+: from step (\d+)$", re.MULTILINE)
 
 
 def program(name: str) -> ModuleType:
-    """Load one of them."""
     spec = importlib.util.spec_from_file_location(f"launched_{name}", FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -27,12 +26,10 @@ def program(name: str) -> ModuleType:
 
 
 def train(arguments: list[str]) -> None:
-    """Train on a rank that is there already."""
     program("train").main(arguments)
 
 
 def losses(folder: Path) -> list[dict[str, float]]:
-    """Return what a run has written down so far."""
     file = folder / "losses.jsonl"
     if not file.exists():
         return []
@@ -43,11 +40,7 @@ def losses(folder: Path) -> list[dict[str, float]]:
 class Run:
     """A training of which each node is started, and maybe killed, by name.
 
-    Args:
-        nodes: Where.
-        folder: For its checkpoints, and for what is printed.
-        variables: What ``torchrun.sh`` is told besides ``VARIABLES``.
-        options: Those of ``train.py``.
+    ``variables`` are told to ``torchrun.sh`` besides ``VARIABLES``; ``options`` to ``train.py``.
     """
 
     def __init__(
@@ -97,7 +90,6 @@ class Run:
             time.sleep(0.05)
 
     def finish(self, timeout: float = 240) -> None:
-        """Wait for the nodes that were not killed, and expect that they end well."""
         for name, agent in self._agents.items():
             if name not in self._killed:
                 assert agent.wait(timeout) == 0, agent.printed[-5000:]

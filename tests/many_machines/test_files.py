@@ -25,7 +25,6 @@ PAGE = ROOT / "docs" / "many_machines.md"
 
 
 def parsed(arguments: list[str], variables: dict[str, str]) -> tuple[Namespace, Namespace]:
-    """Return what torchrun and the program that it starts understand."""
     with mock.patch.dict(os.environ, variables):
         launcher = get_args_parser().parse_args(arguments)  # reads defaults of the environment
     assert launcher.training_script.endswith("examples/launch/train.py")

@@ -8,15 +8,11 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from heard import from_all_ranks
+from nets import full
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a DTensor, however its placements are."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def mean_over_ranks(grads: dict[str, torch.Tensor], num_ranks: int) -> dict[str, torch.Tensor]:
@@ -31,11 +27,7 @@ def mean_over_ranks(grads: dict[str, torch.Tensor], num_ranks: int) -> dict[str,
 class Oracle:
     """The same model on every rank, whole; its gradients are averaged over all ranks by hand.
 
-    Attributes:
-        model: The copy.
-        local: By name, what this rank has accumulated since the last reduction.
-        reduced: By name, the mean gradients.
-        num_ranks: What sums over all ranks are divided by.
+    ``local`` has been accumulated since the last reduction, ``reduced`` are means, by name.
     """
 
     def __init__(self, model: nn.Module, num_ranks: int | None = None) -> None:
@@ -45,7 +37,6 @@ class Oracle:
         self.num_ranks = num_ranks or dist.get_world_size()
 
     def take(self) -> None:
-        """Take the gradients that a backward has left on this rank."""
         for name, param in self.model.named_parameters():
             if param.grad is not None:
                 own = self.local.get(name)
@@ -53,14 +44,12 @@ class Oracle:
                 param.grad = None
 
     def reduce(self) -> None:
-        """Average what was taken, and add it to what was averaged before."""
         for name, mean in mean_over_ranks(self.local, self.num_ranks).items():
             before = self.reduced.get(name)
             self.reduced[name] = mean if before is None else before + mean
         self.local = {}
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer of the copy see the averaged gradients."""
         for name, param in self.model.named_parameters():
             param.grad = self.reduced.get(name)
         optimizer.step()
@@ -69,7 +58,6 @@ class Oracle:
 
 
 def gradient_differences(sharded: dict[str, nn.Parameter], oracle: Oracle) -> list[str]:
-    """Tell which reduced gradients are not those of the oracle."""
     found = []
     for name, param in sharded.items():
         wanted = oracle.reduced.get(name)
@@ -79,17 +67,16 @@ def gradient_differences(sharded: dict[str, nn.Parameter], oracle: Oracle) -> li
             assert isinstance(param, DTensor) and isinstance(param.grad, DTensor)
             if param.grad.placements != param.placements:
                 found.append(f"{name}: {param.grad.placements} instead of {param.placements}")
-            found += _difference(f"grad of {name}", whole(param.grad), wanted)
+            found += _difference(f"grad of {name}", full(param.grad), wanted)
     return found
 
 
 def value_differences(sharded: Iterable[tuple[str, nn.Parameter]], oracle: Oracle) -> list[str]:
-    """Tell which parameters are not those of the oracle."""
     wanted = dict(oracle.model.named_parameters())
     return [
         text
         for name, param in sharded
-        for text in _difference(name, whole(param.detach()), wanted[name].detach())
+        for text in _difference(name, full(param.detach()), wanted[name].detach())
     ]
 
 

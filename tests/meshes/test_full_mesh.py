@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from nets import full
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,7 +19,6 @@ from torch.distributed.tensor import (
 )
 
 from composable_shard import DataParallelMeshDims, fully_shard
-from meshes.compare import whole
 
 WIDTH = 6
 HIDDEN = 10
@@ -94,7 +94,7 @@ def test_training_equals_that_of_the_oracle(
         loss.full_tensor().backward()
         oracle(x).square().sum().backward()
         for name, param in model.named_parameters():
-            got, wanted = whole(param.grad), oracle.get_parameter(name).grad
+            got, wanted = full(param.grad), oracle.get_parameter(name).grad
             assert param.grad.placements == param.placements
             if not torch.allclose(got, wanted, rtol=1e-4, atol=1e-4):
                 found.append((step, name, (got - wanted).abs().max().item()))
@@ -102,7 +102,7 @@ def test_training_equals_that_of_the_oracle(
             optimizer.step()
             optimizer.zero_grad()
     for name, param in model.named_parameters():
-        if not torch.allclose(whole(param), oracle.get_parameter(name), rtol=1e-4, atol=1e-4):
+        if not torch.allclose(full(param), oracle.get_parameter(name), rtol=1e-4, atol=1e-4):
             found.append(name)
     assert found == []
 

@@ -25,7 +25,7 @@ from training.trees import NUM_PARAMS, TREE, build, inputs_for
 from composable_shard import FSDPModule, fully_shard
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks, shard_tree
-from meshes.compare import Oracle, gradient_differences, value_differences, whole
+from meshes.compare import Oracle, gradient_differences, value_differences
 
 Step = Literal["sync", "no_all_reduce", "no_sync", "step", "zero_grad"]
 BACKWARDS = ("sync", "no_all_reduce", "no_sync")
@@ -171,7 +171,7 @@ def test_the_placements_of_a_gradient_tell_how_far_it_has_come() -> None:
     model.set_requires_all_reduce(False)
     model(x).sum().backward()
     seen.append(model.weight.grad.placements)
-    visible = whole(model.weight.grad)
+    visible = full(model.weight.grad)
     model.synchronize_gradients()  # over the replicas too
     seen.append(model.weight.grad.placements)
     model.set_requires_all_reduce(True)
@@ -180,11 +180,10 @@ def test_the_placements_of_a_gradient_tell_how_far_it_has_come() -> None:
     seen.append(model.weight.grad.placements)
     average, sharded = Partial("avg"), (Replicate(), Shard(0))
     assert seen == [sharded, (3, 4), (average, average), (average, Shard(0)), sharded, sharded]
-    assert torch.allclose(visible, 2 * whole(model.weight.grad))
+    assert torch.allclose(visible, 2 * full(model.weight.grad))
 
 
 def two_groups() -> Any:
-    """Two layers, each on one shard and two replicas."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     mesh = hybrid_mesh((2, 1))
     for layer in model:
@@ -251,7 +250,7 @@ def test_a_hook_gets_what_is_averaged_over_the_replicas_once() -> None:
     for all_reduces in (False, False, True):
         model.set_requires_all_reduce(all_reduces)
         model(torch.ones(2, 4)).sum().backward()
-    assert float(whole(model.weight.grad)[0, 0]) == 12.0
+    assert float(full(model.weight.grad)[0, 0]) == 12.0
 
 
 # Replicas that an all-reduce hook makes -----------------------------------------------------------
@@ -282,13 +281,11 @@ class Lookup(nn.Module):
 
 
 def mean_over(grads: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Average over the replicas, as a hook does."""
     dist.all_reduce(grads, group=mesh.get_group("replicate"))
     grads.div_(mesh["replicate"].size())
 
 
 def is_same(got: torch.Tensor | None, want: torch.Tensor | None) -> bool:
-    """Tell whether all ranks have a gradient, and whether it is that."""
     has = torch.tensor(float(got is not None))
     dist.all_reduce(has, dist.ReduceOp.MIN)
     if not has:
@@ -308,7 +305,6 @@ def is_same(got: torch.Tensor | None, want: torch.Tensor | None) -> bool:
 )
 @on_ranks(4, timeout=60)
 def test_shards_and_replicas_of_a_hook_stay_the_same(uses: tuple[Uses, ...]) -> None:
-    """Return for each step which parameters differ from the oracle's, in gradient or value."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     oracle = Lookup()

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from nets import full
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -15,7 +16,7 @@ from torch.distributed.tensor import Shard
 from composable_shard import ShardPlacementResult, fully_shard
 from composable_shard.insight.events import record_events
 from composable_shard.testing import run_ranks
-from meshes.compare import mean_over_ranks, whole
+from meshes.compare import mean_over_ranks
 
 WIDTH = 6
 
@@ -89,14 +90,14 @@ def train(kind: str, reshard: bool | int) -> list[str]:
         for name, param in model.named_parameters():
             wanted = tagged[f"{ep}:{name}"] if "experts" in name else means[name]
             plain.get_parameter(name).grad = wanted
-            got = whole(param.grad)
+            got = full(param.grad)
             if not torch.allclose(got, wanted, rtol=1e-5, atol=1e-5):
                 found.append(f"step {step}: {name} {(got - wanted).abs().max()}")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     for name, param in model.named_parameters():
-        if not torch.allclose(whole(param), plain.get_parameter(name), rtol=1e-5, atol=1e-5):
+        if not torch.allclose(full(param), plain.get_parameter(name), rtol=1e-5, atol=1e-5):
             found.append(f"value of {name}")
     return found
 
@@ -132,7 +133,6 @@ def test_one_group_gathers_over_both_meshes_at_once() -> None:
 
 @on_ranks(2)
 def test_equal_meshes_keep_their_process_groups() -> None:
-    """Tell for a model over each of two equal meshes whether it meets in the group of that mesh."""
     meshes = [DeviceMesh.from_group(dist.new_group(), "cpu") for _ in range(2)]
     assert meshes[0] == meshes[1]
     models = [fully_shard(nn.Linear(4, 4), mesh=mesh) for mesh in meshes]

@@ -90,8 +90,6 @@ def pair(
 
 
 def stepping(loss: Callable[[Any, int], torch.Tensor], num_steps: int) -> Callable[..., None]:
-    """Return what trains a net by a loss."""
-
     def run(net: Any, optimizer: Any) -> None:
         for step in range(num_steps):
             loss(net, step).backward()

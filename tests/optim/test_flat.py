@@ -113,8 +113,6 @@ def test_states_move_between_stock_and_flat(how: str, from_flat: bool) -> None:
 
 
 class Normed(torch.optim.Optimizer):
-    """Takes the norm of each parameter."""
-
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
 
@@ -132,8 +130,6 @@ class Factored(Normed):
 
 
 class Signed(Normed):
-    """Treats every element by itself."""
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:

@@ -22,7 +22,6 @@ optim: Any = torch.optim
 
 
 def layers(num: int) -> nn.Sequential:
-    """Return equal layers, each with a buffer of its own."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(num)))
     for layer in net:

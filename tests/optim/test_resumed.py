@@ -89,8 +89,6 @@ WAYS: dict[str, Callable[[nn.Module, Any], torch.optim.Optimizer]] = {
 
 
 class Torchao:
-    """Makes an optimizer of torchao, which its ranks import."""
-
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -189,8 +187,6 @@ def test_states_of_any_dtype_and_class(
 
 
 class Branches(nn.Module):
-    """Has a layer that is used later."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)

@@ -33,13 +33,7 @@ momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 @dataclass(frozen=True)
 class Spec:
-    """A parameter.
-
-    Attributes:
-        shape: Its shape.
-        layout: "owned", "sharded", or the rows of each block.
-        dim: The dim to shard.
-    """
+    """A parameter, whose layout is "owned", "sharded", or the rows of each block."""
 
     shape: tuple[int, ...]
     layout: str | tuple[int, ...] = "owned"
@@ -52,8 +46,6 @@ class Spec:
 
 
 class Params(nn.Module):
-    """Parameters by themselves."""
-
     def __init__(self, specs: Sequence[Spec], seed: int = 0) -> None:
         super().__init__()
         for index, spec in enumerate(specs):
@@ -145,7 +137,6 @@ class Oracle:
             optimizer.step()
 
     def full(self, index: int, state: str | None = None) -> torch.Tensor:
-        """Return a parameter, or a state of it, as a whole."""
         full, spec = torch.empty(self.specs[index].shape), self.specs[index]
         for box, part in zip(self.boxes(spec), self.blocks[index], strict=True):
             value = part if state is None else self.optimizers[index].state[part][state]

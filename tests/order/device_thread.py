@@ -38,8 +38,6 @@ NUM_RANKS, NUM_STEPS = 4, 3
 
 
 class Accelerator(backend_registration._DummyBackendModule):
-    """What torch asks of the module of a device."""
-
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16]
 
@@ -51,8 +49,6 @@ class Accelerator(backend_registration._DummyBackendModule):
 
 
 class Transfers(TorchDispatchMode):
-    """Notes the operations that take tensors from one device to another."""
-
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
@@ -105,7 +101,6 @@ def run(device: str, case: Case) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def before_launches(act: Callable[[], object]) -> Iterator[None]:
-    """Do something before each gather and each reduction."""
     launch = Channel._launch
 
     def launch_after(self: Channel, *args: Any) -> Any:
@@ -121,8 +116,6 @@ LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Case:
-    """How a model is sharded and trained."""
-
     make: type[Net] = Net
     hybrid: bool = False
     no_sync_in: int = -1

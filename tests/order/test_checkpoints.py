@@ -34,7 +34,6 @@ class CheckpointedInside(Block):
 
 
 def checkpointed(reference: Net, form: str, inside: bool, **options: Any) -> nn.Module:
-    """Return a sharded copy of the plain model that recomputes its blocks."""
     model = copy.deepcopy(reference)
     reentrant = form.startswith("reentrant")
     if form.endswith("wrapper"):

@@ -27,7 +27,6 @@ PLACEMENTS = {
 
 @pytest.fixture(scope="module")
 def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Run the cases that are asked for."""
     ours = [item for item in request.session.items if item.path == request.path]
     cases = dict.fromkeys(item.callspec.params["case"] for item in ours)  # type: ignore[attr-defined]
     done = subprocess.run(

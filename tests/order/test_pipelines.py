@@ -45,8 +45,6 @@ V_SHAPED = ("zbv", "dual pipe v")
 
 
 class Stage(nn.Module):
-    """Two blocks between parameters of the stage's own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.randn(WIDTH))
@@ -65,7 +63,6 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def stages_of(schedule: str, rank: int) -> list[int]:
-    """Return which stages a rank of the pipeline holds."""
     if schedule in SINGLE:
         return [rank]
     last = 2 * NUM_RANKS_OF_PIPELINE - 1
@@ -220,9 +217,8 @@ REFUSAL = (
 def mixed(order: str) -> str | None:
     """Differentiate some microbatches as a whole and others in halves, and ask for the reduction.
 
-    Args:
-        order: ``F`` runs forward of the next microbatch; ``B`` the oldest's backward as a whole,
-            ``I`` that of its inputs alone, after which its weights get ones.
+    ``F`` runs forward of the next microbatch; ``B`` the oldest's backward as a whole, ``I`` that of
+    its inputs alone, after which its weights get ones.
     """
     stage = shard(Stage(), init_device_mesh("cpu", (2,)), reshard_after_forward=True)
     waiting: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -86,7 +86,6 @@ def train(loss_of: Loss, shares: bool, when: int, is_last: bool) -> list[list[st
 
 @contextlib.contextmanager
 def both_traced(models: list[Any]) -> Iterator[list[str]]:
-    """Record the collectives of two trees in one list."""
     events: list[str] = []
 
     def hear(mark: str, event: str, group: Any) -> None:
@@ -119,7 +118,6 @@ def test_two_roots_train_as_unsharded(loss_of: Loss, shares: bool, is_last: bool
 
 
 def most_in_flight(events: list[str]) -> int:
-    """Return the largest number of reductions launched and not waited for."""
     most = now = 0
     for event in events:
         now = max(0, now + {"reduce": 1, "finish": -1}.get(event.split()[0], 0))

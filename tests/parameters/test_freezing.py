@@ -78,7 +78,6 @@ FREEZE: dict[str, Callable[[Net, Params, bool], object]] = {
 def test_frozen_between_forward_and_backward(
     freeze: str, reshard: Reshard, after: bool, by_then: str
 ) -> None:
-    """Freeze between forward and backward, or between two forwards; unfreeze again."""
     reference, model = two_nets(1, reshard_after_forward=reshard)
     model.set_reshard_after_backward(after)
     pairs = [(one, dict(one.named_parameters())) for one in (model, reference)]

@@ -204,7 +204,6 @@ def gather(model: nn.Module) -> Pointers:
 
 
 def note_gathered(model: nn.Module) -> list[nn.Parameter]:
-    """Return a list that gets each unsharded parameter when it first computes."""
     found: list[nn.Parameter] = []
     for module in model.modules():
         params = module.named_parameters(recurse=False)

@@ -33,11 +33,7 @@ class LateCopies:
     """Stands for a copy stream; it runs launched copies when compute waits for them.
 
     Downloaded values appear, and uploaded memory may be written, once the host has waited, too.
-
-    Attributes:
-        launching: The copy stream on which something is being launched, if any.
-        num_copies: How many copies all copy streams have made.
-        faults: What was done too early.
+    What was done too early is among the ``faults``.
     """
 
     launching: LateCopies | None = None
@@ -258,7 +254,6 @@ CASES = [(None, True), (LOW, False)]
 
 
 def new_model(policy: MixedPrecisionPolicy | None = None, reshard: bool = True) -> Any:
-    """Build three blocks, each a group."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)))
     kwargs: Any = {"mp_policy": policy, "offload_policy": UNPINNED}
@@ -317,11 +312,7 @@ def test_copies_may_be_late(ranks: int) -> None:
 
 
 class Stream:
-    """Stands for a stream of a device.
-
-    Attributes:
-        events: What was asked of all streams, in order.
-    """
+    """Stands for a stream of a device; what was asked of all of them is in ``events``, in order."""
 
     events: ClassVar[list[str]] = []
     current: Stream

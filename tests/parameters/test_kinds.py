@@ -187,7 +187,6 @@ class Strided(nn.Module):
 )
 @on_ranks(2)
 def test_steps_of_strided_parameters(name: str, fused: bool, syncs: bool) -> None:
-    """Step twice beside an unsharded model, or read what is said first."""
     plain = Strided()
     model: Any = copy.deepcopy(plain)
     fully_shard(model)

@@ -17,7 +17,6 @@ from composable_shard.testing import fake_ranks
 
 
 def late(model: nn.Module) -> list[str]:
-    """Run forward twice; return the warnings."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -76,8 +75,6 @@ def test_no_warning_of_what_was_ignored_and_of_what_stands_there() -> None:
 
 
 class Wrapped(nn.Module):
-    """Adapters that were put around a layer."""
-
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self.base = base

@@ -128,8 +128,6 @@ def test_a_stale_graph_is_refused_on_all_ranks(
 
 
 class Branches(nn.Module):
-    """Two branches, each a group of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)

@@ -195,7 +195,6 @@ def on_another_stream(model: Any, device: SimulatedDevice, step: int) -> Iterato
 
 @contextlib.contextmanager
 def gathered_beside(model: Any, device: SimulatedDevice, step: int) -> Iterator[None]:
-    """Gather a block on another stream before the iteration."""
     stream = _streams(device)[0]
     stream.wait_stream(device.current)
     with stream:

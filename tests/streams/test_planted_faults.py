@@ -55,7 +55,6 @@ def launch_and_forget(name: str) -> Callable[..., Any]:
 
 
 def waiting_only_for(kind: str) -> Callable[[Pending], None]:
-    """Leave out the waits while doing something else."""
     real = Pending.wait
 
     def wait(self: Pending) -> None:
@@ -121,13 +120,7 @@ real_fill, real_wait_for_users = UsedStreams.record_fill, UsedStreams._wait_for_
 
 
 class Plant(NamedTuple):
-    """A fault, and where it is seen.
-
-    Attributes:
-        fault: Plants it.
-        program: In which training it is seen.
-        says: Parts of what is said of it.
-    """
+    """A fault, the training in which it is seen, and parts of what is said of it."""
 
     fault: Callable[[], Any]
     program: str
@@ -319,7 +312,6 @@ class _PlannedError(RuntimeError):
 
 
 def failing_at(number: int) -> Any:
-    """Let the launch of an all-reduce fail."""
     real, numbers = Channel.all_reduce, iter(range(number, -1, -1))
 
     def all_reduce(self: Channel, tensor: torch.Tensor) -> Any:

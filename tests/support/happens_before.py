@@ -33,7 +33,6 @@ class Stamp(NamedTuple):
     time: int
 
     def is_known_to(self, clock: Clock) -> bool:
-        """Tell whether whoever has this clock continues after the moment."""
         return clock.get(self.where, 0) >= self.time
 
 
@@ -45,11 +44,9 @@ class Work(NamedTuple):
     clock: Clock
 
     def precedes(self, other: Work) -> bool:
-        """Tell whether ``other`` happens after this, for certain."""
         return self.stamp.is_known_to(other.clock)
 
     def is_beside(self, other: Work) -> bool:
-        """Tell whether the two may happen at the same time."""
         return not self.precedes(other) and not other.precedes(self)
 
 
@@ -96,11 +93,9 @@ class Span(NamedTuple):
     end: int
 
     def meets(self, other: Span) -> bool:
-        """Tell whether they have bytes in common."""
         return self.begin < other.end and other.begin < self.end
 
     def holds(self, other: Span) -> bool:
-        """Tell whether all of ``other`` is in this."""
         return self.begin <= other.begin and other.end <= self.end
 
 
@@ -112,16 +107,10 @@ class _Access(NamedTuple):
 
 @dataclass
 class Block:
-    """Memory that was allocated as a whole.
+    """Memory that was allocated as a whole, on the stream of its owner, to which it goes back.
 
-    Attributes:
-        span: Where it is.
-        owner: The stream that it was allocated on, and to which it goes back.
-        is_of_host: Whether it is pinned memory of the host, which the allocator keeps from others
-            until copies have been made.
-        comes_from: What allocated it; for messages.
-        recorded: Streams that the allocator waits for before it gives the memory away, as
-            ``Tensor.record_stream`` asks for.
+    The allocator keeps pinned memory of the host from others until copies have been made, and any
+    memory from all until the ``recorded`` streams are done, as ``Tensor.record_stream`` asks for.
     """
 
     span: Span
@@ -133,21 +122,11 @@ class Block:
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes that it takes of the device."""
         return 0 if self.is_of_host else self.span.end - self.span.begin
 
 
 class Memory:
-    """All blocks that are alive, and what touches them.
-
-    Args:
-        order: Of the work.
-
-    Attributes:
-        faults: What was wrong, one sentence each.
-        nbytes: Bytes of the blocks that are alive, without those of the host.
-        peak_nbytes: The most of them so far.
-    """
+    """All blocks that are alive, and what touches them; bytes are counted without the host's."""
 
     def __init__(self, order: Order) -> None:
         self.faults: list[str] = []
@@ -158,19 +137,13 @@ class Memory:
         self._freed: dict[str, list[Block]] = {}  # by the stream that may allocate them next
 
     def find(self, address: int) -> Block | None:
-        """Return the block that has a byte, if it is known."""
         place = bisect_right(self._begins, address) - 1
         if place < 0 or address >= self._blocks[place].span.end:
             return None
         return self._blocks[place]
 
     def add(self, block: Block, *, is_allocated: bool = True) -> None:
-        """Note a new block; what was known of its bytes is about memory that is gone.
-
-        Args:
-            block: The block.
-            is_allocated: Whether it is allocated now; not if it has been there, unseen.
-        """
+        """Note a block that is new, or was there unseen; what was known of its bytes is past."""
         if is_allocated and not block.is_of_host:
             self._reuse(block.owner)
         first = bisect_left(self._begins, block.span.begin)

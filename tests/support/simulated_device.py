@@ -95,16 +95,9 @@ class Stream:
 
 @dataclass
 class Activity:
-    """What a device did in some time.
+    """What a device did in some time, by operation; ``peak_nbytes`` is known when it has ended.
 
-    Attributes:
-        launches: Kernels and copies, by operation.
-        collectives: By operation.
-        host_waits: How often the host waited, by what for.
-        flops: The floating-point operations of matrix products, convolutions and attention, each
-            with its work.
-        communication: The work of each collective.
-        peak_nbytes: The most bytes that the tensors took at once; known when it has ended.
+    ``flops`` are those of matrix products, convolutions and attention, each with its work.
     """
 
     launches: Counter[str] = field(default_factory=Counter)
@@ -122,22 +115,8 @@ class Activity:
 class SimulatedDevice:
     """Gives streams to the CPU, and checks what is done on them.
 
-    For one thread, and one at a time. Models are sharded inside.
-
-    Attributes:
-        current: The stream that work is given to.
-        num_streams: How many there are.
-        is_paused: Whether what is done is part of something that has been noted.
-        activity: What has been done since the last :meth:`new_activity`.
-
-    Example:
-        >>> from composable_shard import fully_shard
-        >>> from composable_shard.testing import fake_ranks
-        >>> with fake_ranks(8), SimulatedDevice() as device:
-        ...     model = fully_shard(torch.nn.Linear(16, 16))
-        ...     model(torch.ones(2, 16)).sum().backward()
-        >>> device.faults
-        []
+    For one thread, and one at a time. Models are sharded inside. It is paused while what is done
+    is part of something that has been noted.
     """
 
     def __init__(self) -> None:
@@ -187,7 +166,6 @@ class SimulatedDevice:
         return work
 
     def wait_on_host(self, moment: Clock, what: str = "synchronize") -> None:
-        """Let the host wait until a stream has come to a moment."""
         self.activity.host_waits[what] += 1
         self.order.wait(HOST, moment)
 
@@ -202,7 +180,6 @@ class SimulatedDevice:
     # Memory ---------------------------------------------------------------------------------
 
     def is_of_host(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor lies in pinned memory of the host."""
         block = self._memory.find(tensor.untyped_storage().data_ptr())
         return block is not None and block.is_of_host
 
@@ -402,7 +379,6 @@ def _whole(storage: torch.UntypedStorage) -> Span:
 
 
 def _span(tensor: torch.Tensor) -> Span:
-    """Return the bytes from the first element of a tensor to its last one."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps)
     begin = tensor.data_ptr()

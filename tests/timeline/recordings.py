@@ -29,7 +29,6 @@ class Ticks(Clock):
 
 
 def growing_memory() -> LiveMemory:
-    """Count one byte more each time."""
     return LiveMemory(zip(itertools.count(100), itertools.repeat(None)).__next__, "heap")
 
 
@@ -53,7 +52,6 @@ def recorded_steps(
     rank: int = 0,
     **kwargs: Any,
 ) -> RankTrace:
-    """Train two layers as one of two ranks and return what was recorded."""
     with fake_ranks(2, rank=rank):
         model = two_layers(**kwargs)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

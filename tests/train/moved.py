@@ -39,7 +39,6 @@ def is_in(mesh: DeviceMesh) -> bool:
 
 
 def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return all that this rank has, by name."""
     found: dict[str, torch.Tensor] = {}
 
     def add(name: str, value: Any) -> None:
@@ -70,7 +69,6 @@ def memory(name: str) -> int:
 
 
 def return_unused() -> None:
-    """Let the allocator give the system what is free."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
@@ -83,15 +81,10 @@ def from_disk(
     build: Callable[[], tuple[nn.Module, torch.optim.Optimizer]],
     suffix: str = "",
 ) -> tuple[nn.Module, torch.optim.Optimizer] | None:
-    """Save on some ranks and load on others; return what this rank has then.
+    """Save on some ranks and load on others, as ``has_it`` says; return what this rank has then.
 
-    Args:
-        model: The model.
-        optimizer: Its optimizer.
-        has_it: Whether this rank is one of those that save, and of those that load.
-        folder: Where the checkpoint goes.
-        build: Makes a model with other values, and its optimizer with states to load into.
-        suffix: Follows the names of experts, which differ between ranks.
+    What ``build`` makes has other values, and states to load into. A suffix follows the names of
+    experts, which differ between ranks.
     """
     groups = []
     for is_one in has_it:
@@ -186,5 +179,4 @@ def _unnamed(state: dict[str, Any], suffix: str) -> dict[str, Any]:
 
 
 def as_device() -> Any:
-    """Take all memory for that of a device."""
     return mock.patch.object(parking, "_is_on_device", lambda _: True)

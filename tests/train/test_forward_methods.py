@@ -22,8 +22,6 @@ from composable_shard.testing import fake_ranks
 
 
 class Encoder(nn.Module):
-    """A model of which one usually calls other methods than forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inp = nn.Linear(4, 6)

@@ -158,7 +158,6 @@ def params(model: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("faulty", [0, 1])
 @on_ranks(3)
 def test_a_rank_without_gradients_skips_too(faulty: int) -> None:
-    """A rank without rows, or without any gradient, skips with the others."""
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(3, 2, bias=False))  # rank 2 of 3 has no row
     unused = nn.Parameter(torch.zeros(2))
@@ -216,7 +215,6 @@ GROUPS: dict[str, Callable[[], dist.ProcessGroup | None]] = {
 )
 @on_ranks(4)
 def test_ranks_skip_together(kind: str, ranks: str, faulty: int) -> None:
-    """Let one rank find an infinity."""
     model = MESHES[kind]()
     scaler, (optimizer,) = our_scaler(init_scale=4.0, process_group=GROUPS[ranks]()), sgd(model)
     scaler.scale(model(own_input()).square().sum()).backward()

@@ -59,7 +59,6 @@ def grounds(draw: st.DrawFn) -> Ground:
 
 
 def roles_of(extents: Sequence[int]) -> tuple[Literal["replicate", "shard"], ...]:
-    """Return what the axes of a mesh do that has data-parallel ones alone."""
     return ("shard",) if len(extents) == 1 else ("replicate", "shard")
 
 

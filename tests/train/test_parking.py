@@ -60,7 +60,6 @@ class Wide(nn.Module):
 
 
 def sharded_pair(**kwargs: Any) -> tuple[Wide, Wide]:
-    """Return the same model twice."""
     torch.manual_seed(1)
     one = Wide()
     other = copy.deepcopy(one)
@@ -241,8 +240,6 @@ def test_when_it_is_refused(text: str) -> None:
 
 
 def failing(name: str, rank: int) -> Any:
-    """Let memory run out on one rank."""
-
     def fail(_: object) -> None:
         raise torch.OutOfMemoryError("no memory")
 

@@ -22,7 +22,6 @@ from composable_shard.testing import fake_ranks
 
 
 def numels_of(model: nn.Module) -> dict[str, int]:
-    """Return the elements of each group by the names of its modules, the root first."""
     return {group.name.replace("(root)", ""): group.numel for group in explain(model).groups}
 
 
@@ -80,7 +79,6 @@ def test_a_policy_that_picks_nothing_is_refused(policy: Any) -> None:
 
 @on_ranks(2)
 def test_arguments_for_some() -> None:
-    """The first block and the root keep their parameters, the others do not."""
     model = Net(3)
     first = model.blocks[0]
 
@@ -97,7 +95,6 @@ def test_arguments_for_some() -> None:
 
 
 def chain(*sizes: int) -> nn.Sequential:
-    """Make layers of so many elements each."""
     return nn.Sequential(*(nn.Linear(size, 1, bias=False) for size in sizes))
 
 

@@ -53,18 +53,14 @@ def reproducible(max_examples: int) -> settings:
 
 
 def shard_and_keep(model: Tree, **options: Any) -> None:
-    """Shard a tree whose groups keep their parameters after backward."""
     shard_tree(model, **options).set_reshard_after_backward(False)  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
 class UsedAt:
-    """The loss of a tree.
+    """The loss of a tree, and the parameters that it uses for each step and each rank in turn.
 
-    Attributes:
-        used: For each step, for each rank in turn, which parameters it uses; beside the first that
-            is trained, so that all ranks go back.
-        skips_unused: Whether parts that it does not use do not run at all.
+    The first that is trained is used besides, so that all ranks go back.
     """
 
     used: tuple[tuple[tuple[bool, ...], ...], ...]
@@ -80,8 +76,6 @@ class UsedAt:
 
 @dataclass(frozen=True)
 class Case:
-    """The arguments of a call."""
-
     spec: TreeSpec
     program: list[Step]
     mesh: tuple[int, ...] = (2,)

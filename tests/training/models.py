@@ -46,13 +46,7 @@ def sq(value: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and its loss of a batch on a rank.
-
-    Attributes:
-        build: Makes the model.
-        loss: Computes it of the model, a batch and the rank.
-        options: Of ``assert_trains_like_unsharded``.
-    """
+    """A model, its loss of a batch on a rank, and options of ``assert_trains_like_unsharded``."""
 
     build: Callable[[], nn.Module]
     loss: Callable[[Any, torch.Tensor, int], torch.Tensor] = lambda model, x, _: sq(model(x))
@@ -64,8 +58,6 @@ Cases = dict[str, Case]
 
 @dataclass(frozen=True)
 class Named:
-    """A case in a table of a module."""
-
     module: str
     table: str
     name: str
@@ -85,7 +77,6 @@ class LossOf(Named):
 
 
 def check(module: str, table: str, name: str, **options: Any) -> None:
-    """Train a case."""
     key = module, table, name
     options = {**Named(*key).case().options, "loss": LossOf(*key), **options}
     program = options.pop("program", PROGRAM)
@@ -93,7 +84,6 @@ def check(module: str, table: str, name: str, **options: Any) -> None:
 
 
 def shard_all(model: nn.Module, **options: Any) -> nn.Module:
-    """Make each part with parameters of its own a group."""
     for module in reversed(list(model.modules())[1:]):
         if any(True for _ in module.parameters(recurse=False)):
             fully_shard(module, **options)

@@ -39,7 +39,6 @@ class Deep(nn.Module):
 
 
 def sharded(*, bf16: bool) -> tuple[Deep, Deep]:
-    """Return a model and the same one sharded."""
     torch.manual_seed(3)
     plain, model = Deep(), Deep()
     model.load_state_dict(plain.state_dict())

@@ -38,7 +38,6 @@ class Named(NamedTuple):
 
 
 def of_two(name: str, **options: Any) -> Any:
-    """Make a dataclass of two tensors, as plain as that, frozen or with slots."""
     fields = [("first", torch.Tensor), ("second", torch.Tensor)]
     return dataclasses.make_dataclass(name, fields, **options)
 
@@ -155,7 +154,6 @@ CONTAINERS: dict[str, tuple[Callable[..., Any], Callable[[Any], Tensors]]] = {
 
 
 def packing(container: str) -> Parts:
-    """Return two results in a container, and take them in one."""
     pack, unpack = CONTAINERS[container]
 
     def run(block: Any, value: Any) -> Any:
@@ -384,8 +382,6 @@ PASSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Layer(nn.Module):
-    """Returns its position beside its output."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.linear, self.passed = nn.Linear(WIDTH, WIDTH), PASSED[kind]

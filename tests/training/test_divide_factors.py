@@ -59,7 +59,6 @@ CASES = dict.fromkeys([*FEW, *itertools.product([(1,), (2,), (3,), (2, 2)], WAYS
 def test_a_factor_divides_what_was_accumulated_before(
     shape: tuple[int, ...], way: str, is_wide: bool
 ) -> None:
-    """Set the factor twice, the last time before the last microbatch."""
     names = ("replicate", "shard") if len(shape) == 2 else ("shard",)
     plain = network()
     model = copy.deepcopy(plain)

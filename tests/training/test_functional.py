@@ -60,8 +60,6 @@ def through_autograd(model: nn.Module, params: dict[str, torch.Tensor]) -> Any:
 
 
 def one_step_ahead(model: nn.Module, params: dict[str, torch.Tensor]) -> Any:
-    """Differentiate through a step of gradient descent."""
-
     def after_a_step(params: dict[str, torch.Tensor]) -> torch.Tensor:
         grads = grad(partial(loss_of, model))(params, own_input(0))
         ahead = {name: param - 0.01 * grads[name] for name, param in params.items()}

@@ -23,8 +23,6 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 
 class Noting(nn.Module):
-    """Notes the dtypes that its forward sees."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, WIDTH))

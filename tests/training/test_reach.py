@@ -34,18 +34,12 @@ def check(
     is_bare: bool = False,
     **options: Any,
 ) -> None:
-    """Train with a loss that goes past parts of a model.
+    """Train with a loss that goes past parts of a model, those between a first layer and a last.
 
-    Args:
-        blocks: What is between the first layer and the last.
-        program: ``t`` trains and reduces, ``a`` trains, ``s`` reduces, ``o`` steps.
-        off: Names of blocks, for each rank those whose outputs it detaches; in the next step a
-            rank takes what the next one took.
-        mesh: The extents.
-        unused: The same for parameters that take no part.
-        orders: For each step, in which order the first blocks run.
-        is_bare: Whether no layers are around them, so that their input needs no gradient.
-        options: Of the case.
+    In the program, ``t`` trains and reduces, ``a`` trains, ``s`` reduces, ``o`` steps. A rank
+    detaches the outputs of the blocks that are ``off`` for it, and leaves out parameters that are
+    ``unused``; in the next step it takes what the next rank took. In each step the first blocks run
+    in one of the orders. Without the layers around them, their input needs no gradient.
     """
     num_ranks = torch.Size(mesh).numel()
 

@@ -19,8 +19,6 @@ class Allocating:
 
 
 class CopyingAllGather(Allocating, AllGather):
-    """Gathers by broadcasting from each rank."""
-
     def __init__(self) -> None:
         self.allocated: list[int] = []
 

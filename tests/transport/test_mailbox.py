@@ -210,7 +210,6 @@ not_at_once = mock.patch.object(Exchange, "all_published", lambda _: False)
 
 @not_at_once
 def gather(start: float, tag: int = TAG) -> tuple[torch.Tensor, Pending]:
-    """Gather from every rank `start` plus its number."""
     output = torch.empty(2 * dist.get_world_size())
     shard = torch.full((2,), start + dist.get_rank())
     pending = Pending(DirectAllGather().launch([output], [shard], world(), tag))
@@ -220,7 +219,6 @@ def gather(start: float, tag: int = TAG) -> tuple[torch.Tensor, Pending]:
 
 @not_at_once
 def reduce(start: float) -> tuple[torch.Tensor, Pending]:
-    """Sum over the ranks `start` plus their numbers."""
     output, op = torch.empty(2), dist.ReduceOp.SUM
     full = torch.full((2 * dist.get_world_size(),), start + dist.get_rank())
     pending = Pending(DirectReduceScatter().launch([output], [full], world(), op, TAG))
@@ -309,9 +307,7 @@ def test_a_rank_that_gets_nothing_takes_note(ranks: int) -> None:
 def one_is_late(num: int, sign: Path) -> tuple[list[bool], bool]:
     """Launch more than the ring has entries, before the other rank takes note of any.
 
-    Args:
-        num: How many.
-        sign: A file that is there once the first rank waits for room.
+    The file ``sign`` is there once the first rank waits for room.
     """
     poll_room = Mailbox.poll_room
 

@@ -51,8 +51,6 @@ def gathers(group: dist.ProcessGroup) -> bool:
 
 
 class Lines(logging.Handler):
-    """Keeps what is logged."""
-
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
@@ -514,7 +512,6 @@ def test_a_forked_process_publishes_nothing() -> None:
 @pytest.mark.usefixtures("sharing")
 @on_ranks(2)
 def test_a_forked_process_writes_nowhere_that_its_parent_has_taken_since() -> None:
-    """Gather while a process that was forked before gathers, too; return what both got."""
     group, rank = fresh_group(), dist.get_rank()
     local_ranks(group)
 

@@ -47,7 +47,6 @@ def note(group: Any, names: set[str], name: str, real: Any, *args: Any, **kwargs
 
 @on_ranks(2)
 def test_gloo_launches_no_coalesced_all_gather() -> None:
-    """Return the all-gathers of c10d that each way to gather launches, two groups in flight."""
     mesh, names = resolve_mesh(init_device_mesh("cpu", (2,))), set[str]()
     every = [name for name in dir(dist.ProcessGroup) if "gather" in name]
     ways = [Channel(mesh), *(Channel(dataclasses.replace(mesh, device=CUDA)) for _ in range(2))]
@@ -149,7 +148,6 @@ def test_a_forward_waits_until_its_pinned_inputs_may_be_overwritten(pinned: bool
 
 @on_ranks(2)
 def test_on_another_stream_gradients_are_accumulated_by_other_nodes() -> None:
-    """Train a step on each stream; return which gradients were accumulated by new nodes."""
     streams = [0, 0, 1, 1, 0]
     renewed: list[list[bool]] = []
 

@@ -27,8 +27,6 @@ def poisoned(*shape: Any, **options: Any) -> torch.Tensor:
 
 
 class Watching(SummingReduceScatter):
-    """Notes the largest number that it is given."""
-
     def __init__(self) -> None:
         super().__init__()
         self.largest: list[float] = []
@@ -51,10 +49,10 @@ def backward(layer: nn.Module) -> None:
 def test_a_custom_reduce_scatter_sees_no_padding(num_rows: int, travels: str) -> None:
     """Neither where parameters are packed into one message nor where each has one."""
     watching, layer = Watching(), fully_shard(nn.Linear(3, num_rows))
-    travels = {param.travels for param in explain(layer).groups[0].parameters}
+    seen = {param.travels for param in explain(layer).groups[0].parameters}
     layer.set_custom_reduce_scatter(watching)
     backward(layer)
-    assert max(watching.largest), travels == (1.0, {travels})
+    assert (max(watching.largest), seen) == (1.0, {travels})
 
 
 @on_ranks(2)

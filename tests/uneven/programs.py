@@ -108,8 +108,6 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """Blocks one after the other."""
-
     def __init__(self, spec: TowerSpec) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(spec.num_blocks))
@@ -305,7 +303,6 @@ def check(program: Program) -> None:
 
 
 def synchronize(model: Any, sync: str, *, is_last: bool) -> None:
-    """Set when gradients are reduced."""
     model.set_requires_gradient_sync(
         sync not in ("last", "by hand") or (sync, is_last) == ("last", True)
     )

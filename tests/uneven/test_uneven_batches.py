@@ -26,8 +26,6 @@ WIDTH = 5
 
 
 class Model(nn.Module):
-    """Two blocks, one after the other."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
