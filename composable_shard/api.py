@@ -19,6 +19,7 @@ from composable_shard.core.group import group_of
 from composable_shard.core.hooks import install, register_forward_method
 from composable_shard.core.state_dict import install_state_dict_hooks
 from composable_shard.core.tree import join_tree
+from composable_shard.insight import events  # noqa: F401 - the order check
 from composable_shard.mesh import (
     DataParallelMeshDims,
     ShardMesh,

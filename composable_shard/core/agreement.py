@@ -1,19 +1,14 @@
-"""What all ranks must agree on: the model before its first gather, and the order of collectives.
+"""What all ranks must agree on before the first gather: the model.
 
 If ranks call a collective with different sizes, or only some ranks call it, it aborts or hangs
 without an explanation. So all ranks first compare the facts that determine their collectives: by a
 hash, and by the whole description only if the hashes differ.
-
-With ``COMPOSABLE_SHARD_CHECK=1`` in the environment of all ranks, they also compare their next
-operation before every gather and reduction, and at the end of every forward and backward.
 """
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.codec import has_extension, has_grad_extension
-from composable_shard.core.plugins import Feature, Op, Phase
 from composable_shard.core.storage import Slot, owner_of_full
 from composable_shard.core.transport.failures import watched
 from composable_shard.core.transport.process_groups import compare, first_difference, gather_objects
@@ -242,67 +236,3 @@ def _fact(param: Any, policy: MixedPrecisionPolicy) -> str:
         f"shape {list(shape)}, {local.dtype}, {placement}, "
         f"{kind}, on {local.device.type}{dtypes}{extension}"
     )
-
-
-# The order of collectives on all ranks ------------------------------------------------------------
-
-CHECK_VARIABLE = "COMPOSABLE_SHARD_CHECK"
-
-_CHECKED: dict[Phase, str] = {
-    "gather": "all-gather",
-    "regather": "all-gather",
-    "reduce": "reduction",
-}
-
-
-def order_checks() -> list[Feature]:
-    """Return a new check in a list; an empty list if the environment variable is not set."""
-    return [OrderCheck()] if os.environ.get(CHECK_VARIABLE, "0") not in ("", "0") else []
-
-
-class OrderCheck(Feature):
-    """Compares the next operation of all ranks of a tree."""
-
-    def __init__(self) -> None:
-        self._num_steps = 0
-
-    def ops(self, group: Any, phase: Phase) -> Sequence[Op]:
-        """Return a comparison before a gather or a reduction is launched."""
-        return [partial(self.agree, _CHECKED[phase], group)] if phase in _CHECKED else ()
-
-    def end_forward(self, tree: Any, outermost: Any) -> None:
-        """Compare at the end of a forward."""
-        self.agree("end of a forward", outermost)
-
-    def end_backward(self, tree: Any) -> None:
-        """Compare at the end of a backward."""
-        self.agree("end of a backward", tree.root)
-
-    def agree(self, op: str, group: Any) -> None:
-        """Raise on all ranks unless all have reached the operation ``op`` of a group.
-
-        Raises:
-            RankMismatchError: On all ranks, with the operations of two ranks that differ; only on
-                the waiting ranks, if another rank does not arrive within the time-out.
-
-        Collective: one all-reduce of 16 bytes for each process group of more than one rank; more
-            only if it raises.
-        """
-        self._num_steps += 1
-        for mesh in group.channels:
-            for ranks in mesh.process_groups:
-                self._compare(f"{op} of {group.label}", ranks, mesh.device)
-
-    def _compare(self, op: str, ranks: dist.ProcessGroup, device: torch.device) -> None:
-        step = f"{op}, step {self._num_steps}"
-        try:
-            is_same, _ = compare(op, ranks, device)
-        except RuntimeError as error:
-            raise RankMismatchError(
-                f"Expected all ranks to reach the {step}, got no sign of some rank within the "
-                "time-out; it has ended, or waits elsewhere"
-            ) from error
-        if not is_same:
-            steps = gather_objects([step], ranks, "comparing the order of collectives")
-            numbers = dist.get_process_group_ranks(ranks)
-            raise RankMismatchError(first_difference(steps, numbers, "order of collectives"))

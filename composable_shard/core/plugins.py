@@ -61,7 +61,13 @@ Phase = Literal[
 
 
 class Feature:
-    """Base class of features, which override some of its methods."""
+    """Base class of features, which override some of its methods.
+
+    Attributes:
+        is_of_one_tree: Whether an outer tree does not take it over from the trees that join it.
+    """
+
+    is_of_one_tree = False
 
     def ops(self, group: Any, phase: Phase) -> Sequence[Op]:
         """Return operations to compile into the program of ``group``."""
@@ -72,6 +78,10 @@ class Feature:
 
     def end_backward(self, tree: Any) -> None:
         """Called when a backward of the tree ends, after it has delivered its gradients."""
+
+
+# Each function returns the features that a new tree begins with.
+new_features: list[Callable[[], Sequence[Feature]]] = []
 
 
 class Plugins:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from operator import attrgetter
 from types import FrameType
 from typing import Any
@@ -17,12 +18,12 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from composable_shard import _torch
-from composable_shard.core.agreement import OrderCheck, agree_on_model, check_modules, order_checks
+from composable_shard.core.agreement import agree_on_model, check_modules
 from composable_shard.core.backward import Backward
 from composable_shard.core.finalization import Finalization
 from composable_shard.core.group import ParamGroup, ReductionQueue, State, group_of
 from composable_shard.core.nested import InputContainer
-from composable_shard.core.plugins import Feature, Phase, Plugins
+from composable_shard.core.plugins import Feature, Phase, Plugins, new_features
 from composable_shard.core.tape import NO_PLAN, Interval, Plan, Tape, Visit
 from composable_shard.core.transport import host
 from composable_shard.core.transport.pending import Waitable
@@ -87,9 +88,9 @@ class Tree:
         self.groups = list(groups)
         self.root = groups[0]
         self._has_streams = _torch.has_streams(self.root.mesh.device)
-        features = [feature for group in groups for feature in group.plugins.features]
-        others = [feature for feature in features if not isinstance(feature, OrderCheck)]
-        self.plugins = Plugins([*others, *order_checks()])
+        joined = [feature for group in groups for feature in group.plugins.features]
+        features = [feature for feature in joined if not feature.is_of_one_tree]
+        self.plugins = Plugins([*features, *chain.from_iterable(make() for make in new_features)])
         self.tape: Tape[ParamGroup] = Tape()
         self.call_stack: list[Call] = []
         self.in_flight = ReductionQueue()

@@ -7,21 +7,31 @@ launched between ``begin_x`` and ``x`` (``begin_regather``: from parts that neig
 rank only waits between ``begin_wait_for_x`` and ``waited_for_x``, and copies the result to its
 place from then until ``wait_for_x``. ``begin_wait_for_copies`` and ``wait_for_copies`` enclose a
 wait for copies between host and device.
+
+With ``COMPOSABLE_SHARD_CHECK=1`` in the environment of all ranks, they compare their next operation
+before every gather and reduction, and at the end of every forward and backward. If they differ, all
+of them raise instead of waiting for each other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from composable_shard.arguments import check_module, check_value
 from composable_shard.core.group import ParamGroup, group_of
-from composable_shard.core.plugins import Feature, Op, Phase
+from composable_shard.core.plugins import Feature, Op, Phase, new_features
+from composable_shard.core.transport.process_groups import compare, first_difference, gather_objects
+from composable_shard.errors import RankMismatchError
 
 Event = tuple[str, str]
 
@@ -162,3 +172,72 @@ def record_events(module: nn.Module, *events: str) -> Iterator[list[Event]]:
 
     with listening(groups, hear):
         yield recorded
+
+
+# The order on all ranks ---------------------------------------------------------------------------
+
+CHECK_VARIABLE = "COMPOSABLE_SHARD_CHECK"
+
+_CHECKED: dict[Phase, str] = {
+    "gather": "all-gather",
+    "regather": "all-gather",
+    "reduce": "reduction",
+}
+
+
+class OrderCheck(Feature):
+    """Compares the next operation of all ranks of a tree."""
+
+    is_of_one_tree = True
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+
+    def ops(self, group: Any, phase: Phase) -> Sequence[Op]:
+        """Return a comparison before a gather or a reduction is launched."""
+        return [partial(self.agree, _CHECKED[phase], group)] if phase in _CHECKED else ()
+
+    def end_forward(self, tree: Any, outermost: Any) -> None:
+        """Compare at the end of a forward."""
+        self.agree("end of a forward", outermost)
+
+    def end_backward(self, tree: Any) -> None:
+        """Compare at the end of a backward."""
+        self.agree("end of a backward", tree.root)
+
+    def agree(self, op: str, group: Any) -> None:
+        """Raise on all ranks unless all have reached the operation ``op`` of a group.
+
+        Raises:
+            RankMismatchError: On all ranks, with the operations of two ranks that differ; only on
+                the waiting ranks, if another rank does not arrive within the time-out.
+
+        Collective: one all-reduce of 16 bytes for each process group of more than one rank; more
+            only if it raises.
+        """
+        self._num_steps += 1
+        for mesh in group.channels:
+            for ranks in mesh.process_groups:
+                self._compare(f"{op} of {group.label}", ranks, mesh.device)
+
+    def _compare(self, op: str, ranks: dist.ProcessGroup, device: torch.device) -> None:
+        step = f"{op}, step {self._num_steps}"
+        try:
+            is_same, _ = compare(op, ranks, device)
+        except RuntimeError as error:
+            raise RankMismatchError(
+                f"Expected all ranks to reach the {step}, got no sign of some rank within the "
+                "time-out; it has ended, or waits elsewhere"
+            ) from error
+        if not is_same:
+            steps = gather_objects([step], ranks, "comparing the order of collectives")
+            numbers = dist.get_process_group_ranks(ranks)
+            raise RankMismatchError(first_difference(steps, numbers, "order of collectives"))
+
+
+def _of_new_tree() -> list[Feature]:
+    """Return a check for a new tree; nothing if the environment variable is not set."""
+    return [OrderCheck()] if os.environ.get(CHECK_VARIABLE, "0") not in ("", "0") else []
+
+
+new_features.append(_of_new_tree)
