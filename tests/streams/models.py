@@ -378,6 +378,7 @@ _OF_ANY_DEVICE = (
 LOW_OPTIONS, OFFLOADED = {"mp_policy": LOW}, {"offload_policy": OFFLOAD}
 KEPT, FEWER = {"reshard_after_forward": False}, {"reshard_after_forward": 2}
 LOW_AND_OFFLOADED = {**LOW_OPTIONS, **OFFLOADED}
+INT8 = MixedPrecisionPolicy(gather_wire=torch.int8, reduce_wire=torch.int8)
 
 PROGRAMS: dict[str, Training] = {
     "bf16": Training(options=LOW_OPTIONS),
@@ -414,6 +415,12 @@ PROGRAMS: dict[str, Training] = {
     "blocks on streams, replicas": Training(replicas=2, prepare=blocks_on_streams),
     "blocks on streams, once in a step": Training(
         prepare=blocks_on_streams, options={"sharding": "zero2", **OFFLOADED}, accumulates=True
+    ),
+    "encoded, offload, gathered beside": Training(
+        around=gathered_beside, options={"mp_policy": INT8, **OFFLOADED}
+    ),
+    "encoded, branches, replicas": Training(
+        replicas=2, prepare=branches, options={"mp_policy": INT8}
     ),
     "blocks on streams, fewer ranks": Training(shards=4, prepare=blocks_on_streams, options=FEWER),
     "branches, replicas": Training(replicas=2, prepare=branches),
