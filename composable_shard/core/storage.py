@@ -387,10 +387,10 @@ class ShardedParam:
 
 def user_grad_dtype(sharded: nn.Parameter) -> tuple[bool, torch.dtype | None]:
     """Return whether the user has set ``grad_dtype`` of a sharded parameter, and to what."""
-    if USER_GRAD_DTYPE in sharded.__dict__:
+    dtype = sharded.grad_dtype
+    if dtype is None and USER_GRAD_DTYPE in sharded.__dict__:  # otherwise it was set since
         recorded: tuple[bool, torch.dtype | None] = sharded.__dict__[USER_GRAD_DTYPE]
         return recorded
-    dtype = sharded.grad_dtype
     return (False, None) if dtype == sharded.dtype else (True, dtype)
 
 
