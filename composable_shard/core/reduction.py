@@ -387,10 +387,18 @@ class Reduction:
         self._pending[0].order_before(stream)
 
     def skip_replicas(self) -> None:
-        """Skip the reduction over the replicas; the reduced shards differ between replicas."""
+        """Skip the reduction over the replicas; the reduced shards differ between replicas.
+
+        Reduced gradients become summands of the next mean on all replicas, even if some replicas
+        have nothing to add. Equal summands are their own mean.
+        """
         self._specs = self._specs_of("reduced_over_shards")
         for param in self.params:
-            self._record_unsynced(param, param.sharded.grad)
+            grad: Any = redistributed_grad(param)
+            if self._record_unsynced(param, grad) == "sharded":
+                local = _torch.local_tensor(grad)
+                spec = param.spec("reduced_over_shards", local.dtype)
+                param.sharded.grad = _torch.from_local(local, spec)
 
     def launch_over_replicas(self) -> None:
         """Add the shards that earlier backwards left in ``.grad``; launch the all-reduce."""
