@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gathered import nbytes_of, note_gathered
 from nets import Net, assert_parity, average_gradients, own_input, shard_net, two_nets
 from on_ranks import on_ranks
 from torch import nn
@@ -201,25 +202,6 @@ def gather(model: nn.Module) -> Pointers:
     for module in sharded:
         module.reshard()
     return found
-
-
-def note_gathered(model: nn.Module) -> list[nn.Parameter]:
-    found: list[nn.Parameter] = []
-    for module in model.modules():
-        params = module.named_parameters(recurse=False)
-        names = [name for name, param in params if isinstance(param, DTensor)]
-
-        def note(module: nn.Module, _: object, names: list[str] = names) -> None:
-            params = [module.get_parameter(name) for name in names]
-            found.extend(p for p in params if not any(p is known for known in found))
-
-        module.register_forward_pre_hook(note)
-    return found
-
-
-def nbytes_of(gathered: list[nn.Parameter]) -> list[int]:
-    """Return the bytes behind each; none where a group has been freed."""
-    return [torch.Tensor.untyped_storage(param).nbytes() for param in gathered]
 
 
 class Noting:
