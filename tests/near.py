@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Apart(Generic[Result]):
-    """Calls `fn` on a rank that shares no memory with those `steps` ranks away, or with nobody."""
+    """Calls `fn` on a rank that shares no memory with ranks `steps` away, or with any rank."""
 
     fn: Callable[..., Result]
     steps: int | None = None

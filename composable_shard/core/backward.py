@@ -185,9 +185,9 @@ class Backward:
         reach it.
 
         Args:
-            up_to: The group whose gather is the last step to run; if that has been run, the group
-                is gathered again. If absent, only complete groups are finished, up to the first
-                incomplete group or gather step.
+            up_to: Run the steps up to the gather of this group. If it has been gathered and freed,
+                gather it again. If absent, finish complete groups only, up to the first incomplete
+                group or gather step.
             ends: Whether to run all steps, because autograd has finished.
         """
         queue = self._finish_queue

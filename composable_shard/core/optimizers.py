@@ -82,7 +82,7 @@ def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:
 
 
 def reduce_before_step(params: Iterable[torch.Tensor]) -> None:
-    """Reduce unsynced gradients of parameters whose gradients are reduced once in each step.
+    """Reduce the unsynced gradients of groups with the setting ``reduces_each_step``.
 
     Collective: the reductions.
     """

@@ -47,7 +47,7 @@ Way = Literal["run", "raises", "prints", "not run"]
 
 @dataclass(frozen=True)
 class Block:
-    """One block of code, and what is done with it: if it is not run, the reason says why.
+    """A block of code, and how the test runs it; if it does not run, ``reason`` says why.
 
     ``expected`` is the text block behind it, if it raises or prints.
     """

@@ -69,7 +69,7 @@ def unsharded_nbytes(model: Net) -> int:
 
 
 def interrupted() -> tuple[Net, Net]:
-    """Raise what is no ``Exception``: no hook of a module is called when it passes through it."""
+    """Raise a ``BaseException``, for which torch calls no hooks of the modules that it passes."""
     reference, model = two_nets(2)
     failing_step(model, 0, Break("blocks.1.up", "before"), Interrupt)
     return reference, model

@@ -33,7 +33,7 @@ momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 @dataclass(frozen=True)
 class Spec:
-    """A parameter, whose layout is "owned", "sharded", or the rows of each block."""
+    """A parameter. Its layout is "owned", "sharded", or the numbers of rows of its blocks."""
 
     shape: tuple[int, ...]
     layout: str | tuple[int, ...] = "owned"

@@ -33,7 +33,7 @@ class LateCopies:
     """Stands for a copy stream; it runs launched copies when compute waits for them.
 
     Downloaded values appear, and uploaded memory may be written, once the host has waited, too.
-    What was done too early is among the ``faults``.
+    ``faults`` lists everything that was done too early.
     """
 
     launching: LateCopies | None = None
@@ -312,7 +312,7 @@ def test_copies_may_be_late(ranks: int) -> None:
 
 
 class Stream:
-    """Stands for a stream of a device; what was asked of all of them is in ``events``, in order."""
+    """Stands for a stream of a device; ``events`` lists the calls on all streams, in order."""
 
     events: ClassVar[list[str]] = []
     current: Stream

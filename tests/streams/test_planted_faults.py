@@ -120,7 +120,7 @@ real_fill, real_wait_for_users = UsedStreams.record_fill, UsedStreams._wait_for_
 
 
 class Plant(NamedTuple):
-    """A fault, the training in which it is seen, and parts of what is said of it."""
+    """A fault, the training in which it is seen, and parts of its report."""
 
     fault: Callable[[], Any]
     program: str

@@ -143,7 +143,7 @@ class Memory:
         return self._blocks[place]
 
     def add(self, block: Block, *, is_allocated: bool = True) -> None:
-        """Note a block that is new, or was there unseen; what was known of its bytes is past."""
+        """Record a new or unknown block; forget earlier facts about its bytes."""
         if is_allocated and not block.is_of_host:
             self._reuse(block.owner)
         first = bisect_left(self._begins, block.span.begin)

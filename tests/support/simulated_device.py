@@ -115,8 +115,8 @@ class Activity:
 class SimulatedDevice:
     """Gives streams to the CPU, and checks what is done on them.
 
-    For one thread, and one at a time. Models are sharded inside. It is paused while what is done
-    is part of something that has been noted.
+    Use one at a time, on one thread, and shard models inside of it. It pauses while it records an
+    operation, because that operation may call others.
     """
 
     def __init__(self) -> None:

@@ -90,7 +90,7 @@ def random_program(chooser: random.Random) -> list[Step]:
 
 
 def iterate(num_iterations: int, measure_at: tuple[int, ...]) -> tuple[list[str], list[Held]]:
-    """Follow random programs on one model; return what differs, and what is held at some."""
+    """Follow random programs on one model; return differences, and results of ``held()``."""
     sgd = partial(torch.optim.SGD, lr=0.01, momentum=0.5)
     rehearsal = Rehearsal(Plan(TREE, shard_tree, TreeLoss(), sgd))
     chooser = random.Random(0)
