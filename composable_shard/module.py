@@ -161,12 +161,12 @@ def _convert(modules: list[nn.Module], fn: _Conversion, apply: Callable[[Any], A
         new = None if grad is None else converted[id(grad)][1]
         if grad is not None and new is not None and grad.dtype not in (sharded.dtype, new.dtype):
             new = grad.to(new.device)  # the gradient keeps its own dtype
-        kept.append((param, user_grad_dtype(sharded), dict(vars(sharded)), (grad, new)))
+        kept.append((param, user_grad_dtype(sharded), dict(vars(sharded)), grad, new))
         sharded.grad = None
-    place = 0  # of the gradient to keep: the former one, or the converted one
+    is_converted = False
     try:
         apply(lambda t: converted[id(t)][1] if id(t) in converted else fn(t))
-        place = 1
+        is_converted = True
     except BaseException:
         for tensor, value, local in before:
             if not isinstance(tensor, DTensor):
@@ -177,8 +177,8 @@ def _convert(modules: list[nn.Module], fn: _Conversion, apply: Callable[[Any], A
             module._buffers.update(present)
         raise
     finally:
-        for param, dtype, attributes, grads in kept:
-            now, grad = param.find_registered(), grads[place]
+        for param, dtype, attributes, grad_before, converted_grad in kept:
+            now, grad = param.find_registered(), converted_grad if is_converted else grad_before
             if now is not None:
                 carry_over(attributes, dtype, now)
             if now is not None and grad is not None:

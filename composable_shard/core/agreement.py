@@ -93,9 +93,6 @@ def check_modules(groups: Sequence[Any]) -> None:
         )
 
 
-_OP = "comparing the model with that of the other ranks"
-
-
 def _refuse_shared(modules: Iterable[nn.Module]) -> None:
     """Raise if ``modules`` hold a tied parameter whose other modules belong to another tree."""
     for slot in (Slot(module, name) for module in modules for name in module._parameters):
@@ -108,6 +105,9 @@ def _refuse_shared(modules: Iterable[nn.Module]) -> None:
                 "Expected one group to contain all modules with a tied parameter, got none for "
                 f"{', '.join(places)}; apply fully_shard to the module that contains them"
             )
+
+
+_OP = "comparing the model with that of the other ranks"
 
 
 def agree_on_model(groups: Sequence[Any]) -> None:

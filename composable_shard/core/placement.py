@@ -12,7 +12,6 @@ then spans the data-parallel axes and the tensor-parallel ones.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -265,15 +264,17 @@ def plan_placement(
     spec = _torch.spec_of(param)
     if mesh.dims is not None:
         return _on_full_mesh(name, spec, dim, mesh)
-    both = None
-    with suppress(Exception):  # torch refuses parts of different meshes
+    both, cause = None, None
+    try:
         both = _torch.concatenate_meshes([mesh.mesh, spec.mesh])
+    except Exception as error:  # noqa: BLE001 - torch refuses parts of different meshes
+        cause = error
     if both is None or both.device_type != spec.mesh.device_type:
         raise ValueError(
             f"Expected the mesh of the DTensor parameter '{name}' and the data-parallel mesh to "
             f"be parts of one mesh with named axes, got {spec.mesh} and {mesh.mesh}; build both "
             "by slicing one mesh, and pass its data-parallel axes, such as mesh['data']"
-        )
+        ) from cause
     axes = _axes(mesh, dim, _num_parts(spec, dim))
     return ParamPlacement(
         both, (*axes, *((p, None) for p in spec.placements)), spec, spec.placements
