@@ -127,16 +127,9 @@ class ExtensionBucket:
     def create_unsharded(self, channel: Channel) -> None:
         """Gather once to make the unsharded parameter; keep the memory for the next use.
 
-        Raises:
-            ExtensionError: On all ranks, if a hook failed on one, or the formats do not fit.
-
-        Collective: an all-gather of a small object for each mesh axis, and the all-gather.
+        Collective: the all-gather. The ranks must have agreed on the formats.
         """
-        name, shard, group = self.param.name, self.param.local, self.mesh.shard_group
-        _, (sent,) = _encode_first(PRE, [(name, partial(self.encode, shard))], self.mesh)
-        ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-        self.formats = [sent[rank] for rank in ranks]
-        self.launch(shard, channel)
+        self.launch(self.param.local, channel)
         self.complete()
         self._gathered_ahead = True
 
@@ -413,6 +406,32 @@ def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]
         bucket_class(*zip(*pairs, strict=True)) if alone is None else ExtensionBucket(*pairs[0])
         for (*_, bucket_class, alone), pairs in kinds.items()
     ]
+
+
+def create_unsharded(buckets: Iterable[Bucket], channels: Mapping[ShardMesh, Channel]) -> None:
+    """Make the unsharded parameters of buckets that have none, before their first gather.
+
+    Raises:
+        ExtensionError: On all ranks, if a hook of a tensor subclass failed on one, or the formats
+            of the tensors to send do not fit.
+
+    Collective: for tensor subclasses, an all-gather of a small object for each mesh axis, and the
+        all-gathers.
+    """
+    new = [bucket for bucket in buckets if not hasattr(bucket.params[0], "unsharded")]
+    extended: dict[ShardMesh, list[ExtensionBucket]] = {}
+    for bucket in new:
+        if isinstance(bucket, ExtensionBucket):
+            extended.setdefault(bucket.mesh, []).append(bucket)
+    for mesh, of_mesh in extended.items():
+        calls = [(each.param.name, partial(each.encode, each.param.local)) for each in of_mesh]
+        _, sent_by_param = _encode_first(PRE, calls, mesh)
+        group = mesh.shard_group
+        ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+        for each, sent in zip(of_mesh, sent_by_param, strict=True):
+            each.formats = [sent[rank] for rank in ranks]
+    for bucket in new:
+        bucket.create_unsharded(channels[bucket.mesh])
 
 
 @torch.no_grad()

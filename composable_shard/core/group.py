@@ -21,7 +21,7 @@ from torch import nn
 
 from composable_shard import _torch
 from composable_shard.core import user_changes
-from composable_shard.core.extension import have_plain_shards, move_into_buckets
+from composable_shard.core.extension import create_unsharded, have_plain_shards, move_into_buckets
 from composable_shard.core.plugins import Op, Plugins
 from composable_shard.core.program import Ops, Program
 from composable_shard.core.reduction import is_partial
@@ -260,9 +260,7 @@ class ParamGroup:
             user_changes.check_materialized(self.params, self.label)
             if self._has_outside_shards() or not have_plain_shards(self.buckets):
                 self._rebuild()
-            for bucket in self.buckets:
-                if not hasattr(bucket.params[0], "unsharded"):
-                    bucket.create_unsharded(self.channels[bucket.mesh])
+            create_unsharded(self.buckets, self.channels)
         self.compile()
         if before is None or not self.program.has_shards_of(before):
             self._gathered_version = -1
@@ -366,9 +364,9 @@ class ParamGroup:
         """Free the unsharded parameters and register the sharded ones.
 
         Args:
-            keeps_memory: Whether to register the sharded parameters only.
             keeps_part: Whether to keep a part for the next gather, if
                 ``settings.reshard_after_forward`` is a number of ranks.
+            keeps_memory: Whether to register the sharded parameters only.
         """
         if self.is_unsharded_registered:
             self.register_sharded()
@@ -556,7 +554,9 @@ class ParamGroup:
 
     def reset(self) -> None:
         """After a forward or backward has failed, return to the state between two steps."""
-        self.is_kept_by_user = True  # so that a write by users, which is lost, raises no error
+        if self._snapshot is not None:
+            self._snapshot.apply_user_changes()  # here, a write by users that is lost is no error
+            self._snapshot = None
         self.reshard()
         if self.is_compiled:
             self.program.discard()

@@ -179,8 +179,8 @@ class ShardedParam:
         is_counted: Whether a hook counts the gradient accumulations of ``unsharded``.
         shares_storage: Whether ``unsharded`` is a view of the sharded buffer.
         group: Its group.
-        bucket_class: The class of its bucket, set by a feature that changes what is sent; ``None``
-            for `FlatBucket`. Tensor subclasses ignore it.
+        bucket_class: The class of its bucket, if a feature has set one; else ``None``, for
+            `FlatBucket`. Tensor subclasses ignore it.
         version_when_made: The result of :meth:`version` when ``fully_shard`` made it.
         freed_inner: Inner tensors of a subclass with memory that is freed between uses. Autograd
             may save them, so they have versions, too.
@@ -446,7 +446,7 @@ class Bucket(Protocol):
     def create_unsharded(self, channel: Channel) -> None:
         """Make the unsharded parameters, before the first gather.
 
-        Collective: for tensor subclasses only, see `ExtensionBucket`.
+        Collective: for tensor subclasses only, the all-gather.
         """
 
     def gather_ops(self, shards: Tensors, channel: Channel, *, keeps_storage: bool) -> GatherOps:
