@@ -346,8 +346,12 @@ def commit(group: ParamGroup, managed: Managed, planned: Planned) -> None:
     for original, param in planned.items():
         param.put(param.sharded)
         record_full_tensor(original, param)
-    device = group.mesh.device
-    for module in managed.modules:
-        for name, buffer in module._buffers.items():
+    move_buffers(managed.modules, group.mesh.device)
+
+
+def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Move the buffers of modules to a device, in place: modules may share a buffer."""
+    for module in modules:
+        for buffer in module._buffers.values():
             if buffer is not None and buffer.device.type not in ("meta", device.type):
-                module._buffers[name] = buffer.to(device)
+                buffer.data = buffer.to(device)
