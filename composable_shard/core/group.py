@@ -421,8 +421,7 @@ class ParamGroup:
         if not lost or self.is_kept_by_user:
             return
         self.reshard()
-        if snapshot.has_new_memory:
-            self._rebuild()
+        self._rebuild()  # users may have replaced the memory of an unsharded parameter
         error = ShardError(
             f"Expected the unsharded parameters of {self.label} as their forward left them, got "
             f"writes to {', '.join(map(repr, lost))}, which are lost when the memory is freed; "
@@ -517,9 +516,8 @@ class ParamGroup:
                 continue
             if self.unsynced.get(param.name) is not None:
                 raise ShardError(
-                    f"Expected the gradient of '{param.name}' to be reduced, or cleared, before "
-                    "its divisor changes, got one that was accumulated without sync and added to "
-                    "a reduced one; call synchronize_gradients() or zero_grad() first"
+                    f"Expected reduced gradients of '{param.name}' before their divisor changes, "
+                    "got unreduced ones added to them; call synchronize_gradients() or zero_grad()"
                 )
             to_scale.append((_torch.local_tensor(grad), ratio))
         for local, ratio in to_scale:
@@ -547,8 +545,7 @@ class ParamGroup:
         error = ShardError(
             f"Expected a forward that does not write the parameters of {self.label}, got "
             f"{', '.join(names)} written in place, which is lost when they are freed; write the "
-            "sharded parameters under torch.no_grad(), before forward or after the optimizer's "
-            "step (for nn.Embedding, instead of max_norm)"
+            "sharded ones between iterations, in torch.no_grad() (nn.Embedding: without max_norm)"
         )
         self.announce("running forward of", error)
         raise error
