@@ -105,7 +105,6 @@ class _SavedGroup(NamedTuple):
     policy: MixedPrecisionPolicy
     settings: dict[str, Any]
     channels: dict[ShardMesh, tuple[dict[str, Any], bool]]  # see `Channel.saved`
-    is_last_backward: bool
 
     def __deepcopy__(self, memo: Memo) -> _SavedGroup:
         """Copy the modules and parameters; share everything else."""
@@ -156,7 +155,6 @@ def _pickle_group(group: ParamGroup) -> tuple[Any, ...]:
         group.policy,
         {**group.settings.__dict__, **omitted},
         {mesh: channel.saved() for mesh, channel in group.channels.items()},
-        group.tree.is_last_backward,
     )
     return object.__new__, (ParamGroup,), {_SAVED: saved}
 
@@ -184,7 +182,7 @@ def _join(group: ParamGroup) -> None:
     groups = _groups_below(group.modules)
     if not all("tree" in inner.__dict__ for inner in groups):
         return
-    join_tree(group).is_last_backward = group.__dict__[_SAVED].is_last_backward
+    join_tree(group)
     for inner in groups:
         record_owners(inner)
         record_params(inner)
