@@ -19,6 +19,7 @@ from composable_shard.core.group import group_of
 from composable_shard.core.hooks import install, register_forward_method
 from composable_shard.core.state_dict import install_state_dict_hooks
 from composable_shard.core.tree import join_tree
+from composable_shard.hybrid import share_shards
 from composable_shard.insight import events  # noqa: F401 - the order check
 from composable_shard.mesh import (
     DataParallelMeshDims,
@@ -50,7 +51,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | Mapping[str, OffloadPolicy] | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-    sharding: Literal["zero1", "zero2", "zero3"] | Sharding | None = None,
+    sharding: Literal["zero1", "zero2", "zero3", "hybrid"] | Sharding | None = None,
 ) -> _Sharded:
     """Shard the parameters of a module over a mesh, in place.
 
@@ -85,6 +86,7 @@ def fully_shard(
         sharding: When the parameters of this call are gathered and their gradients reduced, as the
             name of a preset or as a :class:`Sharding`. By default, each forward and backward
             gathers and reduces (ZeRO-3). The other presets need more memory and communicate less.
+            ``"hybrid"`` shards the optimizer states over both axes of a mesh.
 
     Returns:
         The argument. Its modules are now instances of :class:`FSDPModule`.
@@ -116,11 +118,14 @@ def fully_shard(
         ignored_params=ignored_params,
         dp_mesh_dims=dp_mesh_dims,
     )
-    group = shard.build_group(plan.modules, plan.params, plan.mesh, plan.policy)
+    shares = stages.replicas == "shard"
+    shard_mesh = share_shards(plan.params, plan.mesh) if shares else plan.mesh
+    group = shard.build_group(plan.modules, plan.params, shard_mesh, plan.policy)
     group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
     group.settings.gathers_each_step = stages.gather == "step"
-    group.settings.reduces_each_step = stages.reduce == "step"
-    group.settings.reduce_grads = not group.settings.reduces_each_step
+    group.settings.reduces_each_step = stages.reduce == "step" or shares
+    group.settings.reduce_grads = stages.reduce == "backward"
+    group.settings.all_reduce_grads = not shares or plan.mesh.num_replicas == 1
     record_ignored(plan.managed.modules, ignored_params or ())
     for top in group.modules:
         check_class(top)
@@ -188,8 +193,10 @@ def check_calls(calls: Iterable[tuple[object, Mapping[str, Any]]]) -> None:
         bound = signature(fully_shard).bind(module, **arguments)
         bound.apply_defaults()
         reshards = bound.arguments.pop("reshard_after_forward")
-        checked_sharding(bound.arguments.pop("sharding"), reshards)
+        stages = checked_sharding(bound.arguments.pop("sharding"), reshards)
         plan = _planned(**bound.arguments, before=before)
+        if stages.replicas == "shard":
+            share_shards(plan.params, plan.mesh)
         if reshards != 1:  # the call itself warns about 1
             check_reshard(reshards, [plan.mesh, *(param.mesh for param in plan.params.values())])
         shard.check_subclasses(plan.params)

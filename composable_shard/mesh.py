@@ -131,6 +131,11 @@ class ShardMesh:
         return _torch.last_axis(self.mesh)
 
     @property
+    def channel_meshes(self) -> tuple[ShardMesh, ...]:
+        """The meshes with collectives of their own: this one."""
+        return (self,)
+
+    @property
     def process_groups(self) -> list[dist.ProcessGroup]:
         """The process groups of more than one rank: of the shards, then of the replicas."""
         groups = (self.shard_group, self.replica_group)
@@ -140,7 +145,8 @@ class ShardMesh:
         """Pickle without process groups; loading finds them by the ranks of the mesh."""
         shard_axis = None if self.shard_group is None else self.mesh.ndim - 1
         replicate_axis = None if self.replica_group is None else 0
-        return _restored_mesh, (self.mesh, shard_axis, replicate_axis, self.dims, self.full_mesh)
+        axes = shard_axis, replicate_axis
+        return _restored_mesh, (type(self), self.mesh, *axes, self.dims, self.full_mesh)
 
     @property
     def is_whole(self) -> bool:
@@ -229,10 +235,10 @@ def shard_mesh_of(
     return ShardMesh(mesh, *own, *others, _device_of(mesh), dims, full_mesh)
 
 
-def _restored_mesh(mesh: DeviceMesh, *others: Any) -> ShardMesh:
+def _restored_mesh(kind: type[ShardMesh], mesh: DeviceMesh, *others: Any) -> ShardMesh:
     for unpickled in filter(None, (mesh, others[-1])):  # the last one is the full mesh
         _torch.rebind(unpickled)
-    return shard_mesh_of(mesh, *others)
+    return kind(**vars(shard_mesh_of(mesh, *others)))
 
 
 def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -231,35 +231,45 @@ class Sharding:
     - ``"zero3"``: ``Sharding()``, the least memory.
     - ``"zero2"``: ``Sharding(gather="step")``. The whole parameters stay in memory.
     - ``"zero1"``: ``Sharding(gather="step", reduce="step")``. The whole gradients do, too.
+    - ``"hybrid"``: ``Sharding(replicas="shard")``, on a mesh ``(replicate, shard)``. The optimizer
+      states are sharded over all ranks. Most traffic stays within the shards.
 
     Args:
         gather: ``"use"`` gathers the parameters for each forward and each backward. ``"step"``
             keeps them gathered until an optimizer has stepped, or a shard was written.
         reduce: ``"backward"`` reduces the gradients in each backward. ``"step"`` accumulates them
             without sync; an optimizer reduces them before it steps.
+        replicas: ``"copy"``: each replica of a hybrid mesh has all shards. ``"shard"``: replicas
+            have different parts of each shard. The first forward of a step, and an evaluation,
+            gathers these parts, and each rank keeps the shard. Each backward reduces gradients over
+            the shards only; an optimizer reduces them over the replicas before it steps.
 
     Raises:
         ValueError: If a choice is none of these.
 
     Example:
         >>> Sharding(gather="step")
-        Sharding(gather='step', reduce='backward')
+        Sharding(gather='step', reduce='backward', replicas='copy')
     """
 
     gather: Literal["use", "step"] = "use"
     reduce: Literal["backward", "step"] = "backward"
+    replicas: Literal["copy", "shard"] = "copy"
 
     def __post_init__(self) -> None:
         fits = self.gather in ("use", "step")
         check_value("gather", self.gather, fits, "to be 'use' or 'step'")
         fits = self.reduce in ("backward", "step")
         check_value("reduce", self.reduce, fits, "to be 'backward' or 'step'")
+        fits = self.replicas in ("copy", "shard")
+        check_value("replicas", self.replicas, fits, "to be 'copy' or 'shard'")
 
 
 _SHARDINGS = {
     "zero1": Sharding(gather="step", reduce="step"),
     "zero2": Sharding(gather="step"),
     "zero3": Sharding(),
+    "hybrid": Sharding(replicas="shard"),
 }
 
 

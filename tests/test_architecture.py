@@ -22,7 +22,7 @@ MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 # From the top down; a module may import what stands below its own layer, and its own layer.
 LAYERS = ["commands", "api", "insight", "compat", "train", "optim", "testing"]
-LAYERS += ["wire", "core", "bottom"]
+LAYERS += ["wire", "hybrid", "core", "bottom"]
 COMMANDS = {"cli", "run", "__main__"}
 API = {"api", "module"}
 BOTTOM = {"mesh", "policy", "errors", "arguments", "_torch"}

@@ -140,6 +140,8 @@ class ParamGroup:
         num_optimizer_steps: The number of optimizer steps that have changed the shards.
         unsynced: The names of parameters that may have unreduced gradients. If these were added to
             a reduced gradient, with a dtype that does not round the sum; else with ``None``.
+        has_unreduced: Whether some of these may not even be reduced over the shards.
+        skips_shards: Whether the last reduction has nothing to reduce over the shards.
         finished_nodes: For each gradient accumulation and each input marker that has run, the id of
             its graph task.
         count_gradient: A post-accumulate hook made of builtins; it appends to ``finished_nodes``.
@@ -178,6 +180,7 @@ class ParamGroup:
         self.unsharded_version = 0
         self.num_optimizer_steps = 0
         self.unsynced: dict[str, torch.dtype | None] = {}
+        self.has_unreduced = self.skips_shards = False
         self.finished_nodes: list[int] = []
         count = map(self.finished_nodes.append, iter(_torch.current_backward, None))
         self.count_gradient = partial(next, count)  # each call appends the current task
@@ -193,7 +196,7 @@ class ParamGroup:
         """Put the group on the ranks of a mesh, with its buckets and new channels."""
         self.mesh, self.buckets = mesh, list(buckets)
         meshes = dict.fromkeys([mesh, *(bucket.mesh for bucket in buckets)])
-        self.channels = {mesh: Channel(mesh) for mesh in meshes}
+        self.channels = {each: Channel(each) for mesh in meshes for each in mesh.channel_meshes}
         self.why_absent: str | None = None
         self.is_compiled = False
 
@@ -491,6 +494,10 @@ class ParamGroup:
         if self.unsynced and self.program.would_round(self.unsynced):
             self.compile()  # the new program has a wider dtype
         all_reduces = all_reduces or self.settings.all_reduce_grads
+        self.skips_shards = deferred and not (self.has_unreduced or self.gives_zeros)
+        if self.skips_shards and not all_reduces:
+            return None
+        self.has_unreduced = False
         launch, *stages = self.program.stages[all_reduces]
         self.run(launch, "reducing the gradients of")
         return GroupReduction(self, self.program, stages, all_reduces)
@@ -498,6 +505,7 @@ class ParamGroup:
     def accumulate(self) -> None:
         """Add the gradients to those of the sharded parameters, without sync."""
         self.run(self.program.accumulate, "accumulating the gradients of")
+        self.has_unreduced = True
 
     @torch.no_grad()
     def divide_by(self, divisor: float) -> None:

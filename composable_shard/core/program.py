@@ -233,9 +233,10 @@ class Program:
             *(each.launch for each in reductions),
             *ops("reduce_launched"),
         )
+        last = [each.over_replicas or each for each in reductions]
         hooks: Ops = ops("deliver")
         if group.settings.all_reduce_hook is not None:
-            hooks += tuple(each.call_hook for each in reductions)
+            hooks += tuple(each.call_hook for each in last)
         average = tuple(each.average for each in reductions if each.scale.after != 1)
         before_wait = ops("before_wait_for_reduction")
         wait = (*before_wait, *(each.wait for each in reductions))
@@ -243,11 +244,11 @@ class Program:
         replicated = [each for each in reductions if each.num_replicas > 1]
         self.has_offloaded_replicas = any(each.is_offloaded for each in replicated)
         if not replicated:
-            stages = (launch, *self._with_write((*averaged, *hooks), ops("delivered")))
+            stages = (launch, *self._with_write((*averaged, *hooks), ops("delivered"), reductions))
             self.stages = {True: stages, False: stages}
             return
         skips = (each.skip_replicas for each in replicated)
-        without = self._with_write((*averaged, *skips), ops("delivered"))
+        without = self._with_write((*averaged, *skips), ops("delivered"), reductions)
         self.stages = {False: (launch, *without)}
         launches: Ops = tuple(each.launch_over_replicas for each in replicated)
         first = (*averaged, *launches, *ops("reduced_over_shards"), *ops("all_reduce_launched"))
@@ -257,18 +258,18 @@ class Program:
             on_side = _within(lambda: _torch.on_stream(stream), (*average, *launches))
             launch = (*launch, *ordered, *on_side, *ops("all_reduce_launched"))
             first = (*wait, *ops("averaged"), *ops("reduced_over_shards"))
-        await_replicas = (each.wait for each in replicated)
+        await_replicas = ((each.over_replicas or each).wait for each in replicated)
         second = (*ops("before_wait_for_all_reduce"), *await_replicas, *hooks)
-        written = self._with_write(second, ops("replicas_delivered"))
+        written = self._with_write(second, ops("replicas_delivered"), last)
         self.stages[True] = (launch, first, *written)
 
-    def _with_write(self, ops: Ops, delivered: Ops) -> tuple[Ops, ...]:
+    def _with_write(self, ops: Ops, delivered: Ops, last: Sequence[Reduction]) -> tuple[Ops, ...]:
         """Add operations that write ``.grad``, in a separate stage if the host must wait first."""
-        if self._has_streams or any(each.is_offloaded for each in self.reductions):
-            download = (each.download for each in self.reductions)
-            written = tuple(each.write_downloaded for each in self.reductions)
+        if self._has_streams or any(each.is_offloaded for each in last):
+            download = (each.download for each in last)
+            written = tuple(each.write_downloaded for each in last)
             return (*ops, *download, *delivered), written
-        write = (each.write_grads for each in self.reductions)
+        write = (each.write_grads for each in last)
         return ((*ops, *write, *delivered),)
 
     # Streams --------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.layout import is_packed, plan_messages
-from composable_shard.core.placement import GradStage, Placements, packing_step
+from composable_shard.core.placement import GradStage, Placements, TensorLayout, packing_step
 from composable_shard.core.storage import USER_GRAD_DTYPE, Bucket, ShardedParam, user_grad_dtype
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
@@ -97,9 +97,11 @@ class Reduction:
         num_flags: The number of flags at the end of ``reduced``.
         params: The parameters, in the order of ``reduced``.
         is_offloaded: Whether gradients must be copied to the memory of the host.
+        over_replicas: The reduction that :meth:`launch_over_replicas` launches, if it is another.
     """
 
     reduced: Any
+    over_replicas: Reduction | None = None
 
     def __init__(
         self,
@@ -358,7 +360,7 @@ class Reduction:
         shard = _torch.local_tensor(grad).to(self._mesh.device)
         dtype = torch.promote_types(shard.dtype, self.dtype)
         full = param.layout.new_zeros(shard, dtype)
-        rows = param.layout.shard_of(full, self._mesh.shard_rank)
+        rows = TensorLayout.shard_of(param.layout, full, self._mesh.shard_rank)  # not a part of it
         rows.copy_(shard)
         if param.layout.dim is not None:
             rows.mul_(self._mesh.num_shards)
@@ -396,17 +398,22 @@ class Reduction:
                 param.sharded.grad = _torch.from_local(local, spec)
 
     def launch_over_replicas(self) -> None:
-        """Add the shards that earlier backwards left in ``.grad``; launch the all-reduce."""
+        """Launch the all-reduce, also of shards that earlier backwards left in ``.grad``."""
         self._specs = self._specs_of("sharded")
+        added = self._add_earlier_shards()
+        works = self._channel.all_reduce(self.reduced)
+        stream = launching_stream(self._mesh.device)
+        self._pending.append(Pending(works, self._channel.reducing, stream, added))
+
+    def _add_earlier_shards(self) -> list[torch.Tensor]:
+        """Add the shards that earlier backwards left in ``.grad``, and return them."""
         flags, added = self.reduced[-self.num_flags :], list[torch.Tensor]()
         shards = list(starmap(self.reduced.as_strided, self._view_args))
         for index, grad in self._take_reduced_over_shards():
             added.append(grad.to(self.reduced.device))
             shards[index].add_(added[-1])
             flags[index].fill_(1)
-        works = self._channel.all_reduce(self.reduced)
-        stream = launching_stream(self._mesh.device)
-        self._pending.append(Pending(works, self._channel.reducing, stream, added))
+        return added
 
     def _take_reduced_over_shards(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Take the shards in ``.grad`` that are not reduced over the replicas, by index."""

@@ -42,7 +42,7 @@ from composable_shard.insight.explain import (
     explain_layouts,
     is_repeated_block,
 )
-from composable_shard.insight.group_steps import StepTraffic, traffic_of
+from composable_shard.insight.group_steps import StepTraffic, stored_in, traffic_of
 from composable_shard.insight.report import (
     Report,
     Section,
@@ -699,6 +699,7 @@ class Rehearsal:
 
         def run() -> None:
             loss(_call(self.model, given), given).backward()
+            optimizers.reduce_before_step([param.sharded for param in self.params])
 
         live = self._live
         with live, contextlib.ExitStack() as stack:
@@ -707,9 +708,9 @@ class Rehearsal:
             for group in self.groups:
                 for bucket in group.buckets:
                     assert isinstance(bucket, FlatBucket)
-                    live.count(bucket.locals, "")  # in `sharded`
+                    live.count(bucket.locals, "")  # in `stored_in`
                     is_away = bucket.params[0] in self.away
-                    live.count([bucket.sharded], "" if is_away else "shards")
+                    live.count([bucket.sharded, stored_in(bucket)], "" if is_away else "shards")
                     self.on_cpu += bucket.sharded.nbytes if is_away else 0
             live.count([tensor for tensor in others if id(tensor) not in ours], "unsharded")
             stack.enter_context(listening(self.groups, self._hear))

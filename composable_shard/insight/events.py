@@ -32,6 +32,7 @@ from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.plugins import Feature, Op, Phase, new_features
 from composable_shard.core.transport.process_groups import compare, first_difference, gather_objects
 from composable_shard.errors import RankMismatchError
+from composable_shard.hybrid import PartMesh
 
 Event = tuple[str, str]
 
@@ -104,6 +105,9 @@ class _Listener(Feature):
         return [partial(self._emit, event, group) for event in _EVENTS.get(phase, ())]
 
     def _emit(self, event: str, group: ParamGroup) -> None:
+        sends_none = isinstance(group.mesh, PartMesh) and group.skips_shards
+        if sends_none and event.endswith("reduce_scatter"):
+            return
         for hear in self.hears:
             hear(event, group)
 

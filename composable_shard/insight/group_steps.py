@@ -25,6 +25,14 @@ from composable_shard.core.program import reduced_together
 from composable_shard.core.reduction import LocalReduction, final_grad_dtype, sent_dtype
 from composable_shard.core.storage import Bucket, FlatBucket, ShardedParam
 from composable_shard.core.transport.collectives import sum_dtype
+from composable_shard.hybrid import (
+    OverReplicas,
+    PartBucket,
+    PartMesh,
+    PartReduction,
+    part_buckets,
+    parts_of,
+)
 from composable_shard.insight.events import name_in
 from composable_shard.wire import WireReduction, row_nbytes, sent_nbytes
 
@@ -74,7 +82,7 @@ class StepTraffic:
         forward_gathers: Gathers for forward.
         backward_gathers: Gathers for backward.
         reductions: Gradients over the shards.
-        all_reduces: Gradients over the replicas.
+        all_reduces: Gradients over the replicas; with ``sharding="hybrid"``, also parameters.
     """
 
     forward_gathers: Traffic = Traffic()
@@ -114,6 +122,7 @@ def traffic_of(group: ParamGroup) -> StepTraffic:
     reductions = reductions_of(group)
     over_shards = total(reduction.over_shards for reduction in reductions)
     over_replicas = total(reduction.over_replicas for reduction in reductions)
+    over_replicas += total(_gather(bucket.parts) for bucket in part_buckets(group))
     return StepTraffic(gathered, backward, over_shards, over_replicas)
 
 
@@ -184,10 +193,16 @@ def unsharded_nbytes(bucket: Bucket) -> int | None:
     return None if sent is None else bucket.mesh.num_shards * sum(sent)
 
 
+def stored_in(bucket: FlatBucket) -> torch.Tensor:
+    """Return the flat buffer of the shards that users see."""
+    return bucket.parts.sharded if isinstance(bucket, PartBucket) else bucket.sharded
+
+
 def sharded_nbytes(bucket: Bucket) -> int:
     """Return the bytes of this rank's shards, padding included."""
-    leaves = [bucket.sharded] if isinstance(bucket, FlatBucket) else _torch.leaves(bucket.locals[0])
-    return sum(leaf.numel() * leaf.itemsize for leaf in leaves)
+    if isinstance(bucket, FlatBucket):
+        return stored_in(bucket).numel() * stored_in(bucket).itemsize
+    return sum(leaf.numel() * leaf.itemsize for leaf in _torch.leaves(bucket.locals[0]))
 
 
 def messages_of(bucket: Bucket) -> list[int] | None:
@@ -273,6 +288,8 @@ class ReductionPlan:
         self.is_encoded = kind is WireReduction
         self.grad_dtype = buckets[0].compute_dtype
         self.sent_dtype = sent_dtype(buckets, dtype, channel)
+        if kind is OverReplicas:  # it gets results of another reduction
+            self.grad_dtype = self.sent_dtype = dtype
         itemsize, cost = dtype.itemsize, buckets[0].message_cost
         self.large = {p for p in params if not is_packed(p.layout.flat, itemsize, cost)}
         self.direct = [p for p in params if p in self.large and p.layout.flat.is_even]
@@ -283,6 +300,7 @@ class ReductionPlan:
         numels, _ = plan_messages(self.layouts, len(self.direct), step)
         self.numel, self.packed_numel = sum(numels), numels[-1]
         self.is_all_reduced = mesh.num_replicas > 1 and group.settings.all_reduce_grads
+        self.is_all_reduced = self.is_all_reduced and kind is not PartReduction
         is_widened = channel.divides_over_replicas(dtype)
         self.replica_dtype = sum_dtype(dtype) if is_widened else dtype
         self.over_shards = self.over_replicas = Traffic()
@@ -293,6 +311,8 @@ class ReductionPlan:
         if self.is_all_reduced:
             nbytes, num = self.numel * self.replica_dtype.itemsize, mesh.num_replicas
             self.over_replicas = Traffic(1, 1, 2 * (num - 1) * nbytes // num)
+        if kind is OverReplicas:
+            self.over_shards, self.over_replicas = self.over_replicas, self.over_shards
 
 
 def reductions_of(group: ParamGroup) -> list[ReductionPlan]:
@@ -300,7 +320,13 @@ def reductions_of(group: ParamGroup) -> list[ReductionPlan]:
     if not group.settings.reduce_grads:
         return []
     trained = [p for p in group.params if p.sharded.requires_grad or p.name in group.unsynced]
-    return [ReductionPlan(group, *together) for together in reduced_together(group, trained)]
+    found = []
+    for kind, buckets, params, dtype in reduced_together(group, trained):
+        found.append(ReductionPlan(group, kind, buckets, params, dtype))
+        if kind is PartReduction:
+            parts = parts_of(buckets, params)
+            found.append(ReductionPlan(group, OverReplicas, *parts, dtype))
+    return found
 
 
 # One group, explained -----------------------------------------------------------------------------
@@ -403,6 +429,8 @@ def explain_group(group: ParamGroup, modules: Mapping[nn.Module, str]) -> GroupE
     slots = {param: param.slots[0] for param in group.params}  # of tied parameters, the first one
     within = {param: modules.get(slot.module, "") for param, slot in slots.items()}
     names = {param: f"{within[param]}.{slot.name}".lstrip(".") for param, slot in slots.items()}
+    views = (view for bucket in part_buckets(group) for view in bucket.views)
+    names |= {view: names[view.param] for view in views}
     gathered = [unsharded_nbytes(bucket) for bucket in group.buckets]
     return GroupExplanation(
         name=name_in(modules, group) or "(root)",
@@ -427,9 +455,13 @@ def explain_group(group: ParamGroup, modules: Mapping[nn.Module, str]) -> GroupE
 def _explain_param(bucket: Bucket, index: int, name: str) -> ParameterExplanation:
     param = bucket.params[index]
     sharded, gathered = sharded_nbytes(bucket), unsharded_nbytes(bucket)
+    num_shards, num_replicas = param.mesh.num_shards, param.mesh.num_replicas
     if isinstance(bucket, FlatBucket):
-        numel = param.layout.flat.shard_numel
-        sharded = numel * bucket.dtype.itemsize
+        numel = own = param.layout.flat.shard_numel
+        if isinstance(bucket, PartBucket):
+            own = bucket.views[index].layout.flat.shard_numel
+            num_shards, num_replicas = param.mesh.num_ranks, 1
+        sharded = own * param.local.itemsize
         gathered = bucket.mesh.num_shards * numel * bucket.compute_dtype.itemsize
     dims = [getattr(placement, "dim", None) for placement in param.placement.sharded]
     return ParameterExplanation(
@@ -437,8 +469,8 @@ def _explain_param(bucket: Bucket, index: int, name: str) -> ParameterExplanatio
         shape=tuple(param.shape),
         dtype=short(param.local.dtype),
         placements=tuple("Replicate" if dim is None else f"Shard({dim})" for dim in dims),
-        num_shards=param.mesh.num_shards,
-        num_replicas=param.mesh.num_replicas,
+        num_shards=num_shards,
+        num_replicas=num_replicas,
         is_trained=param.sharded.requires_grad,
         sharded_nbytes=sharded,
         gathered_nbytes=gathered,
@@ -469,6 +501,10 @@ def _copies(group: ParamGroup) -> Iterator[tuple[int, _Copy]]:
     for bucket in group.buckets:
         if isinstance(bucket, FlatBucket):
             yield from zip(repeat(times), _copies_of_gather(bucket, in_backward), strict=False)
+        if isinstance(bucket, PartBucket):
+            yield from zip(repeat(1), _copies_of_gather(bucket.parts, ""), strict=False)
+            why = "shards that the replicas have gathered are copied into one buffer"
+            yield 1, ("kept", bucket.params, _numel(bucket.views) * bucket.dtype.itemsize, why)
     for reduction in reductions_of(group):
         if not reduction.is_alone:
             yield from zip(repeat(1), _copies_of_reduction(reduction), strict=False)
@@ -574,7 +610,10 @@ def _reasons(group: ParamGroup, names: Mapping[ShardedParam, str]) -> Iterator[s
         for bucket in buckets:
             if isinstance(bucket, ExtensionBucket):
                 yield f"{names[bucket.param]} is a tensor subclass; {_sends(bucket)}"
-        if mesh.num_replicas > 1 and not settings.all_reduce_grads:
+        if isinstance(mesh, PartMesh):
+            what = "they gather it, and reduce its gradients, once in a step"
+            yield f"{mesh.num_replicas} replicas share each shard: {what}"
+        elif mesh.num_replicas > 1 and not settings.all_reduce_grads:
             yield "the all-reduce over the replicas is off: gradients are only reduced over shards"
         elif mesh.num_replicas > 1 and dtypes:
             yield f"gradients are also reduced over {mesh.num_replicas} replicas of the shards"

@@ -142,15 +142,15 @@ def assembled(
         index = [slice(None)] * whole.ndim
         if len(part.places) != len(mesh):
             return None
-        for axis, rank, extent in zip(part.places, place, mesh, strict=True):
+        for axis, rank, extent in [*zip(part.places, place, mesh, strict=True)][::-1]:
             if axis in ("R", "P"):
                 local = local / extent
-            elif axis.startswith("S"):
+            elif axis[0] in "ST":
                 dim = int(axis[1:])
-                rows = -(-whole.shape[dim] // extent)
-                index[dim] = slice(
-                    min(rank * rows, whole.shape[dim]), min((rank + 1) * rows, whole.shape[dim])
-                )
+                start, end, _ = index[dim].indices(whole.shape[dim])
+                rows = -(-(end - start) // extent)
+                first, last = (min(start + n * rows, end) for n in (rank, rank + 1))
+                index[dim] = slice(first, last)
             elif axis != "Psum":
                 return None
         if total[tuple(index)].shape != local.shape:

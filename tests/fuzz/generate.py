@@ -93,9 +93,17 @@ class Generator:
             untied = tuple(map(_untied, case.blocks))
             case = replace(case, blocks=untied)
         if self.has("stages", 0.25):
-            sharding = pick(["zero1", "zero2"])
-            case = replace(case, sharding=sharding, reshard=None, reshard_root="same")
-            self.features -= {"alone", "foreach"}  # edits between backwards that torch counts
+            sharding = pick(["zero1", "zero2", "hybrid"])
+            self.features -= {"foreach"}  # edits between backwards that torch counts
+            case = replace(case, sharding=sharding)
+            if sharding == "hybrid":
+                plain = tuple(map(_plain, case.blocks))
+                mesh = pick([(2, 2), (2, 2), (2, 1), (3, 1), (1, 2)])
+                reshard = None if case.reshard == 2 else case.reshard
+                case = replace(case, mesh=mesh, reshard=reshard, offload=False, blocks=plain)
+            else:
+                self.features -= {"alone"}
+                case = replace(case, reshard=None, reshard_root="same")
         return replace(case, ops=tuple(self.program(case)))
 
     # The model ------------------------------------------------------------------------------
@@ -195,7 +203,9 @@ class Generator:
         )
 
     def train(self, case: Case, sync: bool) -> Op:
-        sync = sync and case.sharding != "zero1"
+        is_deferred = case.is_deferred
+        completes = sync and case.sharding == "hybrid" and self.random.random() < 0.3
+        sync = completes or (sync and not is_deferred)
         calls = [self.call(case)]
         how = ""
         if self.has("several", 0.15):
@@ -205,6 +215,8 @@ class Generator:
                 how = self.random.choice(["each", "each reversed"])
         if self.has("retain", 0.1):
             how = "retain"
+        if case.sharding == "hybrid":
+            how += " all" if completes else " unsynced" if self.random.random() < 0.3 else ""
         if not sync and not case.sharding and len(case.mesh) == 2 and self.random.random() < 0.5:
             how += " replicas"
         return Op("train", tuple(calls), flag=sync, how=how.strip())
@@ -290,6 +302,10 @@ class Generator:
             some = self.random.sample(names, min(len(names), self.random.randint(1, 3)))
             return Op("prefetch", names=tuple(some), how=pick(["forward", "backward"]))
         return Op(name, names=(pick(names),), how=pick(["", "recurse"]), flag=pick([True, False]))
+
+
+def _plain(block: Block) -> Block:
+    return replace(block, wire=False, children=tuple(map(_plain, block.children)))
 
 
 def _untied(block: Block) -> Block:

@@ -32,7 +32,7 @@ class Case:
         mesh: Extents: (ranks,) or (replicas, shards).
         reshard: ``reshard_after_forward``.
         reshard_root: The same for the root; "same" for the same.
-        sharding: "", "zero1" or "zero2".
+        sharding: "", "zero1", "zero2" or "hybrid".
         keep: Whether unsharded parameters are kept after backward.
         offload: Whether shards are on the CPU by policy.
         precision: "" or the ``param_dtype`` of the policy.
@@ -65,6 +65,11 @@ class Case:
         for extent in self.mesh:
             total *= extent
         return total
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether gradients are reduced before a step of the optimizer, and not by backward."""
+        return self.sharding in ("zero1", "hybrid")
 
     def walk(self) -> Iterator[Block]:
         for block in self.blocks:

@@ -19,6 +19,7 @@ from composable_shard import (
     clip_grad_norm_,
     fully_shard,
 )
+from composable_shard._torch import shards_dim
 
 from .model import Block, Leaf, Model, Nest, build
 from .oracle import Follower, alone_loss, batch, failing, owner
@@ -28,7 +29,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "": None}
 
 
 class Held(NamedTuple):
-    """What a rank holds of a tensor: for each mesh axis "S0", "R" or "P", and its local part."""
+    """What a rank holds of a tensor: for each mesh axis "S0", "R" or "P", and its local part.
+
+    "T0" shards dim 0 within the parts of later axes.
+    """
 
     places: tuple[str, ...]
     local: torch.Tensor
@@ -117,11 +121,15 @@ class Sharded(Follower):
     # Forward and backward -------------------------------------------------------------------
 
     def train(self, op: Op) -> None:
-        if not op.flag and self.case.sharding != "zero1":
-            if "replicas" in op.how:
-                self.model.set_requires_all_reduce(False)
-            else:
-                self.model.set_requires_gradient_sync(False)
+        is_hybrid, changes = self.case.sharding == "hybrid", not op.flag
+        if self.case.is_deferred:
+            changes = "unsynced" in op.how
+        if changes and "replicas" in op.how:
+            self.model.set_requires_all_reduce(False)
+        elif changes:
+            self.model.set_requires_gradient_sync(False)
+        elif is_hybrid:
+            self.model.set_requires_all_reduce("all" in op.how)
         losses = [
             self.model(batch(self.case, self.num_op, n, self.rank), call.for_rank(self.rank))
             for n, call in enumerate(op.calls)
@@ -136,14 +144,16 @@ class Sharded(Follower):
                 total.backward(retain_graph=True)
             total.backward()
         self.is_synced = op.flag
-        if not op.flag and self.case.sharding != "zero1":
-            self.model.set_requires_all_reduce(True)
+        if changes:
             self.model.set_requires_gradient_sync(True)
+        self.model.set_requires_all_reduce(not is_hybrid)
 
     def alone(self, op: Op) -> None:
         loss = alone_loss(self.model, op, batch(self.case, self.num_op, 0, self.rank))
         loss.backward()
         self.heard = [loss.item()]
+        if self.case.is_deferred:
+            self.sync(op)
         self.is_synced = True
 
     def sync(self, op: Op) -> None:
@@ -190,13 +200,13 @@ class Sharded(Follower):
     def step(self, op: Op) -> None:
         if self.optimizer is None:
             return
-        if not self.is_synced and self.case.sharding != "zero1":  # else the optimizer does it
+        if not self.is_synced and not self.case.is_deferred:  # else the optimizer does it
             self.sync(op)
         self.optimizer.step()
         self.is_synced = True
 
     def clip(self, op: Op) -> None:
-        if not self.is_synced and self.case.sharding != "zero1":
+        if not self.is_synced and not self.case.is_deferred:
             self.sync(op)
         self.is_synced = True
         params = list(self.params().values())
@@ -264,6 +274,8 @@ def _held(tensor: Any) -> Held:
     for placement in tensor.placements:
         if isinstance(placement, Shard):
             places.append(f"S{placement.dim}")
+        elif shards_dim(placement, dim := getattr(placement, "dim", -1)):
+            places.append(f"T{dim}")
         elif isinstance(placement, Replicate):
             places.append("R")
         else:

@@ -54,10 +54,10 @@ def rootless() -> nn.Module:
     return shard_children(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3))))
 
 
-def hybrid(num_replicas: int, **kwargs: Any) -> nn.Module:
+def hybrid(num_replicas: int, width: int = 256, **kwargs: Any) -> nn.Module:
     shape = (num_replicas, dist.get_world_size() // num_replicas)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    return shard(Stack(), mesh=mesh, **kwargs)
+    return shard(Stack(width), mesh=mesh, **kwargs)
 
 
 def frozen() -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,6 @@ from composable_shard._torch import poisoned_memory
 from composable_shard.insight.explain import is_repeated_block
 from composable_shard.testing import run_ranks
 
-NUM_RANKS = 2
 BATCH, CONTEXT = 4, 64
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3, fused=True)
@@ -50,6 +50,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int | tuple[int,
     "replicas": (SMALL, {}, (2, 1)),
     "ZeRO-2": (SMALL, {"sharding": "zero2"}, 2),
     "ZeRO-1": (SMALL, {"sharding": "zero1"}, 2),
+    "hybrid": (SMALL, {"sharding": "hybrid", "mp_policy": BF16}, (2, 2)),
+    "hybrid, uneven": (UNEVEN, {"sharding": "hybrid"}, (2, 1)),
 }
 
 
@@ -94,7 +96,8 @@ def measure(
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_is_what_is_measured(case: str) -> None:
     build, kwargs, shape = CASES[case]
-    ranks = run_ranks(measure, NUM_RANKS, build, kwargs, shape)
+    num_ranks = shape if isinstance(shape, int) else prod(shape)
+    ranks = run_ranks(measure, num_ranks, build, kwargs, shape)
     tokens = torch.empty(BATCH, CONTEXT, dtype=torch.int64, device="meta")
     result = estimate(
         build, shape, None, tokens, loss=loss_of, optimizer=OPTIMIZER, device="cpu", **kwargs

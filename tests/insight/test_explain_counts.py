@@ -44,6 +44,7 @@ class Sent:
 def step(model: nn.Module, x: Tensor) -> None:
     model.zero_grad()
     model(x).square().mean().backward()
+    model.synchronize_gradients()
 
 
 def count_step(model: nn.Module) -> Sent:
@@ -60,6 +61,7 @@ def count_step(model: nn.Module) -> Sent:
         loss = model(x).square().mean()
         copies.phase = "backward"
         loss.backward()
+        model.synchronize_gradients()
     counts = copies.counts
     return Sent(
         counts.collectives, counts.messages, counts.sent, sum(reduced), sum(counts.moved.values())
@@ -122,6 +124,27 @@ def test_replicas(num_replicas: int, policy: MixedPrecisionPolicy) -> None:
     for sent, said in run_ranks(Apart(count_four), 4, num_replicas, policy):
         assert sent == said
         assert sent.all_reduced > 0
+
+
+def count_parts(num_replicas: int, policy: MixedPrecisionPolicy, width: int) -> tuple[Sent, Sent]:
+    model = models.hybrid(num_replicas, width, mp_policy=policy, sharding="hybrid")
+    before = explain(model)
+    said = told(before, 4 // num_replicas, num_replicas)
+    over_replicas = [group.traffic.all_reduces for group in before.groups]
+    messages = sum(traffic.messages for traffic in over_replicas) * (num_replicas - 1)
+    nbytes = sum(traffic.nbytes or 0 for traffic in over_replicas)
+    said = replace(said, messages=said.messages + messages, nbytes=said.nbytes + nbytes)
+    return count_step(model), replace(said, all_reduced=0)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4])
+@pytest.mark.parametrize("width", [256, 253])
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), models.BF16], ids=["fp32", "bf16"])
+def test_replicas_that_share_shards(
+    num_replicas: int, policy: MixedPrecisionPolicy, width: int
+) -> None:
+    for sent, said in run_ranks(Apart(count_parts), 4, num_replicas, policy, width):
+        assert sent == said
 
 
 def count_encoded(policy: MixedPrecisionPolicy, dim: int) -> tuple[Sent, Explanation, int]:

@@ -151,18 +151,13 @@ def test_explained() -> None:
     assert "the parameters are kept until the optimizer has stepped" in text
 
 
+NAMES = "'zero1', 'zero2', 'zero3', 'hybrid'"
 REFUSED = {
-    "Expected sharding to be one of 'zero1', 'zero2', 'zero3' or a Sharding, got 'zero4'": {
-        "sharding": "zero4"
-    },
-    "Expected sharding to be one of 'zero1', 'zero2', 'zero3' or a Sharding, got 2": {
-        "sharding": 2
-    },
-    "Expected no reshard_after_forward with Sharding(gather='step', reduce='backward'), which "
-    "keeps the parameters until the optimizer has stepped, got True; leave out one of them": {
-        "sharding": "zero2",
-        "reshard_after_forward": True,
-    },
+    f"Expected sharding to be one of {NAMES} or a Sharding, got 'zero4'": {"sharding": "zero4"},
+    f"Expected sharding to be one of {NAMES} or a Sharding, got 2": {"sharding": 2},
+    "Expected no reshard_after_forward with Sharding(gather='step', reduce='backward', "
+    "replicas='copy'), which keeps the parameters until the optimizer has stepped, got True; "
+    "leave out one of them": {"sharding": "zero2", "reshard_after_forward": True},
 }
 
 

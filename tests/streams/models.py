@@ -379,6 +379,7 @@ LOW_OPTIONS, OFFLOADED = {"mp_policy": LOW}, {"offload_policy": OFFLOAD}
 KEPT, FEWER = {"reshard_after_forward": False}, {"reshard_after_forward": 2}
 LOW_AND_OFFLOADED = {**LOW_OPTIONS, **OFFLOADED}
 INT8 = MixedPrecisionPolicy(gather_wire=torch.int8, reduce_wire=torch.int8)
+PARTS = {"sharding": "hybrid"}
 
 PROGRAMS: dict[str, Training] = {
     "bf16": Training(options=LOW_OPTIONS),
@@ -390,6 +391,12 @@ PROGRAMS: dict[str, Training] = {
     ),
     "offload, one shard": Training(shards=1, options=OFFLOADED),
     "subclasses, fewer ranks": Training(shards=4, has_subclasses=True, options=FEWER),
+    "parts, bf16, now and then": Training(
+        replicas=2,
+        options={**LOW_OPTIONS, **PARTS},
+        around=sometimes_without_all_reduce,
+        accumulates=True,
+    ),
     "missing gradients, replicas": Training(replicas=2, prepare=without_some_gradients),
     "sitting out, offload": Training(prepare=sits_out, options=OFFLOADED),
     "weighed, replicas": Training(replicas=2, weighs=True),
@@ -424,6 +431,9 @@ PROGRAMS: dict[str, Training] = {
     ),
     "blocks on streams, fewer ranks": Training(shards=4, prepare=blocks_on_streams, options=FEWER),
     "branches, replicas": Training(replicas=2, prepare=branches),
+    "parts, another stream": Training(replicas=2, options=PARTS, around=on_another_stream),
+    "parts, blocks on streams": Training(replicas=2, options=PARTS, prepare=blocks_on_streams),
+    "parts, optimizer beside": Training(replicas=2, options=PARTS, around=optimizer_beside),
     "branches, one of them at first": Training(
         prepare=branches,
         around=first_both_then_one,
