@@ -509,7 +509,7 @@ class FSDPModule(TorchFSDPModule):
         for group, choice in checked.items():
             group.settings.reshard_after_forward = choice
             group.settings.gathers_each_step = False
-            group.plugins.invalidate_programs()
+            group.tree.invalidate_programs()
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -1010,20 +1010,20 @@ class FSDPModule(TorchFSDPModule):
         for group in self._groups(recurse):
             vars(group.settings).update(settings)
             if recompiles:
-                group.plugins.invalidate_programs()
+                group.tree.invalidate_programs()
 
     def _set_channels(self, change: Callable[[Channel], None], recurse: bool = False) -> None:
         for group in self._groups(recurse):
             for channel in group.channels.values():
                 change(channel)
-            group.plugins.invalidate_programs()
+            group.tree.invalidate_programs()
 
     def _use_memory(self, memory_of: Callable[[ShardMesh, str], Any]) -> None:
         group = self._group()
         for channel in group.channels.values():
             channel.check_built_in()
             channel.use_memory(memory_of(channel.mesh, group.label))
-        group.plugins.invalidate_programs()
+        group.tree.invalidate_programs()
 
     def _group(self) -> ParamGroup:
         group = group_of(cast(nn.Module, self))

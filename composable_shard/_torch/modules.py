@@ -71,12 +71,6 @@ def add_composable_function(module: nn.Module, name: str) -> None:
     module.__dict__.setdefault(REGISTRY_KEY, {}).setdefault(name, RegistryItem())
 
 
-def modules_with_state() -> list[nn.Module]:
-    """Return the modules with a state of torch's composable functions."""
-    found = (ref() for ref in _module_state_mapping.keyrefs())  # copied, as others may add
-    return [module for module in found if module is not None]
-
-
 def list_module_state(module: nn.Module, state: Any) -> None:
     """Register a module's state with torch, which only keeps a weak reference to the state."""
     _module_state_mapping.setdefault(module, weakref.ref(state))

@@ -482,8 +482,7 @@ class SplitReduction(Reduction):
         for theirs in gather_by_rank(known, self._mesh.process_groups, doing).values():
             for index, codec in theirs.items():
                 self.params[index].grad_codec = codec
-        self._plan_messages()
-        self._plan_results()
+        self._plan()
 
     def _take_reduced_over_shards(self) -> Iterator[tuple[int, torch.Tensor]]:
         for index, grad in super()._take_reduced_over_shards():

@@ -1,6 +1,6 @@
 """The parameters of one ``fully_shard`` call: a state machine that runs a compiled program.
 
-Imports program, plugins, storage. A group does not know other groups or the progress of autograd.
+Imports program, storage. A group does not know other groups or the progress of autograd.
 The layers above call it to gather, free and reduce.
 """
 
@@ -22,7 +22,7 @@ from torch import nn
 from composable_shard import _torch
 from composable_shard.core import user_changes
 from composable_shard.core.extension import create_unsharded, have_plain_shards, move_into_buckets
-from composable_shard.core.plugins import Op, Plugins
+from composable_shard.core.plugins import Op
 from composable_shard.core.program import Ops, Program
 from composable_shard.core.reduction import is_partial
 from composable_shard.core.storage import Bucket, GatherOps, ShardedParam
@@ -171,7 +171,6 @@ class ParamGroup:
             param.group = self
         self.policy = policy.without_override()
         self.settings = Settings()
-        self.plugins = Plugins()
         self.state = State.SHARDED
         self.is_unsharded_registered = self.is_kept_by_user = False
         self.is_in_unsharded_context = self.awaits_weight_half = False
@@ -245,7 +244,7 @@ class ParamGroup:
         if self.is_compiled:
             program, version = self.program, self._gathered_version
             is_current = program.is_current if is_used_now else program.has_slots
-            if is_current(self.plugins.generation, is_unsharded_registered=registered):
+            if is_current(self.tree.generation, is_unsharded_registered=registered):
                 if self.state is not State.SHARDED and version != self._shard_version():
                     self.reshard()
                 return True
@@ -524,7 +523,7 @@ class ParamGroup:
         for local, ratio in to_scale:
             local.mul_(ratio)
         self.settings.divisor = divisor
-        self.plugins.invalidate_programs()
+        self.tree.invalidate_programs()
 
     @property
     def gives_zeros(self) -> bool:

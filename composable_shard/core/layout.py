@@ -214,8 +214,10 @@ def plan_bucket(
     )
 
 
-def message_numels(params: Sequence[ParamLayout], num_direct: int, step: int = 1) -> list[int]:
-    """Return the number of elements for each rank in each message of a reduce-scatter.
+def plan_messages(
+    params: Sequence[ParamLayout], num_direct: int, step: int
+) -> tuple[list[int], list[int]]:
+    """Lay out the messages of a reduce-scatter.
 
     The last message ends with the flags (see `reduction.py`), one for each gradient.
 
@@ -223,14 +225,25 @@ def message_numels(params: Sequence[ParamLayout], num_direct: int, step: int = 1
         params: The layouts of the gradients, those with their own message first.
         num_direct: The number of gradients with their own message.
         step: Packed gradients are padded to a multiple of this.
+
+    Returns:
+        The number of elements for each rank in each message, and the offset of the shard of each
+        gradient in the messages of one rank, end to end.
     """
     numels = [param.shard_numel for param in params]
-    packed = sum(aligned(numel, step) for numel in numels[num_direct:])
-    return [*numels[:num_direct], packed + len(numels)]
+    direct, end = _end_to_end(numels[:num_direct], 1)
+    packed, packed_numel = _end_to_end(numels[num_direct:], step)
+    last = aligned(packed_numel, step) + len(numels)
+    return [*numels[:num_direct], last], [*direct, *(end + start for start in packed)]
 
 
-def is_packed(param: ParamLayout, itemsize: int, cost: int) -> bool:
-    """Return whether to pack a parameter: if empty, not gathered in place, or cheaper to copy."""
+def is_packed(param: ParamLayout, itemsize: int, cost: int | None) -> bool:
+    """Return whether to pack a parameter: if empty, not gathered in place, or cheaper to copy.
+
+    Without a ``cost``, all are packed.
+    """
+    if cost is None:
+        return True
     if param.num_shards == 1:
         return False
     if param.numel == 0 or not param.gathers_in_place:

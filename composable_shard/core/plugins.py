@@ -82,25 +82,3 @@ class Feature:
 
 # Each function returns the features that a new tree begins with.
 new_features: list[Callable[[], Sequence[Feature]]] = []
-
-
-class Plugins:
-    """The features of one tree of groups.
-
-    Attributes:
-        features: The features, in the order of their installation.
-        generation: A counter that grows with each change of features or settings. A program with
-            another value is out of date.
-    """
-
-    def __init__(self, features: Sequence[Feature] = ()) -> None:
-        self.features = tuple(dict.fromkeys(features))
-        self.generation = 0
-
-    def invalidate_programs(self) -> None:
-        """Make every program out of date, so that its next use recompiles it."""
-        self.generation += 1
-
-    def ops(self, group: Any, phase: Phase) -> tuple[Op, ...]:
-        """Return the operations of all features for one phase of one group."""
-        return tuple(op for feature in self.features for op in feature.ops(group, phase))

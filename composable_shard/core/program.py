@@ -37,7 +37,7 @@ class Program:
     """The compiled steady-state step of one group, and the guards that keep it current.
 
     Attributes:
-        generation: ``Plugins.generation`` at compile time; -1 if the program is out of date.
+        generation: ``Tree.generation`` at compile time; -1 if the program is out of date.
         gather: Operations that gather the parameters, and free them.
         keep: If ``reshard_after_forward`` is a number of ranks, operations that keep this rank's
             part of the unsharded memory before it is freed.
@@ -72,7 +72,7 @@ class Program:
     """
 
     def __init__(self, group: Any) -> None:
-        self.generation = group.plugins.generation
+        self.generation = group.tree.generation
         self.stream = pending.compute_stream_id(group.mesh.device)
         self._has_streams = _torch.has_streams(group.mesh.device)
         self.searched_modules: set[nn.Module] = set()
@@ -169,7 +169,7 @@ class Program:
         self.attribute_copiers = [p.attributes for p in group.params if p.attributes is not None]
 
     def _compile(self, group: Any) -> None:
-        ops = partial(group.plugins.ops, group)
+        ops = partial(group.tree.ops, group)
         self._compile_gather(group, ops)
         self.had_unsynced = bool(group.unsynced)
         self.reductions: list[Reduction] = [

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
-from composable_shard.core.layout import aligned, is_packed, message_numels
+from composable_shard.core.layout import is_packed, plan_messages
 from composable_shard.core.placement import GradStage, Placements, packing_step
 from composable_shard.core.storage import USER_GRAD_DTYPE, Bucket, ShardedParam, user_grad_dtype
 from composable_shard.core.transport import host
@@ -124,10 +124,9 @@ class Reduction:
         self._has_streams = _torch.has_streams(self._mesh.device)
         self._overlaps = copies_overlap_compute(params[0].offload, self._mesh.device)
         self.is_offloaded = self._overlaps or params[0].device != self._mesh.device
-        large = with_own_message(buckets, dtype)
-        direct = {param for param in large if param.layout.flat.is_even}  # others need padding
-        self.params = sorted(params, key=lambda param: param not in direct)
-        self._num_direct = sum(param in direct for param in params)
+        is_direct = partial(_is_direct, dtype, buckets[0].message_cost)
+        self.params = sorted(params, key=is_direct, reverse=True)
+        self._num_direct = sum(map(is_direct, params))
         self._sent_dtype = sent_dtype(buckets, dtype, self._channel)
         self._unsharded = tuple(param.unsharded for param in self.params)
         # Other parameters may widen the reduction. A gradient with a reduce dtype that is narrower
@@ -143,8 +142,7 @@ class Reduction:
         flat = [param.layout.flat for param in self.params]
         self._may_lack_rows = any(each.num_nonempty < each.num_shards for each in flat)
         self._is_plain = all(param.layout.is_plain for param in self.params)
-        self._plan_messages()
-        self._plan_results()
+        self._plan()
         settings, num_shards = group.settings, self._mesh.num_shards
         # The all-reduce hook may fill gradients that no rank had, whatever the flags say.
         self._writes_unused = settings.zeros_for_unused or settings.all_reduce_hook is not None
@@ -161,14 +159,15 @@ class Reduction:
         if num_shards == 1:  # there is no reduce-scatter
             self.scale = Scale(1.0, None, self._divisor)
 
-    def _plan_messages(self) -> None:
+    def _plan(self) -> None:
+        """Lay out the messages and the results."""
         device, num_shards = self._mesh.device, self._mesh.num_shards
         self._layouts = [param.grad_layout for param in self.params]
         layouts = [layout.flat for layout in self._layouts]
         self.num_flags = len(layouts)
         self._final_dtypes = [final_grad_dtype(param, self.dtype) for param in self.params]
         self._step = packing_step((self.dtype, *self._final_dtypes), device)
-        self._message_numels = message_numels(layouts, self._num_direct, self._step)
+        self._message_numels, starts = plan_messages(layouts, self._num_direct, self._step)
         self._packed_shape = (num_shards, self._message_numels[-1])
         self._numel = sum(self._message_numels)
         flags = num_shards, self.num_flags
@@ -190,15 +189,10 @@ class Reduction:
             self._rows = [column[: layout.num_rows].view(layout.shape) for column, layout in pairs]
             self._rows.append(flags_column)
             _torch.free(self._packed)
-
-    def _plan_results(self) -> None:
-        flat, start, rank = torch.empty(self._numel, device="meta"), 0, self._mesh.shard_rank
-        self._view_args = []
-        for index, layout in enumerate(self._layouts):
-            shard = layout.local(flat[start:], rank)
-            self._view_args.append((shard.shape, shard.stride(), shard.storage_offset()))
-            step = 1 if index < self._num_direct else self._step
-            start += aligned(layout.flat.shard_numel, step)
+        flat, rank = torch.empty(self._numel, device="meta"), self._mesh.shard_rank
+        at = zip(self._layouts, starts, strict=True)
+        shards = [layout.local(flat[start:], rank) for layout, start in at]
+        self._view_args = [(s.shape, s.stride(), s.storage_offset()) for s in shards]
         self._specs = self._specs_of("sharded")
         for param, dtype in zip(self.params, self._final_dtypes, strict=True):
             allow_grad_dtype(param.sharded, dtype)
@@ -565,18 +559,10 @@ def stage_of(param: ShardedParam, grad: Any) -> GradStage | None:
     return "unreduced" if is_unreduced else "reduced_over_shards"
 
 
-def with_own_message(buckets: Iterable[Bucket], dtype: torch.dtype) -> set[ShardedParam]:
-    """Return the parameters with gradients that are too large to pack in the dtype ``dtype``.
-
-    `Reduction` packs those of them that need padding all the same.
-    """
-    return {
-        param
-        for bucket in buckets
-        for param in bucket.params
-        if bucket.message_cost is not None
-        and not is_packed(param.layout.flat, dtype.itemsize, bucket.message_cost)
-    }
+def _is_direct(dtype: torch.dtype, cost: int | None, param: ShardedParam) -> bool:
+    """Return whether a gradient has its own message: it is large, and needs no padding."""
+    flat = param.layout.flat
+    return flat.is_even and not is_packed(flat, dtype.itemsize, cost)
 
 
 def sent_dtype(buckets: Sequence[Bucket], reduced: torch.dtype, channel: Channel) -> torch.dtype:

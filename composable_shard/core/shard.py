@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from composable_shard import _torch
 from composable_shard.core.codec import GRAD_PRE, PRE, flatten, has_extension, needs_extension
 from composable_shard.core.extension import build_buckets, raise_on_all
-from composable_shard.core.group import ParamGroup, group_of
+from composable_shard.core.group import ParamGroup
 from composable_shard.core.storage import (
     ShardedParam,
     Slot,
@@ -87,16 +86,6 @@ def check_not_parallelized(modules: Iterable[nn.Module]) -> None:
                 "applied to before; shard modules that were added since, such as new adapters, "
                 "alone"
             )
-        if not any(isinstance(param, DTensor) for param in module.parameters()):
-            continue
-        for outer in _torch.modules_with_state():
-            is_of_torch = group_of(outer) is None and is_parallelized(outer)
-            if is_of_torch and any(module is inner for inner in outer.modules()):
-                raise ValueError(
-                    f"Expected fully_shard of {kind} before torch has converted the parameters "
-                    f"of {type(outer).__name__} around it, got it after; start with the inner "
-                    "modules"
-                )
 
 
 @dataclass(frozen=True)
@@ -346,8 +335,12 @@ def commit(group: ParamGroup, managed: Managed, planned: Planned) -> None:
     for original, param in planned.items():
         param.put(param.sharded)
         record_full_tensor(original, param)
-    device = group.mesh.device
-    for module in managed.modules:
-        for name, buffer in module._buffers.items():
+    move_buffers(managed.modules, group.mesh.device)
+
+
+def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Move the buffers of modules to a device, in place: modules may share a buffer."""
+    for module in modules:
+        for buffer in module._buffers.values():
             if buffer is not None and buffer.device.type not in ("meta", device.type):
-                module._buffers[name] = buffer.to(device)
+                buffer.data = buffer.to(device)

@@ -58,9 +58,6 @@ from composable_shard.policy import (
 USER_GRAD_DTYPE = "_composable_shard_user_grad_dtype"
 """The attribute that records the user's ``grad_dtype`` while the library has set it to ``None``."""
 
-# If one of these is 1, parameters are registered without calling an overridden ``__setattr__``.
-_UNSAFE_VARIABLES = ("COMPOSABLE_SHARD_UNSAFE_SETATTR", "FSDP_USE_UNSAFE_SETATTR")
-
 
 # The owners of sharded tensors, by id of the tensor. Another tensor may have the id by now.
 _sharded: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
@@ -120,8 +117,8 @@ class FlatPosition(NamedTuple):
     next_start: int | None
 
 
-def _bypasses_setattr() -> bool:
-    return any(os.environ.get(variable) == "1" for variable in _UNSAFE_VARIABLES)
+def _is_unsafe() -> bool:
+    return os.environ.get("FSDP_USE_UNSAFE_SETATTR") == "1"  # of torch's FSDP1
 
 
 @dataclass(frozen=True)
@@ -132,12 +129,12 @@ class Slot:
         module: The module.
         name: The name of the parameter in the module.
         is_unsafe: Whether to register parameters without an overridden ``__setattr__`` of the
-            module; environment variables say so when the slot is made.
+            module; an environment variable says so when the slot is made.
     """
 
     module: nn.Module
     name: str
-    is_unsafe: bool = field(default_factory=_bypasses_setattr, compare=False)
+    is_unsafe: bool = field(default_factory=_is_unsafe, compare=False)
 
     @property
     def setter(self) -> Callable[[str, nn.Parameter], None]:

@@ -6,7 +6,7 @@ Imports agreement, backward, finalization, group, tape, plugins.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import chain
 from operator import attrgetter
@@ -23,7 +23,7 @@ from composable_shard.core.backward import Backward
 from composable_shard.core.finalization import Finalization
 from composable_shard.core.group import ParamGroup, ReductionQueue, State, group_of
 from composable_shard.core.nested import InputContainer
-from composable_shard.core.plugins import Feature, Phase, Plugins, new_features
+from composable_shard.core.plugins import Feature, Op, Phase, new_features
 from composable_shard.core.tape import NO_PLAN, Interval, Plan, Tape, Visit
 from composable_shard.core.transport import host
 from composable_shard.core.transport.pending import Waitable
@@ -73,6 +73,9 @@ class Tree:
 
     Attributes:
         groups: The root group first.
+        features: The features, in the order of their installation.
+        generation: A counter that grows with each change of features or settings. A program with
+            another value is out of date.
         tape: The record of forwards since the last backward.
         call_stack: The calls in progress, the innermost last.
         in_flight: The reductions in flight; trees may share them.
@@ -88,9 +91,12 @@ class Tree:
         self.groups = list(groups)
         self.root = groups[0]
         self._has_streams = _torch.has_streams(self.root.mesh.device)
-        joined = [feature for group in groups for feature in group.plugins.features]
-        features = [feature for feature in joined if not feature.is_of_one_tree]
-        self.plugins = Plugins([*features, *chain.from_iterable(make() for make in new_features)])
+        joined = dict.fromkeys(
+            chain.from_iterable(group.tree.features for group in groups if group.tree)
+        )
+        taken_over = (feature for feature in joined if not feature.is_of_one_tree)
+        self.features = *taken_over, *chain.from_iterable(make() for make in new_features)
+        self.generation = 0
         self.tape: Tape[ParamGroup] = Tape()
         self.call_stack: list[Call] = []
         self.in_flight = ReductionQueue()
@@ -105,23 +111,31 @@ class Tree:
         self.plan: Plan[ParamGroup] = NO_PLAN
         for group in groups:
             group.reshard()
-            group.tree, group.plugins, group.is_compiled = self, self.plugins, False
+            group.tree, group.is_compiled = self, False
 
     def install(self, feature: Feature) -> None:
         """Add a feature, at any time."""
-        self._set_features([*self.plugins.features, feature])
+        self._set_features(dict.fromkeys([*self.features, feature]))
 
     def remove(self, feature: Feature) -> None:
         """Remove a feature, at any time."""
-        self._set_features([other for other in self.plugins.features if other is not feature])
+        self._set_features(other for other in self.features if other is not feature)
 
-    def _set_features(self, features: Sequence[Feature]) -> None:
+    def _set_features(self, features: Iterable[Feature]) -> None:
         """Recompile the programs of groups at rest; others are recompiled when they are used."""
-        self.plugins.features = tuple(dict.fromkeys(features))
-        self.plugins.invalidate_programs()
+        self.features = tuple(features)
+        self.invalidate_programs()
         for group in self.groups:
             if group.is_compiled and group.state in (State.SHARDED, State.UNSHARDED):
                 group.compile()
+
+    def invalidate_programs(self) -> None:
+        """Make every program out of date, so that its next use recompiles it."""
+        self.generation += 1
+
+    def ops(self, group: ParamGroup, phase: Phase) -> tuple[Op, ...]:
+        """Return the operations of all features for one phase of one group."""
+        return tuple(op for feature in self.features for op in feature.ops(group, phase))
 
     # Forward --------------------------------------------------------------------------------
 
@@ -162,8 +176,8 @@ class Tree:
 
     def _run_without_program(self, group: ParamGroup, phase: Phase) -> None:
         """Run the operations of features for a group without parameters, which has no program."""
-        if self.plugins.features and not group.params:
-            for op in self.plugins.ops(group, phase):
+        if self.features and not group.params:
+            for op in self.ops(group, phase):
                 op()
 
     def _is_in_backward(self, group: ParamGroup) -> bool:
@@ -268,7 +282,7 @@ class Tree:
             _torch.return_spare()
         if not self.tape.visits:  # otherwise the end of the backward waits
             self._wait_for_copies()
-        for feature in self.plugins.features:
+        for feature in self.features:
             feature.end_forward(self, outermost)
         self.tape.end_forward(outermost)
         for group in self.groups:
@@ -381,7 +395,7 @@ class Tree:
         if backward.kept and not self.is_accumulating:
             for group in backward.kept:
                 group.reshard()
-        for feature in self.plugins.features:
+        for feature in self.features:
             feature.end_backward(self)
 
     def _wait_for_copies(self) -> None:
@@ -389,10 +403,10 @@ class Tree:
         # Only uploads read shards.
         if not host.uploads or not host.is_busy():
             return
-        for op in self.plugins.ops(self.root, "before_wait_for_copies"):
+        for op in self.ops(self.root, "before_wait_for_copies"):
             op()
         host.synchronize()
-        for op in self.plugins.ops(self.root, "copies_done"):
+        for op in self.ops(self.root, "copies_done"):
             op()
 
     def synchronize_gradients(self) -> None:

@@ -19,15 +19,10 @@ from composable_shard import _torch
 from composable_shard.core.codec import flatten, has_extension
 from composable_shard.core.extension import ExtensionBucket
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.layout import message_numels
+from composable_shard.core.layout import is_packed, plan_messages
 from composable_shard.core.placement import packing_step
 from composable_shard.core.program import reduced_together
-from composable_shard.core.reduction import (
-    LocalReduction,
-    final_grad_dtype,
-    sent_dtype,
-    with_own_message,
-)
+from composable_shard.core.reduction import LocalReduction, final_grad_dtype, sent_dtype
 from composable_shard.core.storage import Bucket, FlatBucket, ShardedParam
 from composable_shard.core.transport.collectives import sum_dtype
 from composable_shard.insight.events import name_in
@@ -278,13 +273,14 @@ class ReductionPlan:
         self.is_encoded = kind is WireReduction
         self.grad_dtype = buckets[0].compute_dtype
         self.sent_dtype = sent_dtype(buckets, dtype, channel)
-        self.large = with_own_message(buckets, dtype)
+        itemsize, cost = dtype.itemsize, buckets[0].message_cost
+        self.large = {p for p in params if not is_packed(p.layout.flat, itemsize, cost)}
         self.direct = [p for p in params if p in self.large and p.layout.flat.is_even]
         self.members = sorted(params, key=lambda param: param not in self.direct)
         self.finals = [final_grad_dtype(param, dtype) for param in self.members]
         self.layouts = [param.grad_layout.flat for param in self.members]
         step = packing_step((dtype, *self.finals), mesh.device)
-        numels = message_numels(self.layouts, len(self.direct), step)
+        numels, _ = plan_messages(self.layouts, len(self.direct), step)
         self.numel, self.packed_numel = sum(numels), numels[-1]
         self.is_all_reduced = mesh.num_replicas > 1 and group.settings.all_reduce_grads
         is_widened = channel.divides_over_replicas(dtype)

@@ -99,8 +99,8 @@ REFUSALS: list[tuple[str, list[str], str]] = [
     (
         "fsdp",
         ["+", "-1"],
-        "Expected fully_shard of Block before torch has converted the parameters of "
-        "ReplicateSequential around it, got it after; start with the inner modules",
+        "Expected the mesh of the DTensor parameter 'norm.weight' and the data-parallel mesh to be "
+        "parts of one mesh with named axes",
     ),
     (
         "ddp",
@@ -120,7 +120,7 @@ def test_what_would_be_reduced_twice_is_refused_on_all_ranks(
 ) -> None:
     with pytest.raises((ValueError, RuntimeError)) as caught:
         arrange(kind, steps)(own_input())
-    assert str(caught.value) == text
+    assert str(caught.value).split(", got DeviceMesh")[0] == text
     if steps == ["+", "-"]:  # a module that is refused is as it was
         model = arrange(kind, ["+"])
         params, kind_of_module = list(map(id, model.parameters())), type(model)

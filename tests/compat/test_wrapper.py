@@ -295,17 +295,14 @@ def test_low_precision_gradients_may_be_kept() -> None:
         assert {param.grad.dtype for param in model.parameters()} == {dtype}
 
 
-@pytest.mark.parametrize(
-    "name", ["COMPOSABLE_SHARD_FULL_PRECISION_IN_EVAL", "FSDP_USE_FULL_PREC_IN_EVAL"]
-)
 @on_ranks(2)
-def test_evaluation_in_full_precision(name: str) -> None:
+def test_evaluation_in_full_precision() -> None:
     """Also of parameters that are tied across wrappers."""
     batch = torch.arange(3)
     plain = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7))
     plain[2].weight = plain[0].weight
     plain, reference = two_of(plain.eval())
-    with mock.patch.dict(os.environ, {name: "1"}):
+    with mock.patch.dict(os.environ, {"FSDP_USE_FULL_PREC_IN_EVAL": "1"}):
         model = FSDP(
             plain,
             auto_wrap_policy=always_wrap_policy,
@@ -320,8 +317,7 @@ def test_evaluation_in_full_precision(name: str) -> None:
         model.eval()(batch)
     assert str(caught.value) == (
         "Expected torch.no_grad() around a forward in evaluation with full precision, got "
-        "gradients enabled; or unset COMPOSABLE_SHARD_FULL_PRECISION_IN_EVAL and "
-        "FSDP_USE_FULL_PREC_IN_EVAL"
+        "gradients enabled; or unset FSDP_USE_FULL_PREC_IN_EVAL"
     )
 
 

@@ -75,6 +75,16 @@ def test_one_rank_in_low_precision_computes_with_rounded_weights(nccl_rank: None
         assert torch.equal(mine.grad.to_local(), other.grad.float())
 
 
+def test_buffers_are_moved_in_place_so_that_modules_go_on_sharing_them(nccl_rank: None) -> None:
+    blocks, shared = [nn.Linear(4, 4).cuda() for _ in range(2)], torch.arange(3.0)
+    for block in blocks:
+        block.register_buffer("shared", shared)
+        fully_shard(block)
+    assert blocks[0].shared is blocks[1].shared is shared
+    assert shared.device == torch.device("cuda", 0)
+    assert shared.tolist() == [0, 1, 2]
+
+
 def test_a_step_does_not_wait_for_the_device() -> None:
     with fake_ranks(4):
         model = shard(stack(depth=2))

@@ -19,6 +19,7 @@ from composable_shard.api import check_calls, fully_shard
 from composable_shard.arguments import check_type, check_value
 from composable_shard.compat.fsdp1 import options
 from composable_shard.compat.fsdp1.state_dicts import Wrapper
+from composable_shard.core.shard import move_buffers
 from composable_shard.errors import MaterializationError
 from composable_shard.mesh import DataParallelMeshDims, current_device, start_process_group
 from composable_shard.module import FSDPModule
@@ -476,11 +477,14 @@ class Plan:
         stays = stays_on_cpu(scope, choices, self.device)
         if choices.sync_module_states:
             synchronize(scope, self.layout.mesh)
-        kept = [(inner, dict(inner._buffers)) for inner in scope.ignored_modules]
+        ignored = [buffer for inner in scope.ignored_modules for buffer in inner.buffers(False)]
+        values = [buffer.data for buffer in ignored]
         if self.tops:
             fully_shard(self.tops, **self.shard_arguments)
-        for inner, buffers in kept:
-            inner._buffers.update(buffers)
+        for buffer, value in zip(ignored, values, strict=True):
+            buffer.data = value
+        if choices.device_id is not None:
+            move_buffers(scope.modules, self.device)  # a container is no top
         if stays:
             params = set(scope.params())
             for inner in scope.modules:

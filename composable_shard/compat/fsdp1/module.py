@@ -22,7 +22,7 @@ from composable_shard.train.wrap import inside_out
 
 # Before and after a forward -----------------------------------------------------------------------
 
-_EVAL_VARIABLES = ("COMPOSABLE_SHARD_FULL_PRECISION_IN_EVAL", "FSDP_USE_FULL_PREC_IN_EVAL")
+_EVAL_VARIABLE = "FSDP_USE_FULL_PREC_IN_EVAL"
 
 
 def step_and_clear(param: torch.Tensor) -> None:
@@ -50,7 +50,7 @@ def precision(wrapper: FullyShardedDataParallel) -> Iterator[torch.dtype | None]
     if torch.is_grad_enabled():
         raise ShardError(
             "Expected torch.no_grad() around a forward in evaluation with full precision, got "
-            f"gradients enabled; or unset {' and '.join(_EVAL_VARIABLES)}"
+            f"gradients enabled; or unset {_EVAL_VARIABLE}"
         )
     with unsharded(wrapper.module, recurse=False, writeback=False):
         yield None
@@ -145,7 +145,7 @@ class FullyShardedDataParallel(state_dicts.Wrapper):
         self.fsdp_use_orig_params = choices.use_orig_params
         self.fsdp_limit_all_gathers = choices.limit_all_gathers
         self.mixed_precision = choices.mixed_precision or options.MixedPrecision()
-        self.fsdp_full_precision_in_eval = "1" in map(os.environ.get, _EVAL_VARIABLES)
+        self.fsdp_full_precision_in_eval = os.environ.get(_EVAL_VARIABLE) == "1"
         self.compute_device, self.sharding_strategy = plan.device, plan.layout.strategy
         self._is_checked = False
         wrapper = FullyShardedDataParallel
