@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, groupby, starmap
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composable_shard.arguments import check_int, check_module, check_type
+from composable_shard.arguments import check_module, check_type
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
 from composable_shard.core.layout import ParamLayout
 from composable_shard.insight.events import groups_in
@@ -38,8 +38,6 @@ from composable_shard.insight.report import (
 from composable_shard.optim.blocks import LayoutSteps
 from composable_shard.optim.flat import FlatSteps
 from composable_shard.optim.layouts import LayoutOptimizer
-from composable_shard.train.parking import Parked, parkable
-from composable_shard.train.weights.stream import PassCosts, costs_of
 
 # The result of ``explain``: plain values, and their texts -----------------------------------------
 
@@ -127,19 +125,6 @@ class OptimizerExplanation(Report):
 
 
 @dataclass(frozen=True)
-class ParkingExplanation(Parked):
-    """The memory of one device that ``parked`` would free now, in bytes on this rank.
-
-    Gradients and states of optimizers count once the first step has made them.
-
-    Attributes:
-        device: Such as ``"cuda:0"``. Memory of the host is not parked.
-    """
-
-    device: str = ""
-
-
-@dataclass(frozen=True)
 class Explanation(Report):
     """How a model is sharded, gathered and reduced.
 
@@ -147,16 +132,11 @@ class Explanation(Report):
         groups: The groups, each root before the groups in it.
         advice: Advice on needless costs.
         optimizer: A step of the optimizer, if one was given.
-        parking: The memory of each device that ``parked`` would free now; not compared, since
-            gradients and states come with the steps.
-        weights_out: The costs of a pass of ``iter_full``, if ``bucket_bytes`` was given.
     """
 
     groups: tuple[GroupExplanation, ...]
     advice: tuple[Advice, ...]
     optimizer: OptimizerExplanation | None = None
-    parking: tuple[ParkingExplanation, ...] = field(default=(), compare=False)
-    weights_out: PassCosts | None = None
 
     @property
     def traffic(self) -> Traffic:
@@ -172,10 +152,6 @@ class Explanation(Report):
             shown.append(Sentences(title, [*group.reasons, *map(_copy_text, group.copies)]))
         if self.optimizer is not None:
             shown += self.optimizer.sections()
-            if any(memory.nbytes for memory in self.parking):
-                shown.append(self._parking())
-        if self.weights_out is not None:
-            shown.append(Sentences("Weights out", list(_pass_texts(self.weights_out))))
         if self.advice:
             shown.append(Sentences("Worth a look", list(map(_advice_text, self.advice))))
         return shown
@@ -190,15 +166,6 @@ class Explanation(Report):
         rows.append(("all groups", *("" for _ in parts), nbytes_text(self.traffic.nbytes), copied))
         title = "One step: launches x messages, and the bytes that this rank sends and copies"
         return Table(title, ("group", *parts, "sent", "copied"), rows)
-
-    def _parking(self) -> Table:
-        kinds = ("parameters", "gradients", "states", "buffers", "nbytes", "left")
-        rows = [
-            (memory.device, *(nbytes_text(getattr(memory, kind)) for kind in kinds))
-            for memory in self.parking
-        ]
-        headings = ("of", "parameters", "gradients", "states", "buffers", "freed", "left")
-        return Table("Parking: bytes of this rank that parked() would free now", headings, rows)
 
 
 def _title(alike: list[GroupExplanation]) -> str:
@@ -235,19 +202,6 @@ def _copy_text(copy: Copy) -> str:
     return f"{copy.kind}{of_whom}, {nbytes_text(copy.nbytes)}{times}: {copy.why}"
 
 
-def _pass_texts(costs: PassCosts) -> Iterator[str]:
-    nums = (costs.num_buckets, "bucket"), (costs.launches, "gather"), (costs.messages, "message")
-    counts = ", ".join(counted(num, noun) for num, noun in nums)
-    yield f"iter_full() in buckets of {nbytes_text(costs.bucket_nbytes)}: {counts}"
-    sent, received = nbytes_text(costs.sent_nbytes), nbytes_text(costs.received_nbytes)
-    yield f"this rank sends {sent} and receives {received}"
-    held = nbytes_text(costs.held_nbytes)
-    yield f"besides the model, a rank holds at most {held}, if the caller drops each tensor"
-    if costs.by_class:
-        names = names_text(costs.by_class)
-        yield f"parameters that their class gathers in further collectives: {names}"
-
-
 def _advice_text(advice: Advice) -> str:
     about = names_text([name or "(root)" for name in advice.about])
     return f"{advice.kind}, {about}: {advice.problem}. Advice: {advice.remedy}."
@@ -256,9 +210,7 @@ def _advice_text(advice: Advice) -> str:
 # From the groups of a model to the result --------------------------------------------------------
 
 
-def explain(
-    model: nn.Module, optimizer: Optimizer | None = None, *, bucket_bytes: int | None = None
-) -> Explanation:
+def explain(model: nn.Module, optimizer: Optimizer | None = None) -> Explanation:
     """Explain what a sharded model keeps, sends, packs, copies and casts in a step, and why.
 
     The facts come from the layouts, policies and plans that the step will use, for one step in
@@ -268,10 +220,7 @@ def explain(
     Args:
         model: A sharded module, or one with sharded modules inside.
         optimizer: Adds its step: the number of tensors that it steps and, for ``with_layout``,
-            its traffic, its memory and the balance of the work. Its states count among the memory
-            that ``parked`` would free.
-        bucket_bytes: Adds a pass of ``iter_full`` with such buckets: its launches, its traffic and
-            its memory.
+            its traffic, its memory and the balance of the work.
 
     Returns:
         An :class:`Explanation`: ``print`` it, call ``to_dict()``, or let rich or a notebook show
@@ -279,7 +228,7 @@ def explain(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If nothing in the module is sharded, or ``bucket_bytes`` is not positive.
+        ValueError: If nothing in the module is sharded.
         ShardError: On a rank that ``move`` has left without the model.
 
     Collective: none.
@@ -300,21 +249,16 @@ def explain(
     check_module("model", model)
     is_optimizer = optimizer is None or isinstance(optimizer, Optimizer)
     check_type("optimizer", optimizer, is_optimizer, "a torch.optim.Optimizer or None")
-    if bucket_bytes is not None:
-        check_int("bucket_bytes", bucket_bytes, 1)
     groups = groups_in(model)
     for group in groups:
         if group.why_absent == ON_OTHER_RANKS:
             group.check_in_memory("to be explained")
     names = {module: name for name, module in model.named_modules()}
     explained = tuple(explain_group(group, names) for group in groups)
-    parking = parkable(model, [] if optimizer is None else [optimizer])
     return Explanation(
         explained,
         tuple(advice_on(model, list(zip(groups, explained, strict=True)))),
         None if optimizer is None else explain_optimizer(optimizer),
-        tuple(ParkingExplanation(**vars(memory), device=device) for device, memory in parking),
-        None if bucket_bytes is None else costs_of(model, bucket_bytes),
     )
 
 
