@@ -268,7 +268,7 @@ def explain(model: nn.Module, optimizer: Optimizer | None = None) -> Explanation
 def explain_optimizer(optimizer: Optimizer) -> OptimizerExplanation:
     """Explain the tensors, traffic and memory of a step of an optimizer. Collective: none."""
     if isinstance(optimizer, LayoutOptimizer):
-        return explain_layouts(optimizer.plan())
+        return _explain_layouts(optimizer.plan())
     layout = "flat" if isinstance(optimizer, FlatSteps) else "stock"
     trained = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
     nums = optimizer.num_tensors() if isinstance(optimizer, FlatSteps) else list(map(len, trained))
@@ -279,7 +279,7 @@ def explain_optimizer(optimizer: Optimizer) -> OptimizerExplanation:
     return OptimizerExplanation(type(optimizer).__name__, tuple(groups))
 
 
-def explain_layouts(steps: LayoutSteps) -> OptimizerExplanation:
+def _explain_layouts(steps: LayoutSteps) -> OptimizerExplanation:
     """Explain a step of an optimizer of whole matrices."""
     groups = []
     for group in steps.groups:

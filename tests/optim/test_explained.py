@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from new_objects import seen_alone
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from training.cases import reproducible
 
-from composable_shard import CPUOffloadPolicy, estimate, explain
+from composable_shard import explain
 from composable_shard.insight.estimate import LiveBytes
 from composable_shard.insight.explain import OptimizerExplanation
 from composable_shard.insight.group_steps import Traffic, total
@@ -28,14 +27,13 @@ from optim.whole import (
     EXTENTS,
     AllToAlls,
     Spec,
-    local,
     num_ranks_of,
     optimizer_of,
     set_gradients,
     sharded,
     spec_lists,
 )
-from tests.insight.models import Layer, Stack, shard
+from tests.insight.models import Stack, shard
 
 Specs, Extents = Sequence[Spec], Sequence[int]
 plain_sgd = partial(torch.optim.SGD, lr=0.1, foreach=False)  # needs no memory of its own
@@ -178,62 +176,11 @@ Optimizer
 def test_the_text() -> None:
     with fake_ranks(2):
         model = shard(Stack(32, 48))
-        optimizer = with_layout(model, LAYOUTS)
+        owned, others = Owned(torch.optim.Muon), Sharded(torch.optim.AdamW)
+        optimizer = with_layout(model, {"layers.*.weight": owned, "*": others})
         text = str(explain(model, optimizer))
         assert "A step of FlatSGD: " in str(explain(model, flat(plain_sgd(model.parameters()))))
         assert "\n  - shards that lie side by side are stepped as one tensor; nothing is sent" in (
             str(explain(model, flat(plain_sgd(model.parameters()))))
         )
     assert TEXT in text
-
-
-# Estimates ----------------------------------------------------------------------------------------
-
-LAYOUTS: dict[Any, Any] = {
-    "layers.*.weight": Owned(torch.optim.Muon),
-    "*": Sharded(torch.optim.AdamW),
-}
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (1, 7), (3, 2)])
-def test_estimates_are_what_is_explained_on_as_many_ranks(shape: tuple[int, int]) -> None:
-    given = shape if shape[0] > 1 else shape[1]
-    build = partial(Stack, 30, 44, 5)
-    result = estimate(build, given, Layer, torch.empty(2, 30), optimizer=LAYOUTS, device="cpu")
-    names = ("replicate", "shard")
-    with fake_ranks(shape[0] * shape[1]):
-        extents = shape if shape[0] > 1 else shape[1:]
-        mesh = init_device_mesh("cpu", extents, mesh_dim_names=names[-len(extents) :])
-        model = shard(build(), mesh=mesh)
-        optimizer = with_layout(model, LAYOUTS)
-        loads = optimizer.plan().loads[0]
-        assert loads.index(max(loads)) == 0
-        told = explain(model, optimizer).optimizer
-        for param in model.parameters():
-            param.grad = torch.zeros_like(param)
-        with mock.patch.object(dist, "all_to_all_single", send_nothing):
-            optimizer.step()
-        states = [state for one in optimizer.stock_optimizers() for state in one.state.values()]
-        kept = sum(local(tensor).nbytes for state in states for tensor in state.values())
-    assert told is not None and result.optimizer is not None
-    assert result.optimizer.groups[0] == told.groups[0]
-    for name in ("traffic", "held_nbytes", "imbalance"):
-        assert getattr(result.optimizer, name) == getattr(told, name), name
-    assert result.between_steps.optimizer == kept
-    if result.peak_at == "optimizer step":
-        assert result.peak.optimizer > kept + told.held_nbytes
-
-
-def test_layouts_that_do_not_fit_are_refused() -> None:
-    for layouts, options, text in (
-        ({"no.*": Owned(torch.optim.Muon)}, {}, "Expected 'no.*' to fit the name of a parameter"),
-        ({"*": Owned(torch.optim.Muon)}, {}, "Expected an optimizer that steps parameter 'layers."),
-        (
-            LAYOUTS,
-            {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-            "Expected layouts of parameters that are not offloaded, got ['before.weight', ",
-        ),
-    ):
-        with pytest.raises(ValueError) as caught:
-            estimate(Stack, 4, batch=torch.empty(2, 256), optimizer=layouts, **options)
-        assert str(caught.value).startswith(text)
