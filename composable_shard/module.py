@@ -588,6 +588,8 @@ class FSDPModule(TorchFSDPModule):
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
         """Set the modules that this module's forward prefetches, instead of the recorded next one.
 
+        Copies and pickles of the model prefetch in the recorded order.
+
         Args:
             modules: Sharded modules, in the order to gather them; empty for the recorded order.
 
@@ -606,6 +608,8 @@ class FSDPModule(TorchFSDPModule):
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:  # type: ignore[override]
         """Set the modules that this module's backward prefetches, instead of the recorded next one.
+
+        Copies and pickles of the model prefetch in the recorded order.
 
         Args:
             modules: Sharded modules, in the order to gather them; empty for the recorded order.
@@ -692,7 +696,8 @@ class FSDPModule(TorchFSDPModule):
         With ``True``, the end of a backward never waits for its reductions, whatever
         ``set_is_last_backward`` has set. The settings at the time of ``finalize_backward`` decide
         which gradients it reduces and whether it frees parameters. Call this method on the root,
-        between iterations.
+        between iterations. A root that set it before it became part of an outer model sets it for
+        that model.
 
         Args:
             enabled: The choice.
@@ -711,15 +716,9 @@ class FSDPModule(TorchFSDPModule):
             >>> model.set_manual_backward_finalization(False)
         """
         checked_bool("enabled", enabled)
-        group = self._group()
-        tree: Tree = group.tree
-        if group is tree.root:
-            tree.finalization.set_manual(enabled)
-            return
-        if group in tree.finalization.former_roots:
-            tree.finalization.former_roots.remove(group)
-        if enabled:
-            self._check_is_root("set_manual_backward_finalization")
+        method = "set_manual_backward_finalization"
+        self._check_is_root(method)
+        self._between_iterations(method).finalization.set_manual(enabled)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True

@@ -86,9 +86,8 @@ def check_modules(groups: Sequence[Any]) -> None:
     if names and root.mesh.num_ranks > 1:
         warnings.warn(
             f"Expected all trainable parameters to be sharded or ignored, got {names} added after "
-            "fully_shard, so each rank trains them by itself; add them before fully_shard, "
-            "call fully_shard on only the new modules, or pass them as ignored_params if their "
-            "gradients are averaged elsewhere",
+            "fully_shard, so each rank trains them by itself; call fully_shard on the new modules "
+            "alone, or pass them as ignored_params if their gradients are averaged elsewhere",
             stacklevel=2,
         )
 
@@ -145,9 +144,8 @@ def agree_on_model(groups: Sequence[Any]) -> None:
                 group.channels[mesh].set_tag(tag)
         if name and largest == -negated and not differs:
             warnings.warn(
-                f"All ranks hold the same rows of {name}: on the CPU, ranks with the same seed "
-                "fill their shards with the same random numbers; call init_sharded(model, "
-                "seed=...) instead",
+                f"Expected ranks to hold different rows of {name}, got the same random numbers on "
+                "all of them, from the same seed; call init_sharded(model, seed=...) instead",
                 stacklevel=2,
             )
     # Again, so that a difference in a later process group also reaches the ranks of earlier ones.

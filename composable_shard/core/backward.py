@@ -344,9 +344,8 @@ def _refuse_autograd_grad(group: ParamGroup) -> None:
     reduces = group.settings.reduce_grads and group.mesh.num_ranks > 1
     if reduces and not group.tree.call_stack and not group.is_kept_by_user:
         raise ShardError(
-            f"Expected loss.backward() for the parameters of {group.label}, got torch.autograd."
-            "grad, which returns the gradients of this rank alone; call loss.backward() and read "
-            ".grad, or first set_requires_gradient_sync(False) for gradients of this rank"
+            f"Expected loss.backward() for the parameters of {group.label}, got autograd.grad, "
+            "which returns this rank's gradients; to get them, set_requires_gradient_sync(False)"
         )
 
 
@@ -372,8 +371,7 @@ def _is_input_half(group: ParamGroup) -> bool:
     if _torch.is_reachable(accumulators, stop_at=markers):
         raise ShardError(
             f"Expected the unsharded parameters of {group.label} to be registered in a backward of "
-            "inputs alone, got the sharded ones, and their gradients would be lost; if a pipeline "
-            "schedule splits backward into inputs and weights, call "
-            "set_reshard_after_forward(False) on its stages"
+            "inputs alone, got the sharded ones, which lose their gradients; if a pipeline "
+            "schedule splits backward, call set_reshard_after_forward(False) on its stages"
         )
     return False

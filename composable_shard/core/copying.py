@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import attrgetter
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -84,15 +83,6 @@ def _groups_below(modules: Iterable[nn.Module]) -> list[ParamGroup]:
     return list(dict.fromkeys(group for group in below if group is not None))
 
 
-def _prefetch_lists(settings: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Apply ``change`` to all prefetched groups; leave out those that it maps to ``None``."""
-    lists = {name: settings[name] for name in ("forward_prefetch", "backward_prefetch")}
-    return {
-        name: None if groups is None else [new for new in map(change, groups) if new is not None]
-        for name, groups in lists.items()
-    }
-
-
 class SavedModule(NamedTuple):
     """The pickled form of a sharded module.
 
@@ -108,16 +98,12 @@ class SavedModule(NamedTuple):
 
 
 class _SavedGroup(NamedTuple):
-    """The saved form of a group. It refers to prefetched groups by name.
-
-    A reference to a prefetched group would make the pickle as deep as the chain of layers.
-    """
+    """The saved form of a group."""
 
     modules: tuple[nn.Module, ...]
     params: list[ShardedParam]
     mesh: ShardMesh
     policy: MixedPrecisionPolicy
-    name: str
     settings: dict[str, Any]
     channels: dict[ShardMesh, tuple[dict[str, Any], bool]]
     is_last_backward: bool
@@ -162,15 +148,14 @@ def restore_module(module: nn.Module, saved: SavedModule) -> ParamGroup:
 
 
 def _reduce_group(group: ParamGroup) -> tuple[Any, ...]:
-    names = _prefetch_lists(group.settings.__dict__, attrgetter("name"))
-    settings = {**group.settings.__dict__, "hook_stream": None, **names}
+    # References to prefetched groups would make the pickle as deep as the chain of layers.
+    omitted = dict.fromkeys(("hook_stream", "forward_prefetch", "backward_prefetch"))
     saved = _SavedGroup(
         group.modules,
         group.params,
         group.mesh,
         group.policy,
-        group.name,
-        settings,
+        {**group.settings.__dict__, **omitted},
         {mesh: channel.saved() for mesh, channel in group.channels.items()},
         group.tree.is_last_backward,
     )
@@ -182,7 +167,6 @@ def _restore_group(group: ParamGroup, saved: _SavedGroup) -> None:
     args = saved.params, move_into_buckets(saved.params), saved.mesh, saved.policy
     group.__init__(saved.modules, *args)  # type: ignore[misc]
     group.settings.__dict__.update(saved.settings)
-    group.settings.__dict__.update(_prefetch_lists(saved.settings, lambda name: None))
     for mesh, channel in saved.channels.items():
         group.channels[mesh].restore(*channel)
     Tree([group])
@@ -202,12 +186,9 @@ def _join(group: ParamGroup) -> None:
     if not all("tree" in inner.__dict__ for inner in groups):
         return
     join_tree(group).is_last_backward = group.__dict__[_SAVED].is_last_backward
-    by_name = {inner.__dict__[_SAVED].name: inner for inner in groups}
     for inner in groups:
         record_owners(inner)
         record_params(inner)
-        prefetched = _prefetch_lists(inner.__dict__[_SAVED].settings, by_name.get)
-        inner.settings.__dict__.update(prefetched)
 
 
 def _restored(module: nn.Module) -> Iterator[nn.Module]:

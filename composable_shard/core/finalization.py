@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from composable_shard import _torch
 from composable_shard.errors import ShardError
 
 
@@ -16,15 +15,13 @@ class Finalization:
             reductions.
         handle: The handle made by the last ``finalize_backward``, until its ``wait()`` has been
             called; otherwise ``None``.
-        former_roots: Groups for which the user set ``is_manual`` while they were still roots.
     """
 
     def __init__(self, tree: Any) -> None:
         self._tree = tree
         self.is_manual = False
         self.handle: object = None
-        self.former_roots: list[Any] = []
-        self._remedy: str | None = None  # how to finish earlier backwards; ``None`` if they are
+        self._remedy: str | None = None  # how to finish earlier backwards; ``None`` if all are
 
     @property
     def has_unfinished_backwards(self) -> bool:
@@ -35,37 +32,21 @@ class Finalization:
         """Record the end of a backward; return whether it finishes its reductions itself."""
         self._remedy = "end it by finalize_backward()" if self.is_manual else None
         if not (self.is_manual or self._tree.is_last_backward):
-            self._remedy = "call set_is_last_backward(True) before one more backward"
+            self._remedy = "call set_is_last_backward(True) and run one more backward"
         return self._remedy is None
 
     def set_manual(self, enabled: bool) -> None:
-        """Set whether ``finalize_backward``, or else the end of a backward, finishes reductions.
+        """Let ``finalize_backward`` finish reductions, or (``False``) the end of each backward.
 
         Raises:
             ShardError: If a backward that began under the other setting is not finished.
         """
-        self._tree.clean_up_if_failed()
-        if enabled != self.is_manual:
-            if _torch.current_backward() != -1:
-                raise ShardError(
-                    "Expected set_manual_backward_finalization() to change outside of backward, "
-                    "got it within one; call it between iterations"
-                )
-            if self._remedy is not None:
-                raise ShardError(
-                    "Expected set_manual_backward_finalization() to change between iterations, got "
-                    f"a backward that is not finished; {self._remedy}, or drop it by "
-                    "reset_iter_state()"
-                )
-        self.is_manual = enabled
-
-    def refuse_former_roots(self) -> None:
-        """Raise if ``is_manual`` was set for a group that is no longer a root."""
-        if self.former_roots:
+        if enabled != self.is_manual and self._remedy is not None:
             raise ShardError(
-                "Expected set_manual_backward_finalization() on the root alone, got it on "
-                f"{self.former_roots[0].label}; set it to False there and to True on the root"
+                "Expected set_manual_backward_finalization() between iterations, got it before a "
+                f"backward is finished; {self._remedy}, or drop it by reset_iter_state()"
             )
+        self.is_manual = enabled
 
     def start(self, handle: object) -> None:
         """Launch the unfinished reductions; reshard groups with ``reshard_after_backward``.
@@ -79,8 +60,8 @@ class Finalization:
         """Raise if the handle of the last ``finalize_backward`` has not been waited for."""
         if self.handle is not None:
             raise ShardError(
-                "Expected a wait for the gradients of the last backward before another forward or "
-                "finalize_backward(), got a GradientReductionHandle without a wait; call its wait()"
+                "Expected wait() on the last GradientReductionHandle before another forward or "
+                "finalize_backward(), got none; call it"
             )
 
     def end(self) -> None:

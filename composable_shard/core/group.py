@@ -421,8 +421,7 @@ class ParamGroup:
         if not lost or self.is_kept_by_user:
             return
         self.reshard()
-        if snapshot.has_new_memory:
-            self._rebuild()
+        self._rebuild()  # users may have replaced the memory of an unsharded parameter
         error = ShardError(
             f"Expected the unsharded parameters of {self.label} as their forward left them, got "
             f"writes to {', '.join(map(repr, lost))}, which are lost when the memory is freed; "
@@ -470,13 +469,14 @@ class ParamGroup:
 
     # Reduce ---------------------------------------------------------------------------------
 
-    def start_reduction(self, *, deferred: bool = False) -> GroupReduction | None:
+    def start_reduction(self, *, deferred: bool, all_reduces: bool) -> GroupReduction | None:
         """Launch the reduction of the gradients, or accumulate them without sync.
 
         Args:
             deferred: Whether to reduce only gradients that were accumulated without sync. All
                 ranks make the same decision, because the names in ``unsynced`` depend on the
                 settings, and not on the gradients of a rank.
+            all_reduces: Whether to reduce over the replicas, whatever the settings say.
 
         Returns:
             The reduction, if one is in flight.
@@ -490,9 +490,10 @@ class ParamGroup:
             return None
         if self.unsynced and self.program.would_round(self.unsynced):
             self.compile()  # the new program has a wider dtype
-        launch, *stages = self.program.stages[self.settings.all_reduce_grads]
+        all_reduces = all_reduces or self.settings.all_reduce_grads
+        launch, *stages = self.program.stages[all_reduces]
         self.run(launch, "reducing the gradients of")
-        return GroupReduction(self, self.program, stages)
+        return GroupReduction(self, self.program, stages, all_reduces)
 
     def accumulate(self) -> None:
         """Add the gradients to those of the sharded parameters, without sync."""
@@ -515,9 +516,8 @@ class ParamGroup:
                 continue
             if self.unsynced.get(param.name) is not None:
                 raise ShardError(
-                    f"Expected the gradient of '{param.name}' to be reduced, or cleared, before "
-                    "its divisor changes, got one that was accumulated without sync and added to "
-                    "a reduced one; call synchronize_gradients() or zero_grad() first"
+                    f"Expected reduced gradients of '{param.name}' before their divisor changes, "
+                    "got unreduced ones added to them; call synchronize_gradients() or zero_grad()"
                 )
             to_scale.append((_torch.local_tensor(grad), ratio))
         for local, ratio in to_scale:
@@ -545,8 +545,7 @@ class ParamGroup:
         error = ShardError(
             f"Expected a forward that does not write the parameters of {self.label}, got "
             f"{', '.join(names)} written in place, which is lost when they are freed; write the "
-            "sharded parameters under torch.no_grad(), before forward or after the optimizer's "
-            "step (for nn.Embedding, instead of max_norm)"
+            "sharded ones between iterations, in torch.no_grad() (nn.Embedding: without max_norm)"
         )
         self.announce("running forward of", error)
         raise error
@@ -569,11 +568,13 @@ class GroupReduction:
         group: The group.
         program: The program that launched it, which may be out of date by now.
         stages: The stages that are left.
+        all_reduces: Whether it includes the reduction over the replicas.
     """
 
     group: ParamGroup
     program: Program
     stages: list[Ops]
+    all_reduces: bool
 
     def advance(self) -> bool:
         """Run the next stage, which begins with a wait; return whether stages are left.
@@ -584,7 +585,7 @@ class GroupReduction:
         if self.stages:
             return True
         group, program = self.group, self.program
-        if group.settings.all_reduce_grads and group.unsynced:
+        if self.all_reduces and group.unsynced:
             group.unsynced.clear()
             if program.had_unsynced:  # it may reduce frozen parameters, or in a wider dtype
                 program.generation = -1
@@ -606,8 +607,10 @@ class ReductionQueue:
     def __bool__(self) -> bool:
         return bool(self._holding_grads or self._delivering)
 
-    def start(self, group: ParamGroup, *, deferred: bool = False) -> None:
-        """Start the reduction of a group.
+    def start(
+        self, group: ParamGroup, *, deferred: bool = False, all_reduces: bool = False
+    ) -> None:
+        """Start the reduction of a group; see :meth:`ParamGroup.start_reduction`.
 
         Before that, run the first stage of the oldest reductions until the limit allows another
         reduction, and finish earlier reductions of this group.
@@ -617,7 +620,7 @@ class ReductionQueue:
             self._advance_oldest()
         if holding_grads or self._delivering:
             self.finish_of(group)
-        reduction = group.start_reduction(deferred=deferred)
+        reduction = group.start_reduction(deferred=deferred, all_reduces=all_reduces)
         if reduction is not None:
             holding_grads.append(reduction)
 

@@ -91,9 +91,8 @@ def map_tensors(
     if not all(map(is_, mapped, items)):
         if contains_itself:
             raise ShardError(
-                "Expected inputs and outputs without containers that contain themselves, got a "
-                f"{type(value).__name__} that does, with a tensor to cast or to hook; pass its "
-                "tensors separately"
+                "Expected no tensor to cast or to hook in a container that contains itself, got "
+                f"one in a {type(value).__name__}; pass it separately"
             )
         passed = rebuild(mapped)
     # Other containers may create new items each time pytree flattens them.
@@ -124,9 +123,8 @@ def find_changes(
         added += [item for item in after if id(item) not in ids_before]
         if passed is not original:
             error = ShardError(
-                f"Expected forward of {label} not to change a {type(original).__name__} with "
-                "tensors that were cast or need gradients, since it gets a copy, got it changed; "
-                "return the new values, or store them on the module"
+                f"Expected forward of {label} not to change a {type(original).__name__}, got its "
+                "copy with cast or hooked tensors changed; return the new values, or store them"
             )
     return added, error
 

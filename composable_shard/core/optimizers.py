@@ -43,7 +43,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if num_full:
         raise ShardError(
             f"Expected {kind} to have sharded parameters, got {num_full} full ones; build it "
-            "after fully_shard, outside unsharded(), before a forward or after a backward"
+            "after fully_shard, outside unsharded(), not between a forward and its backward"
         )
     groups = _groups_of(params)
     for group in groups:
@@ -64,9 +64,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         is_partial(p.grad) and not _torch.local_tensor(p).is_contiguous() for p in params
     ):
         raise ShardError(
-            f"Expected reduced gradients for a fused step of {kind}, got a gradient that was "
-            "accumulated without sync, of a parameter that is not contiguous; call "
-            "synchronize_gradients() first, or leave out fused=True"
+            f"Expected reduced gradients for a fused step of {kind}, got an unreduced one of a "
+            "parameter that is not contiguous; call synchronize_gradients(), or drop fused=True"
         )
     for param in params:
         if isinstance(param, DTensor) and param.ndim == 0:

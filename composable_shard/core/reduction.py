@@ -535,8 +535,7 @@ def refuse_sparse(params: Sequence[ShardedParam], grads: Sequence[torch.Tensor |
     for param, grad in zip(params, grads, strict=True):
         if grad is not None and grad.is_sparse:
             raise ShardError(
-                f"Expected a dense gradient of '{param.name}', got a sparse one, which is not "
-                "reduced over ranks; set sparse=False on its nn.Embedding or nn.EmbeddingBag, "
+                f"Expected a dense gradient of '{param.name}', got a sparse one; set sparse=False, "
                 "or pass it as ignored_params and reduce its gradient yourself"
             )
 

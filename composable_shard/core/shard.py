@@ -76,15 +76,13 @@ def check_not_parallelized(modules: Iterable[nn.Module]) -> None:
         kind = type(module).__name__
         if _torch.is_replicated(module):
             raise ValueError(
-                f"Expected a module without torch's replicate or DistributedDataParallel, got "
-                f"{kind}; apply fully_shard to a module around it, or to modules inside of it "
-                "before you call replicate"
+                "Expected a module without torch's replicate or DistributedDataParallel, got "
+                f"{kind}; call fully_shard around it, or inside of it before you call replicate"
             )
         if is_parallelized(module):
             raise ValueError(
                 f"Expected a module that is not sharded, got {kind}, which fully_shard was "
-                "applied to before; shard modules that were added since, such as new adapters, "
-                "alone"
+                "applied to before; shard added modules, such as adapters, alone"
             )
 
 
@@ -162,9 +160,8 @@ def find_managed(
         if not owner.is_as_made:
             raise ValueError(
                 f"Expected parameter '{prefixes[places[0].module]}{places[0].name}' to be tied "
-                f"before its group was used, got a tie with '{owner.name}' of a group that was "
-                "gathered, loaded or changed; first apply fully_shard to all modules that share "
-                "the parameter"
+                f"before its group was used or changed, got a later tie with '{owner.name}'; first "
+                "apply fully_shard to all modules that share the parameter"
             )
         if all(slot.module in prefixes for slot in owner.slots):
             slots[param] = [*owner.slots, *places]
@@ -207,10 +204,9 @@ def _check_param(name: str, param: nn.Parameter, mesh: ShardMesh) -> None:
     owner = owner_of_sharded(param)
     if owner is not None:
         raise ValueError(
-            f"Expected parameter '{name}' to be sharded by one fully_shard call, got the sharded "
-            f"parameter '{owner.name}' of another group; shard inner modules before outer ones, "
-            "tie parameters before both, and if you added adapters to a sharded model, shard only "
-            "the adapters"
+            f"Expected parameter '{name}' to be sharded once, got the sharded parameter "
+            f"'{owner.name}' of another group; shard inner modules before outer ones, tie "
+            "parameters before both, and shard added modules, such as adapters, alone"
         )
     if param.device.type not in ("meta", "cpu", mesh.device.type):
         raise ValueError(
@@ -295,8 +291,7 @@ def _cut_subclass(param: ShardedParam, part: torch.Tensor) -> torch.Tensor:
         raise ExtensionError(
             f"Expected parameter '{param.name}', a {kind.__name__} of shape {list(part.shape)}, "
             f"to be cut into {param.mesh.num_shards} shards along dim {param.layout.dim}, got: "
-            f"{got}; shard it over a number of ranks that its class can be cut for, or pass it in "
-            "ignored_params"
+            f"{got}; shard it over another number of ranks, or pass it in ignored_params"
         ) from error
 
 

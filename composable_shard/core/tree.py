@@ -267,7 +267,6 @@ class Tree:
         Collective: the first time, see `agree_on_model`.
         """
         if not self.is_agreed:
-            self.finalization.refuse_former_roots()
             check_modules(self.groups)
             agree_on_model(self.groups)
             self.is_agreed = True
@@ -411,18 +410,11 @@ class Tree:
 
     def synchronize_gradients(self) -> None:
         """Reduce gradients that were accumulated without sync. Collective: the reductions."""
-        settings = [(group.settings, group.settings.all_reduce_grads) for group in self.groups]
-        for setting, _ in settings:
-            setting.all_reduce_grads = True
-        try:
-            self.in_flight.finish()
-            for group in self.groups:
-                if group.unsynced:
-                    self.in_flight.start(group, deferred=True)
-            self.in_flight.finish()
-        finally:
-            for setting, before in settings:
-                setting.all_reduce_grads = before
+        self.in_flight.finish()
+        for group in self.groups:
+            if group.unsynced:
+                self.in_flight.start(group, deferred=True, all_reduces=True)
+        self.in_flight.finish()
 
     def launch_reductions(self) -> None:
         """Launch the reductions of unsynced gradients, and free groups, as the settings say.
@@ -508,7 +500,7 @@ def join_tree(root: ParamGroup) -> Tree:
     if inner:
         tree.in_flight = inner[0].in_flight  # other trees may share this queue
         tree.is_last_backward = all(old.is_last_backward for old in inner)
-        tree.finalization.former_roots = [old.root for old in inner if old.finalization.is_manual]
+        tree.finalization.is_manual = any(old.finalization.is_manual for old in inner)
     for group, names in groups.items():
         group.name = ", ".join(names)
     return tree

@@ -48,9 +48,8 @@ def is_substituted(
         return False
     if len(replaced) < len(params) or any(isinstance(t, DTensor) for t in replaced.values()):
         raise ShardError(
-            f"Expected torch.func.functional_call to replace all parameters of {label} by "
-            f"plain tensors, or none, got {list(replaced)}; pass all as full tensors, or call "
-            "reshard() before passing sharded ones"
+            f"Expected torch.func.functional_call to replace all parameters of {label} by full "
+            f"tensors, or none, got {list(replaced)}; call reshard() before you pass sharded ones"
         )
     return True
 
@@ -155,10 +154,6 @@ class UnshardedSnapshot:
 
     If the sharded parameter has a gradient, ``.grad`` of the unsharded one gets a mark: a sparse
     tensor with one zero. If users clear the gradient, the mark is gone. Autograd may add to it.
-
-    Attributes:
-        has_new_memory: Whether :meth:`apply_user_changes` has found that users replaced the memory
-            of a parameter.
     """
 
     def __init__(self, params: Sequence[ShardedParam], *, has_marks: bool) -> None:
@@ -168,7 +163,6 @@ class UnshardedSnapshot:
             (param, param.sharded.requires_grad, _content_of(param), mark(param))
             for param in params
         ]
-        self.has_new_memory = False
 
     def apply_user_changes(self) -> list[str]:
         """Copy changes of ``.grad`` and ``requires_grad`` to sharded parameters; remove the marks.
@@ -181,9 +175,7 @@ class UnshardedSnapshot:
             leaf = param.unsharded
             if leaf.requires_grad != was_trained:
                 param.sharded.requires_grad_(leaf.requires_grad)
-            now = _content_of(param)
-            self.has_new_memory = self.has_new_memory or now.storage != before.storage
-            if now != before:
+            if _content_of(param) != before:
                 lost.append(param.name)
             if mark is None:
                 continue

@@ -143,7 +143,7 @@ def test_a_refused_mesh_and_a_second_call_leave_the_module() -> None:
         fully_shard(model)
         refuse(model, "not sharded", model)
         refuse(model, "not sharded", [nn.Linear(2, 2), model])
-        refuse(model, "'weight' to be sharded by one fully_shard call", model.first)
+        refuse(model, "'weight' to be sharded once", model.first)
         assert type(model.first) is nn.Linear
 
 

@@ -209,8 +209,8 @@ def test_schedules_that_split_backward(schedule: str) -> None:
 
 REFUSAL = (
     "Expected the unsharded parameters of the root group to be registered in a backward of inputs "
-    "alone, got the sharded ones, and their gradients would be lost; if a pipeline schedule splits "
-    "backward into inputs and weights, call set_reshard_after_forward(False) on its stages"
+    "alone, got the sharded ones, which lose their gradients; if a pipeline schedule splits "
+    "backward, call set_reshard_after_forward(False) on its stages"
 )
 
 

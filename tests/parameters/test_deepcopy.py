@@ -125,6 +125,7 @@ def test_settings_hooks_and_attributes_are_copied() -> None:
         model.set_reshard_after_backward(False)  # type: ignore[operator]
         model.first.set_modules_to_forward_prefetch([model.last])  # type: ignore[operator]
         copied = copy.deepcopy(model)
+        model.first.set_modules_to_forward_prefetch([])  # type: ignore[operator]
         assert copied.first.weight.tag == "mine"
         with record_events(copied) as events, record_events(model) as others:
             copied(torch.ones(2, WIDTH)).float().sum().backward()
@@ -132,7 +133,7 @@ def test_settings_hooks_and_attributes_are_copied() -> None:
             *("", "first", "norm, last", "norm, last")
         ]
         assert [name for event, name in events if event in ("all_gather", "post_forward")][:3] == [
-            *("first", "norm, last", "first")  # prefetched
+            *("first", "first", "norm, last")  # lists of modules to prefetch are not copied
         ]
         assert [event for event, _ in events[-4:]] == [
             *("wait_for_reduce_scatter", "post_backward", "reshard", "reshard")

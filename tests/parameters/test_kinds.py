@@ -202,9 +202,8 @@ def test_steps_of_strided_parameters(name: str, fused: bool, syncs: bool) -> Non
             with pytest.raises(ShardError) as caught:
                 ours.step()
             assert str(caught.value) == (
-                f"Expected reduced gradients for a fused step of {name}, got a gradient that was "
-                "accumulated without sync, of a parameter that is not contiguous; call "
-                "synchronize_gradients() first, or leave out fused=True"
+                f"Expected reduced gradients for a fused step of {name}, got an unreduced one of a "
+                "parameter that is not contiguous; call synchronize_gradients(), or drop fused=True"
             )
             model.synchronize_gradients()
         ours.step()

@@ -148,14 +148,13 @@ def after_what_is_around() -> Any:
 
 
 USED = (
-    "Expected parameter 'inner.head.weight' to be tied before its group was used, got a tie with "
-    "'weight' of a group that was gathered, loaded or changed; first apply fully_shard to all "
-    "modules that share the parameter"
+    "Expected parameter 'inner.head.weight' to be tied before its group was used or changed, got a "
+    "later tie with 'weight'; first apply fully_shard to all modules that share the parameter"
 )
 SHARDED_TWICE = (
-    "Expected parameter '{}' to be sharded by one fully_shard call, got the sharded parameter "
-    "'{}' of another group; shard inner modules before outer ones, tie parameters before both, "
-    "and if you added adapters to a sharded model, shard only the adapters"
+    "Expected parameter '{}' to be sharded once, got the sharded parameter '{}' of another group; "
+    "shard inner modules before outer ones, tie parameters before both, and shard added modules, "
+    "such as adapters, alone"
 )
 
 

@@ -525,5 +525,5 @@ def test_an_optimizer_with_unsharded_parameters_is_refused(
     assert (failure.type_name, failure.message) == (
         "ShardError",
         f"Expected SGD to have sharded parameters, got {num} full ones; build it after "
-        "fully_shard, outside unsharded(), before a forward or after a backward",
+        "fully_shard, outside unsharded(), not between a forward and its backward",
     )

@@ -109,8 +109,8 @@ CASES = {
 def test_a_class_that_would_be_lost_is_refused(kind: type[Quantized], ranks: int) -> None:
     expected = (
         f"Expected parameter '1.weight', a {kind.__name__} of shape [4, 4], to be cut into {ranks} "
-        f"shards along dim 0, got: {CASES[kind].format(*[4 // ranks] * 2)}; shard it over a number "
-        "of ranks that its class can be cut for, or pass it in ignored_params"
+        f"shards along dim 0, got: {CASES[kind].format(*[4 // ranks] * 2)}; shard it over "
+        "another number of ranks, or pass it in ignored_params"
     )
     assert run_threads(refused, ranks, kind, None) == [expected] * ranks
 

@@ -278,6 +278,6 @@ def test_nf4_over_three_ranks_is_refused_on_all() -> None:
         "ExtensionError",
         "Expected parameter 'quantized.weight', a NF4Tensor of shape [64, 128], to be cut into 3 "
         "shards along dim 0, got: Expected split to return shapes [[22, 128], [22, 128], "
-        "[20, 128]], got [[32, 128], [32, 128]] of NF4Tensor; shard it over a number of ranks that "
-        "its class can be cut for, or pass it in ignored_params",
+        "[20, 128]], got [[32, 128], [32, 128]] of NF4Tensor; shard it over another number of "
+        "ranks, or pass it in ignored_params",
     )

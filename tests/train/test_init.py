@@ -154,9 +154,8 @@ def ones(module: nn.Module) -> None:
 
 
 SAME = (
-    "All ranks hold the same rows of '1.weight' of the root group: on the CPU, ranks with the same "
-    "seed fill their shards with the same random numbers; call init_sharded(model, seed=...) "
-    "instead"
+    "Expected ranks to hold different rows of '1.weight' of the root group, got the same random "
+    "numbers on all of them, from the same seed; call init_sharded(model, seed=...) instead"
 )
 
 

@@ -112,9 +112,8 @@ def test_autograd_grad_by_parameters_that_stay_unsharded_is_refused(kwargs: dict
     failure = caught.value.agreed()
     assert failure.exception_type is ShardError
     assert failure.message == (
-        "Expected loss.backward() for the parameters of the root group, got torch.autograd.grad, "
-        "which returns the gradients of this rank alone; call loss.backward() and read .grad, or "
-        "first set_requires_gradient_sync(False) for gradients of this rank"
+        "Expected loss.backward() for the parameters of the root group, got autograd.grad, which "
+        "returns this rank's gradients; to get them, set_requires_gradient_sync(False)"
     )
 
 

@@ -311,9 +311,8 @@ def test_what_forward_puts_into_a_container_is_there_for_the_caller(
 
 def refusal(where: str, what: str) -> str:
     text = (
-        f"Expected forward of {where} not to change a {what} with tensors that were cast or need "
-        "gradients, since it gets a copy, got it changed; return the new values, or store them on "
-        "the module"
+        f"Expected forward of {where} not to change a {what}, got its copy with cast or hooked "
+        "tensors changed; return the new values, or store them"
     )
     return f"^{re.escape(text)}$"
 
@@ -358,8 +357,8 @@ def test_a_change_of_what_is_cast_is_refused(kind: str, wraps: bool) -> None:
 
 def test_a_tensor_to_be_changed_in_what_holds_itself_is_refused() -> None:
     text = (
-        "Expected inputs and outputs without containers that contain themselves, got a list that "
-        "does, with a tensor to cast or to hook; pass its tensors separately"
+        "Expected no tensor to cast or to hook in a container that contains itself, got one in a "
+        "list; pass it separately"
     )
     items: list[Any] = [torch.ones(2, W)]
     items.append(items)

@@ -114,7 +114,6 @@ def test_a_factor_is_refused_where_what_was_reduced_would_be_divided_again(
     assert isinstance(grad, DTensor)
     assert grad.full_tensor()[0, 0].item() == 2.0
     assert str(caught.value) == (
-        "Expected the gradient of 'weight' to be reduced, or cleared, before its divisor changes, "
-        "got one that was accumulated without sync and added to a reduced one; call "
-        "synchronize_gradients() or zero_grad() first"
+        "Expected reduced gradients of 'weight' before their divisor changes, got unreduced ones "
+        "added to them; call synchronize_gradients() or zero_grad()"
     )

@@ -111,8 +111,8 @@ def test_functional_call_with_sharded_tensors(reshard: bool | None, warm: bool) 
 
 
 PARTLY = (
-    "Expected torch.func.functional_call to replace all parameters of {} by plain tensors, or "
-    "none, got {}; pass all as full tensors, or call reshard() before passing sharded ones"
+    "Expected torch.func.functional_call to replace all parameters of {} by full tensors, or "
+    "none, got {}; call reshard() before you pass sharded ones"
 )
 FOREIGN = (
     "Expected the parameters of {} as fully_shard made them, got a plain tensor for {}; change "

@@ -170,9 +170,8 @@ def test_gradients_of_several_uses_add_up_as_unsharded(autocasts: bool) -> None:
 
 TOKENS = torch.arange(8)
 TEXT = (
-    "Expected a dense gradient of '{}', got a sparse one, which is not reduced over ranks; set "
-    "sparse=False on its nn.Embedding or nn.EmbeddingBag, or pass it as ignored_params and reduce "
-    "its gradient yourself"
+    "Expected a dense gradient of '{}', got a sparse one; set sparse=False, or pass it as "
+    "ignored_params and reduce its gradient yourself"
 )
 
 

@@ -39,9 +39,8 @@ def made(is_apart: bool, **options: Any) -> Any:
 def text(label: str, name: str) -> str:
     return (
         f"Expected a forward that does not write the parameters of {label}, got '{name}' written "
-        "in place, which is lost when they are freed; write the sharded parameters under "
-        "torch.no_grad(), before forward or after the optimizer's step (for nn.Embedding, instead "
-        "of max_norm)"
+        "in place, which is lost when they are freed; write the sharded ones between iterations, "
+        "in torch.no_grad() (nn.Embedding: without max_norm)"
     )
 
 
