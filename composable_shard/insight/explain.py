@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, starmap
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,10 @@ from torch.optim import Optimizer
 
 from composable_shard.arguments import check_module, check_type
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
-from composable_shard.core.layout import ParamLayout
 from composable_shard.insight.events import groups_in
 from composable_shard.insight.group_steps import (
     Copy,
     GroupExplanation,
-    ParameterExplanation,
     Traffic,
     explain_group,
     reductions_of,
@@ -87,14 +85,11 @@ class OptimizerExplanation(Report):
     Attributes:
         name: Its class.
         groups: Its parameter groups.
-        held_nbytes: The peak of the bytes of matrices in flight on this rank, besides the memory of
-            the stock optimizers.
         imbalance: The most matrix work of a rank, divided by the mean of all ranks.
     """
 
     name: str
     groups: tuple[OptimizerGroupExplanation, ...]
-    held_nbytes: int = 0
     imbalance: float = 1.0
 
     @property
@@ -115,11 +110,7 @@ class OptimizerExplanation(Report):
         if any(group.layout == "flat" for group in self.groups):
             sentences = ["shards that lie side by side are stepped as one tensor; nothing is sent"]
         elif self.traffic.launches:
-            sentences = [
-                "at most two buckets of matrices are in flight; they need at most "
-                f"{nbytes_text(self.held_nbytes)} on this rank",
-                f"work of the busiest rank / mean work of all ranks: {self.imbalance:.3g}",
-            ]
+            sentences = [f"work of the busiest rank / mean work of all ranks: {self.imbalance:.3g}"]
         told = [Sentences("Optimizer", sentences)] if sentences else []
         return [Table(title, ("parameter group", "layout", *counts), rows, num_words=2), *told]
 
@@ -220,7 +211,7 @@ def explain(model: nn.Module, optimizer: Optimizer | None = None) -> Explanation
     Args:
         model: A sharded module, or one with sharded modules inside.
         optimizer: Adds its step: the number of tensors that it steps and, for ``with_layout``,
-            its traffic, its memory and the balance of the work.
+            its traffic and the balance of the work.
 
     Returns:
         An :class:`Explanation`: ``print`` it, call ``to_dict()``, or let rich or a notebook show
@@ -266,7 +257,7 @@ def explain(model: nn.Module, optimizer: Optimizer | None = None) -> Explanation
 
 
 def explain_optimizer(optimizer: Optimizer) -> OptimizerExplanation:
-    """Explain the tensors, traffic and memory of a step of an optimizer. Collective: none."""
+    """Explain the tensors and the traffic of a step of an optimizer. Collective: none."""
     if isinstance(optimizer, LayoutOptimizer):
         return _explain_layouts(optimizer.plan())
     layout = "flat" if isinstance(optimizer, FlatSteps) else "stock"
@@ -283,10 +274,10 @@ def _explain_layouts(steps: LayoutSteps) -> OptimizerExplanation:
     """Explain a step of an optimizer of whole matrices."""
     groups = []
     for group in steps.groups:
-        sent = [sent for bucket in group.buckets for sent in (bucket.to_owners, bucket.to_shards)]
-        traffic = total(Traffic(1, one.messages, one.nbytes) for one in sent if one.is_launched)
+        launched = (sent for sent in group.sent if sent.is_launched)
+        traffic = total(Traffic(1, sent.messages, sent.nbytes) for sent in launched)
         groups.append(OptimizerGroupExplanation(*group[:-1], traffic))
-    return OptimizerExplanation("with_layout", tuple(groups), steps.most_held, steps.imbalance)
+    return OptimizerExplanation("with_layout", tuple(groups), steps.imbalance)
 
 
 # Repeated modules, which are best sharded one by one ----------------------------------------------
@@ -337,7 +328,6 @@ def advice_on(model: nn.Module, explained: Explained) -> Iterator[Advice]:
     yield from _on_giant_root(explained)
     yield from _on_small_groups(explained)
     yield from _on_uneven_rows(explained)
-    yield from _on_empty_ranks(explained)
     yield from _on_narrow_sums(explained)
     yield from _on_unsharded(model, explained)
 
@@ -369,45 +359,19 @@ def _on_small_groups(explained: Explained) -> Iterator[Advice]:
         yield Advice("small group", tuple(small), problem, remedy)
 
 
-def _padded(
-    group: ParamGroup, explanation: GroupExplanation
-) -> Iterator[tuple[ParameterExplanation, ParamLayout, int]]:
-    """Yield the parameters that some ranks pad, their layouts, and the padding of a gather."""
-    params = (param for bucket in group.buckets for param in bucket.params)
-    for param, told in zip(params, explanation.parameters, strict=True):
-        layout = param.layout.flat
-        if told.travels != "as a subclass" and not layout.is_even:
-            unpadded = layout.numel * param.compute_dtype.itemsize
-            yield told, layout, (told.gathered_nbytes or 0) - unpadded
-
-
 def _on_uneven_rows(explained: Explained) -> Iterator[Advice]:
-    for param, layout, padding in chain.from_iterable(starmap(_padded, explained)):
-        if param.travels != "packed" and layout.num_rows >= layout.num_shards:
-            uneven = f"{layout.num_rows} rows over {layout.num_shards} ranks"
-            problem = f"{uneven} are padded by {nbytes_text(padding)}, which copies the gradient"
-            rows = layout.rows_per_shard * layout.num_shards
-            remedy = f"make it {rows} rows, or shard another dim by shard_placement_fn"
-            yield Advice("uneven rows", (param.name,), problem, remedy)
-
-
-def _on_empty_ranks(explained: Explained) -> Iterator[Advice]:
     for group, explanation in explained:
-        found = [
-            (param.name, layout, padding)
-            for param, layout, padding in _padded(group, explanation)
-            if layout.num_nonempty < layout.num_shards and layout.numel
-        ]
-        if found:
-            names, layouts, paddings = zip(*found, strict=True)
-            num_shards, pads = layouts[0].num_shards, nbytes_text(sum(paddings))
-            some = f"{counted(len(found), 'parameter')} of {explanation.name}"
-            problem = f"{some} with fewer rows than {num_shards} ranks: gathers pad by {pads}"
-            longer = [name for name, at, _ in found if max(at.shape) >= num_shards > at.num_rows]
-            remedy = "nothing, if they are small: they share one message"
-            if longer:
-                remedy = f"shard a longer dim of {names_text(longer)} by shard_placement_fn"
-            yield Advice("empty ranks", names, problem, remedy)
+        params = (param for bucket in group.buckets for param in bucket.params)
+        for param, told in zip(params, explanation.parameters, strict=True):
+            layout, num = param.layout.flat, param.layout.flat.num_shards
+            if told.travels not in ("as a subclass", "packed") and not layout.is_even:
+                unpadded = layout.numel * param.compute_dtype.itemsize
+                pads = nbytes_text((told.gathered_nbytes or 0) - unpadded)
+                uneven = f"{layout.num_rows} rows over {num} ranks"
+                problem = f"{uneven} are padded by {pads}, which copies the gradient"
+                rows = layout.rows_per_shard * num
+                remedy = f"make it {rows} rows, or shard another dim by shard_placement_fn"
+                yield Advice("uneven rows", (told.name,), problem, remedy)
 
 
 def _on_narrow_sums(explained: Explained) -> Iterator[Advice]:

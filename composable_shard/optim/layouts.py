@@ -147,8 +147,7 @@ def with_layout(
     Collective: makes a process group for a mesh of several axes, and for one on gloo, once. A step
         sends the values and the gradient of each matrix to its owner, and the values back, in two
         all-to-alls for a bucket.
-    Memory: a rank's part of at most two buckets in flight; ``explain`` and ``estimate`` report its
-        bytes.
+    Memory: a rank's part of at most two buckets in flight.
     Source: Muon is Scalable for LLM Training (arXiv 2502.16982), which gathers on owners, too.
 
     Example:
@@ -359,13 +358,14 @@ class LayoutOptimizer(Optimizer):
         """Return the work of a step on this rank if every trained parameter has a gradient."""
         groups = []
         for place, (layout, params) in enumerate(self._rules):
-            buckets = [bucket.plan() for group, bucket in self._buckets if group == place]
-            num_tensors = sum(len(bucket.owned) for bucket in buckets)
+            plans = [bucket.plan() for group, bucket in self._buckets if group == place]
+            nums = [num for num, _ in plans]
             if place in self._shards:
-                num_tensors = sum(self._shards[place].num_tensors())
+                nums = self._shards[place].num_tensors()
             trained = [param.tensor for param in params if param.tensor.requires_grad]
-            counts = len(trained), sum(map(torch.numel, trained)), num_tensors
-            groups.append(GroupSteps(type(layout).__name__, *counts, buckets))
+            counts = len(trained), sum(map(torch.numel, trained)), sum(nums)
+            sent = [sent for _, both in plans for sent in both]
+            groups.append(GroupSteps(type(layout).__name__, *counts, sent))
         return LayoutSteps(tuple(groups), tuple(self._loads.values()))
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from math import prod
-from operator import mul
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from composable_shard import _torch
 from composable_shard.core.codec import codec_of
 from composable_shard.core.transport.process_groups import gather_objects
 from composable_shard.errors import ShardError
-from composable_shard.optim.blocks import Block, Box, BucketPlan, Sent, Spread, spread_over, whole
+from composable_shard.optim.blocks import Block, Box, Sent, Spread, spread_over, whole
 from composable_shard.optim.exchange import Exchange, Move, Ranks, arrive, launch, part_of
 
 Factory = Callable[[list[dict[str, Any]]], Optimizer]
@@ -151,25 +150,18 @@ class OwnedBucket:
         self._factory = factory
         self.optimizer = factory([{"params": list(self._owned.values())}])
 
-    def plan(self) -> BucketPlan:
-        """Return the messages and the memory of a step if all trained parameters have gradients."""
-        pairs = [(block, self.params[block.param]) for block in self.blocks.values()]
-        pairs = [(block, param) for block, param in pairs if param.tensor.requires_grad]
+    def plan(self) -> tuple[int, list[Sent]]:
+        """Return how many blocks this rank steps, and what it sends, if no gradient is missing."""
+        pairs = [(block, self.params[block.param].tensor) for block in self.blocks.values()]
+        pairs = [(block, tensor) for block, tensor in pairs if tensor.requires_grad]
         blocks, rank = [block for block, _ in pairs], self.ranks.rank
-        values, grads, numels = [block.itemsize for block in blocks], list[int](), list[int]()
-        for block, param in pairs:
-            tensor = param.tensor
+        values, grads = [block.itemsize for block in blocks], list[int]()
+        for block, tensor in pairs:
             dtype = tensor.grad_dtype if tensor.grad is None else tensor.grad.dtype
             grads.append(block.itemsize if dtype is None else dtype.itemsize)
-            is_in_place = block.is_whole_on(rank) and param.local().device == self.ranks.device
-            numels.append(block.box.numel if block.owner == rank and not is_in_place else 0)
-        return BucketPlan(
-            [block for block in blocks if block.owner == rank],
-            Sent.of(blocks * 2, values + grads, rank, to_owner=True),
-            Sent.of(blocks, values, rank, to_owner=False),
-            sum(map(mul, numels, values)),
-            sum(map(mul, numels, grads)),
-        )
+        to_owners = Sent.of(blocks * 2, values + grads, rank, to_owner=True)
+        to_shards = Sent.of(blocks, values, rank, to_owner=False)
+        return sum(block.owner == rank for block in blocks), [to_owners, to_shards]
 
     def step(self) -> Iterator[None]:
         """Step all blocks that have gradients, in the four actions of :func:`schedule`."""

@@ -169,11 +169,6 @@ ADVICE: dict[str, tuple[int, Callable[[], nn.Module], tuple[str, ...], str, str]
         "257 rows over 2 ranks are padded by 2 KiB, which copies the gradient",
         "make it 258 rows, or shard another dim by shard_placement_fn",
     ),
-    "empty ranks": (
-        *(8, lambda: fully_shard(nn.Linear(64, 4)), ("weight", "bias")),
-        "2 parameters of (root) with fewer rows than 8 ranks: gathers pad by 1.02 KiB",
-        "shard a longer dim of weight by shard_placement_fn",
-    ),
     "narrow sums": (
         *(8, summed_in_bf16, ("(root)",)),
         "8 ranks sum gradients in bfloat16, and every sum is rounded",
