@@ -397,9 +397,6 @@ fully_shard(plain(), mesh=square()['replicate'])
     ValueError: Expected a mesh of the axes (replicate, shard), or of one that shards, got axes
     named ('replicate',); pass the axes in this order, or name their purposes by
     dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)
-fully_shard(nn.Sequential(nn.LazyLinear(4)))
-    ValueError: Expected parameter '0.weight' of LazyLinear to have a shape, got an uninitialized
-    one; run a forward of the model before fully_shard
 by_names(square(), plain())
     ValueError: Expected dp_mesh_dims to name axes out of ('replicate', 'shard'), got 'dp'
 DataParallelMeshDims()

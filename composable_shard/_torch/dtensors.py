@@ -172,7 +172,7 @@ def is_subclass(tensor: Tensor) -> bool:
     return is_wrapper_subclass(tensor) or type(tensor).__torch_dispatch__ is not plain
 
 
-def is_subclass_of_user(tensor: Tensor) -> bool:
+def is_user_subclass(tensor: Tensor) -> bool:
     """Return the same, except ``False`` for torch's own classes, such as fake tensors."""
     return is_wrapper_subclass(tensor) or (is_subclass(tensor) and not _is_of_torch(tensor))
 

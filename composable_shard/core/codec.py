@@ -61,7 +61,7 @@ def _has_both(tensor: torch.Tensor, pre: str, post: str) -> bool:
 def needs_extension(tensor: torch.Tensor) -> bool:
     """Return whether a local shard cannot be part of a flat bucket, which holds plain tensors."""
     has_hooks = has_extension(tensor) or has_grad_extension(tensor)
-    return has_hooks or _torch.is_subclass_of_user(tensor)
+    return has_hooks or _torch.is_user_subclass(tensor)
 
 
 def hook_of(tensor: torch.Tensor, name: str) -> Any:
@@ -170,7 +170,7 @@ class Codec:
 
     @property
     def names(self) -> list[str]:
-        """The attributes of the plain tensors, with dots if wrapper subclasses are nested."""
+        """The attribute path of each plain tensor, such as ``a.b``; empty for the tensor itself."""
         if self.kind is None:
             return [""]
         return [f"{name}.{n}".rstrip(".") for name, codec in self.inner for n in codec.names]
@@ -205,7 +205,7 @@ def flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
     codecs = list(map(codec_of, tensors))
     flat: list[torch.Tensor] = []
     for tensor, codec in zip(tensors, codecs, strict=True):
-        is_opaque = codec.kind is None and _torch.is_subclass_of_user(tensor)
+        is_opaque = codec.kind is None and _torch.is_user_subclass(tensor)
         inner = [] if is_opaque else codec.inner_tensors(tensor)
         if is_opaque or any(plain.shape != tensor.shape for plain in inner):
             raise ExtensionError(
@@ -248,7 +248,7 @@ def padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """Pad a tensor with zeros to ``rows`` rows, and flatten it."""
     if tensor.shape[0] == rows:
         return tensor.view(-1)
-    # Tests poison its memory once it is freed: the launched gather must keep the tensor.
+    # The launched gather must keep this tensor; to check that, tests poison its memory when freed.
     longer = _torch.poison_when_unused(tensor.new_zeros(rows, *tensor.shape[1:]))
     longer[: tensor.shape[0]] = tensor
     return longer.view(-1)
@@ -261,7 +261,7 @@ _IS_PARAM = "_is_param"  # torch sets this attribute on parameters of other clas
 
 
 def share_attributes(sharded: nn.Parameter, unsharded: nn.Parameter) -> AttributeCopier | None:
-    """Show attributes that users set (``param.tag = ...``) on the other form of a parameter, too.
+    """Let attributes that users set on one form of a parameter exist on the other, too.
 
     The forms of a parameter are the sharded and the unsharded parameter. They share one
     ``__dict__``, unless the unsharded one is a tensor subclass, because the class keeps its own

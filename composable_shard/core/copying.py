@@ -70,7 +70,7 @@ def _copied_sharded(param: ShardedParam, copied: nn.Parameter | None) -> nn.Para
             spec = param.spec("sharded", new.dtype)
             copied = _torch.parameter_of(_torch.from_local(new, spec), param.sharded.requires_grad)
     new = _torch.local_tensor(copied)
-    if type(new) is torch.Tensor:
+    if type(new) is torch.Tensor:  # users may have set hooks on the shard
         new.__dict__.update(local.__dict__)
     param.record_user_state()
     carry_over(param, copied)
@@ -105,8 +105,7 @@ class _SavedGroup(NamedTuple):
     mesh: ShardMesh
     policy: MixedPrecisionPolicy
     settings: dict[str, Any]
-    channels: dict[ShardMesh, tuple[dict[str, Any], bool]]
-    is_last_backward: bool
+    channels: dict[ShardMesh, tuple[dict[str, Any], bool]]  # see `Channel.saved`
 
     def __deepcopy__(self, memo: Memo) -> _SavedGroup:
         """Copy the modules and parameters; share everything else."""
@@ -120,7 +119,7 @@ _SAVED = "_composable_shard_saved"
 def save_module(module: nn.Module) -> SavedModule:
     """Return the saved form of a sharded module. Collective: none.
 
-    Memory: none here; the groups below free their unsharded parameters.
+    Memory: frees the unsharded parameters of the groups below.
     """
     for group in _groups_below([module]):
         group.reshard()
@@ -134,20 +133,20 @@ def save_module(module: nn.Module) -> SavedModule:
 
 
 def restore_module(module: nn.Module, saved: SavedModule) -> ParamGroup:
-    """Shard a module again after its attributes are restored; return its group."""
+    """Restore the group of a module whose attributes are restored; return it."""
     group = group_of(module)
     assert group is not None
     module.__dict__[_torch.COMPOSABLE_STATE] = saved.states
     module.__dict__[_torch.COMPOSABLE_REGISTRY] = saved.applied
     restored = group.__dict__
-    if _SAVED in restored:  # otherwise a module that the group refers to is restored first
+    if _SAVED in restored:  # else unpickling has not reached the group's own state yet
         if "tree" not in restored:
             _restore_group(group, restored[_SAVED])
         _join(group)
     return group
 
 
-def _reduce_group(group: ParamGroup) -> tuple[Any, ...]:
+def _pickle_group(group: ParamGroup) -> tuple[Any, ...]:
     # References to prefetched groups would make the pickle as deep as the chain of layers.
     omitted = dict.fromkeys(("hook_stream", "forward_prefetch", "backward_prefetch"))
     saved = _SavedGroup(
@@ -157,7 +156,6 @@ def _reduce_group(group: ParamGroup) -> tuple[Any, ...]:
         group.policy,
         {**group.settings.__dict__, **omitted},
         {mesh: channel.saved() for mesh, channel in group.channels.items()},
-        group.tree.is_last_backward,
     )
     return object.__new__, (ParamGroup,), {_SAVED: saved}
 
@@ -172,7 +170,7 @@ def _restore_group(group: ParamGroup, saved: _SavedGroup) -> None:
     Tree([group])
 
 
-copyreg.pickle(ParamGroup, _reduce_group)
+copyreg.pickle(ParamGroup, _pickle_group)
 
 
 def _join(group: ParamGroup) -> None:
@@ -181,11 +179,11 @@ def _join(group: ParamGroup) -> None:
     if not all("_modules" in module.__dict__ for module in modules):
         return
     for module in modules:
-        _torch.reserve_hook_ids(module)
+        _torch.reserve_hook_ids(module)  # so that new hooks do not replace restored ones
     groups = _groups_below(group.modules)
     if not all("tree" in inner.__dict__ for inner in groups):
         return
-    join_tree(group).is_last_backward = group.__dict__[_SAVED].is_last_backward
+    join_tree(group)
     for inner in groups:
         record_owners(inner)
         record_params(inner)

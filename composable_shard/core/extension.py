@@ -110,8 +110,8 @@ class ExtensionBucket:
     @property
     def reduction(self) -> type[Reduction]:
         """The class that reduces the gradient; valid once the unsharded parameter exists."""
-        is_shared = self.mesh.num_shards > 1 and self.param.layout.flat.numel > 0
-        encodes = is_shared and has_grad_extension(self.param.local)
+        is_split = self.mesh.num_shards > 1 and self.param.layout.flat.numel > 0
+        encodes = is_split and has_grad_extension(self.param.local)
         return EncodedReduction if encodes else SplitReduction
 
     def grad_extension(self, param: ShardedParam, dtype: torch.dtype) -> GradExtension:
@@ -239,7 +239,7 @@ class ExtensionBucket:
         """Free the memory that the next gather fills again.
 
         Returns:
-            Always ``False``: this bucket does not look for arrays that share its memory.
+            Always ``False``: this bucket does not look for NumPy arrays that share its memory.
         """
         self._gathered_ahead = False
         for memory in (*self._gathered, *self._inner):
@@ -254,10 +254,10 @@ class ExtensionBucket:
     def _all_rows(self, index: int, gathered: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """View a gathered tensor as hooks get it; move rows forward over gaps of padding."""
         assert self.formats is not None
-        num_padded, end = max(counts), 0
-        rows = gathered.view(len(counts) * num_padded, *self.formats[0][index].shape[1:])
+        padded_rows, end = max(counts), 0
+        rows = gathered.view(len(counts) * padded_rows, *self.formats[0][index].shape[1:])
         for rank, count in enumerate(counts):
-            start = rank * num_padded
+            start = rank * padded_rows
             if count and end != start:
                 rows[end : end + count] = rows[start : start + count].clone()
             end += count
@@ -297,7 +297,7 @@ class ExtensionBucket:
         self._versioned = [param.unsharded, self._out, *leaves, *inner]
 
     def memory_for_backward(self) -> Sequence[torch.Tensor]:
-        """Return the memory that is not freed before the backward."""
+        """Return the memory that a backward may read."""
         gathered = [] if self._releases_gathered else self._gathered
         return [memory.view(torch.uint8) for memory in (*self._inner, *gathered)]
 
@@ -324,8 +324,8 @@ def _post_all_gather(
     return whole, _torch.leaves(whole)
 
 
-# The name of a parameter, and a call of its hook that returns the tensors to send; ``None`` if this
-# rank does not know them.
+# The name of a parameter, and a function that calls its hook. The function returns the tensors to
+# send, or ``None`` if this rank has no gradient.
 _Call = tuple[str, Callable[[], list[torch.Tensor] | None]]
 
 
@@ -363,8 +363,8 @@ def _encode_first(
     raise_on_all({rank: text for rank, (text, _) in by_rank.items()}, failure)
     sent_by_param = []
     for index, (name, _) in enumerate(calls):
-        known = ((rank, formats[index]) for rank, (_, formats) in by_rank.items())
-        sent = {rank: formats for rank, formats in known if formats is not None}
+        known = ((rank, theirs[index]) for rank, (_, theirs) in by_rank.items())
+        sent = {rank: of_param for rank, of_param in known if of_param is not None}
         check_same_formats(hook, name, sent)
         sent_by_param.append(sent)
     return encoded, sent_by_param
@@ -472,7 +472,7 @@ class SplitReduction(Reduction):
         super().launch()
 
     def _agree_on_codecs(self) -> None:
-        """Exchange the inner tensors of gradients that only some ranks have; plan for them.
+        """Exchange the codecs of gradients, which only ranks with a gradient know; plan again.
 
         Collective: an all-gather of a small object for each mesh axis.
         """
@@ -617,7 +617,7 @@ class EncodedReduction(Reduction):
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait for the parts of all ranks, or for the replicas; sum and divide the parts."""
+        """Wait for the parts of all ranks, sum and divide them; later wait for the replicas."""
         super().wait()
         rows = self.__dict__.pop("_received", None)
         if rows is None:

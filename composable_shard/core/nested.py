@@ -53,7 +53,7 @@ def map_tensors(
     change: Callable[[torch.Tensor], torch.Tensor],
     value: Any,
     seen: list[InputContainer] | None = None,
-    enclosing: dict[int, bool] | None = None,
+    enclosing: tuple[int, ...] = (),
 ) -> Any:
     """Apply ``change`` to every tensor in ``value``; return the same object if none has changed.
 
@@ -64,19 +64,20 @@ def map_tensors(
         change: The function.
         value: An input or output of a module.
         seen: The containers of earlier calls; this call adds its own, for :func:`find_changes`.
-        enclosing: For the id of each container around ``value``, whether it contains itself.
+        enclosing: The ids of the containers around ``value``.
 
     Raises:
-        ShardError: If a container that contains itself has a tensor to change.
+        ShardError: If a container contains itself.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) in ATOMS:
         return value
-    enclosing = {} if enclosing is None else enclosing
     if id(value) in enclosing:
-        enclosing[id(value)] = True
-        return value
+        kind = type(value).__name__
+        raise ShardError(
+            f"Expected no container that contains itself, got a {kind}; pass its items separately"
+        )
     for known in seen or ():
         if known.original is value:  # the same container occurs twice
             return known.passed
@@ -84,17 +85,8 @@ def map_tensors(
     if flattened is None:
         return value
     items, rebuild = flattened
-    enclosing[id(value)] = False
-    mapped = [map_tensors(change, item, seen, enclosing) for item in items]
-    contains_itself = enclosing.pop(id(value))
-    passed = value
-    if not all(map(is_, mapped, items)):
-        if contains_itself:
-            raise ShardError(
-                "Expected no tensor to cast or to hook in a container that contains itself, got "
-                f"one in a {type(value).__name__}; pass it separately"
-            )
-        passed = rebuild(mapped)
+    mapped = [map_tensors(change, item, seen, (*enclosing, id(value))) for item in items]
+    passed = value if all(map(is_, mapped, items)) else rebuild(mapped)
     # Other containers may create new items each time pytree flattens them.
     if seen is not None and (isinstance(value, _MUTABLE) or dataclasses.is_dataclass(value)):
         seen.append(InputContainer(value, passed, mapped))

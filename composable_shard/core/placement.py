@@ -79,7 +79,7 @@ class TensorLayout:
         if self.dim is None:
             return tensor
         layout = self.flat
-        if _torch.is_subclass_of_user(tensor):
+        if _torch.is_user_subclass(tensor):
             # torch's fully_shard calls chunk, so subclasses implement it, as aten.split; few
             # implement narrow.
             shards = tensor.chunk(layout.num_shards, self.dim)

@@ -1,8 +1,8 @@
 """Reduces gradients, from the unsharded parameters to ``.grad`` of the sharded parameters.
 
 Imports storage and the transport. The methods of `Reduction` are operations of a program, which
-launches a reduction when backward finishes a group (``reduce``), and later waits for it and writes
-``.grad``. The placements of a gradient show its stage (`GradStage`):
+launches a reduction when backward finishes a group (phase reduce), and later waits for it and
+writes ``.grad`` (phase deliver). The placements of a gradient show its stage (`GradStage`):
 
 - ``unreduced``: ``Partial`` on all data-parallel axes. It was accumulated without sync.
 - ``reduced_over_shards``: ``Partial`` on the replicate axis only.
@@ -96,8 +96,7 @@ class Reduction:
             ``.grad`` is written. `LocalReduction` has a list of gradients instead.
         num_flags: The number of flags at the end of ``reduced``.
         params: The parameters, in the order of ``reduced``.
-        is_offloaded: Whether ``.grad`` belongs on the host, and compute is on another device or
-            overlaps with the copies.
+        is_offloaded: Whether gradients must be copied to the memory of the host.
     """
 
     reduced: Any
@@ -129,8 +128,8 @@ class Reduction:
         self._num_direct = sum(map(is_direct, params))
         self._sent_dtype = sent_dtype(buckets, dtype, self._channel)
         self._unsharded = tuple(param.unsharded for param in self.params)
-        # Other parameters may widen the reduction. A gradient with a reduce dtype that is narrower
-        # than its compute dtype is then rounded first, as if it were reduced alone.
+        # The other parameters may widen the reduction. If a gradient's own reduce dtype is narrower
+        # than its compute dtype, the gradient is rounded to it first, as if it were reduced alone.
         self._own_dtypes = [reduce_dtype(param) for param in self.params]
         compute = [param.compute_dtype for param in self.params]
         own = enumerate(self._own_dtypes)
@@ -299,7 +298,7 @@ class Reduction:
             self._packed.zero_()
             _torch.copy_each_(self._rows, tensors)
             return self._packed
-        if not all(map(is_, map(_dtype, tensors), repeat(tensors[-1].dtype))):
+        if not all(map(is_, map(_dtype, tensors), repeat(tensors[-1].dtype))):  # else it casts
             tensors = [tensor.to(self.dtype) for tensor in tensors]
         packed = _torch.empty(*self._packed_shape, dtype=self.dtype, device=self._mesh.device)
         _torch.chunk_cat(tensors, 0, self._mesh.num_shards, out=packed)
@@ -329,7 +328,7 @@ class Reduction:
                     _torch.local_tensor(old_grad).add_(grad.to(param.local.device))
                 continue
             if old_grad is None:
-                allow_grad_dtype(param.sharded, dtype)  # on all ranks alike, see there
+                allow_grad_dtype(param.sharded, dtype)  # on all ranks, as it requires
             else:
                 total = self._unreduced_form(param, old_grad)
                 grad = total if grad is None else total.add_(grad)
@@ -341,18 +340,20 @@ class Reduction:
     def _record_unsynced(self, param: ShardedParam, grad: Any) -> GradStage | None:
         """Record in `ParamGroup.unsynced` that gradients are added to ``grad`` and not reduced.
 
+        If ``grad`` is reduced, record with it a dtype that does not round the sum.
+
         Returns:
             The stage of ``grad``, which may be ``None``.
         """
         unsynced, stage = self._group.unsynced, stage_of(param, grad)
-        wide = unsynced.get(param.name)
+        sum_dtype = unsynced.get(param.name)
         if stage == "sharded":
-            wide = torch.promote_types(self.dtype, grad.dtype)
-        unsynced[param.name] = wide
+            sum_dtype = torch.promote_types(self.dtype, grad.dtype)
+        unsynced[param.name] = sum_dtype
         return stage
 
     def _unreduced_factor(self) -> float:
-        """Return a factor for unreduced gradients: their mean is then their sum / divisor."""
+        """Return the factor of unreduced gradients: the mean over ranks is then sum / divisor."""
         divisor = self._group.settings.divisor
         return 1.0 if divisor is None else self._mesh.num_ranks / divisor
 
@@ -372,7 +373,7 @@ class Reduction:
     def wait(self) -> None:
         """Wait for the oldest of the collectives that were launched."""
         self._pending[0].wait()
-        del self._pending[0]  # only now: after a failure, `discard` waits for the others
+        del self._pending[0]  # after the wait: if it fails, `discard` waits for its other works
         if self._rows:
             _torch.free(self._packed)
 
@@ -387,8 +388,8 @@ class Reduction:
     def skip_replicas(self) -> None:
         """Skip the reduction over the replicas; the reduced shards differ between replicas.
 
-        Reduced gradients become summands of the next mean on all replicas, even if some replicas
-        have nothing to add. Equal summands are their own mean.
+        A reduced gradient is marked as unreduced over the replicas, on all of them, even if some
+        have nothing to add. It is equal on all replicas, so the next mean keeps it.
         """
         self._specs = self._specs_of("reduced_over_shards")
         for param in self.params:
@@ -420,10 +421,10 @@ class Reduction:
                 yield index, _torch.local_tensor(grad)
 
     def download(self) -> None:
-        """Copy offloaded gradients, or the flags, to the host; else write ``.grad`` at once.
+        """Copy offloaded gradients to the host; else write ``.grad``, or first copy the flags.
 
-        To read flags on the device, the host would wait for it. Flags are not read if this rank has
-        all gradients. With hooks of users, ``.grad`` is written at once, so that an optimizer in
+        Reading flags from the device would block the host. They are not needed if this rank has all
+        gradients. With hooks of users, ``.grad`` is written at once, so that an optimizer in
         backward steps while the backward runs.
         """
         are_hooked = map(_torch.has_grad_hooks, self._sharded)
@@ -453,8 +454,8 @@ class Reduction:
         """Write the reduced shards to ``.grad`` of the sharded parameters, or add them to it.
 
         If autograd will still write the gradient of a penalty on the sharded parameters, and some
-        ranks have no rows, this waits for the end of the backward: without rows, autograd cannot
-        add its gradient to ours, but ours can be added to that of autograd.
+        ranks have no rows, the end of the backward does it: on a rank without rows, autograd fails
+        to add to our gradient, but we can add to autograd's.
         """
         if self._may_lack_rows and not after_autograd and _torch.current_backward() != -1:
             leaves = _torch.in_graphs(self._sharded)
@@ -564,12 +565,12 @@ def _is_direct(dtype: torch.dtype, cost: int | None, param: ShardedParam) -> boo
     return flat.is_even and not is_packed(flat, dtype.itemsize, cost)
 
 
-def sent_dtype(buckets: Sequence[Bucket], reduced: torch.dtype, channel: Channel) -> torch.dtype:
-    """Return the dtype in which gradients with their own message are sent without a cast."""
+def sent_dtype(buckets: Sequence[Bucket], summed: torch.dtype, channel: Channel) -> torch.dtype:
+    """Return the dtype in which gradients with their own message are sent."""
     dtypes = {bucket.compute_dtype for bucket in buckets}
     dtype = dtypes.pop()
-    fits = not dtypes and torch.promote_types(dtype, reduced) == reduced
-    return dtype if fits and channel.reduce_scatter.widens else reduced
+    fits = not dtypes and torch.promote_types(dtype, summed) == summed
+    return dtype if fits and channel.reduce_scatter.widens else summed
 
 
 def reduce_dtype(param: ShardedParam) -> torch.dtype:
@@ -642,7 +643,7 @@ def add_grad(param: ShardedParam, grad: Any) -> None:
             f"Expected a gradient of local shape {list(local.shape)} in .grad of '{param.name}', "
             f"got {list(old_local.shape)}; assign one with the rows of this rank"
         )
-    if old_grad.placements != grad.placements:  # equal replicas are their own mean
+    if old_grad.placements != grad.placements:  # it is equal on all replicas, so the mean keeps it
         spec = _torch.spec_with_dtype(_torch.spec_of(grad), old_local.dtype)
         param.sharded.grad = _torch.from_local(old_local, spec)
     old_local.add_(local)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parameter import is_lazy
 
 from composable_shard import _torch
 from composable_shard.core.codec import GRAD_PRE, PRE, flatten, has_extension, needs_extension
@@ -52,9 +51,8 @@ def top_modules(module: object) -> tuple[nn.Module, ...]:
         raise ValueError("Expected at least one module, got an empty list")
     for index, member in enumerate(modules):
         if not isinstance(member, nn.Module):
-            raise TypeError(
-                f"Expected a list of nn.Module, got {type(member).__name__} at index {index}"
-            )
+            kind = type(member).__name__
+            raise TypeError(f"Expected a list of nn.Module, got {kind} at index {index}")
         if type(member).forward is nn.Module.forward and "forward" not in vars(member):
             raise ValueError(
                 f"Expected a module with a forward, got the container {type(member).__name__}; "
@@ -186,11 +184,6 @@ def plan_params(
     planned: Planned = {}
     for param, slots in managed.slots.items():
         name = managed.names[param]
-        if is_lazy(param):
-            raise ValueError(
-                f"Expected parameter '{name}' of {type(slots[0].module).__name__} to have a shape, "
-                "got an uninitialized one; run a forward of the model before fully_shard"
-            )
         placement, own_mesh = placement_of(name, param, shard_placement_fn)
         param_mesh = mesh if own_mesh is None else own_mesh_of(name, own_mesh)
         _check_param(name, param, param_mesh)

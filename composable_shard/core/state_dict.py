@@ -128,8 +128,6 @@ def _before_load(
         value = state_dict.get(key)
         if not isinstance(value, torch.Tensor) or not isinstance(current, DTensor):
             continue
-        if param.shape == () and value.shape == (1,):
-            value = value[0]  # as torch does for plain tensors; it cannot for a DTensor
         if value.shape != param.shape:
             continue
         spec = param.placement.unsharded_spec

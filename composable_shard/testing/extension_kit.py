@@ -336,7 +336,7 @@ def out(case: Case) -> None:
         found, expected = case.outputs_of(tensor), case.outputs_of(gather(other))
         what = f"{codec.POST} to write the received values into out"
         got = "those of the last gather" if torch.equal(found, old) else "other values"
-        remedy = "fill out where it is not the all-gather outputs themselves"
+        remedy = "write every part of out that is not an all-gather output"
         expect(torch.equal(found, expected), what, got, remedy)
         after = map(_torch.storage_number, _torch.leaves(tensor))
         kept = not any(map(and_, freed, map(ne, before, after)))

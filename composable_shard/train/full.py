@@ -111,7 +111,7 @@ def full_copy(tensor: torch.Tensor, name: str) -> torch.Tensor:
     whole = cast(DTensor, tensor.detach())
     if local.device.type != mesh.device_type:
         whole = _torch.local_like(tensor, local.detach().to(mesh.device_type))
-    kind, is_of_user = type(local), _torch.is_subclass_of_user(local)
+    kind, is_of_user = type(local), _torch.is_user_subclass(local)
     try:
         full = whole.full_tensor()
         if is_of_user and not isinstance(full, kind):

@@ -105,6 +105,7 @@ def test_memory_returns_to_the_shards_and_gradients() -> None:
     with fake_ranks(8):
         stack(width=512, depth=8)(torch.randn(8, 512, device="cuda")).sum().backward()
         gc.collect()  # now there are cuBLAS's workspaces, and no cycles that earlier tests left
+        torch.cuda.empty_cache()  # a cached block that is reused may be 1 MiB larger than needed
         before = torch.cuda.memory_allocated()
         model = shard(stack(width=512, depth=8))
         shards = torch.cuda.memory_allocated() - before

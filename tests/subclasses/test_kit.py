@@ -99,8 +99,8 @@ def scales_shard(self: TwoTensor, *given: Any, **out: Any) -> Any:
 
 ONE, TWO = " (1 rank, shape [8, 4])", " (2 ranks, shape [8, 4])"
 FILL = (
-    f"Expected {POST} to write the received values into out, got {{}}; fill out where it is "
-    "not the all-gather outputs themselves"
+    f"Expected {POST} to write the received values into out, got {{}}; write every part of out "
+    "that is not an all-gather output"
 )
 UNCHANGED = (
     "Expected {} to leave the shard as it is, got inner tensor 1 of it changed in place; work on "
