@@ -21,7 +21,7 @@ from composable_shard.core.copying import SavedModule, copy_sharded, restore_mod
 from composable_shard.core.group import ParamGroup, State, group_of, set_group
 from composable_shard.core.hooks import groups_in
 from composable_shard.core.reduction import assign_grad, clear_grad, is_partial
-from composable_shard.core.storage import ShardedParam, user_grad_dtype
+from composable_shard.core.storage import ShardedParam
 from composable_shard.core.transport import collectives
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.pending import Waitable
@@ -161,7 +161,8 @@ def _convert(modules: list[nn.Module], fn: _Conversion, apply: Callable[[Any], A
         new = None if grad is None else converted[id(grad)][1]
         if grad is not None and new is not None and grad.dtype not in (sharded.dtype, new.dtype):
             new = grad.to(new.device)  # the gradient keeps its own dtype
-        kept.append((param, user_grad_dtype(sharded), dict(vars(sharded)), grad, new))
+        param.record_user_state()
+        kept.append((param, grad, new))
         sharded.grad = None
     is_converted = False
     try:
@@ -177,10 +178,10 @@ def _convert(modules: list[nn.Module], fn: _Conversion, apply: Callable[[Any], A
             module._buffers.update(present)
         raise
     finally:
-        for param, dtype, attributes, grad_before, converted_grad in kept:
+        for param, grad_before, converted_grad in kept:
             now, grad = param.find_registered(), converted_grad if is_converted else grad_before
             if now is not None:
-                carry_over(attributes, dtype, now)
+                carry_over(param, now)
             if now is not None and grad is not None:
                 assign_grad(now, grad)
 

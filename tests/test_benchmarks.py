@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from on_ranks import on_ranks
 
 from composable_shard import explain, fully_shard
 from composable_shard._torch import poisoned_memory
@@ -45,11 +43,6 @@ def rows_of(printed: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
 
-def headings_of(printed: str) -> list[str]:
-    lines = [line for line in printed.splitlines() if line.startswith("┃")]
-    return [cell.strip() for line in lines for cell in line.strip("┃").split("┃")]
-
-
 def parameters() -> list[torch.nn.Parameter]:
     with torch.device("meta"):
         return list(contestants.Gpt(SPEC).parameters())
@@ -61,46 +54,6 @@ def packed_parameters() -> list[bool]:
         model = fully_shard(contestants.Gpt(SPEC))
         travels = {param.name: param.travels for param in explain(model).groups[0].parameters}
         return [travels[name] == "packed" for name, _ in model.named_parameters()]
-
-
-def walls(turns: dict[str, list[list[float]]], name: str) -> list[float]:
-    if name == "limit":
-        pairs = zip(walls(turns, "compute"), walls(turns, "transfer"), strict=True)
-        return [max(pair) for pair in pairs]
-    return [wall for wall, _ in turns[name]]
-
-
-def median_ratio(turns: dict[str, list[list[float]]], name: str, other: str) -> str:
-    pairs = zip(walls(turns, name), walls(turns, other), strict=True)
-    return f"{statistics.median(mine / others for mine, others in pairs):.3f}"
-
-
-def test_a_step_is_compared_with_the_limit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    figures = main(step, tmp_path, *TINY, "--rounds", "3", "--steps-per-round", "1")
-    printed = capsys.readouterr().out
-    turns = figures["turns"]["1"]
-    assert {name: len(sample) for name, sample in turns.items()} == dict.fromkeys(
-        ["ours", "fsdp2", "ddp", "single", "compute", "transfer"], 3
-    )
-    assert headings_of(printed)[1:4] == ["step ms", "ours/other (quartiles)", "step/limit"]
-    assert headings_of(printed)[4] == "processor ms"
-    rows = {row[0]: row for row in rows_of(printed)}
-    assert rows["torch FSDP2"][2].split()[0] == median_ratio(turns, "ours", "fsdp2")
-    assert rows["composable_shard"][3] == median_ratio(turns, "ours", "limit")
-    assert rows["limit"][1] == f"{statistics.median(walls(turns, 'limit')) * 1e3:.1f}"
-    processors = statistics.median(processor for _, processor in turns["ddp"])
-    assert rows["torch DDP"][4] == f"{processors * 1e3:.1f}"
-    sums = [c + t for (_, c), (_, t) in zip(turns["compute"], turns["transfer"], strict=True)]
-    assert rows["limit"][4] == f"{statistics.median(sums) * 1e3:.1f}"
-    assert "load average" in printed
-
-
-def test_compute_alone_updates_one_rank_s_share_and_sends_nothing() -> None:
-    for rank, (numels, counts) in enumerate(run_ranks(compute_alone, 2)):
-        assert sum(numels) == sum(param.numel() for param in parameters()) // 2, rank
-        assert (counts.collectives, counts.messages) == (0, 0)
 
 
 SMALL = ("--layers", "1", "--width", "64", "--rounds", "2")
@@ -127,18 +80,6 @@ def test_a_program_prints_what_it_has_measured(
     figures = main(program, tmp_path, *arguments)
     assert names <= set(figures[part])
     assert len(rows_of(capsys.readouterr().out)) >= len(names)
-
-
-def compute_alone() -> tuple[list[int], Any]:
-    built = limit.build_compute(SPEC)
-    shards = [param for group in built.optimizer.param_groups for param in group["params"]]
-    before = [shard.clone() for shard in shards]
-    with copies.Copies() as watched:
-        watched.phase = "forward"
-        built.step(0)
-    assert not any(map(torch.equal, before, shards))
-    assert all(param.grad is None for param in built.model.parameters())
-    return [shard.numel() for shard in shards], watched.counts
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
@@ -213,34 +154,6 @@ def test_ours_copies_only_what_travels_packed() -> None:
     assert counts.collectives == 2 * 8
 
 
-def test_ddp_writes_every_gradient_once_and_the_plain_module_is_the_floor() -> None:
-    beyond, _ = beyond_floor("ddp", "fp32")
-    whole = sum(param.numel() for param in parameters()) * FP32
-    none = dict.fromkeys(beyond, 0)
-    assert beyond == {**none, "backward": whole}
-    assert beyond_floor("single", "fp32")[0] == none
-
-
-def test_live_storage_follows_views_resizes_and_frees() -> None:
-    with live_storage.LiveStorage() as live:
-        a = torch.ones(100)
-        a[10:].view(9, 10).add_(1)
-        assert live.live() == 400
-        a.untyped_storage().resize_(40)
-        assert live.live() == 40
-        b = torch.zeros(50)
-        shares = torch.empty(0).set_(b.untyped_storage(), 0, (50,))
-        shares.add_(1)
-        assert live.live() == 240
-        live.reset_peak()
-        torch.ones(25)
-        del b
-        assert live.live() == 240
-        del shares
-        assert live.live() == 40
-        assert live.peak == 340
-
-
 @poisoned_memory(False)  # which keeps memory for a while
 def live_bytes(name: str) -> tuple[int, int]:
     return memory.live_bytes(name, SPEC)
@@ -255,34 +168,6 @@ def test_between_steps_a_rank_keeps_parameters_and_their_state() -> None:
             # Besides, a library may keep a few numbers for each parameter.
             assert 0 <= between - kept - counters <= 3 * counters, name
             assert peak > between
-
-
-def test_the_minimum_is_the_sum_of_its_terms() -> None:
-    num_params = sum(param.numel() for param in parameters())
-    block = sum(param.numel() for param in parameters()[2:14])
-    assert memory.terms(SPEC, 4, 1000, sharded=True) == memory.Terms(
-        parameters=num_params,
-        optimizer_state=2 * num_params,
-        unsharded_groups=2 * block * FP32,
-        unsharded_gradients=block * FP32,
-        activations=1000,
-        gradients=num_params,
-    )
-    assert memory.terms(SPEC, 4, 1000, sharded=False).total() == 16 * num_params
-    assert memory.terms(SPEC, 4, 10**9, sharded=False).total() == 12 * num_params + 10**9
-
-
-def groups_sent(num_params: int, numel: int) -> list[int]:
-    """Return how many messages each way of sending has, and one in the way of the library."""
-    mesh = packing.make_mesh("cpu")
-    models = [packing.build(name, "gloo", mesh, num_params, numel) for name in packing.NAMES]
-    models.append(fully_shard(packing.Params(num_params, 1), mesh=mesh))
-    groups = [explain(model).groups[0] for model in models]
-    return [group.traffic.forward_gathers.messages for group in groups]
-
-
-def test_one_group_is_packed_and_the_other_is_not() -> None:
-    assert run_ranks(groups_sent, 2, 3, 1 << 20) == [[1, 3, 1]] * 2
 
 
 def test_ways_to_step_whole_matrices_are_timed_and_equal(
@@ -315,17 +200,3 @@ def test_full_weights_beside_those_of_torch(
     assert list(figures["seconds"]) == list(figures["nbytes"]) == names
     assert [len(times) for times in figures["seconds"].values()] == [3, 3, 3]
     assert capsys.readouterr().out.count(" of the time") == 2
-
-
-@on_ranks(2)
-def test_all_contestants_give_the_same_weights() -> None:
-    weights_out = importlib.import_module("weights_out")
-    torch.manual_seed(1)
-    model = weights_out.build(16, 2)
-    ours = list(weights_out.ours(model, 1))
-    assert (
-        [
-            len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
-            for theirs in (list(weights_out.each(model)), list(weights_out.at_once(model)))
-        ]
-    ) == ([True, True])

@@ -269,7 +269,8 @@ told(shard=3)
 told(loss=None)
     TypeError: Expected loss to be a function of output and batch, got NoneType: None
 told(optimizer='adam')
-    TypeError: Expected optimizer to be a function of parameters, a mapping or None, got str: 'adam'
+    TypeError: Expected optimizer to be a function of parameters or None, got str: 'adam'; for
+    layouts, use explain(model, with_layout(model, layouts)) under fake_ranks
 told(device=3)
     TypeError: Expected device to be a device or its name, got int: 3
 told(flops='many', bandwidth=1.0)

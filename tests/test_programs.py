@@ -53,16 +53,6 @@ def test_a_resumed_training_has_bitwise_the_losses_of_an_uninterrupted_one(
     assert losses(parts) == losses(uninterrupted)
 
 
-@pytest.mark.matrix
-def test_training_with_muon_goes_on_bitwise(tmp_path: Path, text: Path) -> None:
-    muon = ["--optimizer", "muon"]
-    demo.train(*options(tmp_path / "whole", text, *muon))
-    demo.train(*options(tmp_path / "parts", text, *muon, "--stop-at", "5"))
-    demo.train(*options(tmp_path / "parts", text, *muon, "--resume"))
-    assert len(losses(tmp_path / "whole")) == 8
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-
-
 def run_main_block(program: str) -> None:
     """Do what a program does when it is started; ranks import its functions by its name."""
     module = importlib.import_module(program)

@@ -272,47 +272,32 @@ def _transports(group: dist.ProcessGroup) -> dict[str, str]:
 
 # Problems and warnings of a measurement -----------------------------------------------------------
 
-ATTEMPTS = 3  # at most, while a collective is slow
-IDLE = 0.5  # the highest load of a machine on which nothing else runs
 SLOW = 20
-"""A collective that is this many times slower than a copy of its bytes is a problem. Sockets on one
-host, the slowest supported transport, are about 10 times slower."""
-
-
-def slowness(measured: Facts) -> dict[str, float]:
-    """Return how many times slower each collective is than a copy of its bytes."""
-    copied = measured["copied_per_second"] or 0.0
-    return {name: copied / measured[key]["bytes_per_second"] for key, name in COLLECTIVES.items()}
-
-
+"""A collective that is this many times slower than a copy of its bytes gets a warning. Sockets on
+one host, the slowest supported transport, are about 10 times slower."""
 UNREACHED = "if they cannot connect, set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME): lo on one machine"
 
 
-def measure_often(report: Facts, nbytes: int) -> None:
-    """Measure, and again while a collective looks slow; report the fastest attempt."""
-    num_ranks, others, attempts = report["num_ranks"], other_programs(report), list[Facts]()
+def judge(report: Facts, nbytes: int) -> None:
+    """Measure, and report what is wrong."""
+    num_ranks = report["num_ranks"]
     try:
-        for _ in range(ATTEMPTS):
-            attempts.append(measure(num_ranks, report["machine"]["device_type"], nbytes))
-            if max(slowness(attempts[-1]).values()) <= SLOW:
-                break
+        measured = report["measured"] = measure(num_ranks, report["machine"]["device_type"], nbytes)
     except Exception as error:  # noqa: BLE001 (any failure of a rank is a finding)
-        finding, reason, remedy = "problems", str(error).strip().rpartition("\n")[2], UNREACHED
+        reason = str(error).strip().rpartition("\n")[2]
         if isinstance(error, multiprocessing.TimeoutError):
             reason = f"no result within {TIMEOUT:g} s"
-            finding, remedy = ("warnings", others) if others else (finding, remedy)
         problem = f"{num_ranks} ranks could not measure: {type(error).__name__}: {reason}"
-        report[finding].append(f"{problem}; {remedy}")
+        report["problems"].append(f"{problem}; {UNREACHED}")
         return
-    report["measured"] = min(attempts, key=lambda attempt: max(slowness(attempt).values()))
     report["problems"] += [
         f"{name} gave wrong values: the backend or the machine is broken"
         for key, name in COLLECTIVES.items()
-        if not all(attempt[key]["is_right"] for attempt in attempts)
+        if not measured[key]["is_right"]
     ]
     report["warnings"] += [
         f"ranks {pairs} do not share memory: {way.removeprefix(SENDS)}"
-        for way, pairs in pairs_by_way(report["measured"]).items()
+        for way, pairs in pairs_by_way(measured).items()
         if way != SHARES
     ]
 
@@ -325,33 +310,25 @@ def pairs_by_way(measured: Facts) -> dict[str, str]:
     return {way: ", ".join(pairs) for way, pairs in ways.items()}
 
 
-def other_programs(report: Facts) -> str:
-    """Return a warning about other programs that use the ranks' cores; empty if enough are free."""
-    load, num_cores = report["machine"]["load"], report["machine"]["num_cores"]
-    if load <= max(0, num_cores - report["num_ranks"]) + IDLE:
-        return ""
-    return f"other programs ran (load {load:.1f} on {counted(num_cores, 'core')}): try again later"
-
-
-def judge_speed(report: Facts) -> None:
-    """Report slow collectives on the CPU, with the cause: many threads, or other programs."""
+def speed_warnings(report: Facts) -> Iterator[str]:
+    """Yield slow collectives and too many threads of ranks on the CPU."""
     machine, num_ranks, measured = report["machine"], report["num_ranks"], report["measured"]
     if machine["device_type"] != "cpu" or num_ranks == 1:
         return
     threads, cores = (measured or machine)["num_threads"], machine["num_cores"]
-    fitting = max(1, cores // num_ranks)
-    advice = f"a container may allow fewer than {cores} cores: "
-    advice += "set OMP_NUM_THREADS=1" if threads > 1 else "start fewer ranks"
+    fitting, slow = max(1, cores // num_ranks), list[str]()
+    for key, name in COLLECTIVES.items() if measured else ():
+        times = measured["copied_per_second"] / measured[key]["bytes_per_second"]
+        if times > SLOW:
+            slow.append(f"{name} is {times:.0f} times slower")
+    advice = f"other programs may run, or a container may allow fewer than {cores} cores"
     if threads > fitting:
         shared = f"{num_ranks} ranks with {threads} threads each share {cores} cores"
         advice = f"{shared}: set OMP_NUM_THREADS={fitting}"
-    times, others = slowness(measured) if measured else {}, other_programs(report)
-    slow = [f"{name} is {n:.0f} times slower" for name, n in times.items() if n > SLOW]
     if slow:
-        finding = f"{', '.join(slow)} than a copy of memory; {others or advice}"
-        report["warnings" if others else "problems"].append(finding)
-    if threads > fitting and (others or not slow):
-        report["warnings"].append(advice)
+        yield f"{', '.join(slow)} than a copy of memory; {advice}"
+    elif threads > fitting:
+        yield advice
 
 
 # The command --------------------------------------------------------------------------------------
@@ -384,8 +361,8 @@ def run(arguments: argparse.Namespace) -> int:
         "warnings": list(warnings_of(machine)),
     }
     if num_ranks > 1 and not arguments.no_measure and not report["problems"]:
-        measure_often(report, arguments.mib * _MIB)
-    judge_speed(report)
+        judge(report, arguments.mib * _MIB)
+    report["warnings"] += speed_warnings(report)
     report["is_well"] = not report["problems"]
     if arguments.json:
         print(json.dumps(report, indent=2))

@@ -20,7 +20,7 @@ from composable_shard.core.extension import move_into_buckets
 from composable_shard.core.group import ParamGroup, group_of
 from composable_shard.core.hooks import record_owners
 from composable_shard.core.state_dict import record_params
-from composable_shard.core.storage import ShardedParam, user_grad_dtype
+from composable_shard.core.storage import ShardedParam
 from composable_shard.core.tree import Tree, join_tree
 from composable_shard.core.user_changes import carry_over
 from composable_shard.mesh import ShardMesh
@@ -72,7 +72,8 @@ def _copied_sharded(param: ShardedParam, copied: nn.Parameter | None) -> nn.Para
     new = _torch.local_tensor(copied)
     if type(new) is torch.Tensor:  # users may have set hooks on the shard
         new.__dict__.update(local.__dict__)
-    carry_over(param.sharded.__dict__, user_grad_dtype(param.sharded), copied)
+    param.record_user_state()
+    carry_over(param, copied)
     return copied
 
 

@@ -132,10 +132,12 @@ class Reduction:
         self._unsharded = tuple(param.unsharded for param in self.params)
         # The other parameters may widen the reduction. If a gradient's own reduce dtype is narrower
         # than its compute dtype, the gradient is rounded to it first, as if it were reduced alone.
-        alone = [(i, reduce_dtype(param)) for i, param in enumerate(self.params)]
+        self._own_dtypes = [reduce_dtype(param) for param in self.params]
         compute = [param.compute_dtype for param in self.params]
-        narrow = [(i, to) for i, to in alone if to.itemsize < compute[i].itemsize]
-        self._to_round = [(i, to) for i, to in narrow if to != dtype]
+        own = enumerate(self._own_dtypes)
+        self._to_round = [
+            (i, to) for i, to in own if to != dtype and to.itemsize < compute[i].itemsize
+        ]
         self._sharded = tuple(param.sharded for param in self.params)
         self._is_tensor_parallel = any(p.placement.unsharded_spec is not None for p in self.params)
         flat = [param.layout.flat for param in self.params]
@@ -307,6 +309,7 @@ class Reduction:
     def accumulate_unsynced(self) -> None:
         """Add the gradients to ``.grad`` of the sharded parameters, as ``Partial`` DTensors.
 
+        They have the dtype in which the parameter would be reduced if it were alone, as in FSDP2.
         A reduced ``.grad`` becomes ``Partial`` on every rank, also on ranks that did not use the
         parameter. Each rank keeps num_shards times its rows, and zeros elsewhere; the mean of these
         over the ranks is the reduced gradient.
@@ -316,24 +319,25 @@ class Reduction:
         del self._grads
         if self._mesh.num_ranks > 1:
             refuse_sparse(self.params, grads)
-        for param, sharded, grad in zip(self.params, self._sharded, grads, strict=True):
+        for param, grad, dtype in zip(self.params, grads, self._own_dtypes, strict=True):
             old_grad: Any = redistributed_grad(param)
             stage = self._record_unsynced(param, old_grad)
             if grad is not None:
-                grad = grad.to(self.dtype)
+                grad = grad.to(dtype)
                 grad = grad if factor == 1 else grad * factor
             if stage == "unreduced":
                 if grad is not None:
                     _torch.local_tensor(old_grad).add_(grad.to(param.local.device))
                 continue
             if old_grad is None:
-                allow_grad_dtype(sharded, self.dtype)  # on all ranks, as it requires
+                allow_grad_dtype(param.sharded, dtype)  # on all ranks, as it requires
             else:
                 total = self._unreduced_form(param, old_grad)
                 grad = total if grad is None else total.add_(grad)
             if grad is not None:
                 grad = grad.to(param.local.device)
-                assign_grad(sharded, _torch.from_local(grad, param.spec("unreduced", grad.dtype)))
+                spec = param.spec("unreduced", grad.dtype)
+                assign_grad(param.sharded, _torch.from_local(grad, spec))
 
     def _record_unsynced(self, param: ShardedParam, grad: Any) -> GradStage | None:
         """Record in `ParamGroup.unsynced` that gradients are added to ``grad`` and not reduced.
@@ -430,9 +434,10 @@ class Reduction:
         gradients. With hooks of users, ``.grad`` is written at once, so that an optimizer in
         backward steps while the backward runs.
         """
+        are_hooked = map(_torch.has_grad_hooks, self._sharded)
         if self.is_offloaded:
             self.reduced = self._to_host(self.reduced)
-        elif self._all_have_grads or self._writes_unused or any(map(has_hooks, self.params)):
+        elif self._all_have_grads or self._writes_unused or any(are_hooked):
             self.write_grads()
         else:
             self._flags = host.download(self.reduced[-self.num_flags :])
@@ -544,11 +549,6 @@ def refuse_sparse(params: Sequence[ShardedParam], grads: Sequence[torch.Tensor |
 
 
 # The gradient of a sharded parameter --------------------------------------------------------------
-
-
-def has_hooks(param: ShardedParam) -> bool:
-    """Return whether the user has put hooks on the sharded parameter."""
-    return _torch.has_grad_hooks(param.sharded)
 
 
 def is_partial(grad: torch.Tensor | None) -> TypeGuard[DTensor]:

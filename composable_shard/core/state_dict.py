@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.group import ParamGroup, State
-from composable_shard.core.storage import ShardedParam, user_grad_dtype
+from composable_shard.core.storage import ShardedParam
 from composable_shard.core.transport import host
 from composable_shard.core.user_changes import carry_over
 from composable_shard.errors import ShardError
@@ -123,7 +123,7 @@ def _before_load(
     host.synchronize()  # copies of shards that a forward without a backward has launched
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     for attribute, param in params:
-        param.state_before_load = param.sharded.__dict__, user_grad_dtype(param.sharded)
+        param.record_user_state()
         key, current = prefix + attribute, module._parameters.get(attribute)
         value = state_dict.get(key)
         if not isinstance(value, torch.Tensor) or not isinstance(current, DTensor):
@@ -170,7 +170,6 @@ def _after_load(module: nn.Module, *_: object) -> None:
         current = module._parameters.get(attribute)
         if not isinstance(current, DTensor):
             continue
-        if current.__dict__ is not param.state_before_load[0]:
-            carry_over(*param.state_before_load, current)
+        carry_over(param, current)
         if len(param.slots) > 1:
             param.put(current)

@@ -182,7 +182,8 @@ class ShardedParam:
         freed_inner: Inner tensors of a subclass with memory that is freed between uses. Autograd
             may save them, so they have versions, too.
         flat_position: The position of its shard in a flat buffer; ``None`` without such a buffer.
-        state_before_load: The attributes and the ``grad_dtype`` when a load began.
+        user_state: The attributes and the ``grad_dtype`` before a load or a conversion: torch loses
+            them if it swaps the contents of the sharded parameter.
         grad_codec: Splits its gradient into plain tensors; ``None`` as long as no rank has had a
             gradient, and for parameters with plain gradients only.
         attributes: Copies attributes of users from the sharded to the unsharded parameter, and
@@ -192,7 +193,7 @@ class ShardedParam:
     bucket_class: type[FlatBucket] | None = None
     group: Any
     local: torch.Tensor
-    state_before_load: tuple[dict[str, Any], tuple[bool, torch.dtype | None]]
+    user_state: tuple[dict[str, Any], tuple[bool, torch.dtype | None]]
     sharded: nn.Parameter
     unsharded: nn.Parameter
     unsharded_local: torch.Tensor
@@ -226,7 +227,7 @@ class ShardedParam:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle only the sharded parameter."""
-        of_memory = {"group", "local", "flat_position", "state_before_load"}
+        of_memory = {"group", "local", "flat_position", "user_state"}
         omitted = of_memory | {"unsharded", "unsharded_local", "freed_inner", "attributes"}
         state = {name: value for name, value in self.__dict__.items() if name not in omitted}
         return {**state, "user_grad_dtype": user_grad_dtype(self.sharded)}  # torch loses it
@@ -247,10 +248,10 @@ class ShardedParam:
             if spec is not None:
                 _torch.rebind(spec.mesh)
         _torch.rebind(self.placement.mesh)
-        self.set_sharded(self.sharded)
         self.sharded.__dict__.pop(USER_GRAD_DTYPE, None)
         if is_set:
             self.sharded.grad_dtype = grad_dtype
+        self.set_sharded(self.sharded)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
         """Copy the slots and the sharded parameter; share the mesh and the policies."""
@@ -299,11 +300,11 @@ class ShardedParam:
         """Make the sharded parameter around ``local``; keep the original's hooks and attributes."""
         tensor = _torch.from_local(local, self.spec("sharded", local.dtype))
         self.sharded = _torch.parameter_of(tensor, original.requires_grad)
-        self.set_local(local)
         self.sharded.__dict__.update(attributes_of_user(original))
         _torch.share_hooks(original, self.sharded)
         if original.grad_dtype != original.dtype:
             self.sharded.grad_dtype = original.grad_dtype
+        self.set_local(local)
         self.version_when_made = self.version()
 
     def set_local(self, local: torch.Tensor) -> None:
@@ -317,6 +318,11 @@ class ShardedParam:
         self.sharded, self.local = sharded, _torch.local_tensor(sharded)
         self.dtype, self.outer_storage = self.local.dtype, _torch.storage_number(sharded)
         _sharded[id(sharded)] = self
+        self.record_user_state()
+
+    def record_user_state(self) -> None:
+        """Record ``user_state``."""
+        self.user_state = self.sharded.__dict__, user_grad_dtype(self.sharded)
 
     def version(self) -> int:
         """Return a number that grows when the shard changes in place."""

@@ -8,8 +8,8 @@ those of the sharded parameters, and a write raises an error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.reduction import clear_grad
-from composable_shard.core.storage import USER_GRAD_DTYPE, ShardedParam, user_grad_dtype
+from composable_shard.core.storage import USER_GRAD_DTYPE, ShardedParam
 from composable_shard.errors import MaterializationError, ShardError
 
 # Before a gather ----------------------------------------------------------------------------------
@@ -64,36 +64,26 @@ def adopt_registered(params: Sequence[ShardedParam], label: str) -> None:
     Raises:
         ShardError: If some do not fit; the message lists them, and nothing is adopted.
     """
-    registered = [param.find_registered() for param in params]
-    misfits = [
-        text
-        for param, tensor in zip(params, registered, strict=True)
-        if (text := _misfit(param, tensor)) is not None
-    ]
+    pairs = [(param, param.find_registered()) for param in params]
+    misfits = [text for pair in pairs if (text := _misfit(*pair)) is not None]
     if misfits:
         raise ShardError(
             f"Expected the parameters of {label} as fully_shard made them, got "
             f"{', '.join(misfits)}; change values by load_state_dict or in place"
         )
-    for param, tensor in zip(params, registered, strict=True):
+    for param, tensor in pairs:
         assert tensor is not None
         if tensor is not param.sharded:
-            carry_over(param.sharded.__dict__, user_grad_dtype(param.sharded), tensor)
+            param.record_user_state()
             param.put(tensor)
+        if tensor is not param.sharded or _torch.local_tensor(tensor) is not param.local:
+            carry_over(param, tensor)
         param.set_sharded(tensor)
 
 
-def carry_over(
-    attributes: Mapping[str, Any], user_dtype: tuple[bool, torch.dtype | None], new: nn.Parameter
-) -> None:
-    """Give a new parameter the attributes and the ``grad_dtype`` of the parameter it replaces.
-
-    Args:
-        attributes: The attributes of the old parameter.
-        user_dtype: The result of :func:`user_grad_dtype` for the old parameter.
-        new: The new parameter.
-    """
-    is_set, grad_dtype = user_dtype
+def carry_over(param: ShardedParam, new: nn.Parameter) -> None:
+    """Give a new sharded parameter the recorded attributes and ``grad_dtype`` of the old one."""
+    attributes, (is_set, grad_dtype) = param.user_state
     for name, value in attributes.items():
         if name != USER_GRAD_DTYPE:
             new.__dict__.setdefault(name, value)
@@ -206,8 +196,7 @@ def _mark(param: ShardedParam) -> torch.Tensor | None:
             return None
         index = torch.zeros(leaf.ndim, 1, dtype=torch.long, device=leaf.device)
         zero = torch.zeros(1, dtype=leaf.grad_dtype or leaf.dtype, device=leaf.device)
-        mark = torch.sparse_coo_tensor(index, zero, leaf.shape, check_invariants=False)
-        leaf.grad = mark
+        mark = leaf.grad = torch.sparse_coo_tensor(index, zero, leaf.shape, check_invariants=False)
     return mark
 
 

@@ -37,11 +37,7 @@ from composable_shard.core.transport.collectives import ReduceScatterLaunch
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.errors import ShardError
 from composable_shard.insight.events import groups_in, listening
-from composable_shard.insight.explain import (
-    OptimizerExplanation,
-    explain_layouts,
-    is_repeated_block,
-)
+from composable_shard.insight.explain import is_repeated_block
 from composable_shard.insight.group_steps import StepTraffic, stored_in, traffic_of
 from composable_shard.insight.report import (
     Report,
@@ -52,18 +48,6 @@ from composable_shard.insight.report import (
     nbytes_text,
     seconds_text,
 )
-from composable_shard.optim.blocks import Block, LayoutSteps
-from composable_shard.optim.layouts import (
-    BUCKET_NBYTES,
-    Fits,
-    Layout,
-    Sharded,
-    check,
-    cut_rule,
-    plan_group,
-    sort_by_layout,
-)
-from composable_shard.optim.stepping import plan_bucket
 from composable_shard.train.wrap import Policy, apply_fully_shard
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -129,7 +113,6 @@ class Estimate(Report):
         traffic: The traffic of a rank in a step, without the optimizer.
         flops: Floating-point operations of a rank in forward and backward.
         time: The time of a step, if speeds were given.
-        optimizer: A step of the optimizer, if layouts were given.
     """
 
     mesh_shape: tuple[int, int]
@@ -142,7 +125,6 @@ class Estimate(Report):
     traffic: StepTraffic
     flops: int
     time: StepTime | None
-    optimizer: OptimizerExplanation | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -151,8 +133,7 @@ class Estimate(Report):
 
     def sections(self) -> list[Section]:
         """Return the tables of memory, communication and time."""
-        optimizer = [] if self.optimizer is None else self.optimizer.sections()
-        return [self._memory(), self._communication(), self._time(), *optimizer]
+        return [self._memory(), self._communication(), self._time()]
 
     def _memory(self) -> Table:
         replicas, shards = self.mesh_shape
@@ -205,7 +186,7 @@ def estimate(
     *,
     shard: Callable[[nn.Module, DeviceMesh], object] | None = None,
     loss: Callable[[Any, Any], torch.Tensor] = default_loss,
-    optimizer: OptimizerFactory | Mapping[Fits, Layout] | None = torch.optim.AdamW,
+    optimizer: OptimizerFactory | None = torch.optim.AdamW,
     device: str = "cuda",
     flops: float | None = None,
     bandwidth: float | None = None,
@@ -231,9 +212,7 @@ def estimate(
             ``fully_shard``.
         loss: Makes a scalar of output and batch; by default the ``loss`` of the output if it has
             one, else the sum of its elements.
-        optimizer: Makes the optimizer of some parameters; ``None`` leaves it out. Or the layouts
-            of ``with_layout``: the estimate is then that of the rank with the most matrices to
-            step.
+        optimizer: Makes the optimizer of some parameters; ``None`` leaves it out.
         device: ``"cpu"``, or the type of an accelerator.
         flops: Floating-point operations of a device per second. With ``bandwidth``, adds the time
             of a step.
@@ -266,8 +245,9 @@ def estimate(
     check_type("build_model", build_model, callable(build_model), "a function that makes a module")
     check_function("shard", shard)
     check_type("loss", loss, callable(loss), "a function of output and batch")
-    makes = optimizer is None or callable(optimizer) or isinstance(optimizer, Mapping)
-    check_type("optimizer", optimizer, makes, "a function of parameters, a mapping or None")
+    makes = optimizer is None or callable(optimizer)
+    remedy = "for layouts, use explain(model, with_layout(model, layouts)) under fake_ranks"
+    check_type("optimizer", optimizer, makes, "a function of parameters or None", remedy)
     device_type = checked_device("device", device).type
     shape = _checked_shape(mesh_shape)
     speeds = _checked_speeds(
@@ -316,21 +296,15 @@ def _checked_shape(mesh_shape: object) -> tuple[int, ...]:
 def _weigh(
     rehearsal: Rehearsal,
     shape: tuple[int, ...],
-    optimizer: OptimizerFactory | Mapping[Fits, Layout] | None,
+    optimizer: OptimizerFactory | None,
     speeds: dict[str, float] | None,
 ) -> Estimate:
     model, params, away = rehearsal.model, rehearsal.params, rehearsal.away
-    at_once = rehearsal.is_accelerator
-    explained, kept, offloaded = None, OptimizerBytes(), OptimizerBytes()
-    if isinstance(optimizer, Mapping):
-        offloaded_names = [param.name for param in away]
-        check_value("layouts", offloaded_names, not away, "of parameters that are not offloaded")
-        steps, kept = plan_layouts(model, optimizer, at_once=at_once)
-        explained = explain_layouts(steps)
-    elif optimizer is not None:
+    kept, offloaded = OptimizerBytes(), OptimizerBytes()
+    if optimizer is not None:
         used = [param for param in params if param in rehearsal.used]  # in the user's order
         here = [param.local for param in used if param not in away]
-        kept = optimizer_bytes(optimizer, here, at_once=at_once)
+        kept = optimizer_bytes(optimizer, here, at_once=rehearsal.is_accelerator)
         there = [param.local for param in used if param in away]
         offloaded = optimizer_bytes(optimizer, there, at_once=False)
     fullest = max(rehearsal.moments, key=lambda moment: moment.peak.total)
@@ -352,7 +326,6 @@ def _weigh(
         traffic=sum(map(traffic_of, rehearsal.groups), StepTraffic()),
         flops=sum(moment.flops for moment in rehearsal.moments),
         time=None if speeds is None else _time_of(rehearsal.moments, speeds),
-        optimizer=explained,
     )
 
 
@@ -551,58 +524,6 @@ def optimizer_bytes(
             "another one with as much state, or optimizer=None"
         ) from error
     return OptimizerBytes(state, live.peak.activations - state)
-
-
-# The step of an optimizer of whole matrices, on the rank with the most work -----------------------
-
-
-def plan_layouts(
-    model: nn.Module, layouts: Mapping[Fits, Layout], *, at_once: bool
-) -> tuple[LayoutSteps, OptimizerBytes]:
-    """Return the step of the rank with the most work, and the bytes that its optimizers need.
-
-    Args:
-        model: A sharded model.
-        layouts: As for ``with_layout``.
-        at_once: See :func:`optimizer_bytes`.
-
-    Raises:
-        ValueError: If a parameter does not fit its layout.
-    """
-    rules = sort_by_layout(model, layouts)
-    loads: dict[tuple[int, ...], list[int]] = {}
-    cuts: list[list[tuple[tuple[int, ...], list[Block]]]] = []
-    for layout, params in rules:
-        check(layout, params)
-        meshes = [() if param.mesh is None else tuple(param.mesh.shape) for param in params]
-        cuts.append([])
-        if not isinstance(layout, Sharded):
-            cuts[-1] = cut_rule(layout, params, meshes, loads, BUCKET_NBYTES)
-    load = next(iter(loads.values()), [0])
-    rank = load.index(max(load))
-    groups, needed = [], [OptimizerBytes()]
-    for (layout, params), cut in zip(rules, cuts, strict=True):
-        device = params[0].local().device
-        plans = [
-            plan_bucket(params, blocks, rank % len(blocks[0].spread.boxes), device)
-            for _, blocks in cut
-        ]
-        stepped = [
-            [torch.empty(b.shape, dtype=params[b.param].tensor.dtype) for b in plan.owned]
-            for plan in plans
-        ]
-        if isinstance(layout, Sharded):
-            stepped = [[param.local() for param in params if param.tensor.requires_grad]]
-        groups.append(plan_group(layout, params, plans, sum(map(len, stepped))))
-        make = partial(_make_optimizer, layout)
-        needed += [optimizer_bytes(make, like, at_once=at_once) for like in stepped]
-    steps = LayoutSteps(tuple(groups), tuple(loads.values()))
-    besides = steps.most_held + max(bytes_.besides for bytes_ in needed)
-    return steps, OptimizerBytes(sum(bytes_.state for bytes_ in needed), besides)
-
-
-def _make_optimizer(layout: Layout, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return layout.optimizer([{"params": list(params)}])
 
 
 # Building, sharding and running a model without memory --------------------------------------------

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, groupby, starmap
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composable_shard.arguments import check_int, check_module, check_type
+from composable_shard.arguments import check_module, check_type
 from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
-from composable_shard.core.layout import ParamLayout
 from composable_shard.insight.events import groups_in
 from composable_shard.insight.group_steps import (
     Copy,
     GroupExplanation,
-    ParameterExplanation,
     Traffic,
     explain_group,
     reductions_of,
@@ -38,8 +36,6 @@ from composable_shard.insight.report import (
 from composable_shard.optim.blocks import LayoutSteps
 from composable_shard.optim.flat import FlatSteps
 from composable_shard.optim.layouts import LayoutOptimizer
-from composable_shard.train.parking import Parked, parkable
-from composable_shard.train.weights.stream import PassCosts, costs_of
 
 # The result of ``explain``: plain values, and their texts -----------------------------------------
 
@@ -89,14 +85,11 @@ class OptimizerExplanation(Report):
     Attributes:
         name: Its class.
         groups: Its parameter groups.
-        held_nbytes: The peak of the bytes of matrices in flight on this rank, besides the memory of
-            the stock optimizers.
         imbalance: The most matrix work of a rank, divided by the mean of all ranks.
     """
 
     name: str
     groups: tuple[OptimizerGroupExplanation, ...]
-    held_nbytes: int = 0
     imbalance: float = 1.0
 
     @property
@@ -117,26 +110,9 @@ class OptimizerExplanation(Report):
         if any(group.layout == "flat" for group in self.groups):
             sentences = ["shards that lie side by side are stepped as one tensor; nothing is sent"]
         elif self.traffic.launches:
-            sentences = [
-                "at most two buckets of matrices are in flight; they need at most "
-                f"{nbytes_text(self.held_nbytes)} on this rank",
-                f"work of the busiest rank / mean work of all ranks: {self.imbalance:.3g}",
-            ]
+            sentences = [f"work of the busiest rank / mean work of all ranks: {self.imbalance:.3g}"]
         told = [Sentences("Optimizer", sentences)] if sentences else []
         return [Table(title, ("parameter group", "layout", *counts), rows, num_words=2), *told]
-
-
-@dataclass(frozen=True)
-class ParkingExplanation(Parked):
-    """The memory of one device that ``parked`` would free now, in bytes on this rank.
-
-    Gradients and states of optimizers count once the first step has made them.
-
-    Attributes:
-        device: Such as ``"cuda:0"``. Memory of the host is not parked.
-    """
-
-    device: str = ""
 
 
 @dataclass(frozen=True)
@@ -147,16 +123,11 @@ class Explanation(Report):
         groups: The groups, each root before the groups in it.
         advice: Advice on needless costs.
         optimizer: A step of the optimizer, if one was given.
-        parking: The memory of each device that ``parked`` would free now; not compared, since
-            gradients and states come with the steps.
-        weights_out: The costs of a pass of ``iter_full``, if ``bucket_bytes`` was given.
     """
 
     groups: tuple[GroupExplanation, ...]
     advice: tuple[Advice, ...]
     optimizer: OptimizerExplanation | None = None
-    parking: tuple[ParkingExplanation, ...] = field(default=(), compare=False)
-    weights_out: PassCosts | None = None
 
     @property
     def traffic(self) -> Traffic:
@@ -172,10 +143,6 @@ class Explanation(Report):
             shown.append(Sentences(title, [*group.reasons, *map(_copy_text, group.copies)]))
         if self.optimizer is not None:
             shown += self.optimizer.sections()
-            if any(memory.nbytes for memory in self.parking):
-                shown.append(self._parking())
-        if self.weights_out is not None:
-            shown.append(Sentences("Weights out", list(_pass_texts(self.weights_out))))
         if self.advice:
             shown.append(Sentences("Worth a look", list(map(_advice_text, self.advice))))
         return shown
@@ -190,15 +157,6 @@ class Explanation(Report):
         rows.append(("all groups", *("" for _ in parts), nbytes_text(self.traffic.nbytes), copied))
         title = "One step: launches x messages, and the bytes that this rank sends and copies"
         return Table(title, ("group", *parts, "sent", "copied"), rows)
-
-    def _parking(self) -> Table:
-        kinds = ("parameters", "gradients", "states", "buffers", "nbytes", "left")
-        rows = [
-            (memory.device, *(nbytes_text(getattr(memory, kind)) for kind in kinds))
-            for memory in self.parking
-        ]
-        headings = ("of", "parameters", "gradients", "states", "buffers", "freed", "left")
-        return Table("Parking: bytes of this rank that parked() would free now", headings, rows)
 
 
 def _title(alike: list[GroupExplanation]) -> str:
@@ -235,19 +193,6 @@ def _copy_text(copy: Copy) -> str:
     return f"{copy.kind}{of_whom}, {nbytes_text(copy.nbytes)}{times}: {copy.why}"
 
 
-def _pass_texts(costs: PassCosts) -> Iterator[str]:
-    nums = (costs.num_buckets, "bucket"), (costs.launches, "gather"), (costs.messages, "message")
-    counts = ", ".join(counted(num, noun) for num, noun in nums)
-    yield f"iter_full() in buckets of {nbytes_text(costs.bucket_nbytes)}: {counts}"
-    sent, received = nbytes_text(costs.sent_nbytes), nbytes_text(costs.received_nbytes)
-    yield f"this rank sends {sent} and receives {received}"
-    held = nbytes_text(costs.held_nbytes)
-    yield f"besides the model, a rank holds at most {held}, if the caller drops each tensor"
-    if costs.by_class:
-        names = names_text(costs.by_class)
-        yield f"parameters that their class gathers in further collectives: {names}"
-
-
 def _advice_text(advice: Advice) -> str:
     about = names_text([name or "(root)" for name in advice.about])
     return f"{advice.kind}, {about}: {advice.problem}. Advice: {advice.remedy}."
@@ -256,9 +201,7 @@ def _advice_text(advice: Advice) -> str:
 # From the groups of a model to the result --------------------------------------------------------
 
 
-def explain(
-    model: nn.Module, optimizer: Optimizer | None = None, *, bucket_bytes: int | None = None
-) -> Explanation:
+def explain(model: nn.Module, optimizer: Optimizer | None = None) -> Explanation:
     """Explain what a sharded model keeps, sends, packs, copies and casts in a step, and why.
 
     The facts come from the layouts, policies and plans that the step will use, for one step in
@@ -268,10 +211,7 @@ def explain(
     Args:
         model: A sharded module, or one with sharded modules inside.
         optimizer: Adds its step: the number of tensors that it steps and, for ``with_layout``,
-            its traffic, its memory and the balance of the work. Its states count among the memory
-            that ``parked`` would free.
-        bucket_bytes: Adds a pass of ``iter_full`` with such buckets: its launches, its traffic and
-            its memory.
+            its traffic and the balance of the work.
 
     Returns:
         An :class:`Explanation`: ``print`` it, call ``to_dict()``, or let rich or a notebook show
@@ -279,7 +219,7 @@ def explain(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If nothing in the module is sharded, or ``bucket_bytes`` is not positive.
+        ValueError: If nothing in the module is sharded.
         ShardError: On a rank that ``move`` has left without the model.
 
     Collective: none.
@@ -300,21 +240,16 @@ def explain(
     check_module("model", model)
     is_optimizer = optimizer is None or isinstance(optimizer, Optimizer)
     check_type("optimizer", optimizer, is_optimizer, "a torch.optim.Optimizer or None")
-    if bucket_bytes is not None:
-        check_int("bucket_bytes", bucket_bytes, 1)
     groups = groups_in(model)
     for group in groups:
         if group.why_absent == ON_OTHER_RANKS:
             group.check_in_memory("to be explained")
     names = {module: name for name, module in model.named_modules()}
     explained = tuple(explain_group(group, names) for group in groups)
-    parking = parkable(model, [] if optimizer is None else [optimizer])
     return Explanation(
         explained,
         tuple(advice_on(model, list(zip(groups, explained, strict=True)))),
         None if optimizer is None else explain_optimizer(optimizer),
-        tuple(ParkingExplanation(**vars(memory), device=device) for device, memory in parking),
-        None if bucket_bytes is None else costs_of(model, bucket_bytes),
     )
 
 
@@ -322,9 +257,9 @@ def explain(
 
 
 def explain_optimizer(optimizer: Optimizer) -> OptimizerExplanation:
-    """Explain the tensors, traffic and memory of a step of an optimizer. Collective: none."""
+    """Explain the tensors and the traffic of a step of an optimizer. Collective: none."""
     if isinstance(optimizer, LayoutOptimizer):
-        return explain_layouts(optimizer.plan())
+        return _explain_layouts(optimizer.plan())
     layout = "flat" if isinstance(optimizer, FlatSteps) else "stock"
     trained = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
     nums = optimizer.num_tensors() if isinstance(optimizer, FlatSteps) else list(map(len, trained))
@@ -335,14 +270,14 @@ def explain_optimizer(optimizer: Optimizer) -> OptimizerExplanation:
     return OptimizerExplanation(type(optimizer).__name__, tuple(groups))
 
 
-def explain_layouts(steps: LayoutSteps) -> OptimizerExplanation:
+def _explain_layouts(steps: LayoutSteps) -> OptimizerExplanation:
     """Explain a step of an optimizer of whole matrices."""
     groups = []
     for group in steps.groups:
-        sent = [sent for bucket in group.buckets for sent in (bucket.to_owners, bucket.to_shards)]
-        traffic = total(Traffic(1, one.messages, one.nbytes) for one in sent if one.is_launched)
+        launched = (sent for sent in group.sent if sent.is_launched)
+        traffic = total(Traffic(1, sent.messages, sent.nbytes) for sent in launched)
         groups.append(OptimizerGroupExplanation(*group[:-1], traffic))
-    return OptimizerExplanation("with_layout", tuple(groups), steps.most_held, steps.imbalance)
+    return OptimizerExplanation("with_layout", tuple(groups), steps.imbalance)
 
 
 # Repeated modules, which are best sharded one by one ----------------------------------------------
@@ -393,7 +328,6 @@ def advice_on(model: nn.Module, explained: Explained) -> Iterator[Advice]:
     yield from _on_giant_root(explained)
     yield from _on_small_groups(explained)
     yield from _on_uneven_rows(explained)
-    yield from _on_empty_ranks(explained)
     yield from _on_narrow_sums(explained)
     yield from _on_unsharded(model, explained)
 
@@ -425,45 +359,19 @@ def _on_small_groups(explained: Explained) -> Iterator[Advice]:
         yield Advice("small group", tuple(small), problem, remedy)
 
 
-def _padded(
-    group: ParamGroup, explanation: GroupExplanation
-) -> Iterator[tuple[ParameterExplanation, ParamLayout, int]]:
-    """Yield the parameters that some ranks pad, their layouts, and the padding of a gather."""
-    params = (param for bucket in group.buckets for param in bucket.params)
-    for param, told in zip(params, explanation.parameters, strict=True):
-        layout = param.layout.flat
-        if told.travels != "as a subclass" and not layout.is_even:
-            unpadded = layout.numel * param.compute_dtype.itemsize
-            yield told, layout, (told.gathered_nbytes or 0) - unpadded
-
-
 def _on_uneven_rows(explained: Explained) -> Iterator[Advice]:
-    for param, layout, padding in chain.from_iterable(starmap(_padded, explained)):
-        if param.travels != "packed" and layout.num_rows >= layout.num_shards:
-            uneven = f"{layout.num_rows} rows over {layout.num_shards} ranks"
-            problem = f"{uneven} are padded by {nbytes_text(padding)}, which copies the gradient"
-            rows = layout.rows_per_shard * layout.num_shards
-            remedy = f"make it {rows} rows, or shard another dim by shard_placement_fn"
-            yield Advice("uneven rows", (param.name,), problem, remedy)
-
-
-def _on_empty_ranks(explained: Explained) -> Iterator[Advice]:
     for group, explanation in explained:
-        found = [
-            (param.name, layout, padding)
-            for param, layout, padding in _padded(group, explanation)
-            if layout.num_nonempty < layout.num_shards and layout.numel
-        ]
-        if found:
-            names, layouts, paddings = zip(*found, strict=True)
-            num_shards, pads = layouts[0].num_shards, nbytes_text(sum(paddings))
-            some = f"{counted(len(found), 'parameter')} of {explanation.name}"
-            problem = f"{some} with fewer rows than {num_shards} ranks: gathers pad by {pads}"
-            longer = [name for name, at, _ in found if max(at.shape) >= num_shards > at.num_rows]
-            remedy = "nothing, if they are small: they share one message"
-            if longer:
-                remedy = f"shard a longer dim of {names_text(longer)} by shard_placement_fn"
-            yield Advice("empty ranks", names, problem, remedy)
+        params = (param for bucket in group.buckets for param in bucket.params)
+        for param, told in zip(params, explanation.parameters, strict=True):
+            layout, num = param.layout.flat, param.layout.flat.num_shards
+            if told.travels not in ("as a subclass", "packed") and not layout.is_even:
+                unpadded = layout.numel * param.compute_dtype.itemsize
+                pads = nbytes_text((told.gathered_nbytes or 0) - unpadded)
+                uneven = f"{layout.num_rows} rows over {num} ranks"
+                problem = f"{uneven} are padded by {pads}, which copies the gradient"
+                rows = layout.rows_per_shard * num
+                remedy = f"make it {rows} rows, or shard another dim by shard_placement_fn"
+                yield Advice("uneven rows", (told.name,), problem, remedy)
 
 
 def _on_narrow_sums(explained: Explained) -> Iterator[Advice]:

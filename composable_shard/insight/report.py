@@ -133,21 +133,6 @@ def _section_text(section: Section) -> str:
     return "\n".join(lines)
 
 
-def _section_html(section: Section) -> str:
-    title = f"<p><b>{html.escape(section.title)}</b></p>"
-    if isinstance(section, Sentences):
-        lines = "".join(f"<li>{html.escape(line)}</li>" for line in section.sentences)
-        return f"{title}<ul>{lines}</ul>"
-    rows = []
-    for place, cells in enumerate(section.lines):
-        tag = "td" if place else "th"
-        pairs = zip(section.sides, map(html.escape, cells), strict=True)
-        row = (f'<{tag} style="text-align:{side}">{cell}</{tag}>' for side, cell in pairs)
-        rows.append(f"<tr>{''.join(row)}</tr>")
-    head, *body = rows
-    return f"{title}<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"
-
-
 class Report:
     """A result in sections. ``str()`` works everywhere; rich and notebooks show their own form.
 
@@ -184,4 +169,4 @@ class Report:
             yield table
 
     def _repr_html_(self) -> str:
-        return "\n".join(map(_section_html, self.sections()))
+        return f"<pre>{html.escape(str(self))}</pre>"

@@ -263,7 +263,7 @@ def owned_buckets(blocks: Iterable[Block], loads: list[int], nbytes: int) -> lis
     return buckets
 
 
-# A step: the order of its buckets, and the bytes that it sends and occupies -----------------------
+# A step: the order of its buckets, and the bytes that it sends ------------------------------------
 
 
 def schedule(num_buckets: int) -> list[int]:
@@ -292,59 +292,20 @@ class Sent(NamedTuple):
         is_launched: Whether any rank sends anything.
         messages: The number of ranks that it sends to.
         nbytes: Bytes that it sends.
-        received: Bytes that it receives.
     """
 
     is_launched: bool
     messages: int
     nbytes: int
-    received: int
 
     @classmethod
     def of(
         cls, blocks: Sequence[Block], itemsizes: Sequence[int], rank: int, *, to_owner: bool
     ) -> Sent:
         """Return the traffic of blocks with elements of these sizes."""
-        out, into = (
-            [
-                sum(padded(part.numel * itemsizes[index]) for index, part in parts)
-                for parts in messages(blocks, rank, to_owner=to_owner, sends=sends).values()
-            ]
-            for sends in (True, False)
-        )
-        return cls(are_sent(blocks, to_owner=to_owner), len(out), sum(out), sum(into))
-
-
-class BucketPlan(NamedTuple):
-    """The work of a step on one bucket if every trained parameter has a gradient, on one rank.
-
-    Attributes:
-        owned: The trained blocks that the rank owns.
-        to_owners: The traffic of values and gradients to the owners.
-        to_shards: The traffic of updated values to the shards.
-        values: Bytes that the rank allocates for whole values.
-        grads: Bytes that it allocates for whole gradients.
-    """
-
-    owned: Sequence[Block]
-    to_owners: Sent
-    to_shards: Sent
-    values: int
-    grads: int
-
-    def held(self) -> list[tuple[int, int]]:
-        """Return the bytes that it occupies: the peak during each action, and after it.
-
-        The memory of the stock optimizer is not included.
-        """
-        there, back = (sent.nbytes + sent.received for sent in (self.to_owners, self.to_shards))
-        both = self.values + self.grads
-        return [
-            (there, there),
-            (max(there, self.to_owners.received + both), both),
-            (max(both, self.values + back), back),
-            (back, 0),
-        ]
+        out = messages(blocks, rank, to_owner=to_owner, sends=True).values()
+        parts = (padded(p.numel * itemsizes[index]) for some in out for index, p in some)
+        return cls(are_sent(blocks, to_owner=to_owner), len(out), sum(parts))
 
 
 class GroupSteps(NamedTuple):
@@ -355,14 +316,14 @@ class GroupSteps(NamedTuple):
         num_params: The number of trained parameters.
         numel: Their elements.
         num_tensors: The number of tensors that the stock optimizer steps on this rank.
-        buckets: The buckets, for blocks with owners.
+        sent: The all-to-alls of blocks with owners.
     """
 
     layout: str
     num_params: int
     numel: int
     num_tensors: int
-    buckets: Sequence[BucketPlan] = ()
+    sent: Sequence[Sent] = ()
 
 
 class LayoutSteps(NamedTuple):
@@ -375,17 +336,6 @@ class LayoutSteps(NamedTuple):
 
     groups: Sequence[GroupSteps]
     loads: Sequence[Sequence[int]]
-
-    @property
-    def most_held(self) -> int:
-        """The peak of the bytes that the buckets of a step occupy."""
-        held = [iter(bucket.held()) for group in self.groups for bucket in group.buckets]
-        now, most = [0] * len(held), 0
-        for index in schedule(len(held)):
-            during, after = next(held[index])
-            most = max(most, sum(now) - now[index] + during)
-            now[index] = after
-        return most
 
     @property
     def imbalance(self) -> float:

@@ -8,12 +8,12 @@ steps it there as a plain tensor, and the updated rows travel back. No rank gath
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import chain
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,6 @@ from composable_shard.optim import stepping
 from composable_shard.optim.blocks import (
     Block,
     Box,
-    BucketPlan,
     GroupSteps,
     LayoutSteps,
     blocks_of,
@@ -148,8 +147,7 @@ def with_layout(
     Collective: makes a process group for a mesh of several axes, and for one on gloo, once. A step
         sends the values and the gradient of each matrix to its owner, and the values back, in two
         all-to-alls for a bucket.
-    Memory: a rank's part of at most two buckets in flight; ``explain`` and ``estimate`` report its
-        bytes.
+    Memory: a rank's part of at most two buckets in flight.
     Source: Muon is Scalable for LLM Training (arXiv 2502.16982), which gathers on owners, too.
 
     Example:
@@ -290,10 +288,19 @@ class LayoutOptimizer(Optimizer):
                 stock = layout.optimizer([{"params": [param.tensor for param in params]}])
                 self._shards[place] = cast(FlatSteps, flat(stock, elementwise=True))
                 continue
-            meshes = [ranks_on(param.mesh or param.tensor.device) for param in params]
-            for ranks, blocks in cut_rule(layout, params, meshes, self._loads, self._bucket_nbytes):
-                bucket = OwnedBucket(params, blocks, ranks, layout.optimizer)
-                self._buckets.append((place, bucket))
+            of_ranks: dict[Ranks, list[Block]] = {}
+            for index, param in enumerate(params):
+                tensor, spread = param.tensor, param.spread()
+                ranks = ranks_on(param.mesh or tensor.device)
+                of_ranks.setdefault(ranks, []).extend(
+                    Block(index, number, box, spread, tensor.itemsize)
+                    for number, box in enumerate(layout.blocks(tensor.shape))
+                )
+            for ranks, blocks in of_ranks.items():
+                load = self._loads.setdefault(ranks, [0] * len(ranks.places))
+                for bucket in owned_buckets(blocks, load, self._bucket_nbytes):
+                    owned = OwnedBucket(params, bucket, ranks, layout.optimizer)
+                    self._buckets.append((place, owned))
 
     def forget_owners(self) -> None:
         """Drop all stock optimizers and their states. Collective: none."""
@@ -351,11 +358,14 @@ class LayoutOptimizer(Optimizer):
         """Return the work of a step on this rank if every trained parameter has a gradient."""
         groups = []
         for place, (layout, params) in enumerate(self._rules):
-            buckets = [bucket.plan() for group, bucket in self._buckets if group == place]
-            num_tensors = sum(len(bucket.owned) for bucket in buckets)
+            plans = [bucket.plan() for group, bucket in self._buckets if group == place]
+            nums = [num for num, _ in plans]
             if place in self._shards:
-                num_tensors = sum(self._shards[place].num_tensors())
-            groups.append(plan_group(layout, params, buckets, num_tensors))
+                nums = self._shards[place].num_tensors()
+            trained = [param.tensor for param in params if param.tensor.requires_grad]
+            counts = len(trained), sum(map(torch.numel, trained)), sum(nums)
+            sent = [sent for _, both in plans for sent in both]
+            groups.append(GroupSteps(type(layout).__name__, *counts, sent))
         return LayoutSteps(tuple(groups), tuple(self._loads.values()))
 
     def state_dict(self) -> dict[str, Any]:
@@ -424,55 +434,6 @@ class LayoutOptimizer(Optimizer):
             saved.update((params[i], s) for i, s in shards.state_dict()["state"].items())
         stepping.save_states([bucket for _, bucket in self._buckets], saved)
         return Saved(dict, {p: saved[p] for p in self._stepped() if p in self.state})
-
-
-def plan_group(
-    layout: Layout, params: Sequence[Param], buckets: Sequence[BucketPlan], num_tensors: int
-) -> GroupSteps:
-    """Return the work of a step on the parameters of a layout.
-
-    Args:
-        layout: The layout.
-        params: Its parameters.
-        buckets: The buckets of its blocks.
-        num_tensors: The number of tensors that this rank steps.
-    """
-    trained = [param.tensor for param in params if param.tensor.requires_grad]
-    numel = sum(map(torch.numel, trained))
-    return GroupSteps(type(layout).__name__, len(trained), numel, num_tensors, buckets)
-
-
-Mesh = TypeVar("Mesh", bound=Hashable)
-
-
-def cut_rule(
-    layout: Owned,
-    params: Sequence[Param],
-    meshes: Sequence[Mesh],
-    loads: dict[Mesh, list[int]],
-    nbytes: int,
-) -> list[tuple[Mesh, list[Block]]]:
-    """Return the buckets of a rule, mesh by mesh, with the work balanced over the owners.
-
-    Args:
-        layout: Defines the blocks.
-        params: The parameters of the rule.
-        meshes: The mesh of each parameter.
-        loads: The work of each rank of each mesh; updated.
-        nbytes: The most bytes of a bucket.
-    """
-    blocks: dict[Mesh, list[Block]] = {}
-    for place, (param, mesh) in enumerate(zip(params, meshes, strict=True)):
-        tensor, spread = param.tensor, param.spread()
-        blocks.setdefault(mesh, []).extend(
-            Block(place, number, box, spread, tensor.itemsize)
-            for number, box in enumerate(layout.blocks(tensor.shape))
-        )
-    found = []
-    for mesh, of_mesh in blocks.items():
-        load = loads.setdefault(mesh, [0] * len(of_mesh[0].spread.boxes))
-        found += [(mesh, bucket) for bucket in owned_buckets(of_mesh, load, nbytes)]
-    return found
 
 
 def ranks_of(mesh: DeviceMesh | torch.device) -> Ranks:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from math import prod
-from operator import mul
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from composable_shard import _torch
 from composable_shard.core.codec import codec_of
 from composable_shard.core.transport.process_groups import gather_objects
 from composable_shard.errors import ShardError
-from composable_shard.optim.blocks import Block, Box, BucketPlan, Sent, Spread, spread_over, whole
+from composable_shard.optim.blocks import Block, Box, Sent, Spread, spread_over, whole
 from composable_shard.optim.exchange import Exchange, Move, Ranks, arrive, launch, part_of
 
 Factory = Callable[[list[dict[str, Any]]], Optimizer]
@@ -118,35 +117,6 @@ def reduced_grad(param: torch.Tensor) -> torch.Tensor | None:
     return _torch.local_like(param, _torch.waited(_torch.local_tensor(reduced)))
 
 
-def plan_bucket(
-    params: Sequence[Param], blocks: Sequence[Block], rank: int, device: torch.device
-) -> BucketPlan:
-    """Return the messages and the memory of a step in which all trained parameters have gradients.
-
-    Args:
-        params: The parameters to which blocks refer.
-        blocks: The blocks.
-        rank: The place of the rank that steps.
-        device: The device of compute.
-    """
-    blocks = [block for block in blocks if params[block.param].tensor.requires_grad]
-    values, grads, numels = list[int](), list[int](), list[int]()
-    for block in blocks:
-        param = params[block.param]
-        dtype = param.tensor.grad_dtype if param.tensor.grad is None else param.tensor.grad.dtype
-        values.append(block.itemsize)
-        grads.append(block.itemsize if dtype is None else dtype.itemsize)
-        is_in_place = block.is_whole_on(rank) and param.local().device == device
-        numels.append(block.box.numel if block.owner == rank and not is_in_place else 0)
-    return BucketPlan(
-        [block for block in blocks if block.owner == rank],
-        Sent.of(blocks * 2, values + grads, rank, to_owner=True),
-        Sent.of(blocks, values, rank, to_owner=False),
-        sum(map(mul, numels, values)),
-        sum(map(mul, numels, grads)),
-    )
-
-
 # The blocks of a bucket ---------------------------------------------------------------------------
 
 Told = dict[Key, States]
@@ -180,10 +150,18 @@ class OwnedBucket:
         self._factory = factory
         self.optimizer = factory([{"params": list(self._owned.values())}])
 
-    def plan(self) -> BucketPlan:
-        """Return the messages and the memory of a step; see :func:`plan_bucket`."""
-        blocks = list(self.blocks.values())
-        return plan_bucket(self.params, blocks, self.ranks.rank, self.ranks.device)
+    def plan(self) -> tuple[int, list[Sent]]:
+        """Return how many blocks this rank steps, and what it sends, if no gradient is missing."""
+        pairs = [(block, self.params[block.param].tensor) for block in self.blocks.values()]
+        pairs = [(block, tensor) for block, tensor in pairs if tensor.requires_grad]
+        blocks, rank = [block for block, _ in pairs], self.ranks.rank
+        values, grads = [block.itemsize for block in blocks], list[int]()
+        for block, tensor in pairs:
+            dtype = tensor.grad_dtype if tensor.grad is None else tensor.grad.dtype
+            grads.append(block.itemsize if dtype is None else dtype.itemsize)
+        to_owners = Sent.of(blocks * 2, values + grads, rank, to_owner=True)
+        to_shards = Sent.of(blocks, values, rank, to_owner=False)
+        return sum(block.owner == rank for block in blocks), [to_owners, to_shards]
 
     def step(self) -> Iterator[None]:
         """Step all blocks that have gradients, in the four actions of :func:`schedule`."""

@@ -216,27 +216,6 @@ class DeviceStorages:
             self._freed.pop()
 
 
-def parkable(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[str, Parked]]:
-    """Return the memory of each device that :func:`parked` would free now.
-
-    Args:
-        model: The model.
-        optimizers: Its optimizers.
-
-    Returns:
-        Each device, with the memory.
-
-    Collective: none.
-    """
-    by_device: dict[str, Tensors] = {}
-    tensors = _tensors_of(model, optimizers)
-    for kind, several in tensors.items():
-        for tensor in filter(_is_on_device, several):
-            kinds = by_device.setdefault(str(tensor.device), {one: [] for one in tensors})
-            kinds[kind].append(tensor)
-    return [(name, Parked(**DeviceStorages(kinds).counted)) for name, kinds in by_device.items()]
-
-
 # A parked model is not used -----------------------------------------------------------------------
 
 

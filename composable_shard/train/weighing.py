@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from composable_shard import _torch
 from composable_shard.arguments import check_module, check_type, checked_number
 from composable_shard.core.group import ParamGroup
-from composable_shard.core.reduction import has_hooks
 from composable_shard.core.transport.process_groups import SmallAllReduce
 from composable_shard.errors import ShardError
 from composable_shard.mesh import largest_of
@@ -220,7 +219,7 @@ def _check(groups: Sequence[ParamGroup]) -> None:
             raise ShardError(
                 f"Expected one weigh() at a time, got {group.label} in another; add losses to that"
             )
-        hooked = [f"'{param.name}'" for param in group.params if has_hooks(param)]
+        hooked = [f"'{p.name}'" for p in group.params if _torch.has_grad_hooks(p.sharded)]
         if group.settings.all_reduce_hook is not None:
             hooked.append(f"the reductions of {group.label}")
         if hooked:

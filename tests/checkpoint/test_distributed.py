@@ -157,32 +157,6 @@ def test_what_is_set_is_what_was_saved(
 FROZEN = "outer.inner.up.weight"
 
 
-@three_ranks
-@pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["full", "rank-0"])
-@on_ranks("num_ranks")
-def test_a_model_on_the_meta_device(options: dict[str, Any]) -> None:
-    plain, plain_optimizers = source(None, "adam")
-    expected = get_state_dict(plain, plain_optimizers)
-    states = copy.deepcopy(expected)  # assigned buffers and step counts would be shared
-    with torch.device("meta"):
-        model = shard(Model())
-    for name, buffer in model.named_buffers():
-        owner, _, attribute = name.rpartition(".")
-        model.get_submodule(owner)._buffers[attribute] = torch.ones(
-            buffer.shape, dtype=buffer.dtype
-        )
-    chosen = StateDictOptions(**options)
-    set_model_state_dict(model, heard(states[0], options), options=chosen)
-    assert_equal(get_model_state_dict(model), expected[0])
-    assert model.head.weight is model.tied.weight
-    optimizers = OPTIMIZERS["adam"](model)
-    set_optimizer_state_dict(model, optimizers, heard(states[1], options), options=chosen)
-    assert_equal(get_optimizer_state_dict(model, optimizers), expected[1])
-    train(model, optimizers, 2, 4)
-    train(plain, plain_optimizers, 2, 4)
-    assert_equal(get_model_state_dict(model), get_model_state_dict(plain), exact=is_exact())
-
-
 def dtensors(state: Any) -> list[DTensor]:
     if isinstance(state, dict):
         return [one for value in state.values() for one in dtensors(value)]

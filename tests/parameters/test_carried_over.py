@@ -201,7 +201,8 @@ def test_an_optimizer_built_before_is_refused_at_its_next_step(make_optimizer: A
             optimizers[0].step()
         assert str(caught.value) == (
             f"Expected {make_optimizer.__name__} to have sharded parameters, got 4 full ones; "
-            "build it after fully_shard, outside unsharded(), before a forward or after a backward"
+            "build it after fully_shard, outside unsharded(), not between a forward and its "
+            "backward"
         )
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         optimizers[1].step()

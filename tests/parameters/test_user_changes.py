@@ -288,19 +288,6 @@ def clips_what_was_listed(
     optimizer.zero_grad()
 
 
-def clamps_after_a_log(
-    model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer, target: Target
-) -> None:
-    model(x).square().sum().backward()
-    average_if_whole(model)
-    optimizer.step()
-    optimizer.zero_grad()
-    target.append(model(x).sum().detach())
-    with torch.no_grad():
-        for param in model.parameters():
-            param.clamp_(-0.1, 0.1)
-
-
 def interpolates_a_target(
     model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer, target: Target
 ) -> None:
@@ -331,27 +318,12 @@ def steps_by_hand(
         torch._foreach_add_(params, [param.grad for param in params], alpha=-0.1)
 
 
-def steps_data_by_hand(
-    model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer, target: Target
-) -> None:
-    loss = model(x).square().sum()
-    target.append(loss.detach())
-    loss.backward()
-    average_if_whole(model)
-    for param in model.parameters():
-        param.data.add_(param.grad.data, alpha=-0.1)
-        param.data.clamp_(-0.3, 0.3)
-    clear_by_hand(model)
-
-
 LOOPS: list[Loop] = [
     clips_what_was_listed,
-    clamps_after_a_log,
     interpolates_a_target,
     steps_by_hand,
-    steps_data_by_hand,
 ]
-LOOPS_OF_KEPT = [steps_by_hand, steps_data_by_hand]
+LOOPS_OF_KEPT = [steps_by_hand]
 
 
 @pytest.mark.brief(5)
@@ -472,22 +444,6 @@ def test_clearing_a_registered_root_counts(reshard: Reshard, dtype: torch.dtype 
 
 
 # Optimizers that were given unsharded parameters -----------------------------------------------
-
-
-@pytest.mark.parametrize("reshard", [None, False])
-@on_ranks(2)
-def test_a_load_after_an_evaluation_with_gradients_counts(reshard: Reshard) -> None:
-    reference, model = two_nets(1, reshard_after_forward=reshard)
-    state = {name: value.clone() * 0.5 for name, value in model.state_dict().items()}
-    loss_of(model)
-    model.load_state_dict(state)
-    reference.load_state_dict({name: full(value) for name, value in state.items()})
-    for one in (model, reference):
-        loss_of(one, 1).backward()
-    average_gradients(reference.parameters())
-    for module in (model, *model.blocks):
-        module.reshard()
-    assert_parity(model, reference)
 
 
 def filled_by_hand(how: str) -> None:

@@ -57,28 +57,6 @@ def sizes_kept() -> list[int]:
 
 
 @pytest.mark.usefixtures("keeping")
-def test_memory_that_was_freed_is_taken_by_the_next_of_its_size() -> None:
-    first, second = torch.empty(3 * MIB), torch.empty(3 * MIB)
-    _torch.free(second)
-    taken = [storage.data_ptr() for storage in _torch.spare_storages()]
-    assert sizes_kept() == [12 * MIB] and second.untyped_storage().size() == 0
-    view = first[:5]
-    with torch.device("meta"):  # whatever the user makes there
-        _torch.free(first)
-    assert len(sizes_kept()) == 2 and first.untyped_storage().size() == 0
-    _torch.allocate(first)  # what was freed first is taken first
-    assert [first.data_ptr()] == taken and view.data_ptr() == first.data_ptr()
-    assert sizes_kept() == [12 * MIB] and first.untyped_storage().resizable()
-    first.fill_(2.0)
-    assert view.tolist() == [2.0] * 5
-    _torch.allocate(second)
-    assert sizes_kept() == [] and second.data_ptr() != first.data_ptr()
-    second.fill_(3.0)
-    assert first.sum().item() == 2.0 * first.numel()
-    first.untyped_storage().resize_(0)  # it belongs to the allocator like any other
-
-
-@pytest.mark.usefixtures("keeping")
 def test_what_does_not_fit_is_given_back_and_never_are_more_than_two_pieces_kept() -> None:
     tensors = [torch.empty(count * MIB) for count in (1, 2, 3)]
     for tensor in tensors:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -72,18 +70,6 @@ def test_fewer_kernels_are_launched_than_by_fsdp2_and_no_window_is_smaller(setti
 def test_one_ahead_takes_no_more_memory_than_fsdp2() -> None:
     ours, theirs = (figures_of(name, "fp32") for name in ("ours", "fsdp2"))
     assert ours.memory <= 1.01 * theirs.memory
-
-
-def test_the_figures_are_written(tmp_path: Path) -> None:
-    settings = overlap.SETTINGS[-1:]
-    with (
-        mock.patch.object(overlap, "NUM_BLOCKS", 1),
-        mock.patch.object(overlap, "SETTINGS", settings),
-    ):
-        assert overlap.main(["--json", str(tmp_path / "figures.json")]) == 0
-    found = json.loads((tmp_path / "figures.json").read_text())["settings"]
-    assert list(found) == [settings[0].name]
-    assert list(found[settings[0].name]) == ["ours", "ours, 2 ahead"]
 
 
 @pytest.mark.parametrize("is_offloaded", [True, False])

@@ -9,7 +9,6 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
@@ -42,11 +41,10 @@ class Held:
         resident_nbytes: Its resident memory.
         open_files: Its file descriptors.
         process_groups: The process groups that it has made.
-        own_objects: Instances of classes of the package, but memory for rows of gradients, which is
-            kept from when a program first needs it until the plan of reductions changes, what
-            is published, which depends on how far ranks are apart, and what is known of the calls
-            in the last forward of each kind, which depends on that forward.
-        tensors: Tensors that Python knows of, but that memory and its views.
+        own_objects: Instances of classes of the package, but what is published, which depends on
+            how far ranks are apart, and what is known of the calls in the last forward of each
+            kind, which depends on that forward.
+        tensors: Tensors that Python knows of.
     """
 
     resident_nbytes: int
@@ -58,16 +56,13 @@ class Held:
 
 def held() -> Held:
     gc.collect()
-    rows: list[Any] = [one for one in gc.get_objects() if type(one).__name__ == "_Rows"]
     return Held(
         int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
         len(os.listdir("/proc/self/fd")),
         len(distributed_c10d._world.pg_map),
         sum(kind.__module__.startswith("composable_shard.") for kind in kinds_alive())
-        - len(rows)
         - sum(kind.__name__.startswith(VARYING) for kind in kinds_alive()),
-        min(num_tensors() for _ in range(NUM_LOOKS))
-        - sum(2 + sum(map(len, one.regions)) for one in rows),
+        min(num_tensors() for _ in range(NUM_LOOKS)),
     )
 
 

@@ -361,16 +361,6 @@ def test_what_cannot_be_mapped_is_an_error() -> None:
     )
 
 
-def test_free_slabs_are_used_again_the_smallest_that_fits_first() -> None:
-    own = OwnFile(8)
-    small, large = own.allocate(PAGE), own.allocate(8 * PAGE)
-    for slab in (large, small):
-        own.free(slab)
-    assert own.allocate(PAGE - 1) is small
-    assert own.allocate(2 * PAGE) is large
-    assert own.allocate(1) not in (small, large)
-
-
 def blocks(own: OwnFile) -> int:
     return os.fstat(own.file).st_blocks * 512
 
@@ -414,18 +404,6 @@ def test_big_slabs_have_huge_pages_as_far_as_they_go(nbytes: int) -> None:
     own.free(slab)
     own._return(slab)
     assert blocks(own) == before + PAGE
-
-
-def test_a_system_that_makes_no_huge_pages_has_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    libc = mock.Mock(wraps=shared_memory._libc())
-    libc.madvise.side_effect = lambda *_: -1
-    monkeypatch.setattr(shared_memory, "_libc", lambda: libc)
-    own = OwnFile(8)
-    before = blocks(own)
-    slab = own.allocate(2 * HUGE + PAGE)
-    assert libc.madvise.call_args.args == (slab.address, 2 * HUGE, 25)
-    assert blocks(own) == before + 2 * HUGE + PAGE
-    ctypes.memset(slab.address, 1, slab.nbytes)
 
 
 def test_a_lack_of_memory_is_an_error_and_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,14 +183,6 @@ class Message:
             channel.set_label(_LABEL)
         return channels
 
-    def gathers(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield the number of ranks and the bytes of each input of the gathers to all ranks."""
-        sent = [*self.sent.values()]
-        for axis in self._axes:
-            num_ranks = self._mesh.size(axis)
-            yield num_ranks, sent
-            sent = [num_ranks * nbytes for nbytes in sent]
-
     def _receivers(self) -> list[tuple[int | None, bool]]:
         """Return for each gather its receiver on the axis, and whether this rank receives."""
         if self._to is None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
-from itertools import chain, count
+from itertools import count
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -19,7 +18,7 @@ from composable_shard.errors import ShardError
 from composable_shard.train.full import Box, boxes_of
 from composable_shard.train.ranks import Ranks
 from composable_shard.train.weights import gathering
-from composable_shard.train.weights.entries import Entry, Rename, contents_of, listed, listed_in
+from composable_shard.train.weights.entries import Entry, Rename, contents_of, listed
 from composable_shard.train.weights.gathering import MakePlain, Planned
 
 # Full tensors of a sharded model ------------------------------------------------------------------
@@ -190,63 +189,6 @@ def agree_on_plan(
             f"Expected tensors with values and names of their own for {call}, got {listed(wrong)}"
         )
     return planned
-
-
-# The costs of a pass, computed before it runs -----------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PassCosts:
-    """The costs of one pass of ``iter_full`` on this rank.
-
-    Attributes:
-        bucket_nbytes: Bytes of full tensors that are gathered together, or one larger tensor.
-        num_buckets: The number of buckets; before each, and after the last one, each rank sends a
-            word of 8 bytes to all others.
-        launches: Gathers that are launched.
-        messages: Tensors in all of them.
-        sent_nbytes: Bytes that this rank sends.
-        received_nbytes: Bytes that it receives.
-        held_nbytes: Peak bytes besides the model, if the consumer drops each tensor: those of two
-            buckets, and this rank's part of one.
-        by_class: Tensors that only their class can gather; the launches and the memory of these
-            gathers are not counted.
-    """
-
-    bucket_nbytes: int
-    num_buckets: int
-    launches: int
-    messages: int
-    sent_nbytes: int
-    received_nbytes: int
-    held_nbytes: int
-    by_class: tuple[str, ...]
-
-
-def costs_of(model: nn.Module, bucket_nbytes: int) -> PassCosts:
-    """Return the costs of a pass on this rank.
-
-    Args:
-        model: The model, which stays as it is.
-        bucket_nbytes: Bytes of a bucket.
-
-    Collective: none.
-    """
-    runs = gathering.runs_within(plan(listed_in(model)), bucket_nbytes)
-    buckets = list(map(gathering.Bucket, runs))
-    gathers = [[gather for m in bucket.messages for gather in m.gathers()] for bucket in buckets]
-    traffic = sum((num_ranks - 1) * sum(sent) for num_ranks, sent in chain(*gathers))
-    parts = [sum(sum(sent) for _, sent in several) for several in gathers]
-    return PassCosts(
-        bucket_nbytes=bucket_nbytes,
-        num_buckets=len(buckets),
-        launches=sum(map(len, gathers)),
-        messages=sum(len(sent) for _, sent in chain(*gathers)),
-        sent_nbytes=traffic,
-        received_nbytes=traffic,
-        held_nbytes=2 * max(bucket.nbytes for bucket in buckets) + max(parts),
-        by_class=tuple(item.name for bucket in buckets for item in bucket.by_class),
-    )
 
 
 # The parts of this rank, and their changes: nothing is communicated -------------------------------
