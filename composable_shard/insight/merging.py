@@ -101,7 +101,7 @@ class RankTrace:
         num_ranks: The number of ranks of the job.
         clock: Identifies the clock: ranks with the same value share one.
         device: The device of compute.
-        memory_of: The memory that is counted: ``device`` or ``nothing``.
+        memory_of: The memory that is counted: ``device``, ``heap`` or ``nothing``.
         groups: The groups of the model.
         wall: Nanoseconds since 1970 when that clock showed ``begin``.
         begin: The begin of the recording.

@@ -454,7 +454,8 @@ function notes() {
     ...(ranks.length < summary.ranks.length ? [`lanes of the first ${ranks.length}`] : []),
     count ? `${count} step${count > 1 ? "s" : ""} from step ${summary.first_step}` : "no steps marked",
   ].join(" · ");
-  const of = { device: "what the device's allocator has handed out" }[summary.memory_of];
+  const of = { heap: "what the C library's heap has handed out",
+    device: "what the device's allocator has handed out" }[summary.memory_of];
   find("notes").textContent = "Exposed: the rank waits for communication and computes nothing. Late: of that, until the "
     + "last rank had launched its part. Launch and copy: putting together what is sent, and what came to its place. "
     + "Other: what nothing is known of, such as the loss and the next batch. "

@@ -6,12 +6,14 @@ A device works asynchronously to the host. Its clock records events among the ke
 their times at the end, so that recording waits for nothing.
 
 On an accelerator the caching allocator reports the live memory and the memory that it has reserved.
-The difference is cached, or lost to fragmentation. On the CPU nothing counts tensors.
+The difference is cached, or lost to fragmentation. On the CPU nothing counts tensors, but the C
+library reports how much of its heap is in use, which falls when a tensor is freed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import platform
 import re
 import time
@@ -232,6 +234,42 @@ def clock_of(device: torch.device) -> Clock:
     return Clock() if device.type == "cpu" else DeviceClock(device)
 
 
+# How many bytes are live on a rank ----------------------------------------------------------------
+
+
+class LiveMemory(NamedTuple):
+    """The source of live memory.
+
+    Attributes:
+        read: Returns the bytes; ``None`` where nothing reports them.
+        of: The memory that is counted: ``device``, ``heap`` or ``nothing``.
+    """
+
+    read: Callable[[], Bytes] | None
+    of: str
+
+
+def live_memory(device: torch.device) -> LiveMemory:
+    """Return the source of live memory of a rank that computes on ``device``."""
+    if device.type != "cpu":
+        return LiveMemory(partial(_torch.memory_in_use, device), "device")
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError, TypeError):  # the C library is not glibc
+        return LiveMemory(None, "nothing")
+    mallinfo.restype = _MallInfo
+
+    def read() -> Bytes:
+        counts = mallinfo().counts
+        return counts[4] + counts[7], None  # hblkhd and uordblks: mapped, and in use of the heap
+
+    return LiveMemory(read, "heap")
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_ = [("counts", ctypes.c_size_t * 10)]
+
+
 # The recording --------------------------------------------------------------------------------
 
 MAX_MERGED = 64
@@ -273,7 +311,7 @@ class Timeline:
         skip: int = 0,
         steps: int | None = None,
         clock: Clock | None = None,
-        memory: Callable[[], Bytes] | None = None,
+        memory: LiveMemory | None = None,
     ) -> None:
         check_module("module", module)
         check_int("skip", skip, 0)
@@ -283,15 +321,14 @@ class Timeline:
         trees = dict.fromkeys(group.tree for group in groups_in(module))
         groups = [group for tree in trees for group in tree.groups]
         device = groups[0].mesh.device
-        if memory is None and device.type != "cpu":
-            memory = partial(_torch.memory_in_use, device)
-        self._clock, self._read_memory = clock or clock_of(device), memory
+        memory = memory or live_memory(device)
+        self._clock, self._read_memory = clock or clock_of(device), memory.read
         self._empty = RankTrace(
             rank=dist.get_rank(),
             num_ranks=dist.get_world_size(),
             clock=_BOOT.read_text().strip() if _BOOT.exists() else platform.node(),
             device=str(device),
-            memory_of="nothing" if memory is None else "device",
+            memory_of=memory.of,
             groups={self._name_of(group): _facts_of(group) for group in groups},
         )
         self.recorded: RankTrace | None = None
@@ -423,7 +460,7 @@ def trace(
     """Record where the time and the memory of training go on this rank.
 
     The timeline has gathers, waits, forward and backward of each group, reductions, optimizer
-    steps and, on a device, live and reserved memory. Each rank writes a file of its own when it
+    steps, live memory and, on a device, reserved memory. Each rank writes a file of its own when it
     leaves the context, also by an exception. The last one of at most 64 ranks merges all files into
     ``trace.json`` (for https://ui.perfetto.dev) and ``timeline.html``. No rank waits for another.
     See ``docs/timeline.md``.

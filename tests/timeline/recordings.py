@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from composable_shard import fully_shard
 from composable_shard.insight.merging import GroupFacts, RankTrace, Sample, Span
-from composable_shard.insight.trace import Bytes, Clock, Timeline
+from composable_shard.insight.trace import Clock, LiveMemory, Timeline
 from composable_shard.testing import fake_ranks
 
 MS = 1_000_000
@@ -28,8 +28,8 @@ class Ticks(Clock):
         return next(self._count) * MS
 
 
-def growing_memory() -> Callable[[], Bytes]:
-    return zip(itertools.count(100), itertools.repeat(None)).__next__
+def growing_memory() -> LiveMemory:
+    return LiveMemory(zip(itertools.count(100), itertools.repeat(None)).__next__, "heap")
 
 
 def two_layers(**kwargs: Any) -> nn.Module:
@@ -80,7 +80,7 @@ def made_up(
         clock=clock,
         wall=10**18,
         device="cpu",
-        memory_of="device",
+        memory_of="heap",
         begin=0,
         end=100,
         first_step=0,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from composable_shard import _torch
 from composable_shard.insight import trace
-from composable_shard.insight.trace import Clock, DeviceClock, clock_of
+from composable_shard.insight.trace import Clock, DeviceClock, clock_of, live_memory
 
 
 class PlayedDevice:
@@ -76,6 +74,19 @@ def test_the_clock_of_the_host_gives_times_at_once() -> None:
     assert clock.times([stamp]) == [stamp]
 
 
+def test_memory_of_the_heap_rises_and_falls_with_a_tensor() -> None:
+    read, of = live_memory(torch.device("cpu"))
+    if of != "heap":
+        pytest.skip(f"the C library here does not tell its heap, memory is that of {of}")
+    assert read is not None
+    before = read()[0]
+    tensor = torch.zeros(1 << 22)
+    assert read()[0] - before == pytest.approx(tensor.nbytes, rel=0.01)
+    del tensor
+    assert read()[0] - before == pytest.approx(0, abs=1 << 18)
+    assert read()[1] is None
+
+
 def test_a_device_is_asked_for_what_its_allocator_has_handed_out_and_reserved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -89,6 +100,7 @@ def test_a_device_is_asked_for_what_its_allocator_has_handed_out_and_reserved(
     has_begun = iter([False, True])
     monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", has_begun.__next__)
     monkeypatch.setattr(torch._C, "_accelerator_getDeviceStats", stats)
-    read = partial(_torch.memory_in_use, torch.device("cuda", 3))
+    read, of = live_memory(torch.device("cuda", 3))
+    assert read is not None and of == "device"
     assert [read(), read()] == [(0, 0), (77, 99)]  # nothing is known before the first use
     assert asked == [3]
