@@ -33,7 +33,7 @@ from composable_shard.core.codec import needs_extension
 from composable_shard.core.group import ParamGroup, State
 from composable_shard.core.placement import TensorLayout, plan_tensor
 from composable_shard.core.plugins import Feature, Op, Phase
-from composable_shard.core.reduction import Reduction, has_hooks, redistributed_grad, stage_of
+from composable_shard.core.reduction import Reduction, redistributed_grad, stage_of
 from composable_shard.core.storage import Bucket, FlatBucket, GatherOps, ShardedParam
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import Tensors
@@ -304,7 +304,7 @@ class PartReduction(Reduction):
         Raises:
             ShardError: If a hook of the user would see gradients of shards, on all ranks.
         """
-        hooked = next(filter(has_hooks, self.params), None)
+        hooked = next((p for p in self.params if _torch.has_grad_hooks(p.sharded)), None)
         if hooked is not None:
             raise ShardError(
                 f"Expected no hook on the gradient of '{hooked.name}' of {self._group.label}, "
