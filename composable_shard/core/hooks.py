@@ -218,12 +218,12 @@ class ModuleHooks:
         while inner.grad_fn is None:  # a transform of torch.func has wrapped the tensor
             inner = _torch.inner_value(inner)
         node: Any = inner.grad_fn
-        node.register_hook(self._on_marker)
+        node.register_hook(partial(self._on_marker, weakref.ref(call)))
         call.markers.append(node)
         return tensor
 
-    def _on_marker(self, grads: Sequence[Tensor | None], _: Any) -> None:
-        # Must not refer to the call: the call refers to the marker, and the marker to this hook.
+    def _on_marker(self, call: weakref.ref[Call], grads: Sequence[Tensor | None], _: Any) -> None:
+        # Refers weakly to the call: the call refers to the marker, and the marker to this hook.
         group = self._group
         if torch.is_grad_enabled():  # a double backward will need the parameters again
             for grad in _all_levels(grad for grad in grads if grad is not None):
@@ -232,7 +232,9 @@ class ModuleHooks:
                     if tensor is not None and tensor.requires_grad:
                         tensor.register_hook(self._gather_again)
         with _torch.apart_from_transforms():
-            group.tree.begin_backward().count_marker(group)
+            backward = group.tree.begin_backward()
+            if call() is not None:  # otherwise `Backward._ensure_progress` has not expected it
+                backward.count_marker(group)
 
     def _gather_again(self, _: Tensor) -> None:
         """Gather the group for a double backward."""

@@ -139,6 +139,13 @@ def test_ranks_keep_parts_alike_for_a_checkpoint_whose_input_needs_no_gradient_o
     check(blocks, "tt", ("p", "", "", ""), mesh=(4,), reshard=2, is_bare=True, own="after")
 
 
+def test_a_tensor_stored_in_a_module_that_ran_twice_reaches_both_runs() -> None:
+    parts = Block("kept", "cached"), Block("detached", "detached", group="parent")
+    inner = Block("inner", "nestbefore", children=parts)
+    outer = Block("outer", "nestafter", join="drop", calls=2, children=(inner,))
+    check((outer,), "atot", off=("", "outer kept"), is_bare=True)
+
+
 def test_ranks_of_replicas_that_reach_other_scalars_train_alike() -> None:
     for program in ("tasaato", "taso"):
         check(MODELS["scalars"], program, ("", "p q r", "q", "p r"), mesh=(2, 2))
