@@ -184,7 +184,8 @@ class Generator:
             skipped = frozenset([self.random.choice(names)])
         if whole:
             return Call(order, (), (), skipped)
-        every = [b.name for b in case.walk()]
+        is_refused = any(b.frozen for b in case.walk())  # what the parent's own parameters give
+        every = [b.name for b in case.walk() if not (is_refused and b.group == "parent")]
         every += [b.name + ".kept" for b in case.walk() if b.kind == "cached"]
         many = [
             f"{b.name}.{index}"
