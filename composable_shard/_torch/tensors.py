@@ -67,12 +67,6 @@ def copy_all_(into: list[Tensor], sources: list[Tensor]) -> None:
         copy_each_(into, sources)
 
 
-def zero_ranges_(flat: Tensor, ranges: Sequence[tuple[int, int]]) -> None:
-    """Fill ranges (start, end) of a flat tensor with zeros, in one kernel where there is one."""
-    if ranges:
-        torch._foreach_zero_([flat[start:end] for start, end in ranges])
-
-
 divide_all_: Callable[[list[Tensor], float], object] = torch._foreach_div_
 """Divides tensors in place, in one kernel where the device has one."""
 

@@ -91,7 +91,6 @@ class ExtensionBucket:
     """
 
     message_cost: int | None = None
-    unwritten: Sequence[tuple[int, int]] = ()
 
     def __init__(self, param: ShardedParam, shard: torch.Tensor) -> None:
         self.param, self.params, self.locals = param, [param], [shard]

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from operator import add, lt
 
 MESSAGE_ALIGNMENT_NBYTES = 64
 """A parameter with its own message starts at a multiple of this."""
@@ -147,7 +146,6 @@ class BucketLayout:
         shard_numel: Number of elements of the sharded buffer.
         unsharded_offsets: The offset of each parameter in the unsharded buffer.
         unsharded_numel: Number of elements of the unsharded buffer.
-        unwritten: The ranges (start, end) of the unsharded buffer that no gather writes.
     """
 
     order: tuple[int, ...]
@@ -159,7 +157,6 @@ class BucketLayout:
     shard_numel: int
     unsharded_offsets: tuple[int, ...]
     unsharded_numel: int
-    unwritten: tuple[tuple[int, int], ...]
 
     @cached_property
     def message_spans(self) -> list[tuple[int, int]]:
@@ -197,7 +194,6 @@ def plan_bucket(
     unsharded_offsets, unsharded_numel = _end_to_end(gathered_numels, step)
     num_shards = params[0].num_shards if params else 1
     total = aligned(unsharded_numel, num_shards)  # equal parts for ``reshard_after_forward=k``
-    ends = map(add, unsharded_offsets, gathered_numels)
     return BucketLayout(
         order=tuple(order),
         params=ordered,
@@ -208,9 +204,6 @@ def plan_bucket(
         shard_numel=packed_offset + packed_numel,
         unsharded_offsets=tuple(unsharded_offsets),
         unsharded_numel=total,
-        unwritten=tuple(
-            gap for gap in zip(ends, [*unsharded_offsets[1:], total], strict=True) if lt(*gap)
-        ),
     )
 
 

@@ -432,7 +432,6 @@ class Bucket(Protocol):
         mesh: The data-parallel ranks.
         compute_dtype: The dtype of the unsharded parameters.
         message_cost: It decides which gradients get their own message; ``None`` if all share one.
-        unwritten: The ranges of :meth:`memory_for_backward` that no gather writes.
         reduction: The class that reduces its gradients; ``None`` for plain gradients.
     """
 
@@ -441,7 +440,6 @@ class Bucket(Protocol):
     mesh: ShardMesh
     compute_dtype: torch.dtype
     message_cost: int | None
-    unwritten: Sequence[tuple[int, int]]
 
     @property
     def reduction(self) -> type[Any] | None: ...
@@ -475,7 +473,6 @@ class Regather:
         """Plan to gather memory from some neighbours. Collective: makes their process group."""
         self._memory, self._channel = bucket.memory_for_backward(), channel
         self._num_ranks = num_ranks
-        self._unwritten = bucket.unwritten
         self._part = channel.mesh.shard_rank % num_ranks
         self._kept: list[torch.Tensor] = []
         self._outputs: list[torch.Tensor] = []
@@ -483,12 +480,8 @@ class Regather:
         channel.prepare_regather(num_ranks)
 
     def keep(self) -> None:
-        """Copy this rank's part; the last part may be padded.
-
-        NCCL's check for NaN looks at whole messages, so gaps without values are set to zero.
-        """
+        """Copy this rank's part; the last part may be padded."""
         for whole in self._memory:
-            _torch.zero_ranges_(whole, self._unwritten)
             numel = -(-whole.numel() // self._num_ranks)
             source = whole[self._part * numel : (self._part + 1) * numel]
             part = source.new_zeros(numel)
@@ -571,7 +564,6 @@ class FlatBucket:
             packing_step((self.dtype, self.compute_dtype), self.mesh.device),
         )
         self.params = [params[index] for index in self.layout.order]
-        self.unwritten: Sequence[tuple[int, int]] = self.layout.unwritten
         # A simulated device is on the CPU, as offloaded shards are.
         is_away = first.offload is not None and _torch.aligns(self.mesh.device)
         self.is_uploaded = copies_overlap_compute(first.offload, self.mesh.device)

@@ -9,7 +9,6 @@ those of the sharded parameters, and a write raises an error.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -134,21 +133,6 @@ def check_materialized(params: Sequence[ShardedParam], label: str) -> None:
 # Unsharded parameters that stay registered after forward ------------------------------------------
 
 
-class _Content(NamedTuple):
-    """A cheap fingerprint of the content of an unsharded parameter.
-
-    Attributes:
-        versions: The version counters of the parameter and its parts.
-        checksum: On the CPU, the sum of this rank's rows, read as integers, because writes to
-            ``.data`` bump no version counter. On devices 0, because reading a sum synchronizes.
-        storage: The id of its storage.
-    """
-
-    versions: tuple[int, ...]
-    checksum: int
-    storage: int
-
-
 class UnshardedSnapshot:
     """The content of unsharded parameters at the end of a forward that leaves them registered.
 
@@ -200,17 +184,23 @@ def _mark(param: ShardedParam) -> torch.Tensor | None:
     return mark
 
 
-def _content_of(param: ShardedParam) -> _Content:
+def _content_of(param: ShardedParam) -> tuple[int, ...]:
+    """Return a cheap fingerprint of the content of an unsharded parameter.
+
+    It has the id of the storage and the version counters. On the CPU, it also has the sum of this
+    rank's rows, read as integers, because writes to ``.data`` bump no version counter; on devices,
+    reading a sum would synchronize.
+    """
     leaf = param.unsharded
     storage = _torch.storage_number(leaf)
     if param.shares_storage:
-        return _Content((), 0, storage)
+        return (storage,)
     versions = tuple(t._version for t in (leaf, *param.freed_inner) if not t.is_inference())
     is_subclass = _torch.is_wrapper_subclass(param.unsharded_local)
     is_fake = not is_subclass and leaf.untyped_storage().device.type == "meta"
     if is_subclass or is_fake or _torch.has_streams(param.mesh.device):
-        return _Content(versions, 0, storage)
+        return storage, *versions
     part = param.shard_of(leaf)
     real = torch.view_as_real(part) if part.is_complex() else part
     integer = getattr(torch, f"int{8 * real.itemsize}")
-    return _Content(versions, int(real.view(integer).sum()), storage)
+    return storage, *versions, int(real.view(integer).sum())

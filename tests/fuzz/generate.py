@@ -251,6 +251,7 @@ class Generator:
                 ops.append(Op("clip", how=pick(["", "function"])))
             elif word == "edit" and "edit" in self.features:
                 hows = ["clamp", "each"] + ["foreach"] * ("foreach" in self.features)
+                ops += [Op("reshard")] * case.live  # edits of unsharded parameters are lost
                 ops.append(Op("edit", how=pick(hows)))
             elif word == "states" and "states" in self.features:
                 saved = any(op.name == "save" for op in ops)
