@@ -168,7 +168,7 @@ class BucketLayout:
 
 @lru_cache(maxsize=4096)
 def plan_bucket(
-    params: tuple[ParamLayout, ...], itemsize: int, cost: int, packed_step: int
+    params: tuple[ParamLayout, ...], itemsize: int, cost: int, packed_alignment: int
 ) -> BucketLayout:
     """Lay out parameters in the flat buffers of one bucket.
 
@@ -176,7 +176,7 @@ def plan_bucket(
         params: The parameters; all have the same number of shards.
         itemsize: Bytes of an element in the all-gather.
         cost: The cost of a message; see :func:`message_cost`.
-        packed_step: Packed shards start at multiples of this many elements.
+        packed_alignment: Packed shards start at multiples of this many elements.
     """
     is_direct = [not is_packed(param, itemsize, cost) for param in params]
     order = sorted(range(len(params)), key=lambda index: not is_direct[index])
@@ -185,8 +185,8 @@ def plan_bucket(
     numels = [param.shard_numel for param in ordered]
     direct_offsets, end = _end_to_end(numels[:num_direct], step)
     packed_offset = aligned(end, step) if num_direct < len(params) else end
-    packed_offsets, packed_numel = _end_to_end(numels[num_direct:], packed_step)
-    packed_numel = aligned(packed_numel, packed_step)
+    packed_offsets, packed_numel = _end_to_end(numels[num_direct:], packed_alignment)
+    packed_numel = aligned(packed_numel, packed_alignment)
     gathered_numels = [
         param.num_shards * param.shard_numel if param.gathers_in_place else param.numel
         for param in ordered
@@ -208,7 +208,7 @@ def plan_bucket(
 
 
 def plan_messages(
-    params: Sequence[ParamLayout], num_direct: int, step: int
+    params: Sequence[ParamLayout], num_direct: int, alignment: int
 ) -> tuple[list[int], list[int]]:
     """Lay out the messages of a reduce-scatter.
 
@@ -217,7 +217,7 @@ def plan_messages(
     Args:
         params: The layouts of the gradients, those with their own message first.
         num_direct: The number of gradients with their own message.
-        step: Packed gradients are padded to a multiple of this.
+        alignment: Packed gradients are padded to a multiple of this.
 
     Returns:
         The number of elements for each rank in each message, and the offset of the shard of each
@@ -225,8 +225,8 @@ def plan_messages(
     """
     numels = [param.shard_numel for param in params]
     direct, end = _end_to_end(numels[:num_direct], 1)
-    packed, packed_numel = _end_to_end(numels[num_direct:], step)
-    last = aligned(packed_numel, step) + len(numels)
+    packed, packed_numel = _end_to_end(numels[num_direct:], alignment)
+    last = aligned(packed_numel, alignment) + len(numels)
     return [*numels[:num_direct], last], [*direct, *(end + start for start in packed)]
 
 

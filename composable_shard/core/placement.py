@@ -140,7 +140,7 @@ def plan_tensor(tensor: torch.Tensor, dim: int | None, num_shards: int) -> Tenso
     return TensorLayout(shape, dim, by_stride, ParamLayout(ordered, place, num_shards))
 
 
-def packing_step(dtypes: Iterable[torch.dtype], device: torch.device) -> int:
+def packing_alignment(dtypes: Iterable[torch.dtype], device: torch.device) -> int:
     """Return the alignment of packed shards, in elements of the narrowest of their dtypes.
 
     Devices read and write fastest if shards begin at multiples of ``PACKED_ALIGNMENT_NBYTES``.

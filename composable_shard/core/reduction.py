@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import _torch
 from composable_shard.core.layout import is_packed, plan_messages
-from composable_shard.core.placement import GradStage, Placements, TensorLayout, packing_step
+from composable_shard.core.placement import GradStage, Placements, TensorLayout, packing_alignment
 from composable_shard.core.storage import USER_GRAD_DTYPE, Bucket, ShardedParam, user_grad_dtype
 from composable_shard.core.transport import host
 from composable_shard.core.transport.channel import Channel
@@ -125,6 +125,7 @@ class Reduction:
         self._has_streams = _torch.has_streams(self._mesh.device)
         self._overlaps = copies_overlap_compute(params[0].offload, self._mesh.device)
         self.is_offloaded = self._overlaps or params[0].device != self._mesh.device
+        # A direct gradient is sent from its own memory; the others are packed into one message.
         is_direct = partial(_is_direct, dtype, buckets[0].message_cost)
         self.params = sorted(params, key=is_direct, reverse=True)
         self._num_direct = sum(map(is_direct, params))
@@ -167,28 +168,30 @@ class Reduction:
         layouts = [layout.flat for layout in self._layouts]
         self.num_flags = len(layouts)
         self._final_dtypes = [final_grad_dtype(param, self.dtype) for param in self.params]
-        self._step = packing_step((self.dtype, *self._final_dtypes), device)
-        self._message_numels, starts = plan_messages(layouts, self._num_direct, self._step)
+        self._alignment = packing_alignment((self.dtype, *self._final_dtypes), device)
+        self._message_numels, starts = plan_messages(layouts, self._num_direct, self._alignment)
         self._packed_shape = (num_shards, self._message_numels[-1])
         self._numel = sum(self._message_numels)
         flags = num_shards, self.num_flags
         self._all_flags = torch.ones(flags, dtype=self._compute_dtype, device=device)
         packed = layouts[self._num_direct :]
-        paddings = [-layout.shard_numel % self._step for layout in packed]
+        paddings = [-layout.shard_numel % self._alignment for layout in packed]
         self._paddings = [
             self._all_flags.new_zeros(num_shards * padding) if padding else None
             for layout, padding in zip(packed, paddings, strict=True)
             if layout.numel  # parameters without elements are not sent
         ]
-        self._rows: list[torch.Tensor] = []  # the place of each gradient in `_packed`
-        are_rows = num_shards > 1 and {layout.rows_per_shard for layout in packed} == {1}
-        if self._is_plain and are_rows and not _torch.aligns(device):
+        self._packed_views: list[torch.Tensor] = []  # the place of each gradient in `_packed`
+        has_one_row_each = num_shards > 1 and {layout.rows_per_shard for layout in packed} == {1}
+        if self._is_plain and has_one_row_each and not _torch.aligns(device):
             self._packed = _torch.empty(*self._packed_shape, dtype=self.dtype, device=device)
             numels = [*(layout.inner for layout in packed), self.num_flags]
             *columns, flags_column = self._packed.split_with_sizes(numels, 1)
             pairs = zip(columns, packed, strict=True)
-            self._rows = [column[: layout.num_rows].view(layout.shape) for column, layout in pairs]
-            self._rows.append(flags_column)
+            self._packed_views = [
+                column[: layout.num_rows].view(layout.shape) for column, layout in pairs
+            ]
+            self._packed_views.append(flags_column)
             _torch.free(self._packed)
         flat, rank = torch.empty(self._numel, device="meta"), self._mesh.shard_rank
         at = zip(self._layouts, starts, strict=True)
@@ -281,7 +284,7 @@ class Reduction:
             _torch.copy_all_(cast, direct)  # one call, and one kernel on accelerators
             direct = cast
         to_pack = grads[num_direct:]
-        if self._step > 1:
+        if self._alignment > 1:
             padded = chain.from_iterable(zip(to_pack, self._paddings, strict=True))
             to_pack = list(filter(_is_not_none, padded))
         messages = [*direct, self._pack_shards([*to_pack, flags]).view(-1)]
@@ -293,12 +296,12 @@ class Reduction:
         """Cut each tensor along dim 0, pad and cast it; row i has shard i of every tensor.
 
         On accelerators this is one kernel. On the CPU, that kernel is slower than copies, so shards
-        of one row are copied to ``_rows``.
+        of one row are copied to ``_packed_views``.
         """
-        if self._rows:
+        if self._packed_views:
             _torch.allocate(self._packed)
             self._packed.zero_()
-            _torch.copy_each_(self._rows, tensors)
+            _torch.copy_each_(self._packed_views, tensors)
             return self._packed
         if not all(map(is_, map(_dtype, tensors), repeat(tensors[-1].dtype))):  # else it casts
             tensors = [tensor.to(self.dtype) for tensor in tensors]
@@ -376,7 +379,7 @@ class Reduction:
         """Wait for the oldest of the collectives that were launched."""
         self._pending[0].wait()
         del self._pending[0]  # after the wait: if it fails, `discard` waits for its other works
-        if self._rows:
+        if self._packed_views:
             _torch.free(self._packed)
 
     def average(self) -> None:
@@ -505,7 +508,7 @@ class Reduction:
             param.grad = None
         while self._pending:
             self._pending.pop().drop()
-        if self._rows:
+        if self._packed_views:
             _torch.free(self._packed)
         for name in ("_grads", "_received", "reduced", "_flags"):
             self.__dict__.pop(name, None)

@@ -35,7 +35,7 @@ from composable_shard.core.placement import (
     GradStage,
     TensorLayout,
     matching_pieces,
-    packing_step,
+    packing_alignment,
     plan_placement,
     plan_tensor,
 )
@@ -561,7 +561,7 @@ class FlatBucket:
             tuple(param.layout.flat for param in params),
             self.compute_dtype.itemsize,
             self.message_cost,
-            packing_step((self.dtype, self.compute_dtype), self.mesh.device),
+            packing_alignment((self.dtype, self.compute_dtype), self.mesh.device),
         )
         self.params = [params[index] for index in self.layout.order]
         # A simulated device is on the CPU, as offloaded shards are.

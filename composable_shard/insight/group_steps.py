@@ -20,7 +20,7 @@ from composable_shard.core.codec import flatten, has_extension
 from composable_shard.core.extension import ExtensionBucket
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.layout import is_packed, plan_messages
-from composable_shard.core.placement import packing_step
+from composable_shard.core.placement import packing_alignment
 from composable_shard.core.program import reduced_together
 from composable_shard.core.reduction import LocalReduction, final_grad_dtype, sent_dtype
 from composable_shard.core.storage import Bucket, FlatBucket, ShardedParam
@@ -296,7 +296,7 @@ class ReductionPlan:
         self.members = sorted(params, key=lambda param: param not in self.direct)
         self.finals = [final_grad_dtype(param, dtype) for param in self.members]
         self.layouts = [param.grad_layout.flat for param in self.members]
-        step = packing_step((dtype, *self.finals), mesh.device)
+        step = packing_alignment((dtype, *self.finals), mesh.device)
         numels, _ = plan_messages(self.layouts, len(self.direct), step)
         self.numel, self.packed_numel = sum(numels), numels[-1]
         self.is_all_reduced = mesh.num_replicas > 1 and group.settings.all_reduce_grads

@@ -17,7 +17,7 @@ from composable_shard.core.layout import (
     message_cost,
     plan_bucket,
 )
-from composable_shard.core.placement import matching_pieces, packing_step, plan_tensor
+from composable_shard.core.placement import matching_pieces, packing_alignment, plan_tensor
 from composable_shard.core.reduction import Scale, plan_scale
 from composable_shard.testing.strategies import big_shapes, shapes, shard_dims
 
@@ -154,9 +154,9 @@ def test_messages_cost_by_the_peer_with_gloo_and_at_once_with_nccl() -> None:
 
 def test_packed_shards_begin_where_accelerators_load_the_narrowest_dtype() -> None:
     cpu, dtypes = torch.device("cpu"), (torch.float32, torch.bfloat16)
-    assert packing_step(dtypes, cpu) == 1
+    assert packing_alignment(dtypes, cpu) == 1
     with _torch.pretended_backend("nccl"):
-        assert packing_step(dtypes, cpu) == 8
+        assert packing_alignment(dtypes, cpu) == 8
 
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
