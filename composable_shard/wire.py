@@ -113,7 +113,7 @@ class BlockFormat:
         largest = blocks.amax(2, keepdim=True).maximum(-blocks.amin(2, keepdim=True))
         # A scale of zero could not divide, and a subnormal one has fewer digits.
         scales = (largest / top).clamp_min_(_SMALLEST_SCALE)
-        scaled = blocks / scales
+        scaled = blocks.div_(scales)  # of the copy that `_in_blocks` made
         if self.stochastic:
             scaled = self._rounded_at_random(scaled, hash((self.seed, seed)))
         elif not is_float:
@@ -143,8 +143,7 @@ class BlockFormat:
             nn.functional.pad(param, (0, padding)) if padding else param
             for param, padding in ((param, -param.shape[1] % self.block) for param in params)
         ]
-        rows = padded[0] if len(padded) == 1 else torch.cat(padded, 1)
-        return rows.reshape(len(rows), -1, self.block)
+        return torch.cat(padded, 1).view(len(params[0]), -1, self.block)
 
     def _split(self, blocks: torch.Tensor, numels: list[int]) -> list[torch.Tensor]:
         """Return the rows of each parameter, without its padding."""

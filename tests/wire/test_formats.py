@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composable_shard import BlockFormat, MixedPrecisionPolicy
@@ -46,6 +46,7 @@ def steps_of(format: BlockFormat, x: torch.Tensor) -> torch.Tensor:
     return torch.cat(steps, 1)
 
 
+@settings(deadline=None)
 @given(formats(), st.lists(rows(), min_size=1, max_size=4), st.integers(0, 2**32))
 def test_an_element_moves_by_half_a_step_or_at_random_by_less_than_one(
     format: BlockFormat, params: list[torch.Tensor], seed: int
@@ -66,6 +67,7 @@ def test_an_element_moves_by_half_a_step_or_at_random_by_less_than_one(
     assert all(map(torch.equal, params, kept))
 
 
+@settings(deadline=None)
 @given(formats(), st.lists(rows(), min_size=1, max_size=4))
 def test_a_parameter_is_encoded_as_if_it_were_alone(
     format: BlockFormat, params: list[torch.Tensor]
