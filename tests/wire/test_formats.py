@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard import BlockFormat, MixedPrecisionPolicy
 
@@ -77,6 +78,30 @@ def test_a_parameter_is_encoded_as_if_it_were_alone(
     together = format.decode(format.encode(params), numels)
     for x, numel, decoded in zip(params, numels, together, strict=True):
         assert torch.equal(format.decode(format.encode([x]), [numel])[0], decoded)
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations, except those that only make views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_parameters_take_no_more_operations_than_one() -> None:
+    nums = []
+    for num_params in (1, 12):
+        params = [torch.randn(2, 512)] * num_params
+        with Counted() as counted:
+            BlockFormat(torch.int8).decode(
+                BlockFormat(torch.int8).encode(params), [512] * num_params
+            )
+        nums.append(counted.num)
+    assert nums[0] == nums[1] <= 20
 
 
 @given(formats(), st.sampled_from([math.inf, -math.inf, math.nan]), st.integers(0, 299))
