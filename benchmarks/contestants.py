@@ -135,6 +135,8 @@ def make_batch(spec: Spec, step: int) -> tuple[Tensor, Tensor]:
 def build_contestant(name: str, spec: Spec) -> Contestant:
     """Build the named contestant on this rank, with the same weights as all others.
 
+    A dtype may follow the name: ``ours int8`` sends int8.
+
     The model is made on the meta device, so that none of them ever holds more of it than
     its way of training asks for.
 
@@ -143,7 +145,8 @@ def build_contestant(name: str, spec: Spec) -> Contestant:
     """
     with torch.device("meta"):
         model: nn.Module = Gpt(spec)
-    model = WRAPPERS[name](model, spec)
+    kind, *wire = name.split()
+    model = WRAPPERS[kind](model, spec, *wire)
     optimizer = OPTIMIZERS[spec.optimizer](model.parameters())
     autocast = spec.dtype_policy == "bf16" and name in ("ddp", "single")
     return Contestant(model, optimizer, spec, autocast)
@@ -177,11 +180,13 @@ def wrap_fsdp2(model: nn.Module, spec: Spec) -> nn.Module:
     return shard_blocks(model, spec, fully_shard, MixedPrecisionPolicy)
 
 
-def wrap_ours(model: nn.Module, spec: Spec) -> nn.Module:
+def wrap_ours(model: nn.Module, spec: Spec, wire: str | None = None) -> nn.Module:
     from composable_shard import MixedPrecisionPolicy, fully_shard
 
     shard = partial(fully_shard, sharding=spec.sharding)
-    return shard_blocks(model, spec, shard, MixedPrecisionPolicy)
+    dtype = None if wire is None else getattr(torch, wire)
+    policy = partial(MixedPrecisionPolicy, gather_wire=dtype, reduce_wire=dtype)
+    return shard_blocks(model, spec, shard, policy)
 
 
 def shard_blocks(
@@ -189,8 +194,9 @@ def shard_blocks(
 ) -> nn.Module:
     """Shard each block, then the root, by either of the two libraries."""
     kwargs: dict[str, Any] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
-    if spec.dtype_policy == "bf16":
-        kwargs["mp_policy"] = policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    is_bf16 = spec.dtype_policy == "bf16"
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if is_bf16 else {}
+    kwargs["mp_policy"] = policy(**dtypes)
     blocks: Any = model.blocks
     for block in blocks:
         fully_shard(block, **kwargs)
@@ -218,7 +224,7 @@ def materialize(model: nn.Module) -> nn.Module:
     return model
 
 
-WRAPPERS: dict[str, Callable[[nn.Module, Spec], nn.Module]] = {
+WRAPPERS: dict[str, Callable[..., nn.Module]] = {
     "ours": wrap_ours,
     "fsdp2": wrap_fsdp2,
     "ddp": wrap_ddp,

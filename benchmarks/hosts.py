@@ -23,7 +23,6 @@ from report import load_average, print_load, print_table
 
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
 PORT = 29517
-CONTESTANTS = ("ours", "fsdp2")
 LIMIT = 900  # seconds
 ROOT = Path(__file__).parents[1]
 
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.rank is not None:
         be_rank(options)
         return 0
-    from rounds import Turn, join_ranks, ratios, spread
+    from rounds import Turn, join_ranks, quartiles, ratios, spread
 
     load = load_average()
     command = [sys.executable, __file__, *(sys.argv[1:] if arguments is None else arguments)]
@@ -57,17 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         join_ranks([{name: Turn(*turn) for name, turn in one.items()} for one in both])
         for both in zip(*told, strict=True)
     ]
-    walls = {name: [one[name].wall for one in rounds] for name in CONTESTANTS}
-    mine = walls["ours"]
+    walls = {name: [one[name].wall for one in rounds] for name in contestants(options)}
     rows = [
-        (name, f"{1e3 * ratios(other, [1.0] * len(other)).median:.1f}", spread(ratios(mine, other)))
-        for name, other in walls.items()
+        (name, f"{1e3 * quartiles(wall).median:.1f}", spread(ratios(wall, walls["fsdp2"])))
+        for name, wall in walls.items()
     ]
     title = (
         f"2 hosts, {how}; {options.rounds} rounds, "
         f"{options.layers} layers, width {options.width}, {options.dtype_policy}"
     )
-    print_table(title, ("", "step ms", "ours/other (quartiles)"), rows)
+    print_table(title, ("", "step ms", "of FSDP2's (quartiles)"), rows)
     print_load(load)
     return 0
 
@@ -80,8 +78,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--dtype-policy", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--wire", nargs="*", default=[], help="also with messages in these dtypes")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
+
+
+def contestants(options: argparse.Namespace) -> list[str]:
+    return ["ours", *(f"ours {dtype}" for dtype in options.wire), "fsdp2"]
 
 
 def be_rank(options: argparse.Namespace) -> None:
@@ -96,9 +99,9 @@ def be_rank(options: argparse.Namespace) -> None:
         "gloo", init_method=f"tcp://{ADDRESSES[0]}:{PORT}", rank=options.rank, world_size=2
     )
     spec = Spec(options.layers, options.width, dtype_policy=options.dtype_policy)
-    for name in CONTESTANTS:
+    for name in contestants(options):
         build_one(name, spec)
-    found = [time_round(order, 2) for order in orders(CONTESTANTS, options.rounds)]
+    found = [time_round(order, 2) for order in orders(contestants(options), options.rounds)]
     dist.barrier()
     print(json.dumps(found))
     dist.destroy_process_group()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -23,41 +23,43 @@ WIRE_DTYPES = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e
 class WireFormat(Protocol):
     """Bring your own format for the messages of a gather or of a reduction.
 
-    A format turns rows of floating-point elements into rows of bytes, each row by itself. The
-    library calls it parameter by parameter. A row is the shard of one rank, with zeros as padding.
-    Ranks compare the ``repr`` of a format before the first gather, unless it contains an address.
+    A format turns the parameters of a group into one row of bytes for each rank, each rank by
+    itself. A row of a parameter is the shard of one rank, with zeros as padding. Ranks compare the
+    ``repr`` of a format before the first gather, unless it contains an address.
 
     Example:
         >>> class Half:
-        ...     def nbytes(self, numel):
-        ...         return 2 * numel
-        ...     def encode(self, rows, seed):
-        ...         return rows.half().view(torch.uint8)
-        ...     def decode(self, encoded, numel):
-        ...         return encoded.view(torch.float16)
+        ...     def nbytes(self, numels):
+        ...         return 2 * sum(numels)
+        ...     def encode(self, params, seed):
+        ...         return torch.cat(params, 1).half().view(torch.uint8)
+        ...     def decode(self, encoded, numels):
+        ...         return encoded.view(torch.float16).split(numels, 1)
         >>> policy = MixedPrecisionPolicy(gather_wire=Half())
     """
 
-    def nbytes(self, numel: int) -> int:
-        """Return the number of bytes of an encoded row of ``numel`` elements."""
+    def nbytes(self, numels: list[int]) -> int:
+        """Return the number of bytes of a row, given the numbers of elements of the parameters."""
 
-    def encode(self, rows: torch.Tensor, seed: int) -> torch.Tensor:
-        """Return the message as ``uint8``, [num_rows, nbytes(numel)].
+    def encode(self, params: list[torch.Tensor], seed: int) -> torch.Tensor:
+        """Return the message as ``uint8``, [num_rows, nbytes(numels)].
 
         Args:
-            rows: The elements, [num_rows, numel]. They must not be changed.
+            params: The elements of each parameter, [num_rows, numel], all in one dtype. They must
+                not be changed.
             seed: Of a reduction, a number for stochastic rounding, which differs between ranks,
-                parameters and steps. It is 0 for a gather: gathers of the same shards must send the
+                groups and steps. It is 0 for a gather: gathers of the same shards must send the
                 same bytes.
         """
 
-    def decode(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
-        """Return the rows, [num_rows, numel], in any floating-point dtype.
+    def decode(self, encoded: torch.Tensor, numels: list[int]) -> Sequence[torch.Tensor]:
+        """Return each parameter, [num_rows, numel], in any floating-point dtype.
+
+        Encoded zeros must become zeros: a rank without a gradient sends them.
 
         Args:
-            encoded: Messages of several ranks, contiguous, [num_rows, nbytes(numel)]. Bytes of zero
-                must become zeros: a rank without a gradient sends them.
-            numel: The number of elements of a row.
+            encoded: Messages of several ranks, contiguous, [num_rows, nbytes(numels)].
+            numels: The number of elements of a row of each parameter.
         """
 
 

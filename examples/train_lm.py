@@ -3,6 +3,7 @@
     python examples/train_lm.py                          two ranks on the CPU, or one on each GPU
     python examples/train_lm.py --resume                 resume from the newest checkpoint
     python examples/train_lm.py --optimizer muon         use Muon for the matrices of the blocks
+    python examples/train_lm.py --wire int8              send int8 instead of fp32
     torchrun --nproc-per-node 4 examples/train_lm.py     on the ranks that torchrun starts
 
 With ``torchrun --max-restarts``, ranks resume from the newest checkpoint after one of them died.
@@ -58,8 +59,12 @@ def build(options: Options, place: Place) -> GPT:
     if options.int8_gradients:
         send_int8_gradients(model)
     mesh = init_device_mesh(place.device.type, (place.num_ranks,))
+    wire = None if options.wire is None else getattr(torch, options.wire)
     policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, options.param_dtype), reduce_dtype=torch.float32
+        param_dtype=getattr(torch, options.param_dtype),
+        reduce_dtype=torch.float32,
+        gather_wire=wire,
+        reduce_wire=wire,
     )
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)

@@ -19,6 +19,7 @@ formats, so it sends these to the other ranks, once.
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -567,48 +568,40 @@ class GradExtension:
         hook_of(self.param.local, GRAD_POST)(received, self._metadata, out)
 
 
-class EncodedReduction(Reduction):
-    """The reduction of encoded gradients: exchanged all to all, decoded and summed."""
+class ExchangedReduction(Reduction, ABC):
+    """A reduction of bytes: encoded gradients are exchanged all to all, decoded and summed."""
 
-    def __init__(self, buckets: Sequence[Any], *args: Any) -> None:
-        super().__init__(buckets, *args)
-        bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
-        self._extensions: list[GradExtension] = [
-            bucket_of[param].grad_extension(param, self.dtype) for param in self.params
-        ]
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.scale = Scale(1.0, None, 1.0)  # `wait` divides
+
+    @abstractmethod
+    def encode(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Return the bytes to send, each tensor with a row for each rank."""
+
+    @abstractmethod
+    def decode(self, rows: torch.Tensor, shards: Tensors) -> None:
+        """Add the received gradients of all ranks to shards of zeros, in fp32 or wider.
+
+        Args:
+            rows: The bytes that each rank sent to this one.
+            shards: This rank's shard of each gradient, [shard_numel].
+        """
 
     @torch.no_grad()
     def launch(self) -> None:
-        """Encode the gradients, and send each rank its parts.
+        """Encode the gradients, and send each rank its parts and the flags.
 
-        Collective: an all-to-all; before it, for new gradients, that of :func:`_encode_first`.
+        Collective: an all-to-all, and before it those of :meth:`encode`.
         """
         grads = self._grads
         del self._grads
         refuse_sparse(self.params, grads)
-        calls = [
-            (extension.param.name, partial(extension.encode_grad, grad, self.dtype))
-            for extension, grad in zip(self._extensions, grads, strict=True)
-        ]
-        if all(extension.formats is not None for extension in self._extensions):
-            encoded = [call() for _, call in calls]
-        else:
-            encoded, sent = _encode_first(GRAD_PRE, calls, self._mesh)
-            for extension, formats in zip(self._extensions, sent, strict=True):
-                extension.formats = next(iter(formats.values()), extension.formats)
+        columns = self.encode(grads)
         has_grad = [grad is not None for grad in grads]
         self._all_have_grads = all(has_grad)
         flags = torch.tensor([has_grad] * self._mesh.num_shards, dtype=torch.uint8)
-        flags = flags.to(self._mesh.device)
-        columns: list[torch.Tensor] = []
-        for extension, tensors in zip(self._extensions, encoded, strict=True):
-            if tensors is None:
-                nbytes = sum(map(_nbytes, extension.formats or ()))
-                columns.append(flags.new_zeros(len(flags), nbytes))
-            else:
-                columns += map(_to_bytes, tensors)
-        rows = torch.cat([*columns, flags], 1)
+        rows = torch.cat([*columns, flags.to(self._mesh.device)], 1)
         self._received = _torch.empty_like(rows)
         works = self._channel.exchange(self._received, rows)
         stream = launching_stream(rows.device)
@@ -621,17 +614,58 @@ class EncodedReduction(Reduction):
         rows = self.__dict__.pop("_received", None)
         if rows is None:
             return
+        rows, flags = rows.tensor_split([-self.num_flags], 1)
+        total = rows.new_zeros(self._numel, dtype=torch.promote_types(self.dtype, torch.float32))
+        numels = (param.layout.flat.shard_numel for param in self.params)
+        starts = (start for *_, start in self._view_args)
+        self.decode(rows, [total.narrow(0, *span) for span in zip(starts, numels, strict=True)])
+        total.div_(self._divisor)
+        total[-self.num_flags :] = flags.amax(0)
+        self.reduced = total.to(self.dtype)
+
+
+class EncodedReduction(ExchangedReduction):
+    """The reduction of gradients that hooks encode."""
+
+    def __init__(self, buckets: Sequence[Any], *args: Any) -> None:
+        super().__init__(buckets, *args)
+        bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
+        self._extensions: list[GradExtension] = [
+            bucket_of[param].grad_extension(param, self.dtype) for param in self.params
+        ]
+
+    def encode(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Call the first hooks.
+
+        Collective: for new gradients, that of :func:`_encode_first`.
+        """
+        calls = [
+            (extension.param.name, partial(extension.encode_grad, grad, self.dtype))
+            for extension, grad in zip(self._extensions, grads, strict=True)
+        ]
+        if all(extension.formats is not None for extension in self._extensions):
+            encoded = [call() for _, call in calls]
+        else:
+            encoded, sent = _encode_first(GRAD_PRE, calls, self._mesh)
+            for extension, formats in zip(self._extensions, sent, strict=True):
+                extension.formats = next(iter(formats.values()), extension.formats)
+        columns: list[torch.Tensor] = []
+        for extension, tensors in zip(self._extensions, encoded, strict=True):
+            if tensors is None:
+                nbytes = sum(map(_nbytes, extension.formats or ()))
+                shape = self._mesh.num_shards, nbytes
+                columns.append(self._all_flags.new_zeros(shape, dtype=torch.uint8))
+            else:
+                columns += map(_to_bytes, tensors)
+        return columns
+
+    def decode(self, rows: torch.Tensor, shards: Tensors) -> None:
+        """Call the second hooks."""
         formats = [format for each in self._extensions for format in each.formats or ()]
-        *columns, flags = rows.split([*map(_nbytes, formats), self.num_flags], 1)
-        received = map(_from_bytes, columns, formats)
-        self.reduced = rows.new_zeros(self._numel, dtype=self.dtype)
-        for (*_, start), extension in zip(self._view_args, self._extensions, strict=True):
+        received = map(_from_bytes, rows.split(list(map(_nbytes, formats)), 1), formats)
+        for extension, shard in zip(self._extensions, shards, strict=True):
             if extension.formats is not None:
-                part = self.reduced[start : start + extension.param.layout.flat.shard_numel]
-                total = part.to(torch.promote_types(part.dtype, torch.float32))
-                extension.decode(tuple(islice(received, len(extension.formats))), total)
-                part.copy_(total.div_(self._divisor))
-        self.reduced[-self.num_flags :] = flags.amax(0)
+                extension.decode(tuple(islice(received, len(extension.formats))), shard)
 
 
 def _nbytes(format: Format) -> int:

@@ -95,10 +95,12 @@ class TensorLayout:
         return tensor.narrow(self.dim, layout.start(rank), layout.local_rows(rank))
 
     def padded_shards(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a whole tensor to its padded shards: [num_shards, shard_numel]."""
+        """Return the padded shards of a whole tensor, [num_shards, shard_numel]: copied or not."""
         layout = self.flat
-        stack = tensor.new_zeros((layout.num_shards, layout.shard_numel))
         elements = self.in_memory_order(tensor).reshape(-1)
+        if layout.is_even and layout.gathers_in_place:
+            return elements.view(layout.num_shards, layout.shard_numel)
+        stack = tensor.new_zeros((layout.num_shards, layout.shard_numel))
         for whole, shards in matching_pieces(layout, elements, stack):
             shards.copy_(whole)
         return stack

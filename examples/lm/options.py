@@ -17,6 +17,7 @@ from lm.text import load_text
 DECISIVE = (
     *("steps", "batch", "optimizer", "lr", "warmup", "clip", "seed"),
     *("layers", "width", "heads", "context", "device", "param_dtype", "int8_gradients"),
+    "wire",
 )
 
 
@@ -40,6 +41,7 @@ class Options:
     device: str
     param_dtype: str
     int8_gradients: bool
+    wire: str | None
     checkpoint_dir: Path
     checkpoint_every: int
     resume: bool
@@ -131,6 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     ranks("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
     ranks("--param-dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in")
     ranks("--int8-gradients", action="store_true", help="send int8 instead of fp32 gradients")
+    ranks("--wire", choices=("bfloat16", "float8_e4m3fn", "int8"), help="dtype of all messages")
 
     folder = parser.add_argument_group("checkpoints")
     folder.add_argument("--checkpoint-dir", type=Path, default=Path("runs/train_lm"), help="folder")

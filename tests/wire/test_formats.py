@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard import BlockFormat, MixedPrecisionPolicy
 
@@ -45,22 +47,61 @@ def steps_of(format: BlockFormat, x: torch.Tensor) -> torch.Tensor:
     return torch.cat(steps, 1)
 
 
-@given(formats(), rows(), st.integers(0, 2**32))
+@settings(deadline=None)
+@given(formats(), st.lists(rows(), min_size=1, max_size=4), st.integers(0, 2**32))
 def test_an_element_moves_by_half_a_step_or_at_random_by_less_than_one(
-    format: BlockFormat, x: torch.Tensor, seed: int
+    format: BlockFormat, params: list[torch.Tensor], seed: int
 ) -> None:
-    before, numel = torch.get_rng_state(), x.shape[1]
-    encoded = format.encode(x, seed)
-    assert encoded.dtype == torch.uint8 and encoded.shape == (len(x), format.nbytes(numel))
-    assert format.nbytes(numel) == numel + 4 * math.ceil(numel / format.block)
-    decoded = format.decode(encoded, numel)
-    step = steps_of(format, x) * (1.0001 if format.stochastic else 0.5001)
-    assert ((decoded.double() - x.double()).abs() <= step).all()
-    assert torch.equal(format.encode(x, seed), encoded)
-    assert torch.equal(format.encode(x[-1:], 0), format.encode(x[-1:].clone(), 0))
+    num_rows = min(map(len, params))
+    params = [param[:num_rows] for param in params]
+    before, kept = torch.get_rng_state(), [param.clone() for param in params]
+    numels = [param.shape[1] for param in params]
+    encoded = format.encode(params, seed)
+    assert encoded.dtype == torch.uint8 and encoded.shape == (num_rows, format.nbytes(numels))
+    assert format.nbytes(numels) == sum(n + 4 * math.ceil(n / format.block) for n in numels)
+    assert torch.equal(format.encode(params, seed), encoded)
+    for x, decoded in zip(params, format.decode(encoded, numels), strict=True):
+        step = steps_of(format, x) * (1.0001 if format.stochastic else 0.5001)
+        assert ((decoded.double() - x.double()).abs() <= step).all()
+        assert not decoded[x == 0].any()
     assert torch.equal(torch.get_rng_state(), before)
-    zeros = format.decode(torch.zeros_like(encoded), numel)
-    assert not zeros.any() and not decoded[x == 0].any()
+    assert all(map(torch.equal, params, kept))
+
+
+@settings(deadline=None)
+@given(formats(), st.lists(rows(), min_size=1, max_size=4))
+def test_a_parameter_is_encoded_as_if_it_were_alone(
+    format: BlockFormat, params: list[torch.Tensor]
+) -> None:
+    format, params = replace(format, stochastic=False), [param[:1] for param in params]
+    numels = [param.shape[1] for param in params]
+    together = format.decode(format.encode(params), numels)
+    for x, numel, decoded in zip(params, numels, together, strict=True):
+        assert torch.equal(format.decode(format.encode([x]), [numel])[0], decoded)
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations, except those that only make views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_parameters_take_no_more_operations_than_one() -> None:
+    nums = []
+    for num_params in (1, 12):
+        params = [torch.randn(2, 512)] * num_params
+        with Counted() as counted:
+            BlockFormat(torch.int8).decode(
+                BlockFormat(torch.int8).encode(params), [512] * num_params
+            )
+        nums.append(counted.num)
+    assert nums[0] == nums[1] <= 20
 
 
 @given(formats(), st.sampled_from([math.inf, -math.inf, math.nan]), st.integers(0, 299))
@@ -69,11 +110,11 @@ def test_a_block_with_an_infinity_is_not_finite_and_the_others_are(
 ) -> None:
     x = torch.linspace(-1, 1, 300).repeat(2, 1)
     x[1, place] = value
-    decoded = format.decode(format.encode(x, 1), 300)
+    neighbour, decoded = format.decode(format.encode([x.clone().fill_(1), x], 1), [300, 300])
     first = place // format.block * format.block
     assert not decoded[1, first : first + format.block].isfinite().any()
     decoded[1, first : first + format.block] = 0
-    assert decoded.isfinite().all()
+    assert decoded.isfinite().all() and neighbour.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", BLOCK_DTYPES)
@@ -81,11 +122,11 @@ def test_the_mean_of_random_roundings_is_exact(dtype: torch.dtype) -> None:
     format, num = BlockFormat(dtype, 128, stochastic=True), 4000
     x = torch.randn(1, 256) / 10 ** torch.randint(0, 7, (1, 256))  # subnormal codes, too
     x[0, :2] = torch.tensor([1.0, -1.0])
-    many = [format.decode(format.encode(x, seed), 256).double() for seed in range(num)]
+    many = [format.decode(format.encode([x], seed), [256])[0].double() for seed in range(num)]
     limit = 5 * steps_of(format, x) / 2 / math.sqrt(num) + x.abs() * 1e-6
     assert ((sum(many) / num - x).abs() <= limit).all()
     other = BlockFormat(dtype, 128, stochastic=True, seed=1)
-    assert not torch.equal(other.encode(x, 0), format.encode(x, 0))
+    assert not torch.equal(other.encode([x], 0), format.encode([x], 0))
 
 
 REFUSED: list[tuple[Any, type[Exception], str]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,7 +39,8 @@ def batch(rank: int, step: int = 0) -> torch.Tensor:
 
 
 def as_sent(format: Any, rows: torch.Tensor) -> torch.Tensor:
-    return format.decode(format.encode(rows, 0), rows.shape[1])
+    (decoded,) = format.decode(format.encode([rows], 0), [rows.shape[1]])
+    return torch.as_tensor(decoded)
 
 
 # Gathers --------------------------------------------------------------------------------------
@@ -181,14 +183,14 @@ def test_random_rounding_is_repeated_by_the_same_seed_and_leaves_the_users_alone
 class Lossless:
     """Sends float64, so that any program trains exactly."""
 
-    def nbytes(self, numel: int) -> int:
-        return 8 * numel
+    def nbytes(self, numels: list[int]) -> int:
+        return 8 * sum(numels)
 
-    def encode(self, rows: torch.Tensor, seed: int) -> torch.Tensor:
-        return rows.double().view(torch.uint8)
+    def encode(self, params: list[torch.Tensor], seed: int) -> torch.Tensor:
+        return torch.cat(params, 1).double().view(torch.uint8)
 
-    def decode(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
-        return encoded.view(torch.float64)
+    def decode(self, encoded: torch.Tensor, numels: list[int]) -> Sequence[torch.Tensor]:
+        return encoded.view(torch.float64).split(numels, 1)
 
 
 def shard_wired(model: nn.Module, *, shard: Any, **options: Any) -> nn.Module:
@@ -234,13 +236,13 @@ def test_int8_learns_as_fast(stochastic: bool) -> None:
 
 
 class Short(Lossless):
-    def encode(self, rows: torch.Tensor, seed: int) -> torch.Tensor:
-        return rows.view(torch.uint8)
+    def encode(self, params: list[torch.Tensor], seed: int) -> torch.Tensor:
+        return params[0].view(torch.uint8)
 
 
 class Narrow(Lossless):
-    def decode(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
-        return encoded.view(torch.float64)[:1]
+    def decode(self, encoded: torch.Tensor, numels: list[int]) -> Sequence[torch.Tensor]:
+        return encoded.view(torch.float64)[:1].split(numels, 1)
 
 
 def run(formats: list[Any]) -> None:
@@ -251,8 +253,12 @@ def run(formats: list[Any]) -> None:
 REFUSED = [
     ([INT8, FP8], RankMismatchError, f"gather_wire {INT8}"),
     ([Lossless(), Short()], RankMismatchError, "gather_wire Lossless"),
-    ([Short()] * 2, ValueError, "Expected Short.encode to return (torch.uint8, (1, 8320))"),
-    ([Narrow()] * 2, ValueError, "Expected Narrow.decode to return (2, 1040), got (1, 1040)"),
+    ([Short()] * 2, ValueError, "Expected Short.encode to return (torch.uint8, (1, 16480))"),
+    (
+        [Narrow()] * 2,
+        ValueError,
+        "Expected Narrow.decode to return [(2, 1040), (2, 1020)], got [(1, ",
+    ),
 ]
 
 
