@@ -26,10 +26,8 @@ from composable_shard.core.user_changes import carry_over
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 
-Memo = dict[int, Any]
 
-
-def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
+def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of a sharded module and all modules below.
 
     The copy has no gradients, like ``copy.deepcopy`` of a parameter.
@@ -107,7 +105,7 @@ class _SavedGroup(NamedTuple):
     settings: dict[str, Any]
     channels: dict[ShardMesh, tuple[dict[str, Any], bool]]  # see `Channel.saved`
 
-    def __deepcopy__(self, memo: Memo) -> _SavedGroup:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SavedGroup:
         """Copy the modules and parameters; share everything else."""
         modules, params = copy.deepcopy((self.modules, self.params), memo)
         return self._replace(modules=modules, params=params)
