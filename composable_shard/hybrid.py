@@ -353,7 +353,9 @@ class OverReplicas(Reduction):
         super().__init__(buckets, views, dtype, group)
         self._may_lack_rows, self._sent_dtype = True, dtype
         self._views = {view.param: view for view in views}
-        self.scale = replace(self.scale, before=self.scale.before * self.scale.after, after=1.0)
+        self.division = replace(
+            self.division, before=self.division.before * self.division.after, after=1.0
+        )
         places = [views.index(cast(_View, view)) for view in self.params]
         self._places = torch.tensor(places, device=self._mesh.device)
 

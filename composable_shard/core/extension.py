@@ -54,7 +54,7 @@ from composable_shard.core.codec import (
     to_text,
     wrong_result,
 )
-from composable_shard.core.reduction import Reduction, Scale, refuse_sparse
+from composable_shard.core.reduction import Division, Reduction, refuse_sparse
 from composable_shard.core.storage import Bucket, FlatBucket, GatherOps, ShardedParam
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import Tensors
@@ -572,7 +572,7 @@ class ExchangedReduction(Reduction):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.scale = Scale(1.0, None, 1.0)  # `wait` divides
+        self.division = Division(1.0, None, 1.0)  # `wait` divides
 
     def encode(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Return the bytes to send, each tensor with a row for each rank."""

@@ -237,7 +237,7 @@ class Program:
         hooks: Ops = ops("deliver")
         if group.settings.all_reduce_hook is not None:
             hooks += tuple(each.call_hook for each in last)
-        average = tuple(each.average for each in reductions if each.scale.after != 1)
+        average = tuple(each.average for each in reductions if each.division.after != 1)
         before_wait = ops("before_wait_for_reduction")
         wait = (*before_wait, *(each.wait for each in reductions))
         averaged = (*wait, *average, *ops("averaged"))

@@ -48,7 +48,7 @@ _flattened = methodcaller("reshape", -1)
 
 
 @dataclass(frozen=True)
-class Scale:
+class Division:
     """The division of a sum of gradients, in up to three steps.
 
     Attributes:
@@ -62,9 +62,9 @@ class Scale:
     after: float
 
 
-def plan_scale(
+def plan_division(
     total: float, dtype: torch.dtype, *, is_mean: bool, averages: bool, divides: bool
-) -> Scale:
+) -> Division:
     """Split the division of a sum of gradients between before, during and after the collective.
 
     Args:
@@ -76,12 +76,12 @@ def plan_scale(
         divides: Whether the collective can divide by any number, and rounds only afterwards.
     """
     if divides or (is_mean and averages and dtype != torch.float16):
-        return Scale(1.0, float(total), 1.0)
+        return Division(1.0, float(total), 1.0)
     before = 1.0
     if dtype == torch.float16:
         while before * before < total and total % (2 * before) == 0:
             before *= 2
-    return Scale(before, None, total / before)
+    return Division(before, None, total / before)
 
 
 # The reduction of gradients -----------------------------------------------------------------------
@@ -151,7 +151,7 @@ class Reduction:
         total = settings.divisor  # the reduction over the replicas is a mean
         self.num_replicas = self._mesh.num_replicas
         self._divisor = num_shards if total is None else total / self.num_replicas
-        self.scale = plan_scale(
+        self.division = plan_division(
             self._divisor,
             dtype,
             is_mean=total is None,
@@ -159,7 +159,7 @@ class Reduction:
             divides=num_shards > 1 and self._channel.reduce_scatter.divides,
         )
         if num_shards == 1:  # there is no reduce-scatter
-            self.scale = Scale(1.0, None, self._divisor)
+            self.division = Division(1.0, None, self._divisor)
 
     def _plan(self) -> None:
         """Lay out the messages and the results."""
@@ -249,7 +249,7 @@ class Reduction:
             return
         self.reduced = _torch.empty(self._numel, dtype=self.dtype, device=device)
         outputs = list(self.reduced.split_with_sizes(self._message_numels))
-        works = self._channel.reduce(outputs, inputs, self.scale.divisor)
+        works = self._channel.reduce(outputs, inputs, self.division.divisor)
         to_keep = () if self._channel.reduce_scatter.keeps_inputs else inputs
         self._pending = [Pending(works, self._channel.reducing, stream, to_keep)]
 
@@ -288,8 +288,8 @@ class Reduction:
             padded = chain.from_iterable(zip(to_pack, self._paddings, strict=True))
             to_pack = list(filter(_is_not_none, padded))
         messages = [*direct, self._pack_shards([*to_pack, flags]).view(-1)]
-        if self.scale.before != 1:
-            _torch.divide_all_(messages, self.scale.before)
+        if self.division.before != 1:
+            _torch.divide_all_(messages, self.division.before)
         return messages
 
     def _pack_shards(self, tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -383,8 +383,8 @@ class Reduction:
             _torch.free(self._packed)
 
     def average(self) -> None:
-        """Divide the sum over the ranks by ``scale.after``; the program omits it if this is 1."""
-        self.reduced.div_(self.scale.after)
+        """Divide the sum over the ranks by ``division.after``; the program omits it if it is 1."""
+        self.reduced.div_(self.division.after)
 
     def order_after_shards(self, stream: torch.Stream) -> None:
         """Let ``stream``, which reduces over the replicas, wait for the reduce-scatter."""

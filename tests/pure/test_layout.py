@@ -18,7 +18,7 @@ from composable_shard.core.layout import (
     plan_bucket,
 )
 from composable_shard.core.placement import matching_pieces, packing_alignment, plan_tensor
-from composable_shard.core.reduction import Scale, plan_scale
+from composable_shard.core.reduction import Division, plan_division
 from composable_shard.testing.strategies import big_shapes, shapes, shard_dims
 
 NUM_SHARDS = st.integers(1, 6)
@@ -171,7 +171,7 @@ def test_the_three_factors_are_the_divisor(
 ) -> None:
     total = float(num_ranks if divisor is None else divisor)
     is_mean = divisor is None
-    scale = plan_scale(total, dtype, is_mean=is_mean, averages=averages, divides=False)
+    scale = plan_division(total, dtype, is_mean=is_mean, averages=averages, divides=False)
     assert scale.before * (scale.divisor or 1) * scale.after == total
     # Only half precision divides before, by a power of two; then the backend does not average,
     # nor if it cannot, nor under another divisor.
@@ -179,13 +179,13 @@ def test_the_three_factors_are_the_divisor(
     assert scale.before == 1 or dtype == torch.float16
     assert scale.divisor is None or (averages and is_mean and dtype != torch.float16)
     # A reduction that divides does all of it.
-    scale = plan_scale(total, dtype, is_mean=is_mean, averages=averages, divides=True)
-    assert scale == Scale(1.0, total, 1.0)
+    scale = plan_division(total, dtype, is_mean=is_mean, averages=averages, divides=True)
+    assert scale == Division(1.0, total, 1.0)
 
 
 def test_half_precision_is_divided_before_by_about_the_root() -> None:
     before = [
-        plan_scale(total, torch.float16, is_mean=True, averages=True, divides=False).before
+        plan_division(total, torch.float16, is_mean=True, averages=True, divides=False).before
         for total in (1, 2, 7, 12, 64, 128)
     ]
     assert before == [1, 2, 1, 4, 8, 16]
