@@ -37,9 +37,7 @@ from checkpoint.models import (
     same_on_all_ranks,
     shard,
     sharded_model,
-    structure,
     tensors,
-    three_models,
     train,
 )
 from composable_shard import (
@@ -346,31 +344,6 @@ def test_loading_in_the_middle_is_refused(when: str) -> None:
 
 def own(state: State, prefix: str) -> State:
     return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
-
-
-@pytest.mark.brief(2)
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("make", ["groups", "several"])
-@on_ranks("num_ranks")
-def test_optimizers(make: str) -> None:
-    """``Optimizer.state_dict`` and ``load_state_dict`` are as those of torch's sharded model."""
-    states = []
-    for model in three_models():
-        optimizers = OPTIMIZERS[make](model)
-        train(model, optimizers, 0, 2)
-        states.append((model, optimizers, [optimizer.state_dict() for optimizer in optimizers]))
-    (_, _, plain), (model, optimizers, ours), (_, _, theirs) = states
-    assert structure(ours) == structure(theirs)
-    assert_equal(ours, plain, exact=is_exact())
-    target = shard(Model())
-    target.load_state_dict(model.state_dict())
-    target_optimizers = OPTIMIZERS[make](target)
-    for optimizer, state in zip(target_optimizers, copy.deepcopy(ours), strict=True):
-        optimizer.load_state_dict(state)
-    assert_equal([optimizer.state_dict() for optimizer in target_optimizers], ours)
-    train(model, optimizers, 2, 4)
-    train(target, target_optimizers, 2, 4)
-    assert_equal(target.state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize("reshard", [True, False])

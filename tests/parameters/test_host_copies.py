@@ -1,129 +1,24 @@
-"""Copies between host and device that run beside compute, as late as they may.
-
-The copy streams of these tests copy only when something waits for them. So code that reads, writes
-or frees memory too early gets other numbers, or an error.
-"""
+"""Copies between host and device that run beside compute: nobody uses their memory too early."""
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.simulated_device import SimulatedDevice
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard
 from composable_shard.core.transport import host
-from composable_shard.core.transport.channel import Channel
-from composable_shard.policy import copies_overlap_compute
 from composable_shard.testing import run_ranks
 
-UNPINNED = CPUOffloadPolicy(pin_memory=False)
 LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-
-
-class LateCopies:
-    """Stands for a copy stream; it runs launched copies when compute waits for them.
-
-    Downloaded values appear, and uploaded memory may be written, once the host has waited, too.
-    ``faults`` lists everything that was done too early.
-    """
-
-    launching: LateCopies | None = None
-    num_copies = 0
-    faults: ClassVar[list[str]] = []
-
-    def __init__(self, device: torch.device) -> None:
-        self.launched: list[Callable[[], object]] = []
-        self.num_done = 0
-        self.seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-
-    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        def make() -> None:
-            for tensor in (into, source):
-                if tensor.untyped_storage().size() < tensor.nbytes:
-                    LateCopies.faults.append("memory was freed")
-                    return
-            self.seen.append((into, source, source.clone()))
-            if not self.is_download:
-                into.copy_(source)
-            LateCopies.num_copies += 1
-
-        self.launched.append(make)
-
-    @property
-    def is_download(self) -> bool:
-        return self in host.downloads.values()
-
-    def do(self, number: int) -> None:
-        while self.num_done < number:
-            self.num_done += 1
-            self.launched[self.num_done - 1]()
-
-    @contextlib.contextmanager
-    def after_compute(self) -> Iterator[None]:
-        LateCopies.launching = self
-        yield
-        LateCopies.launching = None
-
-    def copies_event(self) -> Any:
-        return mock.Mock(wait=partial(self.do, len(self.launched)))
-
-    def reuse_guard(self) -> Any:
-        return mock.Mock(wait=lambda: None)  # it has no memory of its own
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self.seen)
-
-    def synchronize(self) -> None:
-        self.do(len(self.launched))
-        for into, source, copied in self.seen:
-            if self.is_download:
-                into.copy_(copied)
-            elif source.untyped_storage().size() and not torch.equal(source, copied):
-                LateCopies.faults.append("memory was written that a device reads")
-        self.seen.clear()
-
-
-def launch_late(channel: Channel, *args: Any) -> Any:
-    """Gather when the copy stream that it is launched on gets there."""
-    copies, works = LateCopies.launching, []
-    if copies is None:
-        return gather_from(channel, *args)
-    copies.launched.append(lambda: works.extend(gather_from(channel, *args)))
-    number = len(copies.launched)
-
-    def wait() -> None:
-        copies.do(number)
-        while works:
-            works.pop(0).wait()
-
-    return [mock.Mock(wait=wait)]
-
-
-gather_from = Channel.gather
-
-
-@contextlib.contextmanager
-def late_copies() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(host, "CopyStream", LateCopies))
-        stack.enter_context(mock.patch.object(Channel, "gather", launch_late))
-        stack.enter_context(mock.patch.dict(host.uploads, clear=True))
-        stack.enter_context(mock.patch.dict(host.downloads, clear=True))
-        asked: Any = copies_overlap_compute  # by whoever has imported it
-        stack.callback(setattr, asked, "__code__", asked.__code__)
-        asked.__code__ = (lambda policy, device: bool(policy)).__code__
-        LateCopies.num_copies, LateCopies.faults = 0, []
-        yield
 
 
 Act = Callable[[Any, torch.Tensor], None]
@@ -212,15 +107,16 @@ def fail_in_backward(model: Any, x: torch.Tensor) -> None:
 
 
 def memory_runs_out(model: Any, x: torch.Tensor) -> None:
-    """What was taken is given back, once nothing is on its way into it."""
-    copy = LateCopies.copy
+    """What was taken is given back, by one rank alone once nothing is on its way into it."""
+    copy = host.CopyStream.copy
 
     def run_out(*args: Any) -> None:
-        copy(*args)
+        if dist.get_world_size() == 1:
+            copy(*args)
         raise MemoryError("on purpose")
 
-    if host.CopyStream is LateCopies:
-        out_of_memory = mock.patch.object(LateCopies, "copy", run_out)
+    if _torch.has_streams(x.device):
+        out_of_memory = mock.patch.object(host.CopyStream, "copy", run_out)
         with out_of_memory, pytest.raises(MemoryError, match="on purpose"):
             model(x)
     step(model, x)
@@ -256,7 +152,7 @@ CASES = [(None, True), (LOW, False)]
 def new_model(policy: MixedPrecisionPolicy | None = None, reshard: bool = True) -> Any:
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)))
-    kwargs: Any = {"mp_policy": policy, "offload_policy": UNPINNED}
+    kwargs: Any = {"mp_policy": policy, "offload_policy": CPUOffloadPolicy()}
     if dist.get_world_size() == 4:
         names = ("replicate", "shard")
         kwargs["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
@@ -284,15 +180,17 @@ def differences(acts: list[Act]) -> list[str]:
     for act in acts:
         for policy, reshard in CASES:
             expected = outcome(act, policy, reshard)
-            with late_copies():
+            copy = host.CopyStream.copy
+            noted = mock.patch.object(host.CopyStream, "copy", autospec=True, side_effect=copy)
+            with SimulatedDevice() as device, noted as copies:
                 got = outcome(act, policy, reshard)
             case = f"{act.__name__}, {'bf16' if policy else 'fp32'}, {reshard=}"
-            found += [f"{case}: {fault}" for fault in LateCopies.faults]
+            found += [f"{case}: {fault}" for fault in device.faults]
             if not all(map(torch.equal, got, expected)):
                 found.append(case)
             ways = 1 if act is hooks else 2  # gradients that hooks see are waited for
-            if LateCopies.num_copies < ways * 2 * 3:  # in two turns, of three groups
-                found.append(f"{case}: {LateCopies.num_copies} copies")
+            if copies.call_count < ways * 2 * 3:  # in two turns, of three groups
+                found.append(f"{case}: {copies.call_count} copies")
     return found
 
 
@@ -305,7 +203,7 @@ def test_copies_may_be_late(ranks: int) -> None:
         2: [*ACTS, change_after_unshard],  # alone, it changes the shards
         4: [accumulate, reduce_over_replicas_later],
     }
-    assert run_ranks(differences, ranks, acts[ranks], timeout=60) == [[]] * ranks
+    assert run_ranks(differences, ranks, acts[ranks], timeout=120) == [[]] * ranks
 
 
 # The copy stream itself, on streams that record calls -------------------------------------------

@@ -34,16 +34,7 @@ def load_by_assignment(model: nn.Module) -> None:
     model.load_state_dict(state, assign=True)
 
 
-def to_double(model: nn.Module) -> None:
-    model.double()
-
-
-CHANGES: list[Change] = [
-    nothing,
-    to_empty,
-    load_by_assignment,
-    to_double,
-]
+CHANGES = [nothing, to_empty, load_by_assignment, nn.Module.double]
 
 
 def train(model: nn.Module, step: int, optimizer: torch.optim.Optimizer | None = None) -> float:

@@ -81,27 +81,14 @@ def test_parameters_are_plain_during_compute() -> None:
         assert param.shape == reference.blocks[0].get_parameter(name).shape
 
 
-class Affine(nn.Module):
-    """A layer whose initial values depend on its shapes alone."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.bias = nn.Parameter(torch.empty(outputs))
-        self.register_buffer("offset", torch.empty(outputs))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.weight, 1 / self.weight.shape[1])
-        nn.init.constant_(self.bias, 1 / self.bias.shape[0])
-        nn.init.constant_(self.offset, 0.25)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x @ self.weight.T + self.bias + self.offset)
+def fill(module: nn.Module) -> None:
+    """Set initial values that depend on shapes alone."""
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        nn.init.constant_(tensor, 1 / max(tensor.shape, default=1))
 
 
 def stack() -> nn.Sequential:
-    return nn.Sequential(Affine(4, 5), nn.LayerNorm(5), Affine(5, 1))
+    return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).apply(fill)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -113,11 +100,9 @@ def test_initialization_from_the_meta_device_equals_the_eager_one() -> None:
     for layer in (*model, model):
         fully_shard(layer)
     assert all(param.is_meta and isinstance(param, DTensor) for param in model.parameters())
-    model.to_empty(device="cpu")
-    for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+    model.to_empty(device="cpu").apply(fill)
     assert_parity(model, reference)
+    assert all(map(torch.equal, model.buffers(), reference.buffers()))
     optimizers = [torch.optim.Adam(one.parameters(), lr=0.1) for one in (model, reference)]
     for step in range(2):
         losses = [

@@ -205,16 +205,8 @@ NONE = (
     "values; pass another fn"
 )
 REFUSED: list[tuple[Callable[[], nn.Module], Any, str]] = [
-    (
-        attention,
-        None,
-        NONE.format("reset_parameters()", ""),
-    ),
-    (
-        attention,
-        weights_alone,
-        NONE.format("fn", ", 0.out_proj.bias, 1.bias"),
-    ),
+    (attention, None, NONE.format("reset_parameters()", "")),
+    (attention, weights_alone, NONE.format("fn", ", 0.out_proj.bias, 1.bias")),
     (
         subclass,
         None,

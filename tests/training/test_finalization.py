@@ -154,16 +154,12 @@ def losses_of(shard: Callable[..., Any], policy: Any, async_op: bool) -> list[to
             loss.backward()
             losses.append(loss.detach())
         model.set_requires_gradient_sync(True)
-        finish_like_torch(model, async_op)
+        handle = model.finalize_backward(async_op=async_op)
+        if async_op:
+            handle.wait()
         optimizer.step()
         optimizer.zero_grad()
     return losses
-
-
-def finish_like_torch(model: Any, async_op: bool) -> None:
-    handle = model.finalize_backward(async_op=async_op)
-    if async_op:
-        handle.wait()
 
 
 @needs_finalize_backward

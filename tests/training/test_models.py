@@ -325,6 +325,7 @@ INPUTS: Cases = {
     "a leaf": Case(taking, after_a_gradient_of_the_input),
     "nested leaves": Case(taking, nested_leaves, SUMMED),
     "one twice": Case(taking, one_input_twice, {"tolerance": 2e-6}),
+    "no tensors": Case(generated, lambda m, _, rank: sq(m(2 + rank))),
 }
 
 
@@ -334,14 +335,6 @@ def test_any_inputs_give_the_gradients_of_the_oracle(
     name: str, ranks: int, reshard: bool | None
 ) -> None:
     check(__name__, "INPUTS", name, world_size=ranks, reshard_after_forward=reshard)
-
-
-NO_TENSORS: Cases = {"": Case(generated, lambda m, _, rank: sq(m(2 + rank)))}
-
-
-@pytest.mark.parametrize("reshard", [True, False, None])
-def test_no_tensor_inputs(reshard: bool | None) -> None:
-    check(__name__, "NO_TENSORS", "", reshard_after_forward=reshard)
 
 
 # What comes out -----------------------------------------------------------------------------------

@@ -78,7 +78,6 @@ def gathered(dtype: torch.dtype) -> bool:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.usefixtures("sharing")
 @pytest.mark.parametrize("apart", [None, 0, 1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gathered_are_the_shards_of_all(dtype: torch.dtype, apart: int | None, ranks: int) -> None:
@@ -121,7 +120,6 @@ def all_come(exchange: Exchange) -> bool:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.usefixtures("sharing")
 @pytest.mark.parametrize("apart", [None, 0, 1, 2])
 @pytest.mark.parametrize("op", ["SUM", "AVG"])
 @pytest.mark.parametrize(
