@@ -138,7 +138,7 @@ def test_the_core_imports_in_no_circle() -> None:
 
 # From the top down: each imports only what stands below it.
 CORE = [
-    *("copying", "hooks", "state_dict", "shard", "tree", "finalization", "backward"),
+    *("copying", "hooks", "state_dict", "shard", "tree", "backward"),
     *("tape", "optimizers", "agreement", "group", "program"),
     "extension",
     *("user_changes", "reduction", "storage", "codec", "nested", "placement", "layout", "plugins"),

@@ -93,7 +93,7 @@ def check_modules(groups: Sequence[Any]) -> None:
 
 
 def _refuse_shared(modules: Iterable[nn.Module]) -> None:
-    """Raise if ``modules`` hold a tied parameter whose other modules belong to another tree."""
+    """Raise if a group owns a parameter that is also tied to a module outside of that group."""
     for slot in (Slot(module, name) for module in modules for name in module._parameters):
         param = slot.get()
         owner = None if param is None else owner_of_full(param)
@@ -142,13 +142,13 @@ def agree_on_model(groups: Sequence[Any]) -> None:
         for tag, (group, mesh) in enumerate(members, last + 1):
             if mesh.shard_group is process_group:
                 group.channels[mesh].set_tag(tag)
-        if name and largest == -negated and not differs:
+        if name and largest == -negated and not differs:  # the maximum is the minimum
             warnings.warn(
                 f"Expected ranks to hold different rows of {name}, got the same random numbers on "
                 "all of them, from the same seed; call init_sharded(model, seed=...) instead",
                 stacklevel=2,
             )
-    # Again, so that a difference in a later process group also reaches the ranks of earlier ones.
+    # A difference in a later process group must also reach the ranks of earlier ones.
     for process_group, members in members_of.items():
         _, (any_differs,) = compare("", process_group, members[0][1].device, int(differs))
         differs = bool(any_differs)
@@ -182,7 +182,7 @@ def _random_rows(
 
     Returns:
         The name of the parameter, which was sharded on the meta device, and a digest of its first
-        elements on this rank. If there is none, an empty name and the rank.
+        elements on this rank. If there is none, an empty name and the rank, which differs.
     """
     for group, mesh in members:
         is_fake = _torch.backend_name(process_group, mesh.device) == "fake"

@@ -138,10 +138,12 @@ class ParamGroup:
             and not yet the weight half.
         is_in_unsharded_context: Whether ``unsharded()`` has given the modules full parameters.
         num_optimizer_steps: The number of optimizer steps that have changed the shards.
-        unsynced: The names of parameters that may have unreduced gradients. If these were added to
-            a reduced gradient, with a dtype that does not round the sum; else with ``None``.
-        has_unreduced: Whether some of these may not even be reduced over the shards.
-        skips_shards: Whether the last reduction has nothing to reduce over the shards.
+        unsynced: For each parameter that may have a gradient that is not reduced over all ranks, by
+            name: a dtype wide enough for its sum with an already reduced gradient; ``None`` if it
+            was added to none.
+        has_unreduced: Whether some of these gradients may be at stage ``unreduced``, and not
+            ``reduced_over_shards`` (see `reduction.py`).
+        skips_shards: Whether the latest reduction runs over the replicas only.
         finished_nodes: For each gradient accumulation and each input marker that has run, the id of
             its graph task.
         count_gradient: A post-accumulate hook made of builtins; it appends to ``finished_nodes``.
@@ -406,9 +408,9 @@ class ParamGroup:
     def take_snapshot(self) -> None:
         """Record the unsharded parameters: they stay registered, and users may change them."""
         if self._snapshot is None:
-            # Pipeline schedules turn off both, and write ``.grad`` of unsharded ones themselves.
+            # Pipeline schedules turn off both settings, and write unsharded ``.grad`` themselves.
             has_marks = self.settings.reduce_grads or self.settings.reshard_after_backward
-            with torch.inference_mode(False):  # marks of inference would have no versions
+            with torch.inference_mode(False):  # inference tensors have no versions
                 self._snapshot = user_changes.UnshardedSnapshot(self.params, has_marks=has_marks)
 
     def apply_user_changes(self) -> None:
@@ -603,9 +605,9 @@ class GroupReduction:
 class ReductionQueue:
     """The reductions in flight, of one tree or of several trees that share them.
 
-    A reduction holds the unsharded gradients of its group until its first stage has run, so
-    ``max_reductions`` limits the number of such reductions. The end of a backward runs the other
-    stages.
+    A reduction holds the unsharded gradients of its group until the first stage after its launch
+    has run, so ``max_reductions`` limits the number of such reductions. The end of a backward runs
+    the other stages.
     """
 
     def __init__(self) -> None:

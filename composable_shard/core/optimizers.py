@@ -73,7 +73,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:
-    """Wrap the states of a scalar parameter in DTensors, because torch loads plain tensors."""
+    """Wrap loaded states of a scalar parameter in DTensors: a full state dict leaves them plain."""
     for name, value in state.items():
         is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         if is_plain and value.ndim == 0 and name != "step":

@@ -184,8 +184,8 @@ class ShardedParam:
         flat_position: The position of its shard in a flat buffer; ``None`` without such a buffer.
         user_state: The attributes and the ``grad_dtype`` before a load or a conversion: torch loses
             them if it swaps the contents of the sharded parameter.
-        grad_codec: Splits its gradient into plain tensors; ``None`` as long as no rank has had a
-            gradient, and for parameters with plain gradients only.
+        grad_codec: Splits its gradient into plain tensors; ``None`` until a rank has had one, and
+            always if gradients are plain tensors.
         attributes: Copies attributes of users from the sharded to the unsharded parameter, and
             back; ``None`` if both share one ``__dict__``.
     """
@@ -223,7 +223,7 @@ class ShardedParam:
         self.flat_position: FlatPosition | None = None
         self.attributes: AttributeCopier | None = None
         self.grad_codec: Codec | None = None
-        self._kind = _torch.class_in_memory(original)  # of users, in plain memory; else None
+        self._user_class = _torch.class_in_memory(original)  # if its memory is plain; else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle only the sharded parameter."""
@@ -292,7 +292,7 @@ class ShardedParam:
         return full if spec is None else _torch.cut(full, spec.mesh, spec.placements)
 
     def spec(self, stage: GradStage, dtype: torch.dtype) -> _torch.DTensorSpec:
-        """Return the spec of a gradient at a stage; that of ``sharded`` is the parameter's, too."""
+        """Return the spec of a gradient at a stage; the parameter has that of stage ``sharded``."""
         meta = _torch.TensorMeta(self.shape, self._stride, dtype)
         return _torch.make_spec(self.placement.mesh, getattr(self.placement, stage), meta)
 
@@ -383,9 +383,9 @@ class ShardedParam:
         If the shard has all-gather hooks, these have already chosen the class of the tensor.
         """
         requires_grad = self.sharded.requires_grad
-        if self._kind is None or has_extension(self.local):
+        if self._user_class is None or has_extension(self.local):
             return _torch.parameter_of(tensor, requires_grad)
-        return _torch.parameter_of_class(tensor, self._kind, requires_grad)
+        return _torch.parameter_of_class(tensor, self._user_class, requires_grad)
 
 
 def user_grad_dtype(sharded: nn.Parameter) -> tuple[bool, torch.dtype | None]:
@@ -460,7 +460,7 @@ class Bucket(Protocol):
         """
 
     def free(self) -> bool:
-        """Free the unsharded memory; return whether NumPy arrays share it, so that it stays."""
+        """Free the unsharded memory; return whether it stays, because NumPy arrays share it."""
 
     def memory_for_backward(self) -> Sequence[torch.Tensor]:
         """Return the flat memory that a backward may read, of the same length on all ranks."""
@@ -564,7 +564,7 @@ class FlatBucket:
             packing_alignment((self.dtype, self.compute_dtype), self.mesh.device),
         )
         self.params = [params[index] for index in self.layout.order]
-        # A simulated device is on the CPU, as offloaded shards are.
+        # `aligns` is also true for a simulated device, which a comparison with "cpu" would miss.
         is_away = first.offload is not None and _torch.aligns(self.mesh.device)
         self.is_uploaded = copies_overlap_compute(first.offload, self.mesh.device)
         self.is_offloaded = is_away or self.is_uploaded
@@ -590,7 +590,7 @@ class FlatBucket:
         return _AllGather(self, shards, channel, keeps_storage=keeps_storage).ops
 
     def free(self) -> bool:
-        """Free the unsharded buffer; return whether NumPy arrays share it, so that it stays."""
+        """Free the unsharded buffer; return whether it stays, because NumPy arrays share it."""
         if not self.shares_storage and hasattr(self, "unsharded"):
             self.has_arrays = not _torch.free(self.unsharded)
         return self.has_arrays
@@ -654,8 +654,8 @@ class _AllGather:
     Copies of shards from pinned host memory to the device overlap with compute.
 
     Attributes:
-        ops: The operations. Builtins resize memory even if it is allocated, so they serve only
-            memory that is freed.
+        ops: The operations. Those of `_torch.memory_ops` do not check whether memory is allocated,
+            so they serve only memory that each use frees.
     """
 
     def __init__(
@@ -669,10 +669,11 @@ class _AllGather:
         allocate, free = _memory_ops(bucket.unsharded, may_stay=keeps_storage or bucket.has_arrays)
         gather: list[Op] = [allocate]
         wait: list[Op] = [self.wait]
-        drop: list[Op] = [self.drop]
+        copied: list[Op] = [] if self._uploads is None else [self._wait_for_copy]
+        drop: list[Op] = [*copied, self.drop]  # a launch may fail between the copy and the gather
         if bucket.mesh.num_shards == 1:
             gather += [partial(self._copy_in, bucket.unsharded)]
-            wait = drop = [] if self._uploads is None else [self._wait_for_copy]
+            wait = drop = copied
         else:
             sent, spans = bucket.sharded, bucket.layout.message_spans
             is_cast = bucket.dtype != bucket.input_dtype

@@ -1,6 +1,6 @@
 """`Tree`: the groups below one root. It begins and ends forwards and backwards, and frees groups.
 
-Imports agreement, backward, finalization, group, tape, plugins.
+Imports agreement, backward, group, tape, plugins.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch.autograd.graph import Node
 from composable_shard import _torch
 from composable_shard.core.agreement import agree_on_model, check_modules
 from composable_shard.core.backward import Backward
-from composable_shard.core.finalization import Finalization
 from composable_shard.core.group import ParamGroup, ReductionQueue, State, group_of
 from composable_shard.core.nested import InputContainer
 from composable_shard.core.plugins import Feature, Op, Phase, new_features
@@ -66,6 +65,76 @@ class Call:
         with _torch.apart_from_transforms():
             backward = group.tree.begin_backward()
             backward.gather_for_backward(group, has_input_markers=bool(self.markers))
+
+
+class Finalization:
+    """Finishes the reductions of a tree when the user calls ``finalize_backward``.
+
+    Attributes:
+        is_manual: Whether ``finalize_backward``, instead of the end of a backward, finishes the
+            reductions.
+        handle: The handle made by the last ``finalize_backward``, until its ``wait()`` has been
+            called; otherwise ``None``.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+        self.is_manual = False
+        self.handle: object = None
+        self._remedy: str | None = None  # how to finish earlier backwards; ``None`` if all are
+
+    @property
+    def has_unfinished_backwards(self) -> bool:
+        """Whether there are backwards with unfinished reductions."""
+        return self._remedy is not None
+
+    def record_backward(self) -> bool:
+        """Record the end of a backward; return whether it finishes its reductions itself."""
+        self._remedy = "end it by finalize_backward()" if self.is_manual else None
+        if not (self.is_manual or self._tree.is_last_backward):
+            self._remedy = "call set_is_last_backward(True) and run one more backward"
+        return self._remedy is None
+
+    def set_manual(self, enabled: bool) -> None:
+        """Let ``finalize_backward`` finish reductions, or (``False``) the end of each backward.
+
+        Raises:
+            ShardError: If a backward that began under the other setting is not finished.
+        """
+        if enabled != self.is_manual and self._remedy is not None:
+            raise ShardError(
+                "Expected set_manual_backward_finalization() between iterations, got it before a "
+                f"backward is finished; {self._remedy}, or drop it by reset_iter_state()"
+            )
+        self.is_manual = enabled
+
+    def start(self, handle: object) -> None:
+        """Launch the unfinished reductions; reshard groups with ``reshard_after_backward``.
+
+        Collective: the reductions.
+        """
+        self._tree.launch_reductions()
+        self._remedy, self.handle = "end it by the wait() of its handle", handle
+
+    def check_ended(self) -> None:
+        """Raise if the handle of the last ``finalize_backward`` has not been waited for."""
+        if self.handle is not None:
+            raise ShardError(
+                "Expected wait() on the last GradientReductionHandle before another forward or "
+                "finalize_backward(), got none; call it"
+            )
+
+    def end(self) -> None:
+        """Wait for the reductions.
+
+        Collective: on the CPU, the reductions over the replicas, which start here.
+        """
+        self._tree.in_flight.finish()
+        self.reset()
+
+    def reset(self) -> None:
+        """Record that no backward is unfinished."""
+        self._remedy = self.handle = None
 
 
 class Tree:
@@ -144,7 +213,7 @@ class Tree:
         is_recomputed = _current_task() != -1 and self._is_in_backward(group)
         if not is_recomputed and (not self.call_stack or self._begins_forward(group)):
             self._begin_forward(group)
-        # Before the call is on the stack, where it would make this a backward inside a forward.
+        # The backward begins first: with the call on the stack, it would be inside a forward.
         backward = self.begin_backward() if is_recomputed else None
         call = Call(group, module, is_recomputed=is_recomputed)
         self.call_stack.append(call)
@@ -181,7 +250,7 @@ class Tree:
                 op()
 
     def _is_in_backward(self, group: ParamGroup) -> bool:
-        """Return whether the running backward needs a group; an empty one with any other."""
+        """Return whether the running backward needs a group; an empty one if it needs any."""
         if not group.params:
             return bool(self.tape.visits or self.plan.groups)
         return group in self.tape or group in self.plan.groups
@@ -212,7 +281,7 @@ class Tree:
             self._end_forward(group, needs_grad=needs_grad, has_failed=has_failed)
 
     def _begins_forward(self, group: ParamGroup) -> bool:
-        """Return whether an interrupt has ended the calls on the stack, so that this one is new."""
+        """Return whether this call begins a forward: an interrupt has ended those on the stack."""
         may_begin = group is self.call_stack[0].group or group is self.root
         # If the frame of the outermost call is still executing, a module has called itself.
         return may_begin and not (self._outer_frame and _torch.is_executing(self._outer_frame))
@@ -226,7 +295,7 @@ class Tree:
                 group.reshard()
         self.finalization.check_ended()
         self.prepare_gather()
-        if not self._has_streams:  # with streams, the caching allocator keeps freed memory
+        if not self._has_streams:  # with streams, the allocator itself keeps memory for reuse
             _torch.keep_spare()
         self._outer_frame, self._grad_enabled = _torch.module_call_frame(), torch.is_grad_enabled()
         self.tape.begin_forward(outermost)
@@ -285,7 +354,7 @@ class Tree:
             feature.end_forward(self, outermost)
         self.tape.end_forward(outermost)
         for group in self.groups:
-            # The next forward may complete an outermost group of several modules.
+            # If the outermost group has several modules, the next forward may run the others.
             will_not_complete = bool(group.modules_run) and group is not outermost
             if group.state is State.UNSHARDING:  # prefetched, but not used after all
                 group.reshard()
@@ -296,8 +365,9 @@ class Tree:
         for group in self._to_free:
             group.reshard()
         self._to_free.clear()
-        if self.has_inner_backward and not needs_grad:  # this forward will have no backward itself
-            for group in dict.fromkeys(call[1] for call in reversed(self.tape.calls)):
+        if self.has_inner_backward and not needs_grad:
+            # No backward of this forward will reduce what the inner backwards have accumulated.
+            for group in dict.fromkeys(group for _, group, *_ in reversed(self.tape.calls)):
                 group.reshard()
                 if group.needs_reduce:
                     self.in_flight.start(group)
@@ -339,7 +409,7 @@ class Tree:
                 group.take_snapshot()
             return
         keeps_memory = group.settings.gathers_each_step and may_have_backward
-        # This forward may call the group again; the call of the root ends it.
+        # This forward may call the group again, unless it is the root: its return ends the forward.
         if not keeps_memory and (self.tape.upcoming is group or (stays and group is not self.root)):
             keeps_memory = True
             self._to_free[group] = None
@@ -351,7 +421,7 @@ class Tree:
             group.register_sharded()
 
     def _interval_of(self, checkpoints: Sequence[dict[Any, Any]]) -> Interval:
-        """Return the `Interval` of all calls inside these checkpoints; their notes keep it."""
+        """Return the `Interval` that these checkpoints share; it is stored in their notes."""
         known = next((notes[self] for notes in checkpoints if self in notes), None)
         interval = known or self.tape.enter_checkpoint()
         for notes in checkpoints:
