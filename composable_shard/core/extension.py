@@ -19,6 +19,7 @@ formats, so it sends these to the other ranks, once.
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -567,17 +568,18 @@ class GradExtension:
         hook_of(self.param.local, GRAD_POST)(received, self._metadata, out)
 
 
-class ExchangedReduction(Reduction):
+class ExchangedReduction(Reduction, ABC):
     """A reduction of bytes: encoded gradients are exchanged all to all, decoded and summed."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.division = Division(1.0, None, 1.0)  # `wait` divides
 
+    @abstractmethod
     def encode(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Return the bytes to send, each tensor with a row for each rank."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, rows: torch.Tensor, shards: Tensors) -> None:
         """Add the received gradients of all ranks to shards of zeros, in fp32 or wider.
 
@@ -585,7 +587,6 @@ class ExchangedReduction(Reduction):
             rows: The bytes that each rank sent to this one.
             shards: This rank's shard of each gradient, [shard_numel].
         """
-        raise NotImplementedError
 
     @torch.no_grad()
     def launch(self) -> None:
