@@ -19,7 +19,7 @@ from composable_shard.core.group import group_of
 from composable_shard.core.hooks import install, register_forward_method
 from composable_shard.core.state_dict import install_state_dict_hooks
 from composable_shard.core.tree import join_tree
-from composable_shard.hybrid import share_shards
+from composable_shard.hybrid import split_shards
 from composable_shard.insight import events  # noqa: F401 - the order check
 from composable_shard.mesh import (
     DataParallelMeshDims,
@@ -118,14 +118,14 @@ def fully_shard(
         ignored_params=ignored_params,
         dp_mesh_dims=dp_mesh_dims,
     )
-    shares = stages.replicas == "shard"
-    shard_mesh = share_shards(plan.params, plan.mesh) if shares else plan.mesh
+    splits = stages.replicas == "shard"
+    shard_mesh = split_shards(plan.params, plan.mesh) if splits else plan.mesh
     group = shard.build_group(plan.modules, plan.params, shard_mesh, plan.policy)
     group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
     group.settings.gathers_each_step = stages.gather == "step"
-    group.settings.reduces_each_step = stages.reduce == "step" or shares
+    group.settings.reduces_each_step = stages.reduce == "step" or splits
     group.settings.reduce_grads = stages.reduce == "backward"
-    group.settings.all_reduce_grads = not shares or plan.mesh.num_replicas == 1
+    group.settings.all_reduce_grads = not splits or plan.mesh.num_replicas == 1
     record_ignored(plan.managed.modules, ignored_params or ())
     for top in group.modules:
         check_class(top)
@@ -196,7 +196,7 @@ def check_calls(calls: Iterable[tuple[object, Mapping[str, Any]]]) -> None:
         stages = checked_sharding(bound.arguments.pop("sharding"), reshards)
         plan = _planned(**bound.arguments, before=before)
         if stages.replicas == "shard":
-            share_shards(plan.params, plan.mesh)
+            split_shards(plan.params, plan.mesh)
         if reshards != 1:  # the call itself warns about 1
             check_reshard(reshards, [plan.mesh, *(param.mesh for param in plan.params.values())])
         shard.check_subclasses(plan.params)

@@ -1,17 +1,17 @@
-"""Shards that the replicas of a hybrid mesh share: ``sharding="hybrid"``.
+"""Shards that are split over the replicas of a hybrid mesh: ``sharding="hybrid"``.
 
 A feature of plain parameters. Each rank has two layouts of a parameter::
 
     whole parameter              r0 r1 r2 r3 r4 r5 r6 r7
     shards, over the axis shard  r0 r1 r2 r3 | r4 r5 r6 r7
-    parts, over both axes        r0 r1 | r2 r3 | r4 r5 | r6 r7     replicas share a shard
+    parts, over both axes        r0 r1 | r2 r3 | r4 r5 | r6 r7     two replicas
 
 Users, optimizers and checkpoints see the parts. Modules compute with parameters that are gathered
 from the shards, as on any mesh. Once in a step, the parts are gathered over the replicas into the
 shards (`PartBucket`). Each backward leaves gradients that are reduced over the shards, and once in
 a step these are reduced over the replicas, so that each rank has the rows of its parts
 (`PartReduction`). Over the replicas, the parts are the shards of an ordinary `FlatBucket` and an
-ordinary `Reduction`, for which a shard is a whole parameter (`_Part`).
+ordinary `Reduction`, for which a shard is a whole parameter (`_View`).
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class PartMesh(ShardMesh):
 
     @cached_property
     def over_replicas(self) -> ShardMesh:
-        """The replicas of a shard, as ranks that share it."""
+        """The replicas of a shard, as the ranks over which it is split."""
         axes: Any = self.mesh.mesh_dim_names
         return shard_mesh_of(self.mesh[axes[0]], 0)
 
 
 @dataclass(frozen=True)
-class _SharedLayout(TensorLayout):
+class _SplitLayout(TensorLayout):
     """The layout of a parameter over the shards, and of this rank's shard over the replicas."""
 
     part: TensorLayout
@@ -74,8 +74,8 @@ class _SharedLayout(TensorLayout):
         return self.part.shard_of(super().shard_of(tensor, rank), self.replica_rank)
 
 
-def share_shards(planned: Mapping[nn.Parameter, ShardedParam], whole: ShardMesh) -> ShardMesh:
-    """Let replicas share the shards of the parameters on a mesh; return the mesh that says so.
+def split_shards(planned: Mapping[nn.Parameter, ShardedParam], whole: ShardMesh) -> ShardMesh:
+    """Split the shards of the parameters on a mesh over its replicas; return the mesh for that.
 
     Raises:
         ValueError: If it is not a hybrid mesh, or one of these parameters is not a plain tensor on
@@ -96,7 +96,7 @@ def share_shards(planned: Mapping[nn.Parameter, ShardedParam], whole: ShardMesh)
         layout, dim, param.mesh = param.layout, param.layout.dim, mesh
         over, memory = mesh.over_replicas, torch.empty(layout.flat.numel, device="meta")
         part = plan_tensor(layout.local(memory, mesh.shard_rank), dim, over.num_shards)
-        param.layout = _SharedLayout(**vars(layout), part=part, replica_rank=over.shard_rank)
+        param.layout = _SplitLayout(**vars(layout), part=part, replica_rank=over.shard_rank)
         if dim is not None:
             cut = Shard(dim) if mesh.num_shards == 1 else _torch.strided_shard(dim, mesh.num_shards)
             (_, role), *others = param.placement.axes
@@ -125,7 +125,7 @@ class _View(ShardedParam):
 
     def __init__(self, param: ShardedParam) -> None:
         self.param, self.mesh = param, cast(PartMesh, param.mesh).over_replicas
-        self.layout = cast(_SharedLayout, param.layout).part
+        self.layout = cast(_SplitLayout, param.layout).part
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.param, name)

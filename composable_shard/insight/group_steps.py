@@ -612,7 +612,7 @@ def _reasons(group: ParamGroup, names: Mapping[ShardedParam, str]) -> Iterator[s
                 yield f"{names[bucket.param]} is a tensor subclass; {_sends(bucket)}"
         if isinstance(mesh, PartMesh):
             what = "they gather it, and reduce its gradients, once in a step"
-            yield f"{mesh.num_replicas} replicas share each shard: {what}"
+            yield f"{mesh.num_replicas} replicas split each shard: {what}"
         elif mesh.num_replicas > 1 and not settings.all_reduce_grads:
             yield "the all-reduce over the replicas is off: gradients are only reduced over shards"
         elif mesh.num_replicas > 1 and dtypes:

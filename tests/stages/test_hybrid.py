@@ -265,7 +265,7 @@ def test_replicas_communicate_once_in_a_step() -> None:
     with counted_between_replicas(mesh) as counts, torch.no_grad():
         model(own_input())
     assert counts["gather"] == NUM_GROUPS
-    why = "2 replicas share each shard: they gather it, and reduce its gradients, once in a step"
+    why = "2 replicas split each shard: they gather it, and reduce its gradients, once in a step"
     explanation = library.explain(model)
     assert why in str(explanation)
     assert {(p.num_shards, p.num_replicas) for p in explanation.groups[0].parameters} == {(4, 1)}
