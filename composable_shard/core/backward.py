@@ -1,6 +1,6 @@
 """One backward: when each group is gathered, and when it is finished (freed and reduced).
 
-Imports group, tape. The tape makes the plan, which is the same on all ranks. Events from
+The tape makes the plan, which is the same on all ranks. Events from
 autograd only decide when this rank runs the next steps of the plan. If this rank's loss does not
 reach a group, the rank still gathers the group in turn and reduces zeros, because another rank's
 loss may reach it.

@@ -1,6 +1,6 @@
 """The parameters of one ``fully_shard`` call: a state machine that runs a compiled program.
 
-Imports program, storage. A group does not know other groups or the progress of autograd.
+A group does not know other groups or the progress of autograd.
 The layers above call it to gather, free and reduce.
 """
 

@@ -1,4 +1,4 @@
-"""The hooks that modules and autograd call. Imports tree, group.
+"""The hooks that modules and autograd call.
 
 A hook inspects tensors and calls the tree. It runs no collectives and makes no decisions.
 """
@@ -170,8 +170,8 @@ class ModuleHooks:
         stored = _stored_tensors(group) if adds_hooks and group.program.tensor_attributes else ()
         to_hook = (output, added, stored) if added or stored else output
         needs_grad = adds_hooks and _hook_outputs(call, to_hook)
-        # A group without parameters hooks nothing, but its outputs may need gradients, which
-        # `Tree._end_forward` must know after backwards inside the forward.
+        # After an inner backward, `Tree._end_forward` must know whether outputs need gradients,
+        # even if this group has no parameters and hooks nothing.
         if tree.has_inner_backward and not needs_grad and torch.is_grad_enabled():
             needs_grad = any(tensor.requires_grad for tensor in tensors_in(output))
         output_dtype = group.policy.output_dtype
@@ -188,8 +188,8 @@ class ModuleHooks:
     def _unalias(self, markers: Sequence[Node], tensor: Tensor) -> Tensor:
         """Copy an output that is a view of an unsharded parameter: the parameter will be freed.
 
-        An input that is returned unchanged gets a node of its own: a hook on the node of the input
-        marker would refer to the call, which refers to that node.
+        An input that is returned unchanged gets a new node: a hook on the node of its marker would
+        make a reference cycle with the call.
         """
         if tensor.grad_fn in markers:
             return tensor.view_as(tensor)
@@ -292,7 +292,7 @@ def _find_tensor_attributes(call: Call) -> None:
 
 
 def _stored_tensors(group: ParamGroup) -> list[Tensor]:
-    """Return the stored tensors that no call has hooked: a loss may use only these."""
+    """Return stored tensors that are not hooked: a loss may use them without any output."""
     values = [attributes.get(name) for attributes, name in group.program.tensor_attributes]
     return [tensor for tensor in tensors_in(values) if not _is_hooked_for(group, tensor)]
 

@@ -1,6 +1,6 @@
 """Hooks of optimizer steps: checks of the parameters, and a step count for each group.
 
-Imports reduction, storage. Foreach and fused kernels change a DTensor without bumping its
+Foreach and fused kernels change a DTensor without bumping its
 version counter, so each group counts the steps that may have changed its shards.
 """
 

@@ -64,7 +64,7 @@ class Feature:
     """Base class of features, which override some of its methods.
 
     Attributes:
-        is_of_one_tree: Whether an outer tree does not take it over from the trees that join it.
+        is_of_one_tree: Whether the feature is dropped when its tree joins an outer tree.
     """
 
     is_of_one_tree = False

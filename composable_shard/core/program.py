@@ -1,7 +1,7 @@
 """Compiles the steady-state step of one group into tuples of operations.
 
-Imports reduction, storage, plugins. Rare events have no code of their own: they make the program
-out of date, and the group compiles a new one.
+Rare events have no code of their own: they make the program out of date, and the group compiles a
+new one.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Program:
         pre_forward, post_forward, pre_backward, post_backward: Operations of features only.
         accumulate: Operations that accumulate gradients without sync.
         stages: The stages of a reduction: ``True`` with the reduction over the replicas, ``False``
-            without it. The first stage launches it. Each other stage begins with a wait; the last
-            stage writes ``.grad``.
+            without it. Stage 0 launches the reduction. Each later stage begins with a wait, and
+            the last one writes ``.grad``.
         has_offloaded_replicas: Whether a reduction over the replicas is followed by a copy to the
             host.
         version_tensors: Tensors with version counters that grow when the shards change.
@@ -120,7 +120,7 @@ class Program:
         return len(mine) == len(others) and all(map(is_, mine, others))
 
     def would_round(self, unsynced: Mapping[str, torch.dtype | None]) -> bool:
-        """Return whether a reduction would round the sums in `ParamGroup.unsynced`."""
+        """Return whether a reduction is narrower than a dtype in `ParamGroup.unsynced`."""
         reductions = self.reductions
         pairs = ((each.dtype, unsynced.get(p.name)) for each in reductions for p in each.params)
         return any(wide and torch.promote_types(wide, dtype) != dtype for dtype, wide in pairs)
@@ -199,8 +199,8 @@ class Program:
         mark_freed = partial(_torch.set_versions, freed, (FREED,) * len(freed))
 
         def joined(phase: Phase, parts: Sequence[GatherOps]) -> GatherOps:
-            # Only the last launch operation of a bucket launches a collective; flat buckets
-            # allocate in the others. So all flat buckets allocate before the first collective.
+            # All flat buckets allocate before the first collective, which the last launch operation
+            # of a bucket launches. The empty GatherOps gives four columns if there are no parts.
             launches, *columns = zip(GatherOps((), (), (), ()), *parts, strict=True)
             allocations = chain.from_iterable(launch[:-1] for launch in launches)
             launch = chain(allocations, *(launch[-1:] for launch in launches))
@@ -251,20 +251,24 @@ class Program:
         without = self._with_write((*averaged, *skips), ops("delivered"), reductions)
         self.stages = {False: (launch, *without)}
         launches: Ops = tuple(each.launch_over_replicas for each in replicated)
-        first = (*averaged, *launches, *ops("reduced_over_shards"), *ops("all_reduce_launched"))
+        stage_1 = (*averaged, *launches, *ops("reduced_over_shards"), *ops("all_reduce_launched"))
         stream = pending.side_stream(group.mesh.device)
         if stream is not None and all(type(each) is Reduction for each in reductions):
             ordered = tuple(partial(each.order_after_shards, stream) for each in reductions)
             on_side = _within(lambda: _torch.on_stream(stream), (*average, *launches))
             launch = (*launch, *ordered, *on_side, *ops("all_reduce_launched"))
-            first = (*wait, *ops("averaged"), *ops("reduced_over_shards"))
+            stage_1 = (*wait, *ops("averaged"), *ops("reduced_over_shards"))
         await_replicas = ((each.over_replicas or each).wait for each in replicated)
-        second = (*ops("before_wait_for_all_reduce"), *await_replicas, *hooks)
-        written = self._with_write(second, ops("replicas_delivered"), last)
-        self.stages[True] = (launch, first, *written)
+        stage_2 = (*ops("before_wait_for_all_reduce"), *await_replicas, *hooks)
+        written = self._with_write(stage_2, ops("replicas_delivered"), last)
+        self.stages[True] = (launch, stage_1, *written)
 
     def _with_write(self, ops: Ops, delivered: Ops, last: Sequence[Reduction]) -> tuple[Ops, ...]:
-        """Add operations that write ``.grad``, in a separate stage if the host must wait first."""
+        """Add operations that write ``.grad``.
+
+        On devices, `Reduction.download` copies gradients or flags to the host, and the next stage
+        waits for them; if neither is needed, it writes ``.grad`` at once.
+        """
         if self._has_streams or any(each.is_offloaded for each in last):
             download = (each.download for each in last)
             written = tuple(each.write_downloaded for each in last)

@@ -1,6 +1,6 @@
 """Reduces gradients, from the unsharded parameters to ``.grad`` of the sharded parameters.
 
-Imports storage and the transport. The methods of `Reduction` are operations of a program, which
+The methods of `Reduction` are operations of a program, which
 launches a reduction when backward finishes a group (phase reduce), and later waits for it and
 writes ``.grad`` (phase deliver). The placements of a gradient show its stage (`GradStage`):
 
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress, repeat, starmap
-from operator import attrgetter, is_, is_not, methodcaller
+from operator import attrgetter, is_, methodcaller
 from typing import Any, TypeGuard
 
 import torch
@@ -37,7 +37,6 @@ from composable_shard.policy import copies_overlap_compute
 
 _grad = attrgetter("grad")
 _dtype = attrgetter("dtype")
-_is_not_none = partial(is_not, None)
 _is_sparse = attrgetter("is_sparse")
 _hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _no_hooks = (None, None)
@@ -286,7 +285,7 @@ class Reduction:
         to_pack = grads[num_direct:]
         if self._alignment > 1:
             padded = chain.from_iterable(zip(to_pack, self._paddings, strict=True))
-            to_pack = list(filter(_is_not_none, padded))
+            to_pack = [tensor for tensor in padded if tensor is not None]
         messages = [*direct, self._pack_shards([*to_pack, flags]).view(-1)]
         if self.division.before != 1:
             _torch.divide_all_(messages, self.division.before)

@@ -1,6 +1,6 @@
 """The steps of ``fully_shard``: collect the parameters, check, plan, shard and commit.
 
-Imports group, storage, extension. Every step that can fail runs before the module changes.
+Every step that can fail runs before the module changes.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ def check_not_parallelized(modules: Iterable[nn.Module]) -> None:
     """Refuse modules with gradients that another call or function already reduces.
 
     Raises:
-        ValueError: If ``fully_shard`` (ours or torch's) or ``replicate`` was applied to a module,
-            or if torch's ``fully_shard`` was applied to a module around it.
+        ValueError: If ``fully_shard`` (ours or torch's) or ``replicate`` was applied to a module.
     """
     for module in modules:
         kind = type(module).__name__
@@ -114,9 +113,9 @@ def find_managed(
 
     A parameter that is tied to a parameter of a replicated module is replicated, too. Users call
     ``fully_shard`` from the bottom up. If modules of this call hold the original of a parameter
-    that an inner group has sharded, the parameter is tied, and the new group takes it over. It
-    leaves the original alone if its other modules are outside of this call: a later call may
-    contain all of them.
+    that an inner group has sharded, the parameter is tied, and the new group takes it over. If
+    some of the modules with the parameter are outside of this call, the inner group keeps it, for a
+    later call that contains all of them.
 
     Args:
         modules: The top modules.
@@ -331,4 +330,7 @@ def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
     for module in modules:
         for buffer in module._buffers.values():
             if buffer is not None and buffer.device.type not in ("meta", device.type):
-                buffer.data = buffer.to(device)
+                if _torch.is_wrapper_subclass(buffer):
+                    torch.utils.swap_tensors(buffer, buffer.to(device))
+                else:
+                    buffer.data = buffer.to(device)

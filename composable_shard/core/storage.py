@@ -1,6 +1,6 @@
 """The memory of a group: its parameters, the flat buffers of a bucket, and the all-gather.
 
-Imports layout, placement, plugins, and the transport below. The tensors of a parameter:
+The tensors of a parameter:
 
 - original: the parameter that the module held before ``fully_shard``.
 - sharded: a DTensor parameter, registered outside of compute; its local tensor is a view of the

@@ -1,7 +1,4 @@
-"""`Tree`: the groups below one root. It begins and ends forwards and backwards, and frees groups.
-
-Imports agreement, backward, group, tape, plugins.
-"""
+"""`Tree`: the groups below one root. It begins and ends forwards and backwards; it frees groups."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Changes by users: tensors that replace sharded parameters, and writes to unsharded ones.
 
-Imports reduction, storage. Before a gather, this file adopts tensors that have replaced sharded
+Before a gather, this file adopts tensors that have replaced sharded
 parameters, and finds full tensors of ``torch.func.functional_call``. After a forward, no change of
 unsharded parameters may be lost silently: if users clear their gradients, this file also clears
 those of the sharded parameters, and a write raises an error.
@@ -137,7 +137,8 @@ class UnshardedSnapshot:
     """The content of unsharded parameters at the end of a forward that leaves them registered.
 
     If the sharded parameter has a gradient, ``.grad`` of the unsharded one gets a mark: a sparse
-    tensor with one zero. If users clear the gradient, the mark is gone. Autograd may add to it.
+    tensor with one zero. ``zero_grad`` removes the mark or empties it. Autograd replaces it by a
+    sum; only users write into it, which bumps its version.
     """
 
     def __init__(self, params: Sequence[ShardedParam], *, has_marks: bool) -> None:

@@ -13,6 +13,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from composable_shard import MixedPrecisionPolicy, fully_shard
 from composable_shard._torch import poisoned_memory
@@ -77,12 +78,14 @@ def test_one_rank_in_low_precision_computes_with_rounded_weights(nccl_rank: None
 
 def test_buffers_are_moved_in_place_so_that_modules_go_on_sharing_them(nccl_rank: None) -> None:
     blocks, shared = [nn.Linear(4, 4).cuda() for _ in range(2)], torch.arange(3.0)
+    pair = TwoTensor(torch.ones(2), torch.zeros(2))
     for block in blocks:
         block.register_buffer("shared", shared)
+        block.register_buffer("pair", pair)
         fully_shard(block)
-    assert blocks[0].shared is blocks[1].shared is shared
-    assert shared.device == torch.device("cuda", 0)
-    assert shared.tolist() == [0, 1, 2]
+    assert blocks[0].shared is blocks[1].shared is shared and blocks[0].pair is blocks[1].pair
+    assert {shared.device, pair.device, pair.a.device} == {torch.device("cuda", 0)}
+    assert shared.tolist() == [0, 1, 2] and pair.a.tolist() == [1, 1]
 
 
 def test_a_step_does_not_wait_for_the_device() -> None:
