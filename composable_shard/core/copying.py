@@ -50,7 +50,7 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         memo[id(param.sharded)] = _copied_sharded(param, memo.get(id(param.sharded)))
     copied = memo[id(module)] = object.__new__(type(module))
     copied.__setstate__(copy.deepcopy(save_module(module), memo))
-    for group in groups:  # what a pickle leaves out
+    for group in groups:  # share what cannot be pickled: streams, and the memory of backends
         copied_group: ParamGroup = memo[id(group)]
         copied_group.settings.hook_stream = group.settings.hook_stream
         for mesh, channel in group.channels.items():

@@ -140,7 +140,7 @@ class ModuleHooks:
         return args, kwargs
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """End the call; return the output: hooked, cast, and with copied parameters.
+        """End the call; return the output, hooked and cast, with copies of views of parameters.
 
         Gradients of hooked outputs gather the group. After an exception in forward, PyTorch calls
         this hook with ``output=None``. A forward may also return ``None``, and it may run while
@@ -205,8 +205,8 @@ class ModuleHooks:
         The backward of the marker runs after the backward of the module.
         """
         if moves:
-            # Of pinned memory, the copy blocks: the caller may at once fill it with the next batch.
-            # A non-blocking copy from pageable memory has read its source when it returns.
+            # A copy from pinned memory must block: the caller may refill the source at once. A
+            # non-blocking copy from pageable memory has read its source when it returns.
             tensor = tensor.to(self._group.mesh.device, non_blocking=not tensor.is_pinned())
         dtype = self._input_dtype
         if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:

@@ -114,17 +114,16 @@ class ParamLayout:
 
 
 MESSAGE_COSTS = {"gloo": (0, 64 * 1024), "nccl": (1024 * 1024, 0)}
-"""The cost of a message, as the number of bytes that could be copied in the same time, by backend:
-for any number of peers, and for each peer in addition. `benchmarks/packing.py` measured gloo's;
-nccl's is an estimate."""
+"""By backend: the fixed cost of a message, and the cost for each peer, as the number of bytes that
+could be copied in the same time. `benchmarks/packing.py` measured gloo's; nccl's is an estimate."""
 
 
 def message_cost(backend: str | None, num_shards: int) -> int:
     """Return the cost of a message, as the number of bytes that could be copied in the same time.
 
     Args:
-        backend: The name of the backend; ``None`` if there is only one rank. Backends without a
-            measured cost count as gloo.
+        backend: The name of the backend; ``None`` if there is only one rank. Backends that are not
+            in `MESSAGE_COSTS` count as gloo.
         num_shards: The number of ranks that share the parameters.
     """
     cost, per_peer = MESSAGE_COSTS.get(backend or "", MESSAGE_COSTS["gloo"])

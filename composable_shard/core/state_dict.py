@@ -46,8 +46,8 @@ def record_params(group: ParamGroup) -> list[nn.Module]:
 def install_state_dict_hooks(group: ParamGroup) -> None:
     """Make state dicts of the group's modules contain shards, and accept shards or full tensors.
 
-    User hooks that were registered earlier run after these hooks in a save, and before them in a
-    load. So they see the shards that are saved, and the values to load before they are cut.
+    In a save, all hooks of users run after these hooks, and see shards. In a load, hooks that were
+    registered earlier run before these hooks, and see full values.
     """
     for module in record_params(group):
         for handle in (
