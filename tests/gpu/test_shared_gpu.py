@@ -46,6 +46,8 @@ def train(extents: tuple[int, ...], options: dict[str, Any]) -> float:
     for param, whole in zip(model.parameters(), reference.parameters(), strict=True):
         shard = param.to_local()
         chunks = whole.chunk(extents[-1])[mesh["shard"].get_local_rank() :]
+        if options.get("sharding") == "hybrid":
+            chunks = chunks[0].chunk(extents[0])[mesh["replicate"].get_local_rank() :]
         assert chunks or not shard.numel()
         differences += [(shard.cuda() - chunk).abs().max() for chunk in chunks[:1]]
     return torch.stack(differences).max().item()
@@ -60,3 +62,11 @@ def test_delays_change_nothing(
     num_ranks = torch.Size(extents).numel()
     differences = run_ranks(train, num_ranks, extents, {**options, **offload})
     assert max(differences) < (1e-4 if options is FP32 else 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "extents"), [("zero1", (2,)), ("zero2", (2, 2)), ("hybrid", (2, 2))]
+)
+def test_delays_change_nothing_with_other_stages(sharding: str, extents: tuple[int, ...]) -> None:
+    num_ranks = torch.Size(extents).numel()
+    assert max(run_ranks(train, num_ranks, extents, {"sharding": sharding})) < 1e-12
