@@ -6,6 +6,7 @@ import contextlib
 import resource
 import traceback
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +17,7 @@ from near import Apart
 from torch import nn
 
 from composable_shard import CommunicationError, _torch
+from composable_shard.core.transport import failures as transport_failures
 from composable_shard.testing import run_ranks
 from faults.breaking import BAD, LIMIT, TIME_OUT, WHEREABOUTS, X, failures, layers, step
 
@@ -212,3 +214,28 @@ def test_parameters_that_were_converted_on_one_rank_are_not_misread() -> None:
         0: MISMATCH.format(0, numels, single, 1, numels, double),
         1: MISMATCH.format(1, numels, double, 0, numels, single),
     }
+
+
+def test_a_wait_that_ends_while_another_rank_reads_it_does_not_block_the_reader() -> None:
+    class Withdrawing:
+        """Ends the wait of rank 1 between a look for the key and the look at its value."""
+
+        def check(self, keys: list[str]) -> bool:
+            found: bool = store.check(keys)
+            if keys == ["waits 1"]:
+                statuses[1].withdraw("waits")
+            return found
+
+        def get(self, key: str) -> bytes:
+            value: bytes = store.get(key)
+            return value
+
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    statuses = [object.__new__(transport_failures._GroupStatus) for _ in range(2)]
+    for rank, status in enumerate(statuses):
+        status.ranks, status._group_rank, status._store = [0, 1], rank, store
+    statuses[1].publish("waits", "text")
+    assert statuses[0]._published("waits") == {1: "text"}
+    statuses[0]._store = Withdrawing()
+    assert statuses[0]._published("waits") == {}

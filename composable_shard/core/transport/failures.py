@@ -200,7 +200,7 @@ class _GroupStatus:
         self._store.set(key, "")
 
     def withdraw(self, key: str) -> None:
-        self._store.delete_key(f"{key} {self._group_rank}")
+        self._store.set(f"{key} {self._group_rank}", "")  # without the key, `get` would wait
 
     def _published(self, key: str) -> dict[int, str]:
         """Return the texts that the other ranks have published, by global rank."""
@@ -211,7 +211,7 @@ class _GroupStatus:
             for index, rank in enumerate(self.ranks)
             if index != self._group_rank and self._store.check([f"{key} {index}"])
         }
-        return {rank: text for rank, text in texts.items() if text}  # empty if withdrawn just now
+        return {rank: text for rank, text in texts.items() if text}  # empty if withdrawn
 
     def failure(self) -> str | None:
         """Return the failure of a rank that has failed more often than this one, if there is one.
