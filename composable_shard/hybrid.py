@@ -329,7 +329,7 @@ class PartReduction(Reduction):
         self._over.discard()
 
     def _results(self) -> Iterable[tuple[ShardedParam, torch.Tensor, _torch.DTensorSpec]]:
-        for param in self.params:  # what is there on all replicas counts as a summand of the mean
+        for param in self.params:  # a reduced gradient is a summand of the next mean
             grad: Any = redistributed_grad(param)
             if stage_of(param, grad) == "sharded":
                 param.sharded.grad = None

@@ -131,7 +131,7 @@ def save_module(module: nn.Module) -> SavedModule:
 
 
 def restore_module(module: nn.Module, saved: SavedModule) -> ParamGroup:
-    """Restore the group of a module whose attributes are restored; return it."""
+    """Restore and return the group of a module, after its attributes."""
     group = group_of(module)
     assert group is not None
     module.__dict__[_torch.COMPOSABLE_STATE] = saved.states

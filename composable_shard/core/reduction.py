@@ -125,9 +125,9 @@ class Reduction:
         self._overlaps = copies_overlap_compute(params[0].offload, self._mesh.device)
         self.is_offloaded = self._overlaps or params[0].device != self._mesh.device
         # A direct gradient is sent from its own memory; the others are packed into one message.
-        is_direct = partial(_is_direct, dtype, buckets[0].message_cost)
-        self.params = sorted(params, key=is_direct, reverse=True)
-        self._num_direct = sum(map(is_direct, params))
+        sent_alone = partial(is_direct, dtype, buckets[0].message_cost)
+        self.params = sorted(params, key=sent_alone, reverse=True)
+        self._num_direct = sum(map(sent_alone, params))
         self._sent_dtype = sent_dtype(buckets, dtype, self._channel)
         self._unsharded = tuple(param.unsharded for param in self.params)
         # The other parameters may widen the reduction. If a gradient's own reduce dtype is narrower
@@ -568,7 +568,7 @@ def stage_of(param: ShardedParam, grad: Any) -> GradStage | None:
     return "unreduced" if is_unreduced else "reduced_over_shards"
 
 
-def _is_direct(dtype: torch.dtype, cost: int | None, param: ShardedParam) -> bool:
+def is_direct(dtype: torch.dtype, cost: int | None, param: ShardedParam) -> bool:
     """Return whether a gradient has its own message: it is large, and needs no padding."""
     flat = param.layout.flat
     return flat.is_even and not is_packed(flat, dtype.itemsize, cost)

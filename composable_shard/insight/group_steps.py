@@ -22,7 +22,7 @@ from composable_shard.core.group import ParamGroup
 from composable_shard.core.layout import is_packed, plan_messages
 from composable_shard.core.placement import packing_alignment
 from composable_shard.core.program import reduced_together
-from composable_shard.core.reduction import LocalReduction, final_grad_dtype, sent_dtype
+from composable_shard.core.reduction import LocalReduction, final_grad_dtype, is_direct, sent_dtype
 from composable_shard.core.storage import Bucket, FlatBucket, ShardedParam
 from composable_shard.core.transport.collectives import sum_dtype
 from composable_shard.hybrid import (
@@ -292,7 +292,7 @@ class ReductionPlan:
             self.grad_dtype = self.sent_dtype = dtype
         itemsize, cost = dtype.itemsize, buckets[0].message_cost
         self.large = {p for p in params if not is_packed(p.layout.flat, itemsize, cost)}
-        self.direct = [p for p in params if p in self.large and p.layout.flat.is_even]
+        self.direct = [p for p in params if is_direct(dtype, cost, p)]
         self.members = sorted(params, key=lambda param: param not in self.direct)
         self.finals = [final_grad_dtype(param, dtype) for param in self.members]
         self.layouts = [param.grad_layout.flat for param in self.members]
