@@ -1,7 +1,7 @@
 """Fully sharded data parallelism for PyTorch: per module, composable, in place.
 
-A public name is imported when it is first asked for. So ``import composable_shard`` costs nothing
-beside ``import torch``, and the command line answers before torch is imported.
+Each public name is imported at its first use. So ``import composable_shard`` takes almost no time,
+and ``composable-shard --help`` answers without importing torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the same as in _MODULES; "as" exports a name to the users of type checkers
+if TYPE_CHECKING:  # the names in _MODULES; for type checkers, "X as X" marks a re-export
     from composable_shard.api import fully_shard as fully_shard
     from composable_shard.api import register_fsdp_forward_method as register_fsdp_forward_method
     from composable_shard.api import share_comm_ctx as share_comm_ctx
@@ -89,7 +89,7 @@ _MODULES = {
     "train.wrap": ("apply_fully_shard",),
     "wire": ("BlockFormat",),
 }
-"""Where each public name is defined."""
+"""The public names, by the module that defines them."""
 
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -97,7 +97,7 @@ __all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name."""
+    """Import a public name at its first use."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found: object = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
@@ -106,5 +106,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """List the public names too, also those not yet imported."""
+    """List all names, including public ones that are not imported yet."""
     return sorted({*globals(), *__all__})

@@ -1,6 +1,6 @@
-"""The public interface: ``fully_shard`` and ``share_comm_ctx``.
+"""The functions ``fully_shard``, ``share_comm_ctx`` and ``register_fsdp_forward_method``.
 
-Source: ``torch.distributed.fsdp.fully_shard`` (FSDP2), with the same names, arguments and defaults.
+Source: ``torch.distributed.fsdp`` (FSDP2), with the same names, arguments and defaults.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard.arguments import check_module, check_type
-from composable_shard.core import optimizers, shard  # noqa: F401 - the hooks of optimizers
+from composable_shard.core import optimizers, shard  # noqa: F401 - registers optimizer hooks
 from composable_shard.core.agreement import record_ignored
 from composable_shard.core.group import group_of
 from composable_shard.core.hooks import install, register_forward_method
 from composable_shard.core.state_dict import install_state_dict_hooks
 from composable_shard.core.tree import join_tree
 from composable_shard.hybrid import split_shards
-from composable_shard.insight import events  # noqa: F401 - the order check
+from composable_shard.insight import events  # noqa: F401 - registers the order check
 from composable_shard.mesh import (
     DataParallelMeshDims,
     ShardMesh,
@@ -63,10 +63,10 @@ def fully_shard(
     Args:
         module: A module, or a list of modules that form one group.
         mesh: A 1-D mesh to shard over, or a 2-D mesh with named axes ``(replicate, shard)``, in
-            which each row holds all shards. By default, all ranks, on the current accelerator or
-            else on the CPU. If there is no default process group, ``fully_shard`` then starts it
-            from the environment. Without a launcher, this process is the only rank, and a warning
-            says so.
+            which the ranks of each row hold all shards. By default, all ranks, on the current
+            accelerator or, if there is none, on the CPU. For the default mesh, ``fully_shard`` also
+            starts the default process group from the environment, unless there is one. Without a
+            launcher, this process is then the only rank, and a warning says so.
         reshard_after_forward: Whether unsharded parameters are freed after forward and gathered
             again for backward. ``None`` means ``True``, but ``False`` for the root, because
             backward needs its parameters first. An int keeps the parameters sharded over that many
@@ -79,10 +79,10 @@ def fully_shard(
         offload_policy: :class:`CPUOffloadPolicy` keeps shards, gradients and optimizer states on
             the CPU. A mapping from parameter names to policies offloads only these parameters.
         ignored_params: Parameters that are not sharded.
-        dp_mesh_dims: Names the data-parallel axes of ``mesh``. Needed if the parameters are
-            DTensors on all axes of ``mesh``, including those for tensor parallelism. Not needed if
-            ``mesh`` has only data-parallel axes and the parameters are DTensors on other axes of
-            the same root mesh. Plain parameters are allowed if all axes are data-parallel.
+        dp_mesh_dims: The data-parallel axes of ``mesh``. Pass them if the parameters are DTensors
+            on all axes of ``mesh``, including those for tensor parallelism. Omit them if ``mesh``
+            has only data-parallel axes, and the parameters are DTensors on other axes of the same
+            root mesh. Plain parameters are allowed if all axes are data-parallel.
         sharding: When the parameters of this call are gathered and their gradients reduced, as the
             name of a preset or as a :class:`Sharding`. By default, each forward and backward
             gathers and reduces (ZeRO-3). The other presets need more memory and communicate less.
@@ -96,9 +96,10 @@ def fully_shard(
         ValueError: If a module or parameter cannot be sharded. The module is then unchanged.
         ExtensionError: On all ranks, if a tensor subclass cannot be split on some rank.
 
-    Collective: none, except that it makes process groups for an int ``reshard_after_forward`` and
-        for flattened axes. For tensor subclasses, an all-gather of a small object over each axis,
-        so that all ranks raise if one rank cannot split the tensor.
+    Collective: none, except that it makes process groups for flattened axes. For tensor subclasses,
+        an all-gather of a small object over each axis, so that all ranks raise if one rank cannot
+        split the tensor. For an int ``reshard_after_forward``, the first forward makes process
+        groups.
     Memory: this rank's shards. The module drops its references to the full parameters.
 
     Example:
@@ -129,7 +130,7 @@ def fully_shard(
     record_ignored(plan.managed.modules, ignored_params or ())
     for top in group.modules:
         check_class(top)
-    # From here on, no error of the user can occur.
+    # All arguments are checked. From here on, the module changes.
     shard.commit(group, plan.managed, plan.params)
     install(group, plan.managed.modules)
     install_state_dict_hooks(group)
@@ -140,7 +141,7 @@ def fully_shard(
 
 
 class _Plan(NamedTuple):
-    """The plan of a call."""
+    """The plan of a ``fully_shard`` call, made before the module changes."""
 
     modules: tuple[nn.Module, ...]
     managed: shard.Managed
@@ -160,7 +161,7 @@ def _planned(
     dp_mesh_dims: DataParallelMeshDims | None,
     before: Collection[nn.Module] = (),
 ) -> _Plan:
-    """Plan a call of ``fully_shard``; ``before`` are the modules that earlier calls shard."""
+    """Plan a call of ``fully_shard``; ``before``: the modules that earlier calls would shard."""
     modules = shard.top_modules(module)
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     shard.check_not_parallelized(modules)
@@ -197,7 +198,7 @@ def check_calls(calls: Iterable[tuple[object, Mapping[str, Any]]]) -> None:
         plan = _planned(**bound.arguments, before=before)
         if stages.replicas == "shard":
             split_shards(plan.params, plan.mesh)
-        if reshards != 1:  # the call itself warns about 1
+        if reshards != 1:  # for 1, `check_reshard` warns, but the call itself will warn
             check_reshard(reshards, [plan.mesh, *(param.mesh for param in plan.params.values())])
         shard.check_subclasses(plan.params)
         for top in plan.modules:
@@ -210,10 +211,10 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
     A pending reduction keeps the unsharded gradients of its group in memory, so each root limits
     the number of pending reductions (see ``set_reduce_scatter_max_input_buffers``). By default,
-    each root counts its own. After this call, the roots count all their reductions together, and
-    before one of them launches a reduction beyond the limit, it waits for an earlier one of any of
-    them. Nothing else needs sharing. Make the same call on all ranks, at any time after the last
-    ``fully_shard``, also before the first forward.
+    each root counts its own. After this call, the roots count all their reductions together. Before
+    a root launches a reduction beyond the limit, it waits for the oldest pending reduction of all
+    roots. The roots share nothing else. Call this function with the same modules on all ranks, at
+    any time after the last ``fully_shard``.
 
     Args:
         modules: The roots, or other sharded modules below them. If they all have the same root,

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 _Item = TypeVar("_Item")
 
 _LONGEST = 60
-"""The most characters of a value that a message shows."""
+"""The maximum length, in characters, of a value that a message shows."""
 
 
 def check_type(name: str, value: object, fits: bool, what: str, remedy: str = "") -> None:
@@ -29,7 +29,7 @@ def check_type(name: str, value: object, fits: bool, what: str, remedy: str = ""
         remedy: Advice, where the fix is not obvious.
 
     Raises:
-        TypeError: If it does not fit.
+        TypeError: Unless ``fits``.
     """
     if not fits:
         advice = f"; {remedy}" if remedy else ""
@@ -40,14 +40,14 @@ def check_value(name: str, value: object, fits: bool, what: str) -> None:
     """Raise unless an argument of the right type has an accepted value.
 
     Raises:
-        ValueError: If it does not fit.
+        ValueError: Unless ``fits``.
     """
     if not fits:
         raise ValueError(f"Expected {name} {what}, got {value!r}")
 
 
 def shown(value: object) -> str:
-    """Return the type of a value, and the value if it is short and the same on all ranks."""
+    """Return the type of a value, and its ``repr`` if that is short and contains no address."""
     kind = type(value).__name__
     if isinstance(value, nn.Module):
         return kind
@@ -111,11 +111,11 @@ def call_for_parameter(what: str, fn: Callable[[Any], Any] | None, name: str, pa
 
 
 def check_dtype(name: str, value: Any) -> None:
-    """Raise unless an argument is a floating-point dtype, a complex one included, or ``None``.
+    """Raise unless an argument is a floating-point or complex dtype, or ``None``.
 
     Raises:
         TypeError: If it is not a dtype.
-        ValueError: If it is not a floating-point one.
+        ValueError: If it is an integer or bool dtype.
     """
     if value is not None:
         check_type(name, value, isinstance(value, torch.dtype), "a torch.dtype or None")
@@ -124,7 +124,7 @@ def check_dtype(name: str, value: Any) -> None:
 
 
 def checked_device(name: str, value: Any) -> torch.device:
-    """Return a device, given as such or by its name.
+    """Return the device for an argument that is a device or the name of one.
 
     Raises:
         TypeError: If the argument is neither.
@@ -160,7 +160,8 @@ def check_process_group(value: object) -> None:
     """Raise unless ``process_group`` is a process group, behaves like one, or is ``None``.
 
     Raises:
-        TypeError: If it is not, such as the result of ``new_group`` on a rank outside of the group.
+        TypeError: If it is anything else, such as the result of ``new_group`` on a rank outside of
+            the group.
     """
     is_like_group = all(callable(getattr(value, name, None)) for name in ("rank", "size"))
     what = "a ProcessGroup that this rank is in"

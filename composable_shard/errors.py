@@ -18,12 +18,12 @@ class MaterializationError(ShardError):
 class ExtensionError(ShardError):
     """A tensor subclass does not follow the protocol for gathers or for gradients.
 
-    All ranks raise it, unless a ``fsdp_post_all_gather`` fails on some ranks only.
+    All ranks raise it, unless ``fsdp_post_all_gather`` fails on only some ranks.
     """
 
 
 class StaleParameterError(ShardError):
-    """A parameter was changed between its forward and its backward."""
+    """A parameter was replaced between a forward and its backward."""
 
 
 class CommunicationError(ShardError):

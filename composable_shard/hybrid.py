@@ -1,6 +1,6 @@
 """Shards that are split over the replicas of a hybrid mesh: ``sharding="hybrid"``.
 
-A feature of plain parameters. Each rank has two layouts of a parameter::
+Only plain parameters can be split. Each rank has two layouts of a parameter::
 
     whole parameter              r0 r1 r2 r3 r4 r5 r6 r7
     shards, over the axis shard  r0 r1 r2 r3 | r4 r5 r6 r7
@@ -8,10 +8,10 @@ A feature of plain parameters. Each rank has two layouts of a parameter::
 
 Users, optimizers and checkpoints see the parts. Modules compute with parameters that are gathered
 from the shards, as on any mesh. Once in a step, the parts are gathered over the replicas into the
-shards (`PartBucket`). Each backward leaves gradients that are reduced over the shards, and once in
-a step these are reduced over the replicas, so that each rank has the rows of its parts
-(`PartReduction`). Over the replicas, the parts are the shards of an ordinary `FlatBucket` and an
-ordinary `Reduction`, for which a shard is a whole parameter (`_View`).
+shards (`PartBucket`). Each backward reduces gradients over the shards. Once in a step, these are
+reduced over the replicas, so that each rank has the gradient rows of its part (`PartReduction`). An
+ordinary `FlatBucket` and an ordinary `Reduction` communicate over the replicas: they treat a shard
+as a whole parameter, and its parts as the shards (`_View`).
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _version = attrgetter("_version")
 
 
 class PartMesh(ShardMesh):
-    """A hybrid mesh on which the replicas of a shard hold different parts of it."""
+    """A hybrid mesh on which the replicas of a shard hold different parts of that shard."""
 
     @property
     def channel_meshes(self) -> tuple[ShardMesh, ...]:
-        """The meshes with collectives of their own."""
+        """The meshes that each have a `Channel`."""
         return self, self.over_replicas
 
     @cached_property
     def over_replicas(self) -> ShardMesh:
-        """The replicas of a shard, as the ranks over which it is split."""
+        """The replicas of this rank's shard, as a 1-D mesh that splits the shard."""
         axes: Any = self.mesh.mesh_dim_names
         return shard_mesh_of(self.mesh[axes[0]], 0)
 
@@ -75,11 +75,11 @@ class _SplitLayout(TensorLayout):
 
 
 def split_shards(planned: Mapping[nn.Parameter, ShardedParam], whole: ShardMesh) -> ShardMesh:
-    """Split the shards of the parameters on a mesh over its replicas; return the mesh for that.
+    """Split the shards of the parameters on a hybrid mesh over its replicas; return the new mesh.
 
     Raises:
-        ValueError: If it is not a hybrid mesh, or one of these parameters is not a plain tensor on
-            the compute device that is sent as it is.
+        ValueError: If ``whole`` is not a hybrid mesh, or one of these parameters is a DTensor or a
+            tensor subclass that is sent as other tensors, is offloaded, or has a wire format.
     """
     if whole.shard_group is None or whole.replica_group is None:
         raise ValueError(
@@ -121,7 +121,10 @@ def _check_plain(param: ShardedParam, original: nn.Parameter) -> None:
 
 
 class _View(ShardedParam):
-    """A parameter as its replicas see it: its shard is the whole, and its part is the shard."""
+    """A parameter in the collectives over the replicas, which gather its shard from its parts.
+
+    There, the shard counts as the whole parameter, and the part of a rank as its shard.
+    """
 
     def __init__(self, param: ShardedParam) -> None:
         self.param, self.mesh = param, cast(PartMesh, param.mesh).over_replicas
@@ -131,7 +134,7 @@ class _View(ShardedParam):
         return getattr(self.param, name)
 
     def create_unsharded(self, tensor: torch.Tensor) -> None:
-        """Keep the shard, which the replicas gather."""
+        """Keep the tensor into which the replicas gather the shard."""
         self.shard = tensor
 
 
@@ -142,10 +145,10 @@ class PartBucket(FlatBucket):
     """A bucket of shards that are gathered from the parts of the replicas.
 
     Attributes:
-        gathered_version: A number that changes with every detected change of the parts, as it was
-            at the last gather; ``None`` to gather them anew.
-        views: The parameters, as the replicas see them.
-        parts: The bucket of the parts.
+        gathered_version: The version of the parts at the last gather over the replicas: a number
+            that changes with every detected change. ``None`` lets the next use gather again.
+        views: The `_View` of each parameter.
+        parts: The bucket that gathers the parts over the replicas.
         sharded: This rank's shards [shard_numel] in the compute dtype.
         locals: The part of each parameter, a view of the buffer of ``parts``.
     """
@@ -166,7 +169,7 @@ class PartBucket(FlatBucket):
         self.reduction = PartReduction
 
     def create_unsharded(self, channel: Channel) -> None:
-        """Make the unsharded parameters, and the memory of the gather over the replicas."""
+        """Make the unsharded parameters, and the memory for the gather over the replicas."""
         self._group: ParamGroup = self.params[0].group
         self.parts.create_unsharded(self._group.channels[self.parts.mesh])
         super().create_unsharded(channel)
@@ -174,7 +177,7 @@ class PartBucket(FlatBucket):
             self._group.tree.install(GATHER_PARTS)
 
     def gather_ops(self, shards: Tensors, channel: Channel, *, keeps_storage: bool) -> GatherOps:
-        """Return the operations that gather the shards, after these parts if they have changed."""
+        """Return the operations that gather the shards, and before that the parts if changed."""
         if not (self._sources and all(map(is_, shards, self._sources))):
             self._drop()
             self._sources = list(shards)
@@ -186,13 +189,13 @@ class PartBucket(FlatBucket):
             fill: Op = partial(_torch.copy_all_, self._shards, gathered)
             wait, drop = (*ops.wait, fill, *ops.free), (*ops.drop, *ops.free)
             self._over = ops._replace(wait=wait, drop=drop)
-        parts, self.locals = self.locals, self._shards  # so that they need no copy
+        parts, self.locals = self.locals, self._shards  # the gather sends them without a copy
         ops = super().gather_ops(self._shards, channel, keeps_storage=keeps_storage)
         self.locals = parts
         return ops._replace(launch=(self._gather_parts, *ops.launch))
 
     def launch(self, *, is_anew: bool) -> None:
-        """Launch the gather over the replicas; only after a detected change unless ``is_anew``."""
+        """Launch the gather over the replicas if the parts have changed, or if ``is_anew``."""
         params = (param.sharded for param in self.params)
         version = sum(map(_version, (*params, *self._sources))) + self._group.num_optimizer_steps
         if version != self.gathered_version or is_anew:
@@ -209,7 +212,7 @@ class PartBucket(FlatBucket):
     def wait(self) -> None:
         """Wait for the gather over the replicas, if one is in flight, and fill the shards."""
         if self._is_in_flight:
-            version, self.gathered_version = self.gathered_version, None  # if the wait fails
+            version, self.gathered_version = self.gathered_version, None  # in case the wait fails
             with on_side_stream(self._stream):
                 _run(self._over.wait)
             self.gathered_version, self._is_in_flight = version, False
@@ -227,7 +230,7 @@ def _run(ops: Iterable[Op]) -> None:
 
 
 def part_buckets(group: ParamGroup) -> list[PartBucket]:
-    """Return the buckets of a group with shards that are gathered from parts."""
+    """Return the buckets of a group that are a `PartBucket`."""
     return [bucket for bucket in group.buckets if isinstance(bucket, PartBucket)]
 
 
@@ -235,13 +238,14 @@ class _GatherParts(Feature):
     """Gathers all parts when a forward begins, so that the gathers overlap with its compute."""
 
     def ops(self, group: Any, phase: Phase) -> Sequence[Op]:
-        """Return the operation at the beginning of a forward."""
+        """Return the operation that begins a forward."""
         return (partial(_begin_forward, group.tree),) if phase == "pre_forward" else ()
 
     def end_forward(self, tree: Any, outermost: Any) -> None:
-        """Wait for the gathers that the forward has not used: an optimizer may write the parts.
+        """Wait for gathers that the forward has not used, before an optimizer writes the parts.
 
-        The values of an evaluation may be replaced by writes that bump no version.
+        After an evaluation, the next use gathers again: until then, writes that bump no version
+        counter may replace the values.
         """
         for group in tree.groups:
             group.run([bucket.wait for bucket in part_buckets(group)], "gathering")
@@ -255,8 +259,8 @@ GATHER_PARTS = _GatherParts()
 def _begin_forward(tree: Any) -> None:
     """Launch the gathers of all parts, in the outermost call of a forward.
 
-    They are gathered anew, except for training between the microbatches of a step, because a write
-    through ``.data`` or by a foreach function bumps no version.
+    Parts without a detected change are gathered, too, except between the microbatches of a training
+    step: a write through ``.data`` or by a foreach function bumps no version counter.
 
     Collective: for each bucket, an all-gather over the replicas.
     """
@@ -275,10 +279,10 @@ def _begin_forward(tree: Any) -> None:
 
 
 class PartReduction(Reduction):
-    """A reduction over the shards, and another one over the replicas, instead of an all-reduce.
+    """A reduce-scatter over the shards, and then another one over the replicas.
 
-    If autograd will still write the gradient of a penalty on the parts, the result is written
-    afterwards: autograd cannot add the gradient of a part to that of a shard.
+    If the loss has a penalty on the parts, the result is written after autograd has written the
+    gradient of the penalty: autograd cannot add the gradient of a part to that of a shard.
     """
 
     def __init__(
@@ -289,7 +293,7 @@ class PartReduction(Reduction):
         self.over_replicas = self._over = OverReplicas(*parts_of(buckets, params), dtype, group)
 
     def launch(self) -> None:
-        """Launch the reduce-scatter over the shards, unless no gradient on any rank needs it."""
+        """Launch the reduce-scatter over the shards, unless earlier backwards have run it."""
         if not self._group.skips_shards:
             super().launch()
             return
@@ -299,10 +303,11 @@ class PartReduction(Reduction):
         self._all_have_grads, self._pending = False, [Pending([])]
 
     def skip_replicas(self) -> None:
-        """Skip the reduction over the replicas; an optimizer step will need it.
+        """Skip the reduction over the replicas; a later backward or an optimizer step runs it.
 
         Raises:
-            ShardError: If a hook of the user would see gradients of shards, on all ranks.
+            ShardError: On all ranks, if a gradient hook of the user would get a gradient that is
+                not reduced over the replicas.
         """
         hooked = next((p for p in self.params if _torch.has_grad_hooks(p.sharded)), None)
         if hooked is not None:
@@ -316,7 +321,7 @@ class PartReduction(Reduction):
             self._record_unsynced(param, redistributed_grad(param))
 
     def launch_over_replicas(self) -> None:
-        """Launch the reduce-scatter of the shards, and of those that earlier backwards left."""
+        """Launch the reduce-scatter of the shards, including those of earlier backwards."""
         is_whole = len(self._add_earlier_shards()) == self.num_flags or self._all_have_grads
         shards = starmap(self.reduced.as_strided, self._view_args)
         flags = self.reduced[-self.num_flags :]
@@ -329,7 +334,8 @@ class PartReduction(Reduction):
         self._over.discard()
 
     def _results(self) -> Iterable[tuple[ShardedParam, torch.Tensor, _torch.DTensorSpec]]:
-        for param in self.params:  # a reduced gradient is a summand of the next mean
+        # Only a gradient of a shard can be added to the new one, which is a gradient of a shard.
+        for param in self.params:
             grad: Any = redistributed_grad(param)
             if stage_of(param, grad) == "sharded":
                 param.sharded.grad = None
@@ -343,16 +349,17 @@ class PartReduction(Reduction):
 
 
 class OverReplicas(Reduction):
-    """The reduction over the replicas: the mean of shards becomes the gradients of parts."""
+    """The reduction over the replicas: it averages shards of gradients and scatters the parts."""
 
     def __init__(
         self, buckets: Sequence[Bucket], views: Sequence[_View], dtype: torch.dtype, group: Any
     ) -> None:
-        settings = replace(group.settings, divisor=None)  # a mean in any case
+        settings = replace(group.settings, divisor=None)  # always a mean
         group = SimpleNamespace(channels=group.channels, settings=settings)
         super().__init__(buckets, views, dtype, group)
         self._may_lack_rows, self._sent_dtype = True, dtype
         self._views = {view.param: view for view in views}
+        # The program calls no `average` after this reduction, so all division comes before it.
         self.division = replace(
             self.division, before=self.division.before * self.division.after, after=1.0
         )
@@ -365,9 +372,9 @@ class OverReplicas(Reduction):
         """Launch the reduce-scatter of this rank's shards of gradients.
 
         Args:
-            shards: The shards, by parameter, in the order of ``flags``.
-            flags: For each of them, a number that is zero if no rank of the shards has a gradient.
-            is_whole: Whether all are known to exist.
+            shards: The shard of each gradient, by parameter, in the order of ``flags``.
+            flags: For each shard, zero if no rank of the shard group has a gradient, else not zero.
+            is_whole: Whether every parameter is known to have a gradient.
         """
         self._grads = [shards[cast(_View, view).param] for view in self.params]
         self._all_flags = flags[self._places].expand(self._mesh.num_shards, -1)
@@ -383,6 +390,6 @@ class OverReplicas(Reduction):
 def parts_of(
     buckets: Sequence[Any], params: Iterable[ShardedParam]
 ) -> tuple[list[FlatBucket], list[_View]]:
-    """Return the buckets of the parts, and the parameters as the replicas see them."""
+    """Return the buckets of the parts, and the `_View` of each parameter."""
     views = {view.param: view for bucket in buckets for view in bucket.views}
     return [bucket.parts for bucket in buckets], [views[param] for param in params]

@@ -107,7 +107,7 @@ class ShardMesh:
         num_replicas: Number of ranks in ``replica_group``.
         device: The compute device of this rank.
         dims: The names of the data-parallel axes, if the user passed them.
-        full_mesh: The mesh with all axes that the user passed with these names.
+        full_mesh: The whole mesh that the user passed with ``dims``.
     """
 
     mesh: DeviceMesh
@@ -122,7 +122,7 @@ class ShardMesh:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks that average a gradient."""
+        """The number of ranks over which a gradient is averaged."""
         return self.num_shards * self.num_replicas
 
     @cached_property
@@ -132,7 +132,7 @@ class ShardMesh:
 
     @property
     def channel_meshes(self) -> tuple[ShardMesh, ...]:
-        """The meshes with collectives of their own: this one."""
+        """The meshes that each have a `Channel`: only this mesh."""
         return (self,)
 
     @property
@@ -286,9 +286,9 @@ def largest_of(meshes: Iterable[ShardMesh]) -> ShardMesh:
 
 
 def places_of(mesh: DeviceMesh) -> dict[int, int]:
-    """Return the index of each rank's shards in a mesh, row by row.
+    """Return the place of each rank in a mesh, counted row by row, with sorted ranks on each axis.
 
-    In a process group of an axis, ranks are sorted, and shards follow this order.
+    The process group of an axis sorts its ranks, and shards follow that order.
     """
     places = torch.zeros_like(mesh.mesh)
     for axis in range(mesh.ndim):
@@ -354,10 +354,10 @@ def shard_dim(name: str, param: nn.Parameter, placement: Shard | None) -> int | 
 
 
 def check_reshard(choice: bool | int | None, meshes: Iterable[ShardMesh]) -> bool | int | None:
-    """Check a ``reshard_after_forward``; return it, or the bool that means the same as an int.
+    """Check a ``reshard_after_forward``; return it, or a bool in place of an equivalent int.
 
     Raises:
-        ValueError: If it is neither a bool nor an int that divides the number of shards.
+        ValueError: If it is neither a bool, ``None`` nor an int that divides the number of shards.
     """
     if choice is None or isinstance(choice, bool):
         return choice

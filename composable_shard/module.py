@@ -44,7 +44,7 @@ def check_class(module: nn.Module) -> None:
     """Check that a module can get its new class, before anything is changed.
 
     Raises:
-        Exception: Any exception that the module's class raises for subclasses.
+        Exception: Any exception that the module's class raises when it is subclassed.
         TypeError: If the class of the module cannot be changed.
     """
     original: Any = type(module)
@@ -68,7 +68,7 @@ def computes_later(method: Callable[..., Any]) -> bool:
 
 
 def _is_own(name: str, method: object) -> bool:
-    """Return whether a method is public and not one of ``nn.Module`` or ``FSDPModule``."""
+    """Return whether a method is public, and neither of ``nn.Module`` nor of ``FSDPModule``."""
     is_other = name.startswith("_") or hasattr(FSDPModule, name) or hasattr(nn.Module, name)
     return not is_other and inspect.isfunction(method) and not computes_later(method)
 
@@ -109,7 +109,7 @@ def groups_of(name: str, modules: Iterable[nn.Module]) -> list[ParamGroup]:
     """Return the group of each sharded module.
 
     Raises:
-        TypeError: If it is one module instead of several. ``name`` is the argument in the message.
+        TypeError: If ``modules`` is one module instead of several; the message names it ``name``.
         ValueError: If a module is not sharded.
     """
     is_list = isinstance(modules, Iterable)
@@ -135,8 +135,9 @@ _Conversion = Callable[[torch.Tensor], torch.Tensor]
 def _convert(modules: list[nn.Module], fn: _Conversion, apply: Callable[[Any], Any]) -> None:
     """Convert parameters, their gradients and buffers; all of them or, after a failure, none.
 
-    All tensors are converted before any is replaced. Torch replaces a DTensor together with its
-    ``grad_dtype``, and then refuses gradients of another dtype. So gradients are removed meanwhile.
+    All tensors are converted before any is replaced. When torch replaces a DTensor, ``grad_dtype``
+    returns to its default, and torch refuses a gradient of another dtype. So gradients are removed
+    before the replacement and assigned after it.
 
     Args:
         modules: The modules.
@@ -190,13 +191,13 @@ class FSDPModule(TorchFSDPModule):
     """The methods that :func:`fully_shard` adds to a module.
 
     The methods named ``set_...`` are settings. They take effect at the next forward or backward,
-    and raise ``ValueError`` for a flag that is not a bool. A *tree* is a root, that is the
-    outermost sharded module, with all sharded modules below it. In the examples, ``model`` is a
+    and raise ``ValueError`` for a flag that is not a bool. A *tree* is a root (the outermost
+    sharded module) with all sharded modules below it. In the examples, ``model`` is a
     sharded ``nn.Sequential`` of two sharded layers, on one of two ranks, and ``x`` is a batch.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Construct the original class, so that a slice of a sharded container is a plain one."""
+        """Construct the original class, so that a slice of a sharded container is not sharded."""
         return _original_class(cls)(*args, **kwargs)
 
     # Actions --------------------------------------------------------------------------------
@@ -315,8 +316,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             ValueError: If ``async_op`` is not a bool.
             ShardError: If called in a forward or backward, on a module below the root, without
-                manual finalization, or before the wait for an earlier handle. Also if gradients
-                were lost by a pipeline schedule that splits backward into inputs and weights.
+                manual finalization, or before the wait for an earlier handle.
 
         Collective: the reductions that the backwards have not finished.
 
@@ -653,8 +653,8 @@ class FSDPModule(TorchFSDPModule):
         Args:
             event: Any object with a ``wait`` method: a ``torch.Event``, an event of a backend such
                 as ``torch.cuda.Event``, or a ``threading.Event``. ``wait()`` is called once, before
-                the next gather is launched. ``None`` means to wait for nothing; CPU streams record
-                it as their event.
+                the next gather is launched. ``None``, which ``record_event`` of a CPU stream
+                returns, means to wait for nothing.
 
         Raises:
             TypeError: If ``event`` has no ``wait``.
@@ -668,7 +668,7 @@ class FSDPModule(TorchFSDPModule):
         check_type("event", event, fits, "an object with a method wait, such as a torch.Event")
         self._group().tree.post_optim_event = event
 
-    # The time of reductions -----------------------------------------------------------------
+    # When gradients are reduced -------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the end of a backward waits for its reductions.
@@ -696,8 +696,8 @@ class FSDPModule(TorchFSDPModule):
         With ``True``, the end of a backward never waits for its reductions, whatever
         ``set_is_last_backward`` has set. The settings at the time of ``finalize_backward`` decide
         which gradients it reduces and whether it frees parameters. Call this method on the root,
-        between iterations. A root that set it before it became part of an outer model sets it for
-        that model.
+        between iterations. If a root with this setting becomes part of an outer model, the outer
+        model has the setting.
 
         Args:
             enabled: The choice.
@@ -781,7 +781,7 @@ class FSDPModule(TorchFSDPModule):
         flag = checked_bool("requires_all_reduce", requires_all_reduce)
         self._set(recurse, all_reduce_grads=flag)
 
-    # The kind of reductions -----------------------------------------------------------------
+    # How gradients are reduced --------------------------------------------------------------
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set the number that divides the sum of gradients; the default is the number of ranks.
@@ -895,7 +895,7 @@ class FSDPModule(TorchFSDPModule):
         check_type("hook", hook, callable(hook), "callable")
         group = self._group()
         has_streams = _torch.has_streams(group.mesh.device)
-        needed = "stream_id" if has_streams else "wait_stream"  # torch.cpu.Stream has the latter
+        needed = "stream_id" if has_streams else "wait_stream"  # a torch.cpu.Stream has no id
         is_stream = stream is None or hasattr(stream, needed)
         check_type("stream", stream, is_stream, "a torch.Stream or None")
         if stream is not None and any(mesh.num_replicas > 1 for mesh in group.channels):
@@ -909,8 +909,9 @@ class FSDPModule(TorchFSDPModule):
         """Gather this module's own group by a custom all-gather.
 
         Args:
-            comm: Called with flat tensors, in each gather once for each mesh and dtype of the
-                group. Shards are copied into its input, and parameters out of its output.
+            comm: A custom all-gather. Each gather calls it with flat tensors, once for each mesh
+                and dtype of the group. Shards are copied into the input tensor, and parameters out
+                of the output tensor.
 
         Raises:
             TypeError: If ``comm`` has no ``allocate`` or is not callable.
@@ -932,8 +933,9 @@ class FSDPModule(TorchFSDPModule):
         """Reduce the gradients of this module's own group by a custom reduce-scatter.
 
         Args:
-            comm: Called with flat tensors, in each reduction once for each mesh and dtype of the
-                group. Gradients are copied into its input, and sharded gradients out of its output.
+            comm: A custom reduce-scatter. Each reduction calls it with flat tensors, once for each
+                mesh and dtype of the group. Gradients are copied into the input tensor, and sharded
+                gradients out of the output tensor.
 
         Raises:
             TypeError: If ``comm`` has no ``allocate`` or is not callable.
@@ -1036,7 +1038,7 @@ class FSDPModule(TorchFSDPModule):
         return list(dict.fromkeys(g for m in modules if (g := group_of(m)) is not None))
 
     def _params(self) -> list[ShardedParam]:
-        """Return the parameters of this module; its groups may also have those of other modules."""
+        """Return the parameters of this module, without those of other modules in its groups."""
         below = set(cast(nn.Module, self).modules())
         params = (param for group in self._groups(recurse=True) for param in group.params)
         return [param for param in params if any(slot.module in below for slot in param.slots)]
@@ -1061,7 +1063,7 @@ class GradientReductionHandle:
     def wait(self) -> None:
         """Wait until the gradients are reduced; further calls do nothing.
 
-        On a device, its stream waits, and the host continues.
+        On a device, the stream waits; the host waits only for results that are copied to the host.
 
         Collective: on the CPU, the all-reduces over the replicas, if there are any.
 

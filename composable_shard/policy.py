@@ -23,9 +23,10 @@ WIRE_DTYPES = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e
 class WireFormat(Protocol):
     """Bring your own format for the messages of a gather or of a reduction.
 
-    A format turns the parameters of a group into one row of bytes for each rank, each rank by
-    itself. A row of a parameter is the shard of one rank, with zeros as padding. Ranks compare the
-    ``repr`` of a format before the first gather, unless it contains an address.
+    A format encodes the parameters of a group, or their gradients. These have a row for each rank:
+    the shard of that rank, padded with zeros. Each row becomes a row of bytes that can be decoded
+    without the others. In a gather, a rank encodes only its own row. Ranks compare the ``repr`` of
+    a format before the first gather, unless it contains an address.
 
     Example:
         >>> class Half:
@@ -39,7 +40,7 @@ class WireFormat(Protocol):
     """
 
     def nbytes(self, numels: list[int]) -> int:
-        """Return the number of bytes of a row, given the numbers of elements of the parameters."""
+        """Return the number of bytes of a row, given the number of elements of each parameter."""
 
     def encode(self, params: list[torch.Tensor], seed: int) -> torch.Tensor:
         """Return the message as ``uint8``, [num_rows, nbytes(numels)].
@@ -47,15 +48,15 @@ class WireFormat(Protocol):
         Args:
             params: The elements of each parameter, [num_rows, numel], all in one dtype. They must
                 not be changed.
-            seed: Of a reduction, a number for stochastic rounding, which differs between ranks,
-                groups and steps. It is 0 for a gather: gathers of the same shards must send the
+            seed: In a reduction, a number for stochastic rounding, which differs between ranks,
+                groups and steps. In a gather, 0, because gathers of the same shards must send the
                 same bytes.
         """
 
     def decode(self, encoded: torch.Tensor, numels: list[int]) -> Sequence[torch.Tensor]:
         """Return each parameter, [num_rows, numel], in any floating-point dtype.
 
-        Encoded zeros must become zeros: a rank without a gradient sends them.
+        Encoded zeros must decode to zeros, because a rank without a gradient sends zeros.
 
         Args:
             encoded: Messages of several ranks, contiguous, [num_rows, nbytes(numels)].
@@ -92,17 +93,17 @@ class MixedPrecisionPolicy:
             your own :class:`WireFormat`. The shards are encoded, and all ranks compute with the
             decoded values, in ``param_dtype``. ``None`` sends ``param_dtype``. Parameters with
             fewer than 1,024 elements or fewer than two dims, parameters that are not floating-point
-            and tensor subclasses are sent as without a format. One rank sends nothing, so it rounds
-            nothing.
+            and tensor subclasses are sent without a format. A single rank sends nothing, so it
+            rounds nothing.
         reduce_wire: The format of the gradients of the same parameters in the messages of the
             reduction over the shards. Each rank sums the decoded gradients in fp32 or wider.
             ``None`` sends ``reduce_dtype``.
 
     Raises:
         TypeError: If a dtype is not a ``torch.dtype``, ``cast_forward_inputs`` is not a bool,
-            ``param_dtype_override_fn`` is not callable, or a wire is not a format.
-        ValueError: If a dtype is not floating-point, a wire is another dtype, or ``gather_wire``
-            rounds stochastically.
+            ``param_dtype_override_fn`` is not callable, or a wire argument is not a format.
+        ValueError: If a dtype is not floating-point, a wire argument is a dtype that is not listed
+            above, or ``gather_wire`` rounds stochastically.
 
     Source: ``torch.distributed.fsdp.MixedPrecisionPolicy``; ``buffer_dtype``, ``grad_dtype``,
     ``gather_wire`` and ``reduce_wire`` are new.
@@ -155,8 +156,8 @@ class MixedPrecisionPolicy:
 
         Raises:
             ValueError: If the override returns anything but an allowed dtype or ``None``. Also if
-                the override returns nothing for a frozen parameter that may hold packed values,
-                and ``param_dtype`` would cast it.
+                ``param_dtype`` would cast a frozen parameter that may hold packed values, and the
+                override returns no dtype for it.
         """
         override = self.param_dtype_override_fn
         asked = call_for_parameter("param_dtype_override_fn", override, name, param)
@@ -186,7 +187,7 @@ class MixedPrecisionPolicy:
             )
 
     def wires(self) -> str:
-        """Return the formats on the wire in words, the same on all ranks; empty without formats."""
+        """Return the wire formats as text that is the same on all ranks; empty without formats."""
         wires = {"gather_wire": self.gather_wire, "reduce_wire": self.reduce_wire}
         # An address differs between ranks.
         texts = {n: type(w).__name__ if " at 0x" in repr(w) else repr(w) for n, w in wires.items()}
@@ -232,7 +233,7 @@ class Sharding:
 
     - ``"zero3"``: ``Sharding()``, the least memory.
     - ``"zero2"``: ``Sharding(gather="step")``. The whole parameters stay in memory.
-    - ``"zero1"``: ``Sharding(gather="step", reduce="step")``. The whole gradients do, too.
+    - ``"zero1"``: ``Sharding(gather="step", reduce="step")``. The whole gradients stay, too.
     - ``"hybrid"``: ``Sharding(replicas="shard")``, on a mesh ``(replicate, shard)``. The optimizer
       states are sharded over all ranks. Most traffic stays within the shards.
 
@@ -276,7 +277,7 @@ _SHARDINGS = {
 
 
 def checked_sharding(sharding: object, reshard_after_forward: object) -> Sharding:
-    """Return the meaning of the argument ``sharding`` of ``fully_shard``; by default, ZeRO-3."""
+    """Return the `Sharding` that ``fully_shard(sharding=...)`` selects; by default, ZeRO-3."""
     if isinstance(sharding, Sharding):
         found = sharding
     else:
@@ -360,7 +361,7 @@ def check_policies(mp_policy: object, offload_policy: object) -> None:
 
 
 def _check_own_class(name: str, value: object, kind: type, place: str = "") -> None:
-    """Raise ``TypeError`` unless a value is of a class that torch has under the same name."""
+    """Raise ``TypeError`` unless a value has our class; torch has a class of the same name."""
     if not isinstance(value, kind):
         raise TypeError(
             f"Expected {name} to be a composable_shard.{kind.__name__}{place}, got "

@@ -27,7 +27,7 @@ def set_up(parser: argparse.ArgumentParser) -> None:
     rest = parser.add_argument(
         "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="for the script"
     )
-    rest.required = False  # else argparse names it, too, if SCRIPT is missing
+    rest.required = False  # if SCRIPT is missing, argparse should not name ARGUMENT, too
     parser.set_defaults(run=partial(run, parser))
 
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a script, or after ``-m`` a module.
 
     Args:
-        arguments: The script or module, then its arguments; those of this process if absent.
+        arguments: The script or module, then its arguments; by default ``sys.argv[1:]``.
 
     Raises:
         SystemExit: With code 2 if there is no script.

@@ -1,9 +1,10 @@
-"""What parameters and gradients are on the wire: bf16, fp16, fp8, int8, or a format of the user.
+"""Formats of parameters and gradients in messages: bf16, fp16, fp8, int8, or a user's own format.
 
-A feature of plain parameters. `plug_in` gives each large parameter of a policy with a format the
-class `WireBucket`. Its gather sends encoded shards, and every rank decodes the shards of all ranks,
-its own too, so all unsharded parameters are bitwise equal. Its reduction, `WireReduction`, is an
-all-to-all of encoded gradients and one sum, as for the gradients that a tensor subclass encodes.
+Only plain parameters can have a format. `plug_in` puts each large parameter with a format into a
+`WireBucket`. The gather of that bucket sends encoded shards. Every rank decodes the shards of all
+ranks, including its own, so unsharded parameters are bitwise equal on all ranks. The reduction,
+`WireReduction`, is an all-to-all of encoded gradients and one sum, as for the gradients that a
+tensor subclass encodes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from composable_shard.core.transport.pending import Pending, Waitable
 from composable_shard.policy import WIRE_DTYPES, WireFormat
 
 MIN_NUMEL = 1024
-"""A parameter with fewer elements is sent as without a format."""
+"""A parameter with fewer elements is sent without a format."""
 
 # Formats ------------------------------------------------------------------------------------------
 
@@ -111,9 +112,9 @@ class BlockFormat:
         is_float, top = self.dtype.is_floating_point, self._largest
         # On the CPU, ``aminmax`` takes about ten times as long as ``amax`` and ``amin``.
         largest = blocks.amax(2, keepdim=True).maximum(-blocks.amin(2, keepdim=True))
-        # A scale of zero could not divide, and a subnormal one has fewer digits.
+        # Division by a scale of zero would give NaN, and a subnormal scale has fewer digits.
         scales = (largest / top).clamp_min_(_SMALLEST_SCALE)
-        scaled = blocks.div_(scales)  # of the copy that `_in_blocks` made
+        scaled = blocks.div_(scales)  # in place: `_in_blocks` has made a copy
         if self.stochastic:
             scaled = self._rounded_at_random(scaled, hash((self.seed, seed)))
         elif not is_float:
@@ -157,14 +158,15 @@ class BlockFormat:
         """
         words = torch.empty(-(-scaled.numel() // 4), dtype=torch.int64, device=scaled.device)
         generator = torch.Generator(scaled.device).manual_seed(seed)
-        words.random_(-(1 << 63), None, generator=generator)  # four numbers each: `rand` is slower
+        # Each word holds four random numbers. `rand` would be slower.
+        words.random_(-(1 << 63), None, generator=generator)
         noise = words.view(torch.int16)[: scaled.numel()].view(scaled.shape).to(_SCALE)
         noise.add_(0.5).div_(1 << 16)  # between -1/2 and 1/2
         if not self.dtype.is_floating_point:
             return scaled.add_(noise).round_()
         finfo = torch.finfo(self.dtype)
         power = (scaled.view(torch.int32) & _EXPONENT_BITS).view(_SCALE)
-        step = power.clamp_min_(finfo.smallest_normal).mul_(finfo.eps)  # the distance of two codes
+        step = power.clamp_min_(finfo.smallest_normal).mul_(finfo.eps)  # between two codes
         return scaled.div_(step).add_(noise).round_().mul_(step)
 
 
@@ -199,7 +201,7 @@ def _check(format: WireFormat, method: str, got: object, expected: object) -> No
 
 
 def plug_in(planned: Mapping[nn.Parameter, ShardedParam]) -> None:
-    """Give the parameters that are sent in a format their class of bucket."""
+    """Choose the class `WireBucket` for parameters that are sent in a format."""
     for original, param in planned.items():
         part, policy = _torch.local_part(original), param.policy
         is_plain = not needs_extension(part) and _torch.class_in_memory(part) is None
@@ -213,7 +215,7 @@ class WireBucket(FlatBucket):
     """A bucket with parameters or gradients that are sent in a format.
 
     Attributes:
-        gather_format: The format of the parameters; ``None`` if they are sent as they are.
+        gather_format: The format of the parameters; ``None`` if they are sent without a format.
     """
 
     gather_format: WireFormat | None = None
@@ -236,7 +238,7 @@ class WireBucket(FlatBucket):
 
 
 class _EncodedGather:
-    """Gathers encoded parameters in one message, in the place of the channel."""
+    """Gathers encoded parameters in one message; the bucket uses it in place of its channel."""
 
     def __init__(self, format: WireFormat, layout: BucketLayout, channel: Channel) -> None:
         self._format, self._channel = format, channel
@@ -262,7 +264,7 @@ class _EncodedGather:
         _torch.copy_all_(self._params(outputs, len(received)), decoded)
 
     def _params(self, messages: Tensors, num_rows: int) -> list[torch.Tensor]:
-        """Return the place of each parameter in messages, [num_rows, shard_numel]."""
+        """View each parameter in the messages, [num_rows, shard_numel]."""
         rows = [message.view(num_rows, -1) for message in messages]
         packed = [rows[-1].narrow(1, *span) for span in self._packed]
         return rows[: self._num_direct] + packed
@@ -278,7 +280,7 @@ def sent_nbytes(bucket: Bucket) -> list[int] | None:
 # The reduction ------------------------------------------------------------------------------------
 
 
-# Counts the encoded reductions, for the seeds, by the first parameter.
+# For each encoded reduction, by its first parameter: a counter of its runs, for their seeds.
 _counts: weakref.WeakKeyDictionary[ShardedParam, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
@@ -300,7 +302,7 @@ class WireReduction(ExchangedReduction):
         return [_encode(self._format, shards, zlib.crc32(repr(names).encode()))]
 
     def decode(self, rows: torch.Tensor, shards: Tensors) -> None:
-        """Decode and add the gradients, on the CPU rank by rank, which takes less memory."""
+        """Decode and add the gradients; on the CPU one rank at a time, which takes less memory."""
         for part in rows.split(1 if rows.is_cpu else len(rows)):
             part = part.clone(memory_format=torch.contiguous_format)  # at aligned addresses
             decoded = _decode(self._format, part, self._numels)
@@ -309,7 +311,7 @@ class WireReduction(ExchangedReduction):
 
 
 def row_nbytes(params: Sequence[ShardedParam]) -> int:
-    """Return the bytes that a rank sends each other rank in a reduction, flags included."""
+    """Return the bytes, including flags, that a rank sends to each other rank in a reduction."""
     format, numels = _format_and_numels(params)
     return len(params) + format.nbytes(numels)
 

@@ -73,7 +73,7 @@ def _options_for(op: Any) -> Any:
 
 def _as_real(outputs: list[Tensor], inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """View complex tensors as real ones, which all backends support; all have one dtype."""
-    if not any(map(torch.is_complex, inputs)):
+    if not (inputs and inputs[0].is_complex()):
         return outputs, inputs
     return _real_views(outputs), _real_views(inputs)
 

@@ -1,8 +1,8 @@
-"""What all ranks must agree on before the first gather: the model.
+"""Checks before the first gather: all ranks must hold the same model.
 
-If ranks call a collective with different sizes, or only some ranks call it, it aborts or hangs
-without an explanation. So all ranks first compare the facts that determine their collectives: by a
-hash, and by the whole description only if the hashes differ.
+If ranks call a collective with different sizes, or only some ranks call it, the collective aborts
+or hangs without an explanation. So all ranks first compare the facts that determine their
+collectives. They compare hashes, and exchange the facts themselves only if the hashes differ.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from composable_shard.errors import RankMismatchError, ShardError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 
-# The attribute of a module with the names of its ignored parameters.
+# The attribute of a module that lists the names of its ignored parameters.
 _IGNORED = "_composable_shard_ignored"
 
 # The last message tag that this rank has agreed on, in any process group.
@@ -36,10 +36,10 @@ _last_tag = 0
 
 
 def record_ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> None:
-    """Record the parameters of ``modules`` that the user ignores, so that they cause no warning.
+    """Record the ignored parameters of ``modules``: `check_modules` must not warn about them.
 
-    This records names on the modules, not the tensors: a load, a move or a copy replaces tensors,
-    and torch cannot swap a tensor that has weak references.
+    This stores names on the modules, and no references to the tensors: a load, a move or a copy
+    replaces tensors, and torch cannot swap a tensor that has weak references.
     """
     ids = set(map(id, params))
     for module in modules:
@@ -49,7 +49,7 @@ def record_ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter])
 
 
 def check_modules(groups: Sequence[Any]) -> None:
-    """Check for mistakes that only the modules of a whole tree show.
+    """Check a whole tree for mistakes that a single group does not show.
 
     Args:
         groups: The groups of the tree, the root first.
@@ -69,7 +69,7 @@ def check_modules(groups: Sequence[Any]) -> None:
                 if is_inner and not holders.isdisjoint(module.modules()):
                     raise ShardError(
                         f"Expected replicate of '{name}' before fully_shard of {group.label}, "
-                        "which shards its parameters, got it after; apply replicate first"
+                        "which shards its parameters, got replicate after it; apply replicate first"
                     )
     root = groups[0]
     known = {id(param.__dict__.get("unsharded")) for group in groups for param in group.params}
@@ -106,7 +106,7 @@ def _refuse_shared(modules: Iterable[nn.Module]) -> None:
             )
 
 
-_OP = "comparing the model with that of the other ranks"
+_OP = "comparing the model between ranks"
 
 
 def agree_on_model(groups: Sequence[Any]) -> None:
@@ -118,8 +118,8 @@ def agree_on_model(groups: Sequence[Any]) -> None:
     Raises:
         RankMismatchError: On all ranks, with the first difference.
 
-    Collective: all-reduces of 48 and of 24 bytes for each process group of more than one rank; more
-        only if it raises.
+    Collective: all-reduces of 48 and of 24 bytes for each process group of more than one rank; if
+        the groups differ, also the all-gathers of :func:`_difference`.
     """
     global _last_tag
     members_of: dict[dist.ProcessGroup, list[tuple[Any, ShardMesh]]] = {}
@@ -129,20 +129,20 @@ def agree_on_model(groups: Sequence[Any]) -> None:
             for process_group in channel.mesh.process_groups:
                 members_of.setdefault(process_group, []).append((group, channel.mesh))
     facts_of: dict[dist.ProcessGroup, list[str]] = {}
-    differs = False  # passed on to the next process group
+    differs = False  # whether this rank knows of a difference in any process group so far
     for process_group, members in members_of.items():
         facts = facts_of[process_group] = [line for member in members for line in _facts(*member)]
         name, digest = _random_rows(process_group, members)
         numbers, device = (_last_tag, int(differs), digest, -digest), members[0][1].device
         with watched(process_group, _OP):
             is_same, results = compare("\n".join(facts), process_group, device, *numbers)
-        last, any_differs, largest, negated = results
+        largest_tag, any_differs, largest_digest, negated_smallest = results
         differs = bool(any_differs) or not is_same
-        _last_tag = max(_last_tag, last + len(members))
-        for tag, (group, mesh) in enumerate(members, last + 1):
+        _last_tag = max(_last_tag, largest_tag + len(members))
+        for tag, (group, mesh) in enumerate(members, largest_tag + 1):
             if mesh.shard_group is process_group:
                 group.channels[mesh].set_tag(tag)
-        if name and largest == -negated and not differs:  # the maximum is the minimum
+        if name and largest_digest == -negated_smallest and not differs:  # all digests are equal
             warnings.warn(
                 f"Expected ranks to hold different rows of {name}, got the same random numbers on "
                 "all of them, from the same seed; call init_sharded(model, seed=...) instead",
@@ -159,8 +159,9 @@ def agree_on_model(groups: Sequence[Any]) -> None:
 def _difference(facts_of: Mapping[dist.ProcessGroup, list[str]]) -> str:
     """Return the text of the first difference, the same on all ranks.
 
-    Ranks exchange their texts in each process group, twice. A rank of two process groups carries
-    the texts of one into the other. So after the second time, all ranks know the first difference.
+    In two rounds, ranks exchange the differences that they know in each of their process groups. A
+    rank of two process groups passes differences on from one to the other. So after the second
+    round, all ranks know the first difference.
 
     Collective: all-gathers of objects, two for each process group.
     """
@@ -178,11 +179,11 @@ def _difference(facts_of: Mapping[dist.ProcessGroup, list[str]]) -> str:
 def _random_rows(
     process_group: dist.ProcessGroup, members: Iterable[tuple[Any, ShardMesh]]
 ) -> tuple[str, int]:
-    """Return the name of the first parameter that ranks have filled with random numbers on the CPU.
+    """Find the first parameter that was sharded on meta and then got random values on the CPU.
 
     Returns:
-        The name of the parameter, which was sharded on the meta device, and a digest of its first
-        elements on this rank. If there is none, an empty name and the rank, which differs.
+        The name of the parameter, and a digest of its first elements on this rank. If there is no
+        such parameter, an empty name and the index of this rank: a number that no two ranks share.
     """
     for group, mesh in members:
         is_fake = _torch.backend_name(process_group, mesh.device) == "fake"
@@ -193,16 +194,16 @@ def _random_rows(
             is_filled = param.began_on_meta and param.mesh == mesh and local.is_cpu
             if not is_filled or _torch.is_subclass(local):
                 continue
-            first = local.detach().flatten()[:64].contiguous()
-            values = first.view(torch.uint8).tolist()  # bytes, for any dtype
-            if len({*values}) > max(4, len(values) / 4):  # constants may be equal on all ranks
-                # The shift leaves room for the negation in 64 bits.
+            elements = local.detach().flatten()[:64].contiguous()
+            values = elements.view(torch.uint8).tolist()  # bytes, for any dtype
+            if len({*values}) > max(4, len(values) / 4):  # equal constants are no mistake
+                # After the shift, the negated digest fits into 64 bits, too.
                 return f"'{param.name}' of {group.label}", hash(tuple(values)) >> 2
     return "", process_group.rank()
 
 
 def _facts(group: Any, mesh: ShardMesh) -> list[str]:
-    """Return the facts of a group, and its parameters on ``mesh``, that all ranks must share."""
+    """Return the facts about a group and its parameters on ``mesh`` that ranks must agree on."""
     name, policy = group.label, group.policy
     replicas = f" times {mesh.num_replicas} replicas" if mesh.num_replicas > 1 else ""
     facts = [
@@ -216,7 +217,7 @@ def _facts(group: Any, mesh: ShardMesh) -> list[str]:
 
 
 def _local_of(param: Any) -> torch.Tensor:
-    """Return the local shard of the tensor that is registered as a parameter."""
+    """Return the local tensor of the registered DTensor; ``param.local`` if none is registered."""
     current = param.slots[0].get()
     return _torch.local_tensor(current) if isinstance(current, DTensor) else param.local
 
@@ -225,8 +226,8 @@ def _fact(param: Any, policy: MixedPrecisionPolicy) -> str:
     local, (shape, dim, grad_dtype) = _local_of(param), param.facts()
     kind = "trainable" if param.sharded.requires_grad else "frozen"
     placement = "replicated" if dim is None else f"Shard({dim})"
-    extension = ", with its own all-gather" if has_extension(local) else ""
-    extension += ", with its own reduce-scatter" if has_grad_extension(local) else ""
+    extension = ", with all-gather hooks" if has_extension(local) else ""
+    extension += ", with reduce-scatter hooks" if has_grad_extension(local) else ""
     dtype = param.policy.param_dtype
     dtypes = f", computed in {dtype}" if dtype != policy.param_dtype else ""
     dtypes += f", gradients in {grad_dtype}" if grad_dtype is not None else ""

@@ -1,9 +1,9 @@
 """One backward: when each group is gathered, and when it is finished (freed and reduced).
 
-The tape makes the plan, which is the same on all ranks. Events from
-autograd only decide when this rank runs the next steps of the plan. If this rank's loss does not
-reach a group, the rank still gathers the group in turn and reduces zeros, because another rank's
-loss may reach it.
+The tape makes the plan: a list of steps that gather or finish a group, the same on all ranks.
+Events from autograd only decide when this rank runs the next steps. If this rank's loss does not
+reach a group, the rank still gathers the group when its turn comes, and reduces zeros for it,
+because another rank's loss may reach it.
 
 On one device, autograd runs the most recently created nodes first. So all nodes of a group run
 before those of a group that forward used earlier, and all ranks call collectives in the same order.
@@ -34,16 +34,17 @@ class GroupProgress:
 
     Attributes:
         expected_nodes: For each graph task (by its id), the number of nodes of the group that the
-            task will run: gradient accumulations and input markers. When a node has run, it appends
-            the id of its task to ``group.finished_nodes``. A reentrant checkpoint runs a graph task
-            inside another task.
-        awaits_inner_task: Whether a checkpoint has just recomputed the group. If it is reentrant,
-            it runs the backward of the recomputed calls in another graph task. Until that begins,
-            the nodes of these calls are missing from ``expected_nodes``.
+            task will run: gradient accumulations and input markers. When such a node has run, a
+            hook appends the id of the task to ``group.finished_nodes``. Tasks are counted
+            separately, because a reentrant checkpoint runs a graph task inside another task.
+        awaits_inner_task: Whether a checkpoint has just recomputed the group. A reentrant
+            checkpoint runs the backward of the recomputed calls in another graph task. Until that
+            task begins, the nodes of these calls are missing from ``expected_nodes``.
         num_recomputes: The number of calls of this group that checkpoints have yet to recompute.
-            Recomputations by an outer checkpoint do not count, since the inner one repeats them.
-        has_input_markers: Whether every call reached so far has input markers. Without them, a node
-            may read the parameters after the last gradient is accumulated.
+            Of nested checkpoints, only the innermost counts, because it recomputes a call again
+            after the outer ones have done so.
+        has_input_markers: Whether every call that autograd has reached has input markers. Without
+            markers, autograd may read the parameters after it has accumulated their gradients.
     """
 
     def __init__(self) -> None:
@@ -58,10 +59,11 @@ class Backward:
 
     Attributes:
         steps: The remaining steps of the plan, the next step last.
-        is_inner: Whether it runs inside a forward. An inner backward accumulates gradients without
+        is_inner: Whether this backward runs inside a forward. It then accumulates gradients without
             sync; the backward of that forward, or the end of that forward, reduces them.
-        kept: The groups that it leaves unsharded; `Tree.end_backward` frees them.
-        launched: The groups with reductions that it has launched.
+        kept: The groups that this backward leaves unsharded. `Tree.end_backward` frees them, except
+            during gradient accumulation.
+        launched: The groups for which it has launched a reduction.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -69,9 +71,10 @@ class Backward:
         self.is_inner = bool(tree.call_stack)
         plan: Plan[ParamGroup] = NO_PLAN if self.is_inner else tree.plan
         self.steps = list(plan.steps)
-        # The groups with a finish step. Autograd may reach others, which then get one.
+        # `_planned`: groups with a finish step; `_ensure_progress` adds groups outside of the plan.
+        # `_to_gather`: groups with a gather step ahead.
         self._planned, self._to_gather = set(plan.groups), set(plan.groups)
-        self._finish_queue: deque[ParamGroup] = deque()  # past their finish step, not complete yet
+        self._finish_queue: deque[ParamGroup] = deque()  # finish step reached, nodes pending
         self._tree, self._groups = tree, tree.groups
         self._to_free: list[ParamGroup] = []  # groups that `close` frees
         self.kept: list[ParamGroup] = []
@@ -83,13 +86,14 @@ class Backward:
             group.finished_nodes.clear()
         for group, number in plan.num_recomputes.items():
             group.progress.num_recomputes = number
-        # Only the engine owns the callback, and drops it if backward fails.
+        # Only the engine refers to the callback; if backward fails, the engine drops the callback.
         callback = partial(tree.end_backward, self)
         self._callback = weakref.ref(callback, self._on_callback_freed)
         _torch.on_backward_end(callback)
+        # Gradients of inner backwards must be reduced, even those of groups outside of the plan.
         for group in tree.groups if tree.has_inner_backward else ():
             if group.unsynced and group not in plan.groups:
-                self._ensure_progress(group)  # it is finished first
+                self._ensure_progress(group)  # makes its finish step the next step
 
     @property
     def is_running(self) -> bool:
@@ -99,8 +103,8 @@ class Backward:
     def _on_callback_freed(self, _: object) -> None:
         """If autograd has failed, register the sharded parameters and announce the failure.
 
-        On devices with streams, a thread of the engine may call this, so there the next forward
-        registers the parameters.
+        On devices with streams, a thread of the engine may call this method. So on such
+        devices, the next forward registers the parameters.
         """
         if self._has_closed:
             return
@@ -134,14 +138,14 @@ class Backward:
     def gather_for_recompute(self, group: ParamGroup) -> None:
         """Gather ``group``, because a checkpoint recomputes it."""
         progress = self._ensure_progress(group)
-        if not _torch.is_in_checkpoint():  # otherwise the inner checkpoint will repeat it
+        if not _torch.is_in_checkpoint():  # otherwise an inner checkpoint recomputes it again
             progress.num_recomputes -= 1
         if not self._has_pending_nodes(group):  # pending nodes already keep it from being finished
             progress.awaits_inner_task = True
         self._run_steps(up_to=group)
 
     def count_marker(self, group: ParamGroup) -> None:
-        """Count an input marker: the backward of one call of ``group`` has ended."""
+        """Count an input marker of ``group`` that has run; after the last one, run more steps."""
         expected, task = group.progress.expected_nodes, _current_task()
         if task in expected:
             group.finished_nodes.append(task)
@@ -151,14 +155,14 @@ class Backward:
     # Steps ----------------------------------------------------------------------------------
 
     def _ensure_progress(self, group: ParamGroup) -> GroupProgress:
-        """Return the progress of ``group``; count the nodes of the current graph task.
+        """Return the progress of ``group``; count its nodes that the current graph task will run.
 
-        The first time, this also adds a finish step for a group outside of the plan. In an inner
-        backward, it also gathers the group.
+        The first time in a backward, this also adds a finish step for a group outside of the plan
+        and, in an inner backward, gathers the group.
         """
         progress: GroupProgress = group.progress
         if not progress.expected_nodes:
-            if group not in self._planned:  # an earlier backward has cleared its forward's record
+            if group not in self._planned:  # for example, an earlier backward cleared its visits
                 self._planned.add(group)
                 self.steps.append(PlanStep(group, is_gather=False))
             if self.is_inner:
@@ -180,15 +184,15 @@ class Backward:
     def _run_steps(self, *, up_to: ParamGroup | None = None, ends: bool = False) -> None:
         """Run the next steps of the plan.
 
-        Autograd visits calls in reverse order of forward. If a group's call ended later than one
-        that backward needs, but backward has not needed the group yet, this rank's loss does not
-        reach it.
+        Autograd visits calls in the reverse order of forward. So when it reaches ``up_to``, this
+        rank's loss does not reach the groups that forward left later and autograd has not reached
+        yet. Their steps run, too.
 
         Args:
-            up_to: Run the steps up to the gather of this group. If it has been gathered and freed,
-                gather it again. If absent, finish complete groups only, up to the first incomplete
-                group or gather step.
-            ends: Whether to run all steps, because autograd has finished.
+            up_to: Run the steps up to the gather of this group. If the group has been gathered and
+                freed already, gather it again. If ``None``, only finish groups, up to the first
+                gather step or the first group with pending nodes.
+            ends: Whether to run all remaining steps, because autograd has finished.
         """
         queue = self._finish_queue
         while True:
@@ -207,7 +211,7 @@ class Backward:
             self.steps.pop()
             if not is_gather:
                 queue.append(group)
-                group.progress.awaits_inner_task = False  # no inner task can come any more
+                group.progress.awaits_inner_task = False  # no inner task can begin any more
                 continue
             if not ends:
                 self._ensure_progress(group)
@@ -226,7 +230,7 @@ class Backward:
         for other in self._to_prefetch(group):
             other.unshard()
         group.wait()
-        group.register_unsharded()  # for checkpoints inside its module, which compute again
+        group.register_unsharded()  # checkpoints inside its module recompute with them
 
     def _to_prefetch(self, group: ParamGroup) -> Iterable[ParamGroup]:
         """Return the groups to gather early: the user's choice, or the next ones of the plan."""
@@ -248,7 +252,7 @@ class Backward:
         return any(map(lt, map(finished.count, expected), expected.values()))
 
     def _finish(self, group: ParamGroup) -> None:
-        """Free a group and reduce its gradients; at most ``max_reductions`` are in flight."""
+        """Free a group and reduce its gradients, as its settings say."""
         for op in group.program.post_backward:
             op()
         if self._creates_graph and group.program.has_unsharded_grads():
@@ -278,23 +282,23 @@ class Backward:
     # The end --------------------------------------------------------------------------------
 
     def close(self, *, waits: bool) -> set[ParamGroup]:
-        """Run the remaining steps, free groups and, with ``waits``, deliver all gradients.
+        """Run the remaining steps, free groups and, with ``waits``, finish all reductions.
 
         This also finishes groups that still look incomplete: if autograd passes no gradient (an
         undefined tensor) to a parameter, the hook that counts accumulations does not run.
 
         Returns:
-            The groups of its plan, and other groups that it has reached.
+            The groups of the plan, and the other groups that this backward has reached.
 
         Raises:
-            ShardError: If a gradient was accumulated after its group was reduced. Raised only on
-                those ranks, after the last collective of the backward.
+            ShardError: If a gradient was accumulated after its group was reduced. Only on
+                ranks where this happened, after the last collective of the backward.
         """
-        self._run_steps(ends=True)  # in plan order, as on ranks that ran them earlier
+        self._run_steps(ends=True)  # in the same order as ranks that ran these steps earlier
         for group in self._groups:
             if group in self._planned or self.is_inner:
                 continue
-            # A frozen group that no gradient passes is not in the plan, but may still be unsharded.
+            # A frozen group that passes on no gradient is not in the plan, but may be unsharded.
             if group.is_unsharded_registered and not group.is_kept_by_user:
                 self.kept.append(group)
                 group.register_sharded()
@@ -309,11 +313,12 @@ class Backward:
                 self._tree.free(group, may_have_backward=False)
             else:
                 group.reshard()
-        for group in self._planned:  # a node that has run since `_finish` was too late
+        # `_finish` has cleared `finished_nodes`: a node recorded since then has run too late.
+        for group in self._planned:
             if group.finished_nodes and group.program.has_unsharded_grads():
                 raise ShardError(
-                    f"Expected all gradients of {group.label} before its reduction, got a gradient "
-                    "later, from a backward inside this one; run the two one after the other"
+                    f"Expected all gradients of {group.label} before its reduction, got a later "
+                    "gradient from a backward inside this one; run one backward after the other"
                 )
         self._has_closed = True
         return self._planned
@@ -354,8 +359,8 @@ def _is_input_half(group: ParamGroup) -> bool:
 
     A pipeline schedule runs all backwards without sync and without freeing. It may split a backward
     into two calls of ``torch.autograd.grad``: for the inputs, and later for the weights. During the
-    first call it looks up the parameters for the second. So the unsharded ones must be registered,
-    because the sharded ones are not in the graph.
+    first call, the schedule looks up the parameters for the second. So the unsharded parameters
+    must be registered: the sharded ones are not in the graph.
 
     Raises:
         ShardError: On all ranks of the stage, if the sharded parameters are registered.
@@ -364,7 +369,7 @@ def _is_input_half(group: ParamGroup) -> bool:
     is_last = tree.is_last_backward and not tree.finalization.is_manual
     accumulators = group.program.accumulators
     if is_last or not accumulators or _torch.num_to_run(accumulators):
-        return False  # it is a whole backward: it accumulates gradients of parameters
+        return False  # a whole backward, which also accumulates gradients of parameters
     if group.is_unsharded_registered:
         return True
     markers = [node for call in group.live_calls() for node in call.markers]

@@ -1,9 +1,9 @@
 """Communication of tensor subclasses: their hooks, the formats of sent tensors, and `Codec`.
 
 The hooks of a local shard choose the tensors to send (``fsdp_pre_all_gather``), and build the
-unsharded parameter from the gathered tensors (``fsdp_post_all_gather``). A wrapper subclass without
-these hooks is sent inner tensor by inner tensor. ``fsdp_pre_reduce_scatter`` and
-``fsdp_post_reduce_scatter`` do the same for gradients.
+unsharded parameter from the gathered tensors (``fsdp_post_all_gather``). Without these hooks, a
+wrapper subclass (a class with ``__tensor_flatten__``) is sent inner tensor by inner tensor. The
+hooks ``fsdp_pre_reduce_scatter`` and ``fsdp_post_reduce_scatter`` encode and sum gradients.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def needs_extension(tensor: torch.Tensor) -> bool:
 
 
 def hook_of(tensor: torch.Tensor, name: str) -> Any:
-    """Return a hook; bind a function that a user set on a tensor if it takes ``self`` first."""
+    """Return a hook of a tensor.
+
+    If a user has set a plain function on the tensor and its first parameter is ``self``, bind it.
+    """
     hook = getattr(tensor, name)
     if inspect.isfunction(hook) and next(iter(inspect.signature(hook).parameters), "") == "self":
         return hook.__get__(tensor)
@@ -90,7 +93,7 @@ def checked_result(hook: str, name: str, result: Any) -> tuple[Sequence[torch.Te
 
 
 def is_pair(result: Any) -> bool:
-    """Return whether a result is a tuple of two."""
+    """Return whether a result is a tuple of two items."""
     return isinstance(result, tuple) and len(result) == 2
 
 
@@ -116,7 +119,10 @@ def wrong_result(hook: str, name: str, expected: str, got: object) -> ExtensionE
 
 @dataclass(frozen=True)
 class Format:
-    """The dtype and shape of a tensor that one rank sends; a gather concatenates along dim 0."""
+    """The dtype and shape of a tensor that one rank sends.
+
+    A gather concatenates the tensors of all ranks along dim 0.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -139,12 +145,12 @@ def to_text(formats: Formats) -> str:
 
 
 def check_same_formats(hook: str, name: str, formats: Mapping[int, Formats]) -> None:
-    """Raise ``ExtensionError`` unless all ranks send the same tensors, apart from their dim 0.
+    """Raise ``ExtensionError`` unless the formats of all ranks agree, except for the size of dim 0.
 
     Args:
-        hook: The hook that has returned them.
+        hook: The name of the hook that returned the tensors.
         name: The name of the parameter, for error messages.
-        formats: The formats that each rank sends, by rank.
+        formats: The formats of the tensors that each rank sends, by rank.
     """
     first_rank, first = next(iter(formats.items()), (0, ()))
     for rank, theirs in formats.items():
@@ -229,9 +235,10 @@ StorageViews = dict[int, torch.Tensor]
 
 
 def storage_views(tensors: Sequence[torch.Tensor]) -> StorageViews:
-    """Return flat views of those storages of some tensors that can be freed and allocated again.
+    """Return a flat view of each resizable storage of some tensors.
 
-    A view has dtype uint8 if its storage is not a whole number of elements.
+    A resizable storage can be freed and allocated again. Its view has dtype uint8 if the storage
+    does not hold a whole number of elements.
     """
     views: StorageViews = {}
     for leaf in (leaf for tensor in tensors for leaf in _torch.leaves(tensor)):
@@ -248,7 +255,8 @@ def padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """Pad a tensor with zeros to ``rows`` rows, and flatten it."""
     if tensor.shape[0] == rows:
         return tensor.view(-1)
-    # The launched gather must keep this tensor; to check that, tests poison its memory when freed.
+    # The launched gather must keep a reference to this tensor. Tests check that: when the last
+    # reference is gone, they poison the memory.
     longer = _torch.poison_when_unused(tensor.new_zeros(rows, *tensor.shape[1:]))
     longer[: tensor.shape[0]] = tensor
     return longer.view(-1)
@@ -261,11 +269,10 @@ _IS_PARAM = "_is_param"  # torch sets this attribute on parameters of other clas
 
 
 def share_attributes(sharded: nn.Parameter, unsharded: nn.Parameter) -> AttributeCopier | None:
-    """Let attributes that users set on one form of a parameter exist on the other, too.
+    """Make attributes that users set on one form of a parameter visible on its other form.
 
-    The forms of a parameter are the sharded and the unsharded parameter. They share one
-    ``__dict__``, unless the unsharded one is a tensor subclass, because the class keeps its own
-    attributes there.
+    The forms are the sharded and the unsharded parameter. They share one ``__dict__``, unless the
+    unsharded form is a tensor subclass: the class keeps its own attributes in ``__dict__``.
 
     Args:
         sharded: The sharded parameter.
@@ -285,7 +292,7 @@ class AttributeCopier:
 
     def __init__(self, sharded: nn.Parameter, unsharded: nn.Parameter) -> None:
         self.sharded, self._unsharded = sharded, unsharded
-        self._of_class = {_IS_PARAM, *unsharded.__dict__}
+        self._class_attrs = {_IS_PARAM, *unsharded.__dict__}
         self._copied: dict[str, object] = {}
         self.copy_to_unsharded()
 
@@ -301,9 +308,9 @@ class AttributeCopier:
     def _is_of_user(self, item: tuple[str, object]) -> bool:
         """Return whether a user, and not the class, has set an attribute of the unsharded form.
 
-        An attribute that was copied before is the user's. A new attribute belongs to the class if
-        the class declares it (``functools.cached_property``), or if it holds tensors, because the
-        next gather would make these stale.
+        An attribute that was copied before is the user's. A new attribute counts as the class's if
+        the class declares it (``functools.cached_property``), or if it holds tensors: the next
+        gather would make these stale.
         """
         name, value = item
         if name in self._copied or name in self.sharded.__dict__:
@@ -312,8 +319,11 @@ class AttributeCopier:
         return not is_declared and next(tensors_in(value), None) is None
 
     def _copy_changes(self, source: dict[str, object], target: dict[str, object]) -> None:
-        """Copy what was set, replaced or deleted since the last copy in either direction."""
-        current = {name: value for name, value in source.items() if name not in self._of_class}
+        """Apply changes of ``source`` to ``target``: attributes that were set or deleted.
+
+        This covers the changes since the last copy, whichever its direction.
+        """
+        current = {name: value for name, value in source.items() if name not in self._class_attrs}
         for name in self._copied.keys() - current.keys():
             target.pop(name, None)
         for name, value in current.items():
@@ -324,7 +334,7 @@ class AttributeCopier:
 
 def attributes_of_user(param: nn.Parameter) -> dict[str, object]:
     """Return the attributes that users have set on a parameter, without those of its class."""
-    of_class = {_IS_PARAM}
-    if type(param) not in (nn.Parameter, DTensor):  # a new object has the attributes of its class
-        of_class.update(param.detach().__dict__)
-    return {name: value for name, value in param.__dict__.items() if name not in of_class}
+    class_attrs = {_IS_PARAM}
+    if type(param) not in (nn.Parameter, DTensor):  # `detach` drops those of users
+        class_attrs.update(param.detach().__dict__)
+    return {name: value for name, value in param.__dict__.items() if name not in class_attrs}

@@ -1,8 +1,8 @@
 """Deep copies and pickles of sharded modules, with the same shards, groups and settings.
 
-A copy takes the same way as a pickle: each object chooses the state to save, and a new object gets
-this state. A group and its modules refer to each other, so either may be restored first. When all
-modules of a group are restored, the group joins the tree.
+A copy works like a pickle: each object chooses the state to save, and a new object gets this state.
+A group and its modules refer to each other, so either may be restored first. When all modules and
+groups below a group are restored, these groups join one tree.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     Collective: none.
     Memory: a second copy of this rank's shards.
     """
-    # Without groups that are being copied already.
+    # Skip groups that an enclosing copy is already copying.
     groups = [group for group in _groups_below([module]) if id(group) not in memo]
     for group in groups:
         group.check_in_memory("to be copied")
@@ -50,7 +50,7 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         memo[id(param.sharded)] = _copied_sharded(param, memo.get(id(param.sharded)))
     copied = memo[id(module)] = object.__new__(type(module))
     copied.__setstate__(copy.deepcopy(save_module(module), memo))
-    for group in groups:  # share what cannot be pickled: streams, and the memory of backends
+    for group in groups:  # share streams and the memory of backends, which cannot be pickled
         copied_group: ParamGroup = memo[id(group)]
         copied_group.settings.hook_stream = group.settings.hook_stream
         for mesh, channel in group.channels.items():
@@ -86,8 +86,8 @@ class SavedModule(NamedTuple):
 
     Attributes:
         attributes: The state that the module itself would pickle, without the other two fields.
-        states: The states of composable functions of torch, by function.
-        applied: Torch's registry of these functions, by name.
+        states: The states of torch's composable functions that were applied to the module.
+        applied: Torch's registry of these functions for the module, by name.
     """
 
     attributes: Any
@@ -131,7 +131,7 @@ def save_module(module: nn.Module) -> SavedModule:
 
 
 def restore_module(module: nn.Module, saved: SavedModule) -> ParamGroup:
-    """Restore and return the group of a module, after its attributes."""
+    """Restore and return the group of a module that already has its attributes again."""
     group = group_of(module)
     assert group is not None
     module.__dict__[_torch.COMPOSABLE_STATE] = saved.states
@@ -145,7 +145,7 @@ def restore_module(module: nn.Module, saved: SavedModule) -> ParamGroup:
 
 
 def _pickle_group(group: ParamGroup) -> tuple[Any, ...]:
-    # References to prefetched groups would make the pickle as deep as the chain of layers.
+    # With references to prefetched groups, a pickle would nest as deep as the chain of layers.
     omitted = dict.fromkeys(("hook_stream", "forward_prefetch", "backward_prefetch"))
     saved = _SavedGroup(
         group.modules,
@@ -172,7 +172,7 @@ copyreg.pickle(ParamGroup, _pickle_group)
 
 
 def _join(group: ParamGroup) -> None:
-    """Join the groups below a restored group to one tree, if all of them are restored."""
+    """Put the groups below a restored group into one tree, if all of them are restored."""
     modules = [inner for top in group.modules for inner in _restored(top)]
     if not all("_modules" in module.__dict__ for module in modules):
         return
@@ -188,7 +188,7 @@ def _join(group: ParamGroup) -> None:
 
 
 def _restored(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and those modules below it that are restored."""
+    """Yield a module and the modules below it, as far as the modules above them are restored."""
     yield module
     for child in module.__dict__.get("_modules", {}).values():
         if child is not None:

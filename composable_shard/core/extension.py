@@ -8,12 +8,12 @@ tensors that the post hook returned is freed. Other tensors that the unsharded p
 as scales, stay: autograd may have saved them, and no gather would fill them again.
 
 **Gradients.** `SplitReduction` stacks the inner tensors of gradients that are wrapper subclasses,
-and rebuilds the reduced gradients. `EncodedReduction` calls ``fsdp_pre_reduce_scatter`` of the
-local shard, which turns the parts of a gradient, one for each rank, into the tensors to send, and
-``fsdp_post_reduce_scatter``, which sums the received tensors. Each rank sends each other rank a row
-of bytes: the tensors of every gradient end to end, then a flag for each gradient that the rank has.
-The bytes of missing gradients are zero. Only a rank with a gradient knows its codec or its encoded
-formats, so it sends these to the other ranks, once.
+and rebuilds the reduced gradients. `EncodedReduction` calls two hooks of the local shard:
+``fsdp_pre_reduce_scatter`` turns the parts of a gradient, one for each rank, into the tensors to
+send, and ``fsdp_post_reduce_scatter`` sums the received tensors. Each rank sends each rank a row of
+bytes: the tensors of all gradients end to end, then a flag for each parameter, which is 1 if the
+sender has a gradient of the parameter. The bytes of missing gradients are zero. Only ranks with a
+gradient know its `Codec` or its encoded formats, so they send these to the other ranks, once.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Message(NamedTuple):
 
 
 class ExtensionBucket:
-    """The bucket of one parameter; see `Bucket` for the attributes that the core uses.
+    """The bucket of one subclass parameter; see `Bucket` for the attributes that the core uses.
 
     Attributes:
         formats: For each rank, the formats of the tensors that it sends. Ranks exchange them before
@@ -101,7 +101,7 @@ class ExtensionBucket:
         self._message: _Message | None = None
         self._pending = Pending([])
         self._gathered: list[torch.Tensor] = []  # the tensors of all ranks, flat
-        self._inner: list[torch.Tensor] = []  # memory of the inner tensors of the post hook
+        self._inner: list[torch.Tensor] = []  # memory of the post hook's inner tensors
         self._out: torch.Tensor | None = None  # the unsharded tensor, which the post hook fills
         self._versioned: list[torch.Tensor] = []  # a gather must not bump their versions
         self._releases_gathered = self._gathered_ahead = False
@@ -109,13 +109,13 @@ class ExtensionBucket:
 
     @property
     def reduction(self) -> type[Reduction]:
-        """The class that reduces the gradient; valid once the unsharded parameter exists."""
+        """The class that reduces the gradient."""
         is_split = self.mesh.num_shards > 1 and self.param.layout.flat.numel > 0
         encodes = is_split and has_grad_extension(self.param.local)
         return EncodedReduction if encodes else SplitReduction
 
     def grad_extension(self, param: ShardedParam, dtype: torch.dtype) -> GradExtension:
-        """Return the hooks for gradients of a dtype, the same object each time."""
+        """Return the gradient hooks for a dtype, as the same object each time."""
         return self._grad_extensions.setdefault(dtype, GradExtension(param))
 
     def gather_ops(self, shards: Tensors, channel: Channel, *, keeps_storage: bool) -> GatherOps:
@@ -125,9 +125,9 @@ class ExtensionBucket:
         return GatherOps([launch], [self.complete], [self.drop], free)
 
     def create_unsharded(self, channel: Channel) -> None:
-        """Gather once to make the unsharded parameter; keep the memory for the next use.
+        """Gather once to make the unsharded parameter; the next launch skips its gather.
 
-        Collective: the all-gather. The ranks must have agreed on the formats.
+        Collective: the all-gather. The ranks must have exchanged the formats.
         """
         self.launch(self.param.local, channel)
         self.complete()
@@ -168,13 +168,13 @@ class ExtensionBucket:
         return tensor.movedim(self._dim_of(tensor), 0).detach().to(self.mesh.device).contiguous()
 
     def _dim_of(self, tensor: torch.Tensor) -> int:
-        """Return the gathered dim of a tensor: the parameter's if their numbers of dims agree."""
+        """Return the sharded dim if ``tensor`` has as many dims as the parameter; otherwise 0."""
         layout = self.param.layout
         return layout.dim or 0 if tensor.ndim == len(layout.shape) else 0
 
     def launch(self, shard: torch.Tensor, channel: Channel) -> None:
         """Call the pre hook, allocate memory and launch the all-gather."""
-        if self._gathered_ahead:  # `create_unsharded` has gathered, and no use has consumed it
+        if self._gathered_ahead:  # by `create_unsharded`, for this use
             return
         if self._message is None:
             self.encode(shard)
@@ -217,8 +217,8 @@ class ExtensionBucket:
         (shard, _, rebuild, metadata), self._message = self._message, None
         pairs = zip(self._gathered, self._num_rows(), strict=True)
         outputs = rebuild([self._all_rows(i, *pair) for i, pair in enumerate(pairs)])
-        # Autograd may have saved views of the gathered tensors, which the post hook gets, so a
-        # refill must not bump their versions.
+        # The unsharded parameter may be a view of the gathered tensors, and autograd may have saved
+        # it. So the next gather must not bump their versions.
         _torch.set_versions(tuple(self._gathered), self._versions)
         has_hooks = has_extension(shard)
         hook = hook_of(shard, POST) if has_hooks else _post_all_gather
@@ -252,7 +252,7 @@ class ExtensionBucket:
         return [[format.shape[0] for format in each] for each in zip(*self.formats, strict=True)]
 
     def _all_rows(self, index: int, gathered: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """View a gathered tensor as hooks get it; move rows forward over gaps of padding."""
+        """Return the gathered rows as hooks get them; move rows forward over gaps of padding."""
         assert self.formats is not None
         padded_rows, end = max(counts), 0
         rows = gathered.view(len(counts) * padded_rows, *self.formats[0][index].shape[1:])
@@ -266,7 +266,7 @@ class ExtensionBucket:
     # The unsharded parameter ----------------------------------------------------------------
 
     def _checked(self, result: Any) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Return the result of a post hook; raise if it is not a tensor and its inner tensors."""
+        """Return the result of a post hook; raise unless it is a tensor and its inner tensors."""
         if is_pair(result) and torch.is_tensor(result[0]) and are_tensors(result[1]):
             tensor, inner = result
             return tensor, inner
@@ -340,10 +340,11 @@ def _encode_first(
         mesh: The ranks.
 
     Returns:
-        The results, and for each parameter, the formats that each rank sends.
+        The results of the calls; for each parameter, the formats of the tensors to send, by rank.
 
     Raises:
-        ExtensionError: On all ranks, if a call failed on one, or formats do not fit.
+        ExtensionError: On all ranks, if a call failed on any rank, or if formats of two ranks
+            differ in more than the size of dim 0.
 
     Collective: one all-gather of a small object for each mesh axis.
     """
@@ -371,7 +372,7 @@ def _encode_first(
 
 
 def raise_on_all(texts: Mapping[int, str | None], cause: Exception | None) -> None:
-    """Raise ``ExtensionError`` if user code has failed on some ranks.
+    """Raise ``ExtensionError`` if user code has failed on any rank.
 
     Args:
         texts: The text of the error of each rank; empty if there is none.
@@ -390,21 +391,21 @@ def raise_on_all(texts: Mapping[int, str | None], cause: Exception | None) -> No
 
 
 def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> list[Bucket]:
-    """Copy shards into buckets: one for each mesh, dtype and device; subclasses have their own.
+    """Copy shards into new buckets: one per mesh, dtype and device; one per subclass parameter.
 
     Args:
         params: The parameters.
         shards: This rank's shard of each parameter.
     """
-    kinds: dict[tuple[Any, ...], list[tuple[ShardedParam, torch.Tensor]]] = {}
+    pairs_by_key: dict[tuple[Any, ...], list[tuple[ShardedParam, torch.Tensor]]] = {}
     for param, shard in zip(params, shards, strict=True):
         dtypes = shard.dtype, param.policy.compute_dtype(shard.dtype)
-        alone = param if needs_extension(shard) else None
-        kind = param.mesh, *dtypes, shard.device, param.bucket_class or FlatBucket, alone
-        kinds.setdefault(kind, []).append((param, shard))
+        extended = param if needs_extension(shard) else None
+        key = param.mesh, *dtypes, shard.device, param.bucket_class or FlatBucket, extended
+        pairs_by_key.setdefault(key, []).append((param, shard))
     return [
-        bucket_class(*zip(*pairs, strict=True)) if alone is None else ExtensionBucket(*pairs[0])
-        for (*_, bucket_class, alone), pairs in kinds.items()
+        bucket_class(*zip(*pairs, strict=True)) if extended is None else ExtensionBucket(*pairs[0])
+        for (*_, bucket_class, extended), pairs in pairs_by_key.items()
     ]
 
 
@@ -412,11 +413,12 @@ def create_unsharded(buckets: Iterable[Bucket], channels: Mapping[ShardMesh, Cha
     """Make the unsharded parameters of buckets that have none, before their first gather.
 
     Raises:
-        ExtensionError: On all ranks, if a hook of a tensor subclass failed on one, or the formats
-            of the tensors to send do not fit.
+        ExtensionError: On all ranks, if a pre hook failed on any rank, or if formats of two ranks
+            differ in more than the size of dim 0. On a single rank, if the post hook returned a
+            wrong result there.
 
-    Collective: for tensor subclasses, an all-gather of a small object for each mesh axis, and the
-        all-gathers.
+    Collective: for tensor subclasses, an all-gather of a small object for each mesh axis, then the
+        all-gathers of the shards.
     """
     new = [bucket for bucket in buckets if not hasattr(bucket.params[0], "unsharded")]
     extended: dict[ShardMesh, list[ExtensionBucket]] = {}
@@ -463,7 +465,8 @@ class SplitReduction(Reduction):
     def launch(self) -> None:
         """Launch the reduce-scatter of all inner tensors.
 
-        Collective: the reduce-scatter, and before it those of :meth:`_agree_on_codecs`.
+        Collective: the reduce-scatter; before it, while codecs are unknown, the all-gathers of
+            :meth:`_agree_on_codecs`.
         """
         if any(map(_is_unknown, self.params)):
             self._agree_on_codecs()
@@ -472,7 +475,7 @@ class SplitReduction(Reduction):
         super().launch()
 
     def _agree_on_codecs(self) -> None:
-        """Exchange the codecs of gradients, which only ranks with a gradient know; plan again.
+        """Exchange the codecs of gradients, which only ranks with a gradient know; plan anew.
 
         Collective: an all-gather of a small object for each mesh axis.
         """
@@ -492,7 +495,8 @@ class SplitReduction(Reduction):
         for param, shard, spec in super()._results():
             codec = param.grad_codec
             if codec is not None and codec.kind is not None:
-                inner = map(torch.clone, shard.unbind(-1))  # a class may require equal offsets
+                # Clones have equal storage offsets, which a class may require.
+                inner = map(torch.clone, shard.unbind(-1))
                 shard = codec.rebuild(inner).to(shard.dtype)
             if not _is_unknown(param):
                 yield param, shard, spec
@@ -515,7 +519,7 @@ def _stacked(param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
 
 
 class GradExtension:
-    """The hooks of one parameter, for gradients of one dtype.
+    """The gradient hooks of one parameter, for one dtype of gradients.
 
     Attributes:
         formats: The formats of the tensors that each rank sends; ``None`` until a rank has had a
@@ -541,7 +545,7 @@ class GradExtension:
         return self.encode(self.param.layout.padded_shards(grad.to(dtype)))
 
     def encode(self, parts: torch.Tensor) -> list[torch.Tensor]:
-        """Call the first hook; return the tensors to send, with a row for each rank.
+        """Call ``fsdp_pre_reduce_scatter``; return the tensors to send, with a row for each rank.
 
         Args:
             parts: The part of the gradient that each rank needs, [num_shards, shard_numel].
@@ -559,11 +563,11 @@ class GradExtension:
         return list(tensors)
 
     def decode(self, received: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
-        """Call the second hook, which fills ``out``, [shard_numel], with the sum over all ranks.
+        """Call ``fsdp_post_reduce_scatter``, which fills ``out`` with the sum over all ranks.
 
         Args:
             received: The tensors that all ranks sent to this one, a row from each.
-            out: The tensor to fill.
+            out: The tensor to fill, [shard_numel].
         """
         hook_of(self.param.local, GRAD_POST)(received, self._metadata, out)
 
@@ -577,22 +581,22 @@ class ExchangedReduction(Reduction, ABC):
 
     @abstractmethod
     def encode(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Return the bytes to send, each tensor with a row for each rank."""
+        """Return the bytes to send: tensors with a row for each rank."""
 
     @abstractmethod
     def decode(self, rows: torch.Tensor, shards: Tensors) -> None:
-        """Add the received gradients of all ranks to shards of zeros, in fp32 or wider.
+        """Decode the received gradients of all ranks and add them to ``shards``.
 
         Args:
             rows: The bytes that each rank sent to this one.
-            shards: This rank's shard of each gradient, [shard_numel].
+            shards: This rank's shard of each gradient, [shard_numel]: zeros, in fp32 or wider.
         """
 
     @torch.no_grad()
     def launch(self) -> None:
         """Encode the gradients, and send each rank its parts and the flags.
 
-        Collective: an all-to-all, and before it those of :meth:`encode`.
+        Collective: an all-to-all, after the collectives of :meth:`encode`.
         """
         grads = self._grads
         del self._grads
@@ -609,7 +613,10 @@ class ExchangedReduction(Reduction, ABC):
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait for the parts of all ranks, sum and divide them; later wait for the replicas."""
+        """Wait for the parts of all ranks, then sum and divide them.
+
+        After :meth:`launch_over_replicas`, a second call waits for the all-reduce.
+        """
         super().wait()
         rows = self.__dict__.pop("_received", None)
         if rows is None:
@@ -635,9 +642,9 @@ class EncodedReduction(ExchangedReduction):
         ]
 
     def encode(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Call the first hooks.
+        """Call ``fsdp_pre_reduce_scatter`` for each gradient.
 
-        Collective: for new gradients, that of :func:`_encode_first`.
+        Collective: while formats are unknown, the all-gathers of :func:`_encode_first`.
         """
         calls = [
             (extension.param.name, partial(extension.encode_grad, grad, self.dtype))
@@ -660,7 +667,7 @@ class EncodedReduction(ExchangedReduction):
         return columns
 
     def decode(self, rows: torch.Tensor, shards: Tensors) -> None:
-        """Call the second hooks."""
+        """Call ``fsdp_post_reduce_scatter`` for each gradient."""
         formats = [format for each in self._extensions for format in each.formats or ()]
         received = map(_from_bytes, rows.split(list(map(_nbytes, formats)), 1), formats)
         for extension, shard in zip(self._extensions, shards, strict=True):

@@ -1,7 +1,7 @@
 """The parameters of one ``fully_shard`` call: a state machine that runs a compiled program.
 
-A group does not know other groups or the progress of autograd.
-The layers above call it to gather, free and reduce.
+A group does not know other groups or the progress of autograd. `Tree` and `Backward` tell it when
+to gather, free and reduce its parameters.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class State(enum.Enum):
     SHARDED = enum.auto()
     UNSHARDING = enum.auto()  # the all-gather is in flight
     UNSHARDED = enum.auto()
-    PARTLY_SHARDED = enum.auto()  # neighbouring ranks hold parts of the unsharded parameters
+    PARTLY_SHARDED = enum.auto()  # freed, except for this rank's part; see `Regather`
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Settings:
 
     Attributes:
         reshard_after_forward: Whether the parameters are freed after forward; ``None`` to free them
-            except on the root; a number of ranks to keep them split over so many ranks.
+            unless the group is the root; a number k to keep one k-th of them on each of k ranks.
         reshard_after_backward: Whether the parameters are freed after backward.
         reduce_grads: Whether backward reduces gradients over the ranks.
         all_reduce_grads: Whether backward also reduces them over the replicas.
@@ -87,12 +87,12 @@ class Settings:
         unshard_in_backward: Whether backward gathers the group.
         keeps_storage: Whether the unsharded memory stays allocated between uses.
         forward_prefetch: The groups to prefetch when forward uses this one; ``None`` for the
-            groups that the last forward used next.
+            groups that the last forward used after this one.
         backward_prefetch: The groups to prefetch in backward; ``None`` for the next groups of
             the plan.
         prefetch_depth: The number of groups to prefetch.
         max_reductions: The number of reductions that may hold their unsharded gradients at once.
-        all_reduce_hook: Called with each buffer of reduced gradients.
+        all_reduce_hook: The user's function to call with each buffer of reduced gradients.
         hook_stream: The stream of ``all_reduce_hook``; ``None`` for the compute stream.
         zeros_for_unused: Whether a parameter that no rank used gets a gradient of zeros.
         gathers_each_step: Whether the parameters stay gathered, through forwards and backwards,
@@ -124,24 +124,24 @@ class ParamGroup:
 
     Attributes:
         modules: The modules passed to ``fully_shard``.
-        name: Their qualified name below the root.
+        name: Their qualified names below the root; empty for the root.
         settings: The settings, which users may change.
         state: Whether the unsharded parameters exist.
         is_unsharded_registered: Whether the modules hold the unsharded parameters, and not the
             sharded ones.
         is_kept_by_user: Whether the user has called ``unshard()`` since the group was freed.
-        modules_run: Those of several ``modules`` that have run, while others have not yet.
-        why_absent: Why the shards are not in memory, and the remedy; ``None`` if they are.
+        modules_run: If there are several ``modules``: those that have run while others have yet to.
+        why_absent: Why the shards are not in memory, and the remedy; ``None`` if they are there.
         unsharded_version: The version counter of the unsharded parameters. It grows when a gather
             brings new values.
         awaits_weight_half: Whether a pipeline schedule has run the input half of a split backward,
-            and not yet the weight half.
+            but not yet the weight half.
         is_in_unsharded_context: Whether ``unsharded()`` has given the modules full parameters.
-        num_optimizer_steps: The number of optimizer steps that have changed the shards.
-        unsynced: For each parameter that may have a gradient that is not reduced over all ranks, by
-            name: a dtype wide enough for its sum with an already reduced gradient; ``None`` if it
-            was added to none.
-        has_unreduced: Whether some of these gradients may be at stage ``unreduced``, and not
+        num_optimizer_steps: The number of optimizer steps that may have changed the shards.
+        unsynced: The names of the parameters that may have gradients not reduced over all ranks. If
+            such a gradient was added to a reduced one, the value is a dtype wide enough for the
+            sum; otherwise it is ``None``.
+        has_unreduced: Whether some of these gradients may be at stage ``unreduced`` rather than
             ``reduced_over_shards`` (see `reduction.py`).
         skips_shards: Whether the latest reduction runs over the replicas only.
         finished_nodes: For each gradient accumulation and each input marker that has run, the id of
@@ -149,7 +149,7 @@ class ParamGroup:
         count_gradient: A post-accumulate hook made of builtins; it appends to ``finished_nodes``.
         channels: The collectives of each mesh.
         streams: The streams that use the unsharded memory.
-        is_compiled: Whether ``program`` may run. If not, there is none, or one that is out of date.
+        is_compiled: Whether ``program`` may run. If not, it does not exist or is out of date.
         needs_reduce: Whether the group has gradients to reduce.
         is_trained: Whether some parameters are not frozen.
         tree, progress, calls: Set by the layers above: its `Tree`, its `GroupProgress` in the
@@ -203,7 +203,7 @@ class ParamGroup:
         self.is_compiled = False
 
     def all_modules(self) -> Iterator[nn.Module]:
-        """Yield its modules and all of their submodules."""
+        """Yield the modules of the group and all of their submodules."""
         for top in self.modules:
             yield from top.modules()
 
@@ -217,9 +217,9 @@ class ParamGroup:
         return f"group '{self.name}'" if self.name else "the root group"
 
     def check_in_memory(self, purpose: str) -> None:
-        """Raise ``ShardError`` if its shards are not in memory."""
-        if self.why_absent is not None:
-            raise ShardError(f"Expected {self.label} in memory {purpose}, got it {self.why_absent}")
+        """Raise ``ShardError`` if the shards of the group are not in memory."""
+        if (why := self.why_absent) is not None:
+            raise ShardError(f"Expected shards of {self.label} in memory {purpose}, got them {why}")
 
     @property
     def stays_after_forward(self) -> bool:
@@ -274,7 +274,7 @@ class ParamGroup:
         """Compile the program for the current parameters, settings and features."""
         if self.state is State.PARTLY_SHARDED:  # a new program would not have the kept parts
             self.reshard()
-        with torch.inference_mode(False):  # the program outlives this forward
+        with torch.inference_mode(False):  # the program outlives a forward in inference mode
             self.program = Program(self)
         self.is_compiled, self.needs_reduce = True, bool(self.program.reductions)
         self.is_trained = bool(self.program.accumulators)
@@ -368,9 +368,9 @@ class ParamGroup:
         """Free the unsharded parameters and register the sharded ones.
 
         Args:
-            keeps_part: Whether to keep a part for the next gather, if
+            keeps_part: Whether to keep this rank's part for the next gather, if
                 ``settings.reshard_after_forward`` is a number of ranks.
-            keeps_memory: Whether to register the sharded parameters only.
+            keeps_memory: Whether to free nothing, and just register the sharded parameters.
         """
         if self.is_unsharded_registered:
             self.register_sharded()
@@ -408,7 +408,8 @@ class ParamGroup:
     def take_snapshot(self) -> None:
         """Record the unsharded parameters: they stay registered, and users may change them."""
         if self._snapshot is None:
-            # Pipeline schedules turn off both settings, and write unsharded ``.grad`` themselves.
+            # Pipeline schedules turn off both settings and write unsharded ``.grad`` themselves, so
+            # it gets no marks (see `UnshardedSnapshot`).
             has_marks = self.settings.reduce_grads or self.settings.reshard_after_backward
             with torch.inference_mode(False):  # inference tensors have no versions
                 self._snapshot = user_changes.UnshardedSnapshot(self.params, has_marks=has_marks)
@@ -479,12 +480,12 @@ class ParamGroup:
 
         Args:
             deferred: Whether to reduce only gradients that were accumulated without sync. All
-                ranks make the same decision, because the names in ``unsynced`` depend on the
-                settings, and not on the gradients of a rank.
-            all_reduces: Whether to reduce over the replicas, whatever the settings say.
+                ranks then launch the same reductions, because the names in ``unsynced`` depend on
+                the settings, and not on the gradients of a rank.
+            all_reduces: Whether to reduce over the replicas even if the settings do not.
 
         Returns:
-            The reduction, if one is in flight.
+            The launched reduction; ``None`` if none was launched.
         """
         if deferred:
             if not (self.unsynced or self.gives_zeros):
@@ -541,7 +542,7 @@ class ParamGroup:
         return self.settings.zeros_for_unused and self.is_compiled and self.needs_reduce
 
     def refuse_writes(self, before: int) -> None:
-        """Raise if forward wrote unsharded parameters, because the next free loses the writes.
+        """Raise if forward wrote unsharded parameters, because freeing them loses the writes.
 
         Whether a forward writes may depend on the data of its rank, so the error is announced.
 
@@ -554,7 +555,7 @@ class ParamGroup:
         names = [repr(p.name) for p in params if p.unsharded._version != self.unsharded_version]
         error = ShardError(
             f"Expected a forward that does not write the parameters of {self.label}, got "
-            f"{', '.join(names)} written in place, which is lost when they are freed; write the "
+            f"in-place writes to {', '.join(names)}, lost when the parameters are freed; write the "
             "sharded ones between iterations, in torch.no_grad() (nn.Embedding: without max_norm)"
         )
         self.announce("running forward of", error)
@@ -563,7 +564,7 @@ class ParamGroup:
     def reset(self) -> None:
         """After a forward or backward has failed, return to the state between two steps."""
         if self._snapshot is not None:
-            self._snapshot.apply_user_changes()  # here, a write by users that is lost is no error
+            self._snapshot.apply_user_changes()  # writes by users are lost here without an error
             self._snapshot = None
         self.reshard()
         if self.is_compiled:
@@ -603,7 +604,7 @@ class GroupReduction:
 
 
 class ReductionQueue:
-    """The reductions in flight, of one tree or of several trees that share them.
+    """The reductions in flight, of one tree or of several trees that share the queue.
 
     A reduction holds the unsharded gradients of its group until the first stage after its launch
     has run, so ``max_reductions`` limits the number of such reductions. The end of a backward runs

@@ -1,6 +1,6 @@
 """The hooks that modules and autograd call.
 
-A hook inspects tensors and calls the tree. It runs no collectives and makes no decisions.
+A hook inspects tensors and calls the tree, which decides when to gather and free groups.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def owner_of(module: nn.Module) -> ParamGroup | None:
 def groups_in(modules: Iterable[nn.Module]) -> list[ParamGroup]:
     """Return the groups of ``modules``, and the groups that own tied parameters of ``modules``.
 
-    A parameter that is tied across groups is registered in modules of groups that do not own it.
+    A tied parameter may also be registered in modules of groups that do not own the parameter.
     """
     within = dict.fromkeys(modules)
     owners = dict.fromkeys(group for m in within if (group := owner_of(m)) is not None)
@@ -51,7 +51,7 @@ def groups_in(modules: Iterable[nn.Module]) -> list[ParamGroup]:
 
 
 def record_owners(group: ParamGroup) -> None:
-    """Record a group as the owner of its modules and their submodules, except of inner groups."""
+    """Record a group as the owner of its modules and submodules, except those of inner groups."""
     owned = list(group.modules)
     for module in owned:
         _owners[module] = weakref.ref(group)
@@ -74,10 +74,10 @@ def install(group: ParamGroup, managed: Iterable[nn.Module]) -> None:
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Make calls of the method ``name`` of a sharded module run its forward hooks; idempotent."""
+    """Make each call of the method ``name`` run the forward hooks of its module; idempotent."""
     method = getattr(module, name)
     if not (isinstance(method, partial) and method.func is run_as_forward):
-        # A partial, so that a copy or a pickle of the module refers to the copied method.
+        # A partial is copied and pickled with the module, so a copy calls its own method.
         registered = update_wrapper(partial(run_as_forward, module, method), method)
         vars(registered)["__self__"] = module  # as bound methods have it
         module.__dict__[name] = registered
@@ -126,7 +126,7 @@ class ModuleHooks:
         if call.is_substituted:
             return args, kwargs
         if self._casts.is_needed:
-            self._casts.restore()  # if an interrupt has ended the last forward
+            self._casts.restore()  # in case an interrupt has ended the last forward
             self._casts.put()
         moves_inputs = self._has_streams and len(group.tree.call_stack) == 1
         adds_markers = bool(group.params) and torch.is_grad_enabled()
@@ -140,18 +140,19 @@ class ModuleHooks:
         return args, kwargs
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """End the call; return the output, hooked and cast, with copies of views of parameters.
+        """End the call; hook, cast and return the output, and copy views of parameters in it.
 
-        Gradients of hooked outputs gather the group. After an exception in forward, PyTorch calls
-        this hook with ``output=None``. A forward may also return ``None``, and it may run while
-        another exception is being handled.
+        The hook of an output gathers the group when autograd has the gradient of the output. After
+        an exception in forward, PyTorch calls this method with ``output=None``. A forward may also
+        return ``None``, or run while another exception is being handled. So the call has failed
+        only if the current exception differs from the exception on entry.
         """
         if _torch.current_compiler() is not None:
             with _torch.uncompiled():
                 return self.post_forward(module, args, output)
         group, tree = self._group, self._group.tree
         call = tree.call_stack[-1] if tree.call_stack else None
-        if call is None or call.group is not group:  # pre_forward has raised, or runs it plain
+        if call is None or call.group is not group:  # pre_forward raised or began no call
             return output
         has_failed = output is None and sys.exc_info()[1] is not call.exception_on_entry
         if call.is_substituted:
@@ -163,6 +164,8 @@ class ModuleHooks:
             if not call.is_recomputed:
                 group.refuse_writes(call.version_sum)
             output = map_tensors(partial(self._unalias, call.markers), output)
+        # Hook tensors of the output, of items that forward has added to containers among its
+        # inputs, and of attributes in which it has stored tensors.
         added, error = find_changes(call.containers, group.label) if call.containers else ((), None)
         adds_hooks = bool(group.params) and torch.is_grad_enabled() and not has_failed
         if adds_hooks and call.module not in group.program.searched_modules:
@@ -188,8 +191,8 @@ class ModuleHooks:
     def _unalias(self, markers: Sequence[Node], tensor: Tensor) -> Tensor:
         """Copy an output that is a view of an unsharded parameter: the parameter will be freed.
 
-        An input that is returned unchanged gets a new node: a hook on the node of its marker would
-        make a reference cycle with the call.
+        If forward returns an input unchanged, the output gets a new autograd node, because a hook
+        on the node of the input marker would make a reference cycle with the call.
         """
         if tensor.grad_fn in markers:
             return tensor.view_as(tensor)
@@ -200,7 +203,7 @@ class ModuleHooks:
         return tensor.clone() if will_be_freed else tensor
 
     def _prepare_input(self, call: Call, moves: bool, adds_markers: bool, tensor: Tensor) -> Tensor:
-        """Move and cast an input, and pass it through its input marker: an identity.
+        """Move and cast an input, and pass it through an input marker, which is an identity.
 
         The backward of the marker runs after the backward of the module.
         """
@@ -223,17 +226,17 @@ class ModuleHooks:
         return tensor
 
     def _on_marker(self, call: weakref.ref[Call], grads: Sequence[Tensor | None], _: Any) -> None:
-        # Refers weakly to the call: the call refers to the marker, and the marker to this hook.
+        # The reference to the call is weak: a call refers to its markers, and these to this hook.
         group = self._group
         if torch.is_grad_enabled():  # a double backward will need the parameters again
             for grad in _all_levels(grad for grad in grads if grad is not None):
-                # If it is a view, an in-place op replaces its node: hook the base, too.
+                # An in-place op on a view replaces the node of the view: hook the base, too.
                 for tensor in (grad, grad._base):
                     if tensor is not None and tensor.requires_grad:
                         tensor.register_hook(self._gather_again)
         with _torch.apart_from_transforms():
             backward = group.tree.begin_backward()
-            if call() is not None:  # otherwise `Backward._ensure_progress` has not expected it
+            if call() is not None:  # else `Backward._ensure_progress` has not counted this marker
                 backward.count_marker(group)
 
     def _gather_again(self, _: Tensor) -> None:
@@ -259,7 +262,7 @@ def _check_can_run_plain(group: ParamGroup) -> None:
 
 
 def _hook_outputs(call: Call, output: Any) -> bool:
-    """Hook the outputs that need gradients, or their nodes; return whether there are any."""
+    """Hook the outputs that need gradients, or their autograd nodes; return whether any do."""
     nodes, has_hooked = dict[Node, None](), False
     tensors: Iterable[Tensor] = (output,) if isinstance(output, Tensor) else tensors_in(output)
     is_transformed = _torch.current_transform() is not None
@@ -292,7 +295,7 @@ def _find_tensor_attributes(call: Call) -> None:
 
 
 def _stored_tensors(group: ParamGroup) -> list[Tensor]:
-    """Return stored tensors that are not hooked: a loss may use them without any output."""
+    """Return stored tensors without a hook of the group: a loss may use them and no output."""
     values = [attributes.get(name) for attributes, name in group.program.tensor_attributes]
     return [tensor for tensor in tensors_in(values) if not _is_hooked_for(group, tensor)]
 
@@ -313,9 +316,9 @@ def _all_levels(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _is_inside(call: Call, node: Any) -> bool:
-    """Return whether the call made ``node``: it is younger than the input markers.
+    """Return whether the call made ``node``, which is then younger than the input markers.
 
-    An output may be a view of an input, and the node of that input is older.
+    An output may be a view of an input. The node of the input is older than the markers.
     """
     number = _torch.sequence_number  # younger nodes have larger numbers
     return not call.markers or number(node) > number(call.markers[0])

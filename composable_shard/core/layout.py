@@ -1,4 +1,4 @@
-"""PURE: the layout of the elements of one parameter, and of the parameters of one bucket.
+"""PURE (without torch): the layout of one parameter in shards, and of a bucket in flat buffers.
 
 One parameter of 5 rows over 2 shards of 3 rows (ceil division), with one row of padding::
 
@@ -23,11 +23,11 @@ from functools import cached_property, lru_cache
 from math import prod
 
 MESSAGE_ALIGNMENT_NBYTES = 64
-"""A parameter with its own message starts at a multiple of this."""
+"""A parameter with its own message starts at a multiple of this many bytes."""
 
 PACKED_ALIGNMENT_NBYTES = 16
-"""On accelerators, packed shards start at multiples of this: NCCL and fused optimizers load as many
-bytes at once."""
+"""On accelerators, packed shards start at multiples of this many bytes: the width of loads by NCCL
+and by fused optimizers."""
 
 
 # One parameter ------------------------------------------------------------------------------------
@@ -37,8 +37,8 @@ bytes at once."""
 class ParamLayout:
     """The sharding of a parameter of ``shape`` along ``dim`` into ``num_shards`` shards.
 
-    Every shard has ``rows_per_shard`` rows, except that the last ones may have fewer or none. In
-    messages, a shard has ``shard_numel`` elements, with the padding at the end.
+    Every shard has ``rows_per_shard`` rows, but the last shards may have fewer rows or none. In
+    messages, each shard is padded at its end to ``shard_numel`` elements.
 
     Args:
         shape: The shape, with dims in memory order (by descending stride).
@@ -60,12 +60,12 @@ class ParamLayout:
 
     @cached_property
     def outer(self) -> int:
-        """The product of the sizes before the sharded dim."""
+        """The product of the sizes of the dims before the sharded dim."""
         return prod(self.shape[: self.dim])
 
     @cached_property
     def inner(self) -> int:
-        """The product of the sizes after the sharded dim."""
+        """The product of the sizes of the dims after the sharded dim."""
         return prod(self.shape[self.dim + 1 :])
 
     @cached_property
@@ -216,11 +216,11 @@ def plan_messages(
     Args:
         params: The layouts of the gradients, those with their own message first.
         num_direct: The number of gradients with their own message.
-        alignment: Packed gradients are padded to a multiple of this.
+        alignment: Packed gradients are padded to a multiple of this many elements.
 
     Returns:
-        The number of elements for each rank in each message, and the offset of the shard of each
-        gradient in the messages of one rank, end to end.
+        For each message, the number of elements for one rank. For each gradient, the offset of its
+        shard in the reduced buffer, which holds the messages for one rank end to end.
     """
     numels = [param.shard_numel for param in params]
     direct, end = _end_to_end(numels[:num_direct], 1)
@@ -230,9 +230,11 @@ def plan_messages(
 
 
 def is_packed(param: ParamLayout, itemsize: int, cost: int | None) -> bool:
-    """Return whether to pack a parameter: if empty, not gathered in place, or cheaper to copy.
+    """Return whether a parameter shares the packed message.
 
-    Without a ``cost``, all are packed.
+    A parameter is packed if it is empty, cannot be gathered in place, or is cheaper to copy than to
+    send alone. If ``cost`` is ``None``, every parameter is packed; otherwise, with one shard, none
+    is.
     """
     if cost is None:
         return True

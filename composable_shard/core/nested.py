@@ -57,7 +57,7 @@ def map_tensors(
 ) -> Any:
     """Apply ``change`` to every tensor in ``value``; return the same object if none has changed.
 
-    Goes into the containers of ``torch.utils._pytree``, dataclass instances, mappings, sets, and
+    This enters the containers of ``torch.utils._pytree``, dataclass instances, mappings, sets, and
     views of dicts.
 
     Args:
@@ -87,7 +87,8 @@ def map_tensors(
     items, rebuild = flattened
     mapped = [map_tensors(change, item, seen, (*enclosing, id(value))) for item in items]
     passed = value if all(map(is_, mapped, items)) else rebuild(mapped)
-    # Other containers may create new items each time pytree flattens them.
+    # Other containers may create new items each time pytree flattens them, which `find_changes`
+    # would take for changes.
     if seen is not None and (isinstance(value, _MUTABLE) or dataclasses.is_dataclass(value)):
         seen.append(InputContainer(value, passed, mapped))
     return passed
@@ -103,8 +104,8 @@ def find_changes(
         label: The name of the module in messages.
 
     Returns:
-        The items that forward put into containers, and an error if a changed container is a copy:
-        the caller would not see the change.
+        The items that forward has put into containers; an error if forward has changed a copy of a
+        container, because the caller would not see the change.
     """
     added, error = list[Any](), None
     for original, passed, before in containers:
@@ -115,8 +116,8 @@ def find_changes(
         added += [item for item in after if id(item) not in ids_before]
         if passed is not original:
             error = ShardError(
-                f"Expected forward of {label} not to change a {type(original).__name__}, got its "
-                "copy with cast or hooked tensors changed; return the new values, or store them"
+                f"Expected forward of {label} not to change a {type(original).__name__}, got a "
+                "change of its copy with cast or hooked tensors; return or store the new values"
             )
     return added, error
 
@@ -126,7 +127,7 @@ def tensors_in(value: Any, enclosing: tuple[int, ...] = ()) -> Iterator[torch.Te
 
     Args:
         value: An input or output of a module.
-        enclosing: The ids of the containers around it, which are not entered again.
+        enclosing: The ids of the containers around ``value``, which are not entered again.
     """
     if isinstance(value, torch.Tensor):
         yield value
@@ -179,9 +180,9 @@ class ForwardCasts:
     """Replaces tensors of modules by copies in another dtype while forward runs.
 
     It casts floating-point buffers to ``buffer_dtype``, and weights of batch norms to the dtype of
-    the running statistics: batch norm accepts inputs of lower precision than its statistics, but
-    not weights. Gradients reach the parameters through the cast. At the end, elements of buffers
-    that forward has written are copied back. All other elements keep their precision.
+    the running statistics: inputs of a batch norm may have a lower precision than its statistics,
+    but its weights may not. Gradients reach the parameters through the cast. :meth:`restore` copies
+    back only the buffer elements that forward has written. The others keep their full precision.
 
     Attributes:
         is_needed: Whether there is anything to cast.
@@ -209,7 +210,7 @@ class ForwardCasts:
                 if buffer is not None and buffer.is_floating_point():
                     yield module._buffers, name, buffer, self._buffer_dtype
         for norm in self._norms:
-            statistics = norm._buffers.get("running_mean")  # cast by now
+            statistics = norm._buffers.get("running_mean")  # already cast
             for name, param in norm._parameters.items():
                 if param is not None and statistics is not None:
                     yield norm._parameters, name, param, statistics.dtype
@@ -225,7 +226,7 @@ class ForwardCasts:
                 holder[name] = current.to(tensor.dtype)
                 continue
             if not is_weight:
-                # Batch norm writes its statistics without bumping their version counters.
+                # Compare values: batch norm writes its statistics without bumping their versions.
                 written = current != tensor.to(cast.dtype)
                 tensor.copy_(torch.where(written, current.to(tensor.dtype), tensor))
             holder[name] = tensor

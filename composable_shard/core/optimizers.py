@@ -1,7 +1,7 @@
 """Hooks of optimizer steps: checks of the parameters, and a step count for each group.
 
-Foreach and fused kernels change a DTensor without bumping its
-version counter, so each group counts the steps that may have changed its shards.
+Foreach and fused kernels change a DTensor without bumping its version counter, so each group counts
+the steps that may have changed its shards.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             "backward(inputs=...) gives none to sharded parameters: call loss.backward()",
             stacklevel=2,
         )
-    host.synchronize()  # wait for copies of shards that a forward without a backward has launched
+    host.synchronize()  # a forward without a backward may have launched copies of shards
     is_fused = any(param_group.get("fused") for param_group in optimizer.param_groups)
     # DTensor would reduce these gradients to contiguous shards. Fused kernels traverse memory in
     # order, so they would update an element by the gradient of another element.

@@ -1,4 +1,4 @@
-"""The sharding of one parameter: the rows of its memory, and the placements of its DTensor.
+"""The sharding of one parameter: its layout in flat buffers, and the placements of its DTensor.
 
 A flat buffer holds the elements of a tensor in memory order. So a transposed or channels-last
 parameter is sharded, gathered and reduced without a permuting copy, and keeps its strides. A scalar
@@ -6,7 +6,7 @@ cannot be cut. In flat buffers, it is a vector of equal elements, one for each r
 holds the whole scalar.
 
 A tensor-parallel parameter is sharded once more, within the local tensor of each rank. Its DTensor
-then spans the data-parallel axes and the tensor-parallel ones.
+then spans the data-parallel axes and the tensor-parallel axes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TensorLayout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a gradient is sent as it is: cut along dim 0, in memory order, not empty."""
+        """Whether a gradient is sent as it is: cut along dim 0, not permuted, not empty."""
         return self.dim == 0 and self.order is None and self.flat.numel > 0
 
     def in_memory_order(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -80,22 +80,22 @@ class TensorLayout:
             return tensor
         layout = self.flat
         if _torch.is_user_subclass(tensor):
-            # torch's fully_shard calls chunk, so subclasses implement it, as aten.split; few
-            # implement narrow.
+            # Subclasses implement chunk (as aten.split), because torch's fully_shard calls it. Few
+            # of them implement narrow.
             shards = tensor.chunk(layout.num_shards, self.dim)
             plain = torch.empty(self.shape, device="meta").chunk(layout.num_shards, self.dim)
             got, expected = ([list(shard.shape) for shard in each] for each in (shards, plain))
             if got != expected:
                 kind = type(tensor).__name__
                 raise ExtensionError(
-                    f"Expected split to return shapes {expected}, got {got} of {kind}"
+                    f"Expected split of {kind} to return shapes {expected}, got {got}"
                 )
             if rank < len(shards):
                 return shards[rank]
         return tensor.narrow(self.dim, layout.start(rank), layout.local_rows(rank))
 
     def padded_shards(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the padded shards of a whole tensor, [num_shards, shard_numel]: copied or not."""
+        """Return padded shards of a whole tensor, [num_shards, shard_numel]; a view if possible."""
         layout = self.flat
         elements = self.in_memory_order(tensor).reshape(-1)
         if layout.is_even and layout.gathers_in_place:
@@ -120,7 +120,8 @@ class TensorLayout:
     def _in_user_order(self, rows: torch.Tensor) -> torch.Tensor:
         if self.order is None:
             return rows
-        return rows.permute(sorted(range(rows.ndim), key=self.order.__getitem__))  # the inverse
+        # The inverse of the permutation in `in_memory_order`.
+        return rows.permute(sorted(range(rows.ndim), key=self.order.__getitem__))
 
 
 def plan_tensor(tensor: torch.Tensor, dim: int | None, num_shards: int) -> TensorLayout:
@@ -138,8 +139,8 @@ def plan_tensor(tensor: torch.Tensor, dim: int | None, num_shards: int) -> Tenso
     by_stride = tuple(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
     if tensor.is_contiguous() or not tensor.permute(by_stride).is_contiguous():
         return TensorLayout(shape, dim, None, ParamLayout(shape, dim, num_shards))
-    ordered, place = tuple(shape[axis] for axis in by_stride), by_stride.index(dim)
-    return TensorLayout(shape, dim, by_stride, ParamLayout(ordered, place, num_shards))
+    memory_shape, memory_dim = tuple(shape[axis] for axis in by_stride), by_stride.index(dim)
+    return TensorLayout(shape, dim, by_stride, ParamLayout(memory_shape, memory_dim, num_shards))
 
 
 def packing_alignment(dtypes: Iterable[torch.dtype], device: torch.device) -> int:
@@ -194,8 +195,8 @@ class ParamPlacement:
 
     Attributes:
         mesh: The mesh of the sharded DTensor.
-        axes: For each mesh axis, the placement of the parameter, and the role of the axis; ``None``
-            if it is not data-parallel.
+        axes: For each mesh axis, the placement of the parameter, and the role of the axis, which is
+            ``None`` if the axis is not data-parallel.
         unsharded_spec: The spec of the unsharded parameter; ``None`` if it is a plain tensor.
         unsharded_grad: For each axis of the mesh of the unsharded parameter, the placement that
             :meth:`local_grad` gives the gradient; ``None`` keeps the current placement.
@@ -248,7 +249,7 @@ def plan_placement(
     """Choose the mesh and placements of a parameter.
 
     Args:
-        name: Its name in messages.
+        name: The name of the parameter in messages.
         param: The parameter, a plain tensor or a DTensor.
         dim: The dim to shard; ``None`` replicates it.
         mesh: The data-parallel ranks.
@@ -266,12 +267,12 @@ def plan_placement(
     spec = _torch.spec_of(param)
     if mesh.dims is not None:
         return _on_full_mesh(name, spec, dim, mesh)
-    both, cause = None, None
+    joint_mesh, cause = None, None
     try:
-        both = _torch.concatenate_meshes([mesh.mesh, spec.mesh])
+        joint_mesh = _torch.concatenate_meshes([mesh.mesh, spec.mesh])
     except Exception as error:  # noqa: BLE001 - torch refuses parts of different meshes
         cause = error
-    if both is None or both.device_type != spec.mesh.device_type:
+    if joint_mesh is None or joint_mesh.device_type != spec.mesh.device_type:
         raise ValueError(
             f"Expected the mesh of the DTensor parameter '{name}' and the data-parallel mesh to "
             f"be parts of one mesh with named axes, got {spec.mesh} and {mesh.mesh}; build both "
@@ -279,7 +280,7 @@ def plan_placement(
         ) from cause
     axes = _axes(mesh, dim, _num_parts(spec, dim))
     return ParamPlacement(
-        both, (*axes, *((p, None) for p in spec.placements)), spec, spec.placements
+        joint_mesh, (*axes, *((p, None) for p in spec.placements)), spec, spec.placements
     )
 
 
@@ -304,7 +305,7 @@ def _axes(
 def _shard(dim: int | None, num_parts: int) -> Placement:
     """Return the placement that shards ``dim``; ``Replicate`` without a dim.
 
-    It is strided if other axes cut the dim into several parts (``num_parts``).
+    The placement is strided if other axes cut the dim into several parts (``num_parts``).
     """
     if dim is None:
         return Replicate()
@@ -322,7 +323,7 @@ def _on_full_mesh(
 ) -> ParamPlacement:
     """Place a DTensor parameter on a mesh that includes the data-parallel axes.
 
-    If several axes shard, they are flattened into one axis.
+    If several axes of the mesh shard, they are flattened into one axis.
     """
     full, dims = spec.mesh, mesh.dims
     assert dims is not None and full.mesh_dim_names is not None

@@ -1,8 +1,8 @@
 """The interface of features, which add operations to a step.
 
-The phases say when the operations of a feature run, relative to those of the core. Where there are
+The phases say when the operations of a feature run, relative to those of the core. On devices with
 streams, the all-reduce over replicas is launched right after the reduce-scatter, on a stream of its
-own; then ``all_reduce_launched`` comes before ``averaged``.
+own, so ``all_reduce_launched`` comes before ``averaged``.
 
 - ``pre_forward``, ``post_forward``: when a forward enters and leaves the group's module.
 - ``gather``, ``gather_launched``: before and after the all-gather is launched.
@@ -10,20 +10,22 @@ own; then ``all_reduce_launched`` comes before ``averaged``.
 - ``before_wait_for_gather``, ``gather_done``: before and after the wait for the all-gather. In
   ``gather_done``, the unsharded parameters already have their values.
 - ``free``, ``freed``: before and after the unsharded memory is freed.
-- ``pre_backward``, ``post_backward``: when a backward first needs the group, and finishes it.
+- ``pre_backward``, ``post_backward``: when a backward first needs the group, and when it finishes
+  the group.
 - ``accumulated``: after gradients were accumulated without a reduction.
 - ``reduce``, ``reduce_launched``: before and after the reduce-scatter is launched.
 - ``before_wait_for_reduction``, ``averaged``: before the wait for the reduce-scatter, and after its
   mean is in the reduced buffer.
-- ``reduced_over_shards``: at the same time as ``averaged``, but only if the gradients are also
-  reduced over replicas.
+- ``reduced_over_shards``: after ``averaged``, but only if the gradients are also reduced over
+  replicas.
 - ``all_reduce_launched``, ``before_wait_for_all_reduce``: after the reduction over replicas is
   launched, if there is one, and before the wait for it.
 - ``deliver``: after the mean over all ranks is in the reduced buffer, before it is written to
   ``.grad``.
-- ``delivered``: after ``.grad`` is written, or after the copy to the host that the next stage waits
-  for before it writes ``.grad``; if the gradients were not reduced over replicas.
-- ``replicas_delivered``: the same, if they were also reduced over replicas.
+- ``delivered``: after ``.grad`` is written, if the gradients are not reduced over replicas. If a
+  copy to the host must come first: after this copy is launched. The next stage then waits for the
+  copy and writes ``.grad``.
+- ``replicas_delivered``: like ``delivered``, but if the gradients are also reduced over replicas.
 - ``before_wait_for_copies``, ``copies_done``: for the root, before and after the host waits for
   copies between host and device.
 """

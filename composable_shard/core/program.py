@@ -42,7 +42,8 @@ class Program:
         keep: If ``reshard_after_forward`` is a number of ranks, operations that keep this rank's
             part of the unsharded memory before it is freed.
         regather: Operations that gather these parts from neighbouring ranks, or free the kept part.
-        pre_forward, post_forward, pre_backward, post_backward: Operations of features only.
+        pre_forward, post_forward, pre_backward, post_backward: Operations of features; on devices
+            with streams, also operations that track the streams.
         accumulate: Operations that accumulate gradients without sync.
         stages: The stages of a reduction: ``True`` with the reduction over the replicas, ``False``
             without it. Stage 0 launches the reduction. Each later stage begins with a wait, and
@@ -52,23 +53,23 @@ class Program:
         version_tensors: Tensors with version counters that grow when the shards change.
         slots: For each name of each parameter: the dict that holds it, the name, the sharded and
             the unsharded parameter, and the function that registers a parameter.
-        attribute_copiers: The copiers of parameters with a ``__dict__`` for the sharded and another
-            for the unsharded parameter.
+        attribute_copiers: The copiers of user attributes, for parameters with separate ``__dict__``
+            objects for the sharded and the unsharded form.
         sharded: The sharded parameters that were registered at compile time.
         requires_grad: Whether each of them was trainable.
-        stream: The id of the stream at compile time.
+        stream: The id of the current stream at compile time.
         freeable: The unsharded parameters with memory that is freed between uses.
         unsharded_storages: The ids of their storages; see ``_torch.storage_number``.
         accumulators: The autograd nodes that accumulate into the trainable parameters.
         had_unsynced: Whether there were unsynced gradients at compile time.
-        reduced: The parameters to reduce: trainable ones, and frozen ones that still have unsynced
-            gradients.
-        reductions: A reduction for each mesh, subclass of `Reduction`, dtype and place of
-            ``.grad``; see `reduced_together`.
+        reduced: The parameters with gradients to reduce: trainable ones, and frozen ones that still
+            have unsynced gradients.
+        reductions: A reduction for each combination of mesh, subclass of `Reduction`, dtype and
+            offloading; see `reduced_together`.
         searched_modules: The modules that have been searched for ``tensor_attributes``, each after
             its first forward since the program was compiled.
-        tensor_attributes: The attributes, by dict and name, in which forward stores tensors on
-            modules.
+        tensor_attributes: The module attributes in which forward stores tensors, each as the
+            module's ``__dict__`` and a name.
     """
 
     def __init__(self, group: Any) -> None:
@@ -90,14 +91,14 @@ class Program:
         self._list_slots(params)
         self._prepare_unsharded(group)
         self._compile(group)
-        self._grad_dtypes = tuple(map(_grad_dtype, self.sharded))  # reductions may set them
+        self._grad_dtypes = tuple(map(_grad_dtype, self.sharded))  # as `_compile` has set them
         if self._has_streams:
             self._put_on_streams(group)
 
     # Guards ---------------------------------------------------------------------------------
 
     def is_current(self, generation: int, *, is_unsharded_registered: bool) -> bool:
-        """Return whether slots, shards, gradient settings and features are unchanged."""
+        """Return whether slots, shards, ``grad_dtype``, settings and features are unchanged."""
         sharded = self.sharded
         return (
             self.has_slots(generation, is_unsharded_registered=is_unsharded_registered)
@@ -108,7 +109,7 @@ class Program:
         )
 
     def has_slots(self, generation: int, *, is_unsharded_registered: bool) -> bool:
-        """Return whether slots and features are unchanged: a cheap part of :meth:`is_current`."""
+        """Return whether slots, settings and features are unchanged; cheaper than `is_current`."""
         registered = self._slots_unsharded if is_unsharded_registered else self._slots_sharded
         return generation == self.generation and all(
             map(is_, map(dict.get, self._holders, self._names), registered)
@@ -120,7 +121,7 @@ class Program:
         return len(mine) == len(others) and all(map(is_, mine, others))
 
     def would_round(self, unsynced: Mapping[str, torch.dtype | None]) -> bool:
-        """Return whether a reduction is narrower than a dtype in `ParamGroup.unsynced`."""
+        """Return whether a reduction has a narrower dtype than `ParamGroup.unsynced` requires."""
         reductions = self.reductions
         pairs = ((each.dtype, unsynced.get(p.name)) for each in reductions for p in each.params)
         return any(wide and torch.promote_types(wide, dtype) != dtype for dtype, wide in pairs)
@@ -146,7 +147,7 @@ class Program:
         self._holders, self._names, self._slots_sharded, self._slots_unsharded, _ = columns
 
     def _prepare_unsharded(self, group: Any) -> None:
-        """Copy settings to the unsharded parameters, hook them, and list those to reduce."""
+        """Copy settings to the unsharded parameters, hook them, and list parameters to reduce."""
         self.accumulators: list[Node] = []
         self.reduced: list[ShardedParam] = []
         for param, sharded in zip(group.params, self.sharded, strict=True):
@@ -199,8 +200,9 @@ class Program:
         mark_freed = partial(_torch.set_versions, freed, (FREED,) * len(freed))
 
         def joined(phase: Phase, parts: Sequence[GatherOps]) -> GatherOps:
-            # All flat buckets allocate before the first collective, which the last launch operation
-            # of a bucket launches. The empty GatherOps gives four columns if there are no parts.
+            # The last launch operation of a bucket launches its collective. The others, such as
+            # allocations, run before the first collective of any bucket. The empty GatherOps gives
+            # four columns if there are no parts.
             launches, *columns = zip(GatherOps((), (), (), ()), *parts, strict=True)
             allocations = chain.from_iterable(launch[:-1] for launch in launches)
             launch = chain(allocations, *(launch[-1:] for launch in launches))
@@ -222,8 +224,8 @@ class Program:
         """Compile the stages of a reduction, with a reduction over the replicas and without.
 
         On devices with streams, the reduction over the replicas is launched on a stream of its own,
-        right after the reduction over the shards. On the CPU, and for tensor subclasses, it is
-        launched when the latter is complete.
+        right after the reduction over the shards. On the CPU, and for subclasses of `Reduction`, it
+        is launched when the reduction over the shards is complete.
         """
         reductions = self.reductions
         launch: Ops = (
@@ -233,10 +235,10 @@ class Program:
             *(each.launch for each in reductions),
             *ops("reduce_launched"),
         )
-        last = [each.over_replicas or each for each in reductions]
+        final_reductions = [each.over_replicas or each for each in reductions]
         hooks: Ops = ops("deliver")
         if group.settings.all_reduce_hook is not None:
-            hooks += tuple(each.call_hook for each in last)
+            hooks += tuple(each.call_hook for each in final_reductions)
         average = tuple(each.average for each in reductions if each.division.after != 1)
         before_wait = ops("before_wait_for_reduction")
         wait = (*before_wait, *(each.wait for each in reductions))
@@ -248,32 +250,33 @@ class Program:
             self.stages = {True: stages, False: stages}
             return
         skips = (each.skip_replicas for each in replicated)
-        without = self._with_write((*averaged, *skips), ops("delivered"), reductions)
-        self.stages = {False: (launch, *without)}
+        after_launch = self._with_write((*averaged, *skips), ops("delivered"), reductions)
+        self.stages = {False: (launch, *after_launch)}
         launches: Ops = tuple(each.launch_over_replicas for each in replicated)
         stage_1 = (*averaged, *launches, *ops("reduced_over_shards"), *ops("all_reduce_launched"))
         stream = pending.side_stream(group.mesh.device)
         if stream is not None and all(type(each) is Reduction for each in reductions):
-            ordered = tuple(partial(each.order_after_shards, stream) for each in reductions)
+            order_ops = tuple(partial(each.order_after_shards, stream) for each in reductions)
             on_side = _within(lambda: _torch.on_stream(stream), (*average, *launches))
-            launch = (*launch, *ordered, *on_side, *ops("all_reduce_launched"))
+            launch = (*launch, *order_ops, *on_side, *ops("all_reduce_launched"))
             stage_1 = (*wait, *ops("averaged"), *ops("reduced_over_shards"))
         await_replicas = ((each.over_replicas or each).wait for each in replicated)
         stage_2 = (*ops("before_wait_for_all_reduce"), *await_replicas, *hooks)
-        written = self._with_write(stage_2, ops("replicas_delivered"), last)
+        written = self._with_write(stage_2, ops("replicas_delivered"), final_reductions)
         self.stages[True] = (launch, stage_1, *written)
 
-    def _with_write(self, ops: Ops, delivered: Ops, last: Sequence[Reduction]) -> tuple[Ops, ...]:
+    def _with_write(self, ops: Ops, delivered: Ops, final: Sequence[Reduction]) -> tuple[Ops, ...]:
         """Add operations that write ``.grad``.
 
         On devices, `Reduction.download` copies gradients or flags to the host, and the next stage
-        waits for them; if neither is needed, it writes ``.grad`` at once.
+        waits for the copies and writes ``.grad``. If no copy is needed, `Reduction.download` itself
+        writes ``.grad``.
         """
-        if self._has_streams or any(each.is_offloaded for each in last):
-            download = (each.download for each in last)
-            written = tuple(each.write_downloaded for each in last)
+        if self._has_streams or any(each.is_offloaded for each in final):
+            download = (each.download for each in final)
+            written = tuple(each.write_downloaded for each in final)
             return (*ops, *download, *delivered), written
-        write = (each.write_grads for each in last)
+        write = (each.write_grads for each in final)
         return ((*ops, *write, *delivered),)
 
     # Streams --------------------------------------------------------------------------------
@@ -324,8 +327,8 @@ def reduced_together(
 ) -> Iterator[tuple[type[Reduction], list[Bucket], list[ShardedParam], torch.dtype]]:
     """Yield the class of each reduction, and its buckets, parameters and dtype.
 
-    If the parameters have several reduce dtypes, real ones are promoted to one dtype, and complex
-    ones to another. Parameters with dtypes without a promotion are reduced apart.
+    If the parameters have several reduce dtypes, the real ones are promoted to one dtype, and the
+    complex ones to another. If no promotion exists, each dtype has a separate reduction.
     """
     dtypes = {param: group.unsynced.get(param.name) or reduce_dtype(param) for param in reduced}
     widest: dict[bool, torch.dtype] = {}
@@ -347,7 +350,7 @@ def reduced_together(
 
 
 def _within(context: Callable[[], AbstractContextManager[object]], ops: Sequence[Op]) -> Ops:
-    """Return one operation that runs others in a context."""
+    """Return one operation that runs ``ops`` in a context, or none if there are no ``ops``."""
 
     def run() -> None:
         with context():

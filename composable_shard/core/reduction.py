@@ -1,8 +1,8 @@
 """Reduces gradients, from the unsharded parameters to ``.grad`` of the sharded parameters.
 
-The methods of `Reduction` are operations of a program, which
-launches a reduction when backward finishes a group (phase reduce), and later waits for it and
-writes ``.grad`` (phase deliver). The placements of a gradient show its stage (`GradStage`):
+The methods of `Reduction` are operations of a program, which launches a reduction when backward
+finishes a group (phase reduce), and later waits for it and writes ``.grad`` (phase deliver). The
+placements of a gradient show its stage (`GradStage`):
 
 - ``unreduced``: ``Partial`` on all data-parallel axes. It was accumulated without sync.
 - ``reduced_over_shards``: ``Partial`` on the replicate axis only.
@@ -69,7 +69,7 @@ def plan_division(
     Args:
         total: The divisor of the sum over the ranks.
         dtype: The dtype of the sum. Since ``float16`` overflows early, its gradients are divided
-            before the sum by a power of two that divides ``total``, about its square root.
+            before the sum, by a power of two that divides ``total`` and is near its square root.
         is_mean: Whether ``total`` is the number of ranks.
         averages: Whether the collective can average.
         divides: Whether the collective can divide by any number, and rounds only afterwards.
@@ -96,7 +96,8 @@ class Reduction:
         num_flags: The number of flags at the end of ``reduced``.
         params: The parameters, in the order of ``reduced``.
         is_offloaded: Whether gradients must be copied to the memory of the host.
-        over_replicas: The reduction that :meth:`launch_over_replicas` launches, if it is another.
+        over_replicas: A separate object for the reduction over the replicas; ``None`` if this one
+            also does that reduction.
     """
 
     reduced: Any
@@ -131,7 +132,7 @@ class Reduction:
         self._sent_dtype = sent_dtype(buckets, dtype, self._channel)
         self._unsharded = tuple(param.unsharded for param in self.params)
         # The other parameters may widen the reduction. If a gradient's own reduce dtype is narrower
-        # than its compute dtype, the gradient is rounded to it first, as if it were reduced alone.
+        # than its compute dtype, it is first rounded to that dtype, as if it were reduced alone.
         self._own_dtypes = [reduce_dtype(param) for param in self.params]
         compute = [param.compute_dtype for param in self.params]
         own = enumerate(self._own_dtypes)
@@ -224,8 +225,8 @@ class Reduction:
             self._grads[index] = None if grad is None else grad.to(dtype)
 
     def add_unsynced(self) -> None:
-        """Add unreduced gradients of earlier backwards to the gradients."""
-        if all(map(is_, map(_grad, self._sharded), repeat(None))):
+        """Add unreduced gradients of earlier backwards to the gradients of this backward."""
+        if not self._group.unsynced:
             return
         factor = self._unreduced_factor()
         for index, (param, sharded) in enumerate(zip(self.params, self._sharded, strict=True)):
@@ -302,7 +303,8 @@ class Reduction:
             self._packed.zero_()
             _torch.copy_each_(self._packed_views, tensors)
             return self._packed
-        if not all(map(is_, map(_dtype, tensors), repeat(tensors[-1].dtype))):  # else it casts
+        # If all tensors have one dtype, `chunk_cat` casts them.
+        if not all(map(is_, map(_dtype, tensors), repeat(tensors[-1].dtype))):
             tensors = [tensor.to(self.dtype) for tensor in tensors]
         packed = _torch.empty(*self._packed_shape, dtype=self.dtype, device=self._mesh.device)
         _torch.chunk_cat(tensors, 0, self._mesh.num_shards, out=packed)
@@ -332,7 +334,7 @@ class Reduction:
                     _torch.local_tensor(old_grad).add_(grad.to(param.local.device))
                 continue
             if old_grad is None:
-                allow_grad_dtype(param.sharded, dtype)  # on all ranks, as it requires
+                allow_grad_dtype(param.sharded, dtype)  # all ranks call it, even without a gradient
             else:
                 total = self._unreduced_form(param, old_grad)
                 grad = total if grad is None else total.add_(grad)
@@ -342,9 +344,9 @@ class Reduction:
                 assign_grad(param.sharded, _torch.from_local(grad, spec))
 
     def _record_unsynced(self, param: ShardedParam, grad: Any) -> GradStage | None:
-        """Record in `ParamGroup.unsynced` that gradients are added to ``grad`` and not reduced.
+        """Record in `ParamGroup.unsynced` that gradients are added to ``grad`` without a reduction.
 
-        If ``grad`` is reduced, record with it a dtype that does not round the sum.
+        If ``grad`` is reduced, also record a dtype that does not round the sum.
 
         Returns:
             The stage of ``grad``, which may be ``None``.
@@ -357,16 +359,17 @@ class Reduction:
         return stage
 
     def _unreduced_factor(self) -> float:
-        """Return the factor of unreduced gradients: the mean over ranks is then sum / divisor."""
+        """Return a factor for unreduced gradients: it makes their mean over ranks sum / divisor."""
         divisor = self._group.settings.divisor
         return 1.0 if divisor is None else self._mesh.num_ranks / divisor
 
     def _unreduced_form(self, param: ShardedParam, grad: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of an unreduced gradient: the mean over all ranks is ``grad``."""
+        """Turn a reduced gradient into an unreduced one, whose mean over all ranks is ``grad``."""
         shard = _torch.local_tensor(grad).to(self._mesh.device)
         dtype = torch.promote_types(shard.dtype, self.dtype)
         full = param.layout.new_zeros(shard, dtype)
-        rows = TensorLayout.shard_of(param.layout, full, self._mesh.shard_rank)  # not a part of it
+        # The method of the base class views the whole shard, even if replicas hold parts of it.
+        rows = TensorLayout.shard_of(param.layout, full, self._mesh.shard_rank)
         rows.copy_(shard)
         if param.layout.dim is not None:
             rows.mul_(self._mesh.num_shards)
@@ -375,9 +378,9 @@ class Reduction:
     # Phase deliver --------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait for the oldest of the collectives that were launched."""
+        """Wait for the oldest pending collectives."""
         self._pending[0].wait()
-        del self._pending[0]  # after the wait: if it fails, `discard` waits for its other works
+        del self._pending[0]  # after the wait: if it fails, `discard` waits for the other works
         if self._packed_views:
             _torch.free(self._packed)
 
@@ -392,8 +395,8 @@ class Reduction:
     def skip_replicas(self) -> None:
         """Skip the reduction over the replicas; the reduced shards differ between replicas.
 
-        A reduced gradient is marked as unreduced over the replicas, on all of them, even if some
-        have nothing to add. It is equal on all replicas, so the next mean keeps it.
+        A reduced gradient in ``.grad`` is marked as not reduced over the replicas, on all replicas,
+        even if some have nothing to add. It is equal on all replicas, so the next mean keeps it.
         """
         self._specs = self._specs_of("reduced_over_shards")
         for param in self.params:
@@ -404,7 +407,7 @@ class Reduction:
                 param.sharded.grad = _torch.from_local(local, spec)
 
     def launch_over_replicas(self) -> None:
-        """Launch the all-reduce, also of shards that earlier backwards left in ``.grad``."""
+        """Launch the all-reduce, including shards that earlier backwards left in ``.grad``."""
         self._specs = self._specs_of("sharded")
         added = self._add_earlier_shards()
         works = self._channel.all_reduce(self.reduced)
@@ -430,7 +433,7 @@ class Reduction:
                 yield index, _torch.local_tensor(grad)
 
     def download(self) -> None:
-        """Copy offloaded gradients to the host; else write ``.grad``, or first copy the flags.
+        """Launch copies of offloaded gradients or of flags to the host; else write ``.grad``.
 
         Reading flags from the device would block the host. They are not needed if this rank has all
         gradients. With hooks of users, ``.grad`` is written at once, so that an optimizer in
@@ -462,9 +465,10 @@ class Reduction:
     def write_grads(self, *, after_autograd: bool = False) -> None:
         """Write the reduced shards to ``.grad`` of the sharded parameters, or add them to it.
 
-        If autograd will still write the gradient of a penalty on the sharded parameters, and some
-        ranks have no rows, the end of the backward does it: on a rank without rows, autograd fails
-        to add to our gradient, but we can add to autograd's.
+        The loss may have a penalty on the sharded parameters. If autograd has yet to write the
+        gradient of this penalty, and some ranks have no rows, the end of the backward calls this
+        method again: on a rank without rows, autograd fails to add its gradient to ours, but
+        `add_grad` can add ours to the gradient of autograd.
         """
         if self._may_lack_rows and not after_autograd and _torch.current_backward() != -1:
             leaves = _torch.in_graphs(self._sharded)
@@ -525,7 +529,7 @@ class LocalReduction(Reduction):
                 self.reduced[index] = param.layout.new_zeros(self._all_flags, self.dtype)
 
     def average(self) -> None:
-        """Divide the gradients by the divisor that was set."""
+        """Divide the gradients by the divisor of the settings; by 1 if there is none."""
         _torch.divide_all_([grad for grad in self.reduced if grad is not None], self._divisor)
 
     def _to_host(self, grads: Any) -> Any:
@@ -638,7 +642,7 @@ def redistributed_grad(param: ShardedParam, *allowed: Placements) -> Any:
 
 
 def add_grad(param: ShardedParam, grad: Any) -> None:
-    """Add a reduced gradient to ``.grad``; raise if that has other rows than those of this rank.
+    """Add a reduced gradient to ``.grad``; raise if ``.grad`` does not have this rank's rows.
 
     Collective: see :func:`redistributed_grad`.
     """
@@ -652,7 +656,7 @@ def add_grad(param: ShardedParam, grad: Any) -> None:
             f"Expected a gradient of local shape {list(local.shape)} in .grad of '{param.name}', "
             f"got {list(old_local.shape)}; assign one with the rows of this rank"
         )
-    if old_grad.placements != grad.placements:  # it is equal on all replicas, so the mean keeps it
+    if old_grad.placements != grad.placements:  # equal on all replicas, so the next mean keeps it
         spec = _torch.spec_with_dtype(_torch.spec_of(grad), old_local.dtype)
         param.sharded.grad = _torch.from_local(old_local, spec)
     old_local.add_(local)

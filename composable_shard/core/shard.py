@@ -36,10 +36,10 @@ def is_parallelized(module: nn.Module) -> bool:
 
 
 def top_modules(module: object) -> tuple[nn.Module, ...]:
-    """Return the modules of the argument, without those that other modules of it contain.
+    """Return the outermost of the given modules: those that no other given module contains.
 
     Raises:
-        TypeError: If it is not a module or a list of modules.
+        TypeError: If the argument is not a module or a list of modules.
         ValueError: If the list is empty, or a module is a container without a forward.
     """
     modules = [module] if isinstance(module, nn.Module) else module
@@ -101,7 +101,7 @@ class Managed:
 
 
 Planned = dict[nn.Parameter, ShardedParam]
-"""The sharded parameter of each original."""
+"""The `ShardedParam` of each original parameter."""
 
 
 def find_managed(
@@ -113,9 +113,9 @@ def find_managed(
 
     A parameter that is tied to a parameter of a replicated module is replicated, too. Users call
     ``fully_shard`` from the bottom up. If modules of this call hold the original of a parameter
-    that an inner group has sharded, the parameter is tied, and the new group takes it over. If
-    some of the modules with the parameter are outside of this call, the inner group keeps it, for a
-    later call that contains all of them.
+    that an inner group has sharded, the parameter is tied. The new group takes it over if this call
+    contains all modules with the parameter. Otherwise the inner group keeps it, until a call
+    contains all of them.
 
     Args:
         modules: The top modules.
@@ -126,12 +126,12 @@ def find_managed(
         ValueError: If a tied parameter was used or changed since an inner group has sharded it.
     """
     ignored_ids = {id(param) for param in ignored}
-    own: dict[nn.Module, None] = {}
+    managed_modules: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
-        if module in own:
+        if module in managed_modules:
             return
-        own[module] = None
+        managed_modules[module] = None
         for child in module.children():
             if _torch.is_replicated(child):
                 ignored_ids.update(map(id, child.parameters()))
@@ -150,21 +150,21 @@ def find_managed(
         owner = owner_of_full(param)
         if owner is not None and slot not in owner.slots:
             tied.setdefault((param, owner), []).append(slot)
-        elif slot.module in own:
+        elif slot.module in managed_modules:
             slots.setdefault(param, []).append(slot)
     taken_over = []
-    for (param, owner), places in tied.items():
+    for (param, owner), tied_slots in tied.items():
         if not owner.is_as_made:
             raise ValueError(
-                f"Expected parameter '{prefixes[places[0].module]}{places[0].name}' to be tied "
-                f"before its group was used or changed, got a later tie with '{owner.name}'; first "
-                "apply fully_shard to all modules that share the parameter"
+                f"Expected parameter '{prefixes[tied_slots[0].module]}{tied_slots[0].name}' to be "
+                f"tied before its group was used or changed, got it tied to '{owner.name}' "
+                "later; first apply fully_shard to all modules that share the parameter"
             )
         if all(slot.module in prefixes for slot in owner.slots):
-            slots[param] = [*owner.slots, *places]
+            slots[param] = [*owner.slots, *tied_slots]
             taken_over.append(owner)
     names = {param: f"{prefixes[first.module]}{first.name}" for param, (first, *_) in slots.items()}
-    return Managed(list(own), slots, names, taken_over)
+    return Managed(list(managed_modules), slots, names, taken_over)
 
 
 def plan_params(
@@ -177,7 +177,7 @@ def plan_params(
     """Choose the sharded dim, mesh and dtypes of each parameter.
 
     Raises:
-        ValueError: If a parameter cannot be sharded that way, with its name.
+        ValueError: If a parameter cannot be sharded that way. The message names the parameter.
     """
     check_names(offload, set(managed.names.values()))
     planned: Planned = {}
@@ -252,8 +252,8 @@ def _cut_subclass(param: ShardedParam, part: torch.Tensor) -> torch.Tensor:
     """Copy this rank's shard of a tensor subclass; a tensor on the meta device stays there.
 
     Raises:
-        ExtensionError: If the class cannot be cut that way, copied or gathered, or if an operation
-            does not return its own class.
+        ExtensionError: If the tensor cannot be cut that way, copied or gathered, or if an operation
+            does not return the tensor's class.
     """
     kind = type(part)
     keeps_class = _torch.is_subclass(part) or hasattr(kind, PRE) or hasattr(kind, GRAD_PRE)
@@ -307,7 +307,7 @@ def _agree_on_shards(failure: ExtensionError | None, meshes: Sequence[DeviceMesh
 
 
 def check_subclasses(planned: Planned) -> None:
-    """Cut the tensor subclasses only to raise the errors of :func:`build_group` on all ranks.
+    """Raise the errors that :func:`build_group` would raise for tensor subclasses, on all ranks.
 
     Collective: see :func:`build_group`.
     """
@@ -316,7 +316,7 @@ def check_subclasses(planned: Planned) -> None:
 
 
 def commit(group: ParamGroup, managed: Managed, planned: Planned) -> None:
-    """Register the sharded parameters, remove those taken over, and move buffers to the device."""
+    """Register the sharded parameters, remove taken-over ones from inner groups, move buffers."""
     for lost in managed.taken_over:
         lost.group.remove(lost)
     for original, param in planned.items():

@@ -67,7 +67,7 @@ def _params_of(module: nn.Module) -> list[tuple[str, ShardedParam]]:
 
 
 def _before_save(module: nn.Module, *_: object) -> None:
-    """Register the sharded parameters; during compute or after ``unshard()`` for this call only."""
+    """Register the sharded parameters; during compute or after ``unshard()``, only for the save."""
     for name, param in _params_of(module):
         group: ParamGroup = param.group
         group.check_in_memory("for a state dict")
@@ -80,7 +80,7 @@ def _before_save(module: nn.Module, *_: object) -> None:
 
 
 def _after_save(module: nn.Module, *_: object) -> None:
-    """Register the unsharded parameters again if they were replaced for this call only."""
+    """Register the unsharded parameters again if they were replaced only for the save."""
     for name, param in _params_of(module):
         if param.group.is_unsharded_registered:
             module._parameters[name] = param.unsharded
@@ -120,7 +120,7 @@ def _before_load(
                 "got a call during one; call it before or after them"
             )
         group.reshard()
-    host.synchronize()  # copies of shards that a forward without a backward has launched
+    host.synchronize()  # a forward without a backward may have launched copies of shards
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     for attribute, param in params:
         param.record_user_state()
@@ -165,7 +165,7 @@ def _shard_of(param: ShardedParam, full: torch.Tensor, current: DTensor, assign:
 
 
 def _after_load(module: nn.Module, *_: object) -> None:
-    """Register an assigned parameter in all slots of the replaced one, with its attributes."""
+    """Register an assigned parameter in all slots, with the attributes of the one it replaces."""
     for attribute, param in _params_of(module):
         current = module._parameters.get(attribute)
         if not isinstance(current, DTensor):

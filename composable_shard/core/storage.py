@@ -59,7 +59,7 @@ USER_GRAD_DTYPE = "_composable_shard_user_grad_dtype"
 """The attribute that records the user's ``grad_dtype`` while the library has set it to ``None``."""
 
 
-# The owners of sharded tensors, by id of the tensor. Another tensor may have the id by now.
+# The owners of sharded tensors, by id of the tensor. Another tensor may have the same id by now.
 _sharded: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
 
 
@@ -69,8 +69,8 @@ def owner_of_sharded(tensor: torch.Tensor) -> ShardedParam | None:
     return param if param is not None and param.sharded is tensor else None
 
 
-# By id: the originals, unsharded parameters and full copies that modules hold or have held, and the
-# parameters that they belong to.
+# By id of the tensor: the originals, unsharded parameters and full copies that modules hold or have
+# held, and the parameters that these tensors belong to.
 _full_tensors: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[ShardedParam]]] = {}
 
 
@@ -98,7 +98,7 @@ def as_sharded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def num_full_tensors(tensors: Iterable[torch.Tensor]) -> int:
-    """Count the full tensors of parameters among some tensors."""
+    """Count the tensors that are full tensors of sharded parameters."""
     found = _full_tensors.keys() & set(map(id, tensors))
     return sum(_full_tensors[key][1]() is not None for key in found)
 
@@ -118,7 +118,7 @@ class FlatPosition(NamedTuple):
 
 
 def _is_unsafe() -> bool:
-    return os.environ.get("FSDP_USE_UNSAFE_SETATTR") == "1"  # of torch's FSDP1
+    return os.environ.get("FSDP_USE_UNSAFE_SETATTR") == "1"  # the variable of torch's FSDP1
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class Slot:
     Attributes:
         module: The module.
         name: The name of the parameter in the module.
-        is_unsafe: Whether to register parameters without an overridden ``__setattr__`` of the
-            module; an environment variable says so when the slot is made.
+        is_unsafe: Whether registering a parameter bypasses an overridden ``__setattr__`` of the
+            module. An environment variable decides this when the slot is made.
     """
 
     module: nn.Module
@@ -167,7 +167,7 @@ class ShardedParam:
         dtype: The dtype of its shard.
         placement: The mesh and placements of its DTensors.
         began_on_meta: Whether it was on the meta device when it was sharded.
-        local: This rank's shard; outside of loads and conversions, a view of the bucket.
+        local: This rank's shard: a view of the bucket, until a load or a conversion replaces it.
         outer_storage: The id of the storage of the DTensor itself, not of its local tensor.
             Assigning ``.data`` of the DTensor changes this id.
         sharded: The DTensor that is registered outside forward and backward.
@@ -180,12 +180,12 @@ class ShardedParam:
             `FlatBucket`. Tensor subclasses ignore it.
         version_when_made: The result of :meth:`version` when ``fully_shard`` made it.
         freed_inner: Inner tensors of a subclass with memory that is freed between uses. Autograd
-            may save them, so they have versions, too.
+            may save them, so the program sets their version counters, too.
         flat_position: The position of its shard in a flat buffer; ``None`` without such a buffer.
         user_state: The attributes and the ``grad_dtype`` before a load or a conversion: torch loses
             them if it swaps the contents of the sharded parameter.
-        grad_codec: Splits its gradient into plain tensors; ``None`` until a rank has had one, and
-            always if gradients are plain tensors.
+        grad_codec: Splits its gradient into plain tensors; ``None`` until a rank has a gradient,
+            and always if gradients are plain tensors.
         attributes: Copies attributes of users from the sharded to the unsharded parameter, and
             back; ``None`` if both share one ``__dict__``.
     """
@@ -223,7 +223,7 @@ class ShardedParam:
         self.flat_position: FlatPosition | None = None
         self.attributes: AttributeCopier | None = None
         self.grad_codec: Codec | None = None
-        self._user_class = _torch.class_in_memory(original)  # if its memory is plain; else None
+        self._user_class = _torch.class_in_memory(original)  # None unless it has plain memory
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle only the sharded parameter."""
@@ -285,7 +285,7 @@ class ShardedParam:
         return self.layout.shard_of(self.tensor_parallel_part(full), self.mesh.shard_rank).detach()
 
     def tensor_parallel_part(self, full: torch.Tensor) -> torch.Tensor:
-        """Return the tensor-parallel part of a full tensor; all of it if there is none."""
+        """Return this rank's tensor-parallel part of a full tensor, or all of a plain parameter."""
         if isinstance(full, DTensor):
             return _torch.local_tensor(full)
         spec = self.placement.unsharded_spec
@@ -391,7 +391,7 @@ class ShardedParam:
 def user_grad_dtype(sharded: nn.Parameter) -> tuple[bool, torch.dtype | None]:
     """Return whether the user has set ``grad_dtype`` of a sharded parameter, and to what."""
     dtype = sharded.grad_dtype
-    if dtype is None and USER_GRAD_DTYPE in sharded.__dict__:  # otherwise it was set since
+    if dtype is None and USER_GRAD_DTYPE in sharded.__dict__:  # the user has set no dtype since
         recorded: tuple[bool, torch.dtype | None] = sharded.__dict__[USER_GRAD_DTYPE]
         return recorded
     return (False, None) if dtype == sharded.dtype else (True, dtype)
@@ -431,7 +431,8 @@ class Bucket(Protocol):
         locals: The shard of each parameter.
         mesh: The data-parallel ranks.
         compute_dtype: The dtype of the unsharded parameters.
-        message_cost: It decides which gradients get their own message; ``None`` if all share one.
+        message_cost: The cost of a message (`layout.py`): a gradient that would take longer to copy
+            gets its own message. ``None`` if all share one.
         reduction: The class that reduces its gradients; ``None`` for plain gradients.
     """
 
@@ -460,17 +461,17 @@ class Bucket(Protocol):
         """
 
     def free(self) -> bool:
-        """Free the unsharded memory; return whether it stays, because NumPy arrays share it."""
+        """Free the unsharded memory, unless NumPy arrays share it; return whether they do."""
 
     def memory_for_backward(self) -> Sequence[torch.Tensor]:
         """Return the flat memory that a backward may read, of the same length on all ranks."""
 
 
 class Regather:
-    """Keeps one of several equal parts of memory, and gathers all parts from neighbours."""
+    """Keeps one of k equal parts of unsharded memory, and gathers all k from neighbouring ranks."""
 
     def __init__(self, bucket: Bucket, channel: Channel, num_ranks: int) -> None:
-        """Plan to gather memory from some neighbours. Collective: makes their process group."""
+        """Plan to gather from ``num_ranks`` neighbours. Collective: makes their process group."""
         self._memory, self._channel = bucket.memory_for_backward(), channel
         self._num_ranks = num_ranks
         self._part = channel.mesh.shard_rank % num_ranks
@@ -565,9 +566,9 @@ class FlatBucket:
         )
         self.params = [params[index] for index in self.layout.order]
         # `aligns` is also true for a simulated device, which a comparison with "cpu" would miss.
-        is_away = first.offload is not None and _torch.aligns(self.mesh.device)
+        is_off_device = first.offload is not None and _torch.aligns(self.mesh.device)
         self.is_uploaded = copies_overlap_compute(first.offload, self.mesh.device)
-        self.is_offloaded = is_away or self.is_uploaded
+        self.is_offloaded = is_off_device or self.is_uploaded
         self.has_arrays = False
         is_cast = self.dtype != self.compute_dtype
         self.shares_storage = self.mesh.num_shards == 1 and not is_cast and not self.is_offloaded
@@ -590,7 +591,7 @@ class FlatBucket:
         return _AllGather(self, shards, channel, keeps_storage=keeps_storage).ops
 
     def free(self) -> bool:
-        """Free the unsharded buffer; return whether it stays, because NumPy arrays share it."""
+        """Free the unsharded buffer, unless NumPy arrays share it; return whether they do."""
         if not self.shares_storage and hasattr(self, "unsharded"):
             self.has_arrays = not _torch.free(self.unsharded)
         return self.has_arrays
@@ -619,7 +620,7 @@ class FlatBucket:
         room for the shards only.
         """
         layout, mesh = self.layout, self.mesh
-        self.unsharded = self.sharded  # with the same layout, if there is one shard
+        self.unsharded = self.sharded  # with one shard, both have the same layout
         if not self.shares_storage:
             numel, dtype, device = layout.unsharded_numel, self.compute_dtype, mesh.device
             self.unsharded = _torch.empty(numel, dtype=dtype, device=device)
@@ -734,8 +735,8 @@ class Staging:
         flat: Its memory, freed between uses.
         message: The part of ``flat`` for the gathered message.
         copy_out: The operations that copy the parameters to the unsharded buffer. On devices, one
-            kernel splits the message. It writes parameters to the unsharded buffer if their shards
-            end to end form them, and everything else to the end of ``flat``. From there, a second
+            kernel splits the message. It writes parameters with ``gathers_in_place`` to the
+            unsharded buffer, and everything else to the end of ``flat``. From there, a second
             operation copies the other parameters.
     """
 
@@ -762,7 +763,7 @@ class Staging:
             offset, width = layout.shard_offsets[index] - layout.packed_offset, param.shard_numel
             column = columns[:, offset : offset + width]
             whole = None
-            if param.gathers_in_place:  # padding follows the rows: whole shards are copied
+            if param.gathers_in_place:  # the padding comes last, so whole shards are copied
                 whole = target[: num_ranks * width].view(num_ranks, width)
             if is_fused:  # outputs from left to right: gap, parameter, gap, parameter, ...
                 outputs.append(rest_columns(offset - start))

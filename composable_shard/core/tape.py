@@ -17,8 +17,9 @@ Group = TypeVar("Group", bound=Hashable)
 class Interval:
     """The entry and exit times of a call. All calls inside one checkpoint share an interval.
 
-    A checkpoint recomputes all of its calls before the backward of any of them. So backward gathers
-    their groups at the exit of the checkpoint, and finishes them at its entry.
+    Times count the entries and exits of calls on the tape. A checkpoint recomputes all of its calls
+    before the backward of any of them. So backward gathers their groups where forward left the
+    checkpoint, and finishes them where forward entered it.
     """
 
     def __init__(self, entered: int, *, is_checkpoint: bool) -> None:
@@ -48,9 +49,9 @@ class Plan(NamedTuple, Generic[Group]):
     """The plan of a backward, the same on all ranks.
 
     Attributes:
-        steps: The steps, the first step last.
+        steps: The steps in reverse order of execution.
         groups: The groups that the plan gathers and finishes.
-        num_recomputes: For each group inside checkpoints, the number of recomputed calls.
+        num_recomputes: For each group inside checkpoints, the number of calls to recompute.
     """
 
     steps: list[PlanStep[Group]]
@@ -65,7 +66,7 @@ class CallRecord(NamedTuple, Generic[Group]):
     """One call in a forward. Ranks that sit out a module replay its calls.
 
     Attributes:
-        depth: The number of calls around it.
+        depth: The number of calls around this call.
         group: The group.
         module: The called module of the group.
         interval: The interval of its visit; ``None`` if the call cannot have a backward.
@@ -87,8 +88,8 @@ class Tape(Generic[Group]):
     Attributes:
         visits: The visits in order of entry.
         calls: The fields of a `CallRecord` for each call of this forward, in order of exit.
-        last_calls: The calls of the last forward by outermost module, and by whether the forward
-            may have a backward. The latest forward comes last.
+        last_calls: The ``calls`` of the last forward for each outermost module, separately for
+            forwards that may have a backward (key ``True``). The latest forward comes last.
         upcoming: The group that forward probably needs next.
     """
 
@@ -97,8 +98,9 @@ class Tape(Generic[Group]):
         self.calls: list[tuple[Any, ...]] = []
         self.last_calls: dict[tuple[Hashable, bool], list[tuple[Any, ...]]] = {}
         self._clock = self._began = 0  # the time now, and when the latest forward began
-        self._any_grad = False  # in this forward, so far; see `leave`
-        self._orders: dict[Group, list[Group]] = {}  # of the last forwards, by outermost group
+        self._any_grad = False  # whether a call of this forward had a flag of `leave`
+        # For each outermost group, the order of groups in its last forward.
+        self._orders: dict[Group, list[Group]] = {}
         self._predicted_order: list[Group] = []
         self._current_order: list[Group] = []
         self._first_of_backward: Group | None = None
@@ -129,16 +131,16 @@ class Tape(Generic[Group]):
         return ()
 
     def is_turning_point(self, group: Group) -> bool:
-        """Return whether ``group`` ends this forward and began the last backward.
+        """Return whether ``group`` is last in this forward and was first in the last backward.
 
-        If such a group was freed after forward, backward would gather it again at once.
+        If forward freed such a group, the next backward would gather it again at once.
         """
         predicted, current = self._predicted_order, self._current_order
         is_last = len(current) == len(predicted) and bool(current) and current[-1] is group
         return is_last and group is self._first_of_backward
 
     def was_turning_point(self, outermost: Group, group: Group) -> bool:
-        """Return whether ``group`` ended the last forward and began the last backward."""
+        """Return whether ``group`` was last in the last forward and first in the last backward."""
         order = self._orders.get(outermost, [])
         return order[-1:] == [group] and group is self._first_of_backward
 
@@ -157,11 +159,13 @@ class Tape(Generic[Group]):
     def leave(self, visit: Visit[Group], *, needs_reduce: bool, needs_grad: bool) -> None:
         """Record the end of a call.
 
+        After a call with either flag, backward may read the parameters of all later calls of the
+        forward: some ranks may detach their inputs, but all ranks need the same plan.
+
         Args:
             visit: The visit that :meth:`enter` returned.
             needs_reduce: Whether the group has gradients to reduce.
-            needs_grad: Whether an output may get a gradient. Some ranks may detach inputs of later
-                groups. So after a call with either flag, backward may read all later groups.
+            needs_grad: Whether an output may get a gradient.
         """
         self._clock += 1
         interval = visit.interval
@@ -189,7 +193,7 @@ class Tape(Generic[Group]):
         self.visits = []
 
     def _forget_superseded(self) -> None:
-        """Keep only visits that affect the plan, because some forwards never have a backward."""
+        """Keep only visits that affect the plan: without a backward, visits would pile up."""
         first, last = self._first_and_last()
         checkpoints = [visit for visit in self.visits if visit.interval.is_checkpoint]
         keep = {id(visit) for visit in (*first.values(), *last.values(), *checkpoints)}

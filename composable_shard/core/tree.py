@@ -78,7 +78,7 @@ class Finalization:
         self._tree = tree
         self.is_manual = False
         self.handle: object = None
-        self._remedy: str | None = None  # how to finish earlier backwards; ``None`` if all are
+        self._remedy: str | None = None  # how to finish earlier backwards; None: all are finished
 
     @property
     def has_unfinished_backwards(self) -> bool:
@@ -87,13 +87,13 @@ class Finalization:
 
     def record_backward(self) -> bool:
         """Record the end of a backward; return whether it finishes its reductions itself."""
-        self._remedy = "end it by finalize_backward()" if self.is_manual else None
+        self._remedy = "call finalize_backward()" if self.is_manual else None
         if not (self.is_manual or self._tree.is_last_backward):
             self._remedy = "call set_is_last_backward(True) and run one more backward"
         return self._remedy is None
 
     def set_manual(self, enabled: bool) -> None:
-        """Let ``finalize_backward`` finish reductions, or (``False``) the end of each backward.
+        """Set whether ``finalize_backward`` or the end of each backward finishes reductions.
 
         Raises:
             ShardError: If a backward that began under the other setting is not finished.
@@ -101,7 +101,7 @@ class Finalization:
         if enabled != self.is_manual and self._remedy is not None:
             raise ShardError(
                 "Expected set_manual_backward_finalization() between iterations, got it before a "
-                f"backward is finished; {self._remedy}, or drop it by reset_iter_state()"
+                f"backward is finished; {self._remedy}, or call reset_iter_state() to drop it"
             )
         self.is_manual = enabled
 
@@ -111,10 +111,10 @@ class Finalization:
         Collective: the reductions.
         """
         self._tree.launch_reductions()
-        self._remedy, self.handle = "end it by the wait() of its handle", handle
+        self._remedy, self.handle = "call wait() on its handle", handle
 
     def check_ended(self) -> None:
-        """Raise if the handle of the last ``finalize_backward`` has not been waited for."""
+        """Raise if ``wait()`` of the last handle has not been called."""
         if self.handle is not None:
             raise ShardError(
                 "Expected wait() on the last GradientReductionHandle before another forward or "
@@ -144,7 +144,7 @@ class Tree:
             another value is out of date.
         tape: The record of forwards since the last backward.
         call_stack: The calls in progress, the innermost last.
-        in_flight: The reductions in flight; trees may share them.
+        in_flight: The reductions in flight; trees may share the queue.
         is_last_backward: Whether the end of a backward waits for its reductions.
         is_agreed: Whether the ranks have compared their models, and found them equal.
         post_optim_event: The event of ``set_post_optim_event``, for which the next gather waits.
@@ -188,7 +188,10 @@ class Tree:
         self._set_features(other for other in self.features if other is not feature)
 
     def _set_features(self, features: Iterable[Feature]) -> None:
-        """Recompile the programs of groups at rest; others are recompiled when they are used."""
+        """Set the features, and recompile the programs.
+
+        A group with a gather in flight, or with a kept part, recompiles at its next use.
+        """
         self.features = tuple(features)
         self.invalidate_programs()
         for group in self.groups:
@@ -210,7 +213,7 @@ class Tree:
         is_recomputed = _current_task() != -1 and self._is_in_backward(group)
         if not is_recomputed and (not self.call_stack or self._begins_forward(group)):
             self._begin_forward(group)
-        # The backward begins first: with the call on the stack, it would be inside a forward.
+        # The backward begins before the call is on the stack: otherwise it would be an inner one.
         backward = self.begin_backward() if is_recomputed else None
         call = Call(group, module, is_recomputed=is_recomputed)
         self.call_stack.append(call)
@@ -247,7 +250,10 @@ class Tree:
                 op()
 
     def _is_in_backward(self, group: ParamGroup) -> bool:
-        """Return whether the running backward needs a group; an empty one if it needs any."""
+        """Return whether the running backward needs a group.
+
+        The tape has no groups without parameters; such a group is needed if any other group is.
+        """
         if not group.params:
             return bool(self.tape.visits or self.plan.groups)
         return group in self.tape or group in self.plan.groups
@@ -278,7 +284,7 @@ class Tree:
             self._end_forward(group, needs_grad=needs_grad, has_failed=has_failed)
 
     def _begins_forward(self, group: ParamGroup) -> bool:
-        """Return whether this call begins a forward: an interrupt has ended those on the stack."""
+        """Return whether this call begins a forward because an interrupt has ended the last one."""
         may_begin = group is self.call_stack[0].group or group is self.root
         # If the frame of the outermost call is still executing, a module has called itself.
         return may_begin and not (self._outer_frame and _torch.is_executing(self._outer_frame))
@@ -363,7 +369,7 @@ class Tree:
             group.reshard()
         self._to_free.clear()
         if self.has_inner_backward and not needs_grad:
-            # No backward of this forward will reduce what the inner backwards have accumulated.
+            # No backward of this forward will reduce the gradients of the inner backwards.
             for group in dict.fromkeys(group for _, group, *_ in reversed(self.tape.calls)):
                 group.reshard()
                 if group.needs_reduce:
@@ -466,7 +472,7 @@ class Tree:
 
     def _wait_for_copies(self) -> None:
         """Wait for copies between host and device: users may write the shards from now on."""
-        # Only uploads read shards.
+        # Only copies to the device read shards. Without them, there is nothing to wait for.
         if not host.uploads or not host.is_busy():
             return
         for op in self.ops(self.root, "before_wait_for_copies"):

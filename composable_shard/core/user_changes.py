@@ -1,9 +1,10 @@
-"""Changes by users: tensors that replace sharded parameters, and writes to unsharded ones.
+"""Changes by users: tensors in place of sharded parameters, and writes to unsharded parameters.
 
-Before a gather, this file adopts tensors that have replaced sharded
-parameters, and finds full tensors of ``torch.func.functional_call``. After a forward, no change of
-unsharded parameters may be lost silently: if users clear their gradients, this file also clears
-those of the sharded parameters, and a write raises an error.
+Before a gather, `adopt_registered` makes tensors that have replaced sharded parameters the new
+sharded parameters, and `is_substituted` finds full tensors of ``torch.func.functional_call``. After
+a forward, no change of unsharded parameters may be lost silently. So `UnshardedSnapshot` finds
+writes, which raise an error. If users clear the gradient of an unsharded parameter, the snapshot
+also clears the gradient of the sharded parameter.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def is_substituted(
         is_unsharded_registered: Whether the group has registered its unsharded parameters.
 
     Raises:
-        ShardError: If only some are replaced, or some by sharded tensors while the unsharded ones
-            are registered. Only on ranks where this happened.
+        ShardError: If only some parameters are replaced, or some by sharded tensors while the
+            unsharded parameters are registered. Only on ranks where this happened.
     """
     registered = ((param, param.find_registered()) for param in params)
     replaced = {
@@ -61,7 +62,7 @@ def adopt_registered(params: Sequence[ShardedParam], label: str) -> None:
         label: The name of the group in messages.
 
     Raises:
-        ShardError: If some do not fit; the message lists them, and nothing is adopted.
+        ShardError: If some parameters do not fit; the message lists them, and none is adopted.
     """
     pairs = [(param, param.find_registered()) for param in params]
     misfits = [text for pair in pairs if (text := _misfit(*pair)) is not None]
@@ -92,9 +93,9 @@ def carry_over(param: ShardedParam, new: nn.Parameter) -> None:
 
 
 def _misfit(param: ShardedParam, registered: torch.Tensor | None) -> str | None:
-    """Return how a registered tensor differs from the sharded parameter, if it does."""
+    """Describe why a registered tensor cannot be the sharded parameter; ``None`` if it can."""
     if registered is None:
-        return f"none for '{param.name}'"
+        return f"no tensor for '{param.name}'"
     if not isinstance(registered, DTensor):
         return f"a plain tensor for '{param.name}'"
     old, new = _torch.spec_of(param.sharded), _torch.spec_of(registered)
@@ -108,7 +109,7 @@ def _misfit(param: ShardedParam, registered: torch.Tensor | None) -> str | None:
         ("local shape", list(local.shape), list(param.local.shape)),
     ):
         if got != expected:
-            return f"one of {kind} {got} for '{param.name}' of {kind} {expected}"
+            return f"{kind} {got} for '{param.name}', which has {kind} {expected}"
     return None
 
 
@@ -136,9 +137,9 @@ def check_materialized(params: Sequence[ShardedParam], label: str) -> None:
 class UnshardedSnapshot:
     """The content of unsharded parameters at the end of a forward that leaves them registered.
 
-    If the sharded parameter has a gradient, ``.grad`` of the unsharded one gets a mark: a sparse
-    tensor with one zero. ``zero_grad`` removes the mark or empties it. Autograd replaces it by a
-    sum; only users write into it, which bumps its version.
+    If only the sharded parameter has a gradient, ``.grad`` of the unsharded parameter gets a mark,
+    a sparse tensor with one zero, to detect what users do with it. ``zero_grad`` removes or empties
+    the mark. Autograd replaces the mark by a sum. A write of users bumps the mark's version.
     """
 
     def __init__(self, params: Sequence[ShardedParam], *, has_marks: bool) -> None:
@@ -174,7 +175,7 @@ class UnshardedSnapshot:
 
 
 def _mark(param: ShardedParam) -> torch.Tensor | None:
-    """Mark ``.grad`` of an unsharded parameter, if only the sharded one has a gradient."""
+    """Set a mark as ``.grad`` of an unsharded parameter, if only the sharded one has a gradient."""
     leaf = param.unsharded
     with _torch.without_overrides():
         if not leaf.numel() or leaf.grad is not None or param.sharded.grad is None:
@@ -188,9 +189,9 @@ def _mark(param: ShardedParam) -> torch.Tensor | None:
 def _content_of(param: ShardedParam) -> tuple[int, ...]:
     """Return a cheap fingerprint of the content of an unsharded parameter.
 
-    It has the id of the storage and the version counters. On the CPU, it also has the sum of this
-    rank's rows, read as integers, because writes to ``.data`` bump no version counter; on devices,
-    reading a sum would synchronize.
+    The fingerprint consists of the id of the storage and the version counters. On the CPU, the sum
+    of this rank's rows, read as integers, is added, because writes to ``.data`` bump no version
+    counter. On other devices, the host would have to wait for the sum.
     """
     leaf = param.unsharded
     storage = _torch.storage_number(leaf)

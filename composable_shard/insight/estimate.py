@@ -154,9 +154,10 @@ class Estimate(Report):
         return Table("Communication", headings, rows)
 
     def _time(self) -> Table:
-        times = {} if self.time is None else vars(self.time)
+        labels = "compute", "communication", "exposed communication", "step"
+        seconds = () if self.time is None else vars(self.time).values()
         rows = [("floating-point operations of a rank", count_text(self.flops))]
-        rows += [(name, seconds_text(seconds)) for name, seconds in times.items()]
+        rows += zip(labels, map(seconds_text, seconds), strict=False)
         return Table("Forward and backward", ("", "amount"), rows)
 
 
@@ -344,8 +345,7 @@ def _checked_speeds(**given: float | None) -> dict[str, float] | None:
     check_value("speeds", numbers, fit, "to be positive, and the latency at least 0")
     both = given["flops"], given["bandwidth"]
     check_value("flops and bandwidth", both, both.count(None) != 1, "to be given both or neither")
-    has_speeds = None not in both
-    return {"replica_bandwidth": numbers["bandwidth"], **numbers} if has_speeds else None
+    return None if None in both else {"replica_bandwidth": numbers["bandwidth"], **numbers}
 
 
 def _time_of(moments: Iterable[Moment], speeds: Mapping[str, float]) -> StepTime:

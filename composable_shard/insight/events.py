@@ -230,8 +230,8 @@ class OrderCheck(Feature):
             is_same, _ = compare(op, ranks, device)
         except RuntimeError as error:
             raise RankMismatchError(
-                f"Expected all ranks to reach the {step}, got no sign of some rank within the "
-                "time-out; it has ended, or waits elsewhere"
+                f"Expected all ranks to reach the {step}, got no message of some rank within "
+                "the time-out; it has ended, or waits elsewhere"
             ) from error
         if not is_same:
             steps = gather_objects([step], ranks, "comparing the order of collectives")

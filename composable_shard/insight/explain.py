@@ -108,7 +108,7 @@ class OptimizerExplanation(Report):
         title = f"A step of {self.name}: tensors to step, messages and bytes to send, on this rank"
         sentences = []
         if any(group.layout == "flat" for group in self.groups):
-            sentences = ["shards that lie side by side are stepped as one tensor; nothing is sent"]
+            sentences = ["adjacent shards are stepped as one tensor, and no messages are sent"]
         elif self.traffic.launches:
             sentences = [f"work of the busiest rank / mean work of all ranks: {self.imbalance:.3g}"]
         told = [Sentences("Optimizer", sentences)] if sentences else []
@@ -144,7 +144,7 @@ class Explanation(Report):
         if self.optimizer is not None:
             shown += self.optimizer.sections()
         if self.advice:
-            shown.append(Sentences("Worth a look", list(map(_advice_text, self.advice))))
+            shown.append(Sentences("Advice", list(map(_advice_text, self.advice))))
         return shown
 
     def _communication(self, alike: list[tuple[str, GroupExplanation]]) -> Table:
@@ -155,7 +155,7 @@ class Explanation(Report):
             rows.append((title, *map(_traffic_text, parts.values()), sent, copied))
         copied = nbytes_text(sum(group.copied_nbytes for group in self.groups))
         rows.append(("all groups", *("" for _ in parts), nbytes_text(self.traffic.nbytes), copied))
-        title = "One step: launches x messages, and the bytes that this rank sends and copies"
+        title = "One step on this rank: launches x messages per launch, bytes sent, bytes copied"
         return Table(title, ("group", *parts, "sent", "copied"), rows)
 
 

@@ -528,7 +528,7 @@ def _copies_of_gather(bucket: FlatBucket, in_backward: str) -> Iterator[_Copy]:
         why = f"shards are encoded{params[0].policy.wires()}, before each gather"
         yield "cast", params, sum(encoded), why
     elif stored != dtype and bucket.mesh.num_shards == 1:
-        why = f"stored as {stored}, computed with as {dtype}"
+        why = f"parameters stored as {stored} are cast to {dtype} for compute"
         yield "cast", params, layout.unsharded_numel * itemsize, why
     elif stored != dtype:
         why = f"shards of {stored} are cast to {dtype} before each gather, so fewer bytes travel"
@@ -536,7 +536,7 @@ def _copies_of_gather(bucket: FlatBucket, in_backward: str) -> Iterator[_Copy]:
     ways: dict[str, list[ShardedParam]] = defaultdict(list)
     for index, param in enumerate(bucket.params):
         ways[_travels(bucket, index)].append(param)
-    why = "sharded on an inner dim, so concatenated shards are not the parameter yet"
+    why = "not sharded on the outermost dim, so gathered shards are copied into the parameter"
     yield "permuted", ways["permuted"], _numel(ways["permuted"]) * itemsize, why
     packed = [param.layout.flat for param in ways["packed"]]
     numel = sum(param.num_shards * param.shard_numel for param in packed)
@@ -563,7 +563,7 @@ def _copies_of_reduction(of: ReductionPlan) -> Iterator[_Copy]:
         why = f"gradients are cast to {dtype}, in which they are summed"
         yield "cast", of.direct, _numel(of.direct) * itemsize, why
     permuted = [param for param in of.members if param.layout.flat.outer > 1]
-    why = "gradients of parameters sharded on an inner dim are laid out shard by shard"
+    why = "not sharded on the outermost dim, so gradients are first laid out shard by shard"
     yield "permuted", permuted, _numel(permuted) * of.grad_dtype.itemsize, why
     packed = of.members[len(of.direct) :]
     padded = [param for param in packed if param in of.large]
@@ -571,12 +571,12 @@ def _copies_of_reduction(of: ReductionPlan) -> Iterator[_Copy]:
     why = "rows do not divide evenly over the ranks, so the gradient is padded before it is sent"
     yield "padded", padded, numel * itemsize, why
     small = [param for param in packed if param not in of.large]
-    why = "one flag for each gradient shows whether any rank has it"
+    why = "one flag for each gradient tells whether any rank computed it"
     if small:
         why = f"gradients too small for messages of their own share one, and {why}"
     yield "packed", small, (num_shards * of.packed_numel - numel) * itemsize, why
     if num_shards == 1:
-        why = "no rank shares these parameters: gradients are copied into the all-reduce buffer"
+        why = "parameters are not sharded, so gradients are copied into the all-reduce buffer"
         yield "moved", of.members, of.numel * itemsize, why
     if of.is_all_reduced and of.replica_dtype != of.dtype:
         wide = short(of.replica_dtype)

@@ -1,7 +1,7 @@
 """The timelines of all ranks: aligned in time, summarized, drawn, and merged in a folder.
 
 At every moment a rank does one thing, so its spans neither overlap nor nest. A flight is a
-collective, from the begin of its launch until its result has been waited for. Flights overlap with
+collective, from the start of its launch until its result has been waited for. Flights overlap with
 spans.
 
 A rank cannot finish waiting for a collective before every other rank has begun to launch it. So
@@ -104,7 +104,7 @@ class RankTrace:
         memory_of: The memory that is counted: ``device``, ``heap`` or ``nothing``.
         groups: The groups of the model.
         wall: Nanoseconds since 1970 when that clock showed ``begin``.
-        begin: The begin of the recording.
+        begin: The start of the recording.
         end: Its end.
         first_step: The number of the first recorded step.
         steps: The end of each step.
@@ -505,7 +505,7 @@ class MergedTrace:
 
     Attributes:
         ranks: The recording of each of them, by rank.
-        shifts: The correction of each clock, without the begin of the scale.
+        shifts: The correction of each clock, without the start of the scale.
     """
 
     ranks: list[RankTrace]

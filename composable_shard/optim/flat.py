@@ -72,9 +72,9 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
         return optimizer
     if kind not in ELEMENTWISE and not elementwise:
         raise TypeError(
-            f"Expected an elementwise optimizer, got {kind.__name__}, which is not known to be "
-            "one; pass elementwise=True if it updates each element independently of the others, "
-            "without norms or matrix products"
+            f"Expected an elementwise optimizer, got {kind.__name__}, which is not in the list of "
+            "known elementwise optimizers; pass elementwise=True if it updates each element "
+            "independently of the others, without norms or matrix products"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("Expected differentiable=False to step flat buffers, got True")

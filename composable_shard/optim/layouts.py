@@ -137,7 +137,7 @@ def with_layout(
         model: A model with sharded parameters; plain ones are taken as whole.
         layouts: The layouts by key; the first key that fits a parameter decides. A key is a
             shell-style pattern of names, or a function of name and parameter.
-        bucket_nbytes: The bytes of parameters that travel together.
+        bucket_nbytes: Bytes of the parameters in one bucket, at most; a larger matrix has its own.
 
     Raises:
         TypeError: On all ranks, if an argument has the wrong type.
@@ -183,7 +183,7 @@ def sort_by_layout(
     keys = {p: [fits for fits in layouts if does_fit(fits, names[p], p)] for p in names}
     for fits in layouts:
         if isinstance(fits, str) and fits not in chain.from_iterable(keys.values()):
-            raise ValueError(f"Expected '{fits}' to fit the name of a parameter, got no match")
+            raise ValueError(f"Expected pattern '{fits}' to match a parameter name, got no match")
     chosen: dict[Fits, list[Param]] = {fits: [] for fits in layouts}
     for param, (name, *_) in names.items():
         if not keys[param]:

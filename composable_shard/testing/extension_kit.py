@@ -335,7 +335,7 @@ def out(case: Case) -> None:
         gather(model)
         found, expected = case.outputs_of(tensor), case.outputs_of(gather(other))
         what = f"{codec.POST} to write the received values into out"
-        got = "those of the last gather" if torch.equal(found, old) else "other values"
+        got = "the values of the previous gather" if torch.equal(found, old) else "other values"
         remedy = "write every part of out that is not an all-gather output"
         expect(torch.equal(found, expected), what, got, remedy)
         after = map(_torch.storage_number, _torch.leaves(tensor))

@@ -116,7 +116,7 @@ class RankError(RuntimeError):
         lines += map(str, self.failures)
         if self.unfinished:
             lines.append(f"Ranks that had not finished: {list(self.unfinished)}")
-        lines += [f"[rank {rank}] stood at:\n{stack}" for rank, stack in self.stacks.items()]
+        lines += [f"[rank {rank}] stack:\n{stack}" for rank, stack in self.stacks.items()]
         super().__init__("\n".join(lines))
 
     def agreed(self) -> RankFailure:

@@ -99,7 +99,7 @@ class Weighing:
         if place or is_unfinished:
             got = f"one of '{params[place - 1].name}'" if place else "reductions in flight"
             raise ShardError(
-                f"Expected no gradients at the begin of weigh(), got {got}; call zero_grad() first"
+                f"Expected no gradients at the start of weigh(), got {got}; call zero_grad() first"
             )
 
     def end(self) -> None:

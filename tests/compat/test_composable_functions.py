@@ -106,7 +106,7 @@ REFUSALS: list[tuple[str, list[str], str]] = [
         "ddp",
         ["-", "+1"],
         "Expected replicate of '1' before fully_shard of the root group, which shards its "
-        "parameters, got it after; apply replicate first",
+        "parameters, got replicate after it; apply replicate first",
     ),
     ("ddp", ["-", "+"], OF_TORCH),
     ("fsdp", ["-", "+"], OF_TORCH),

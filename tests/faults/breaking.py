@@ -30,7 +30,7 @@ WIDTH = 8
 X = torch.ones(2, WIDTH)
 ALL_RANKS = (
     "All ranks must run evaluation, generation, saving and the same branches; docs/hangs.md says "
-    "how to find the rank that does not"
+    "how to find the rank that runs other code"
 )
 AWAY = (
     "; rank {} waits in no collective of the library: it may be in another (dist.barrier(), "

@@ -93,7 +93,7 @@ def test_a_rank_that_is_late_is_named_and_finds_the_others_gone(
 ) -> None:
     monkeypatch.setattr("composable_shard.testing.ranks.GRACE", 30.0)  # it waits, too
     said = failures(stalled, 2, act, count, sleep_too_long, apart=apart)
-    silence = f"no sign of it within the time-out of {TIME_OUT} s"
+    silence = f"no message within the time-out of {TIME_OUT} s"
     if apart:
         silence = f"the error 'Timed out waiting {TIME_OUT}000ms for recv operation to complete'"
     assert said[0] == blames(0, act, silence) + WHEREABOUTS
@@ -125,7 +125,7 @@ def test_a_rank_that_was_killed_before_the_first_gather() -> None:
     said = failures(killed_at_first, 2, apart=False)
     assert said.pop(BAD) == KILLED
     assert said[0].startswith(
-        "CommunicationError: Rank 0 failed while comparing the model with that of the other ranks: "
+        "CommunicationError: Rank 0 failed while comparing the model between ranks: "
     )
 
 

@@ -81,7 +81,7 @@ GROUP = "the root group over 2 ranks, param_dtype {}, reduce_dtype None"
         (other_requires_grad, WEIGHT.replace("trainable", "frozen"), WEIGHT),
         (other_names, PARAMETER.format("0.bias", [6]), "nothing more"),
         (other_groups, PARAMETER.format("1.weight", [4, 4]), PARAMETER.format("0.weight", [4, 4])),
-        (other_extension, f"{WEIGHT}, with its own all-gather", WEIGHT),
+        (other_extension, f"{WEIGHT}, with all-gather hooks", WEIGHT),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

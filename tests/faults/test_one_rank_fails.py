@@ -31,7 +31,7 @@ WIDE_NBYTES = (WIDE + 1) * WIDE * 4
 def missed(apart: bool) -> str:
     if apart:
         return f"the error 'Timed out waiting {TIME_OUT}000ms for recv operation to complete'"
-    return f"no sign of it within the time-out of {TIME_OUT} s"
+    return f"no message within the time-out of {TIME_OUT} s"
 
 
 def silent(rank: int, act: str, apart: bool) -> str:
@@ -76,8 +76,8 @@ def little_memory(nbytes: int) -> Iterator[None]:
 
 def own_failure(act: str) -> str:
     return (
-        f"Rank {dist.get_rank()} failed while {act}; on gloo, the ranks that wait for it raise an "
-        "error that names it; on other backends, they time out"
+        f"Rank {dist.get_rank()} failed while {act}; on gloo, the ranks that wait for this rank "
+        "raise an error that names this rank; on other backends, they time out"
     )
 
 
@@ -155,7 +155,8 @@ def test_no_memory_to_reduce_into_keeps_its_type_and_is_got_over() -> None:
     assert run_ranks(no_memory_to_reduce, 2, timeout=LIMIT) == [
         (
             f"Rank {rank} failed while reducing the gradients of group '0'; on gloo, the ranks "
-            "that wait for it raise an error that names it; on other backends, they time out",
+            "that wait for this rank raise an error that names this rank; on other backends, they "
+            "time out",
             True,
         )
         for rank in range(2)

@@ -22,7 +22,7 @@ Groups: the bytes of one group on this rank
   (root)                          Stack    Shard(0) of 2           3    67.6 k  132 KiB   264 KiB
   layers.0 to layers.1 (2 alike)  Layer    Shard(0) of 2           4     197 k  385 KiB   385 KiB
 
-One step: launches x messages, and the bytes that this rank sends and copies
+One step on this rank: launches x messages per launch, bytes sent, bytes copied
   group                           forward gathers  backward gathers      reductions  all-reduces      sent    copied
   (root)                           1 x 2, 132 KiB                 -  1 x 2, 132 KiB            -   264 KiB  16.1 KiB
   layers.0 to layers.1 (2 alike)   1 x 3, 193 KiB    1 x 3, 193 KiB  1 x 3, 385 KiB            -   771 KiB  1.13 MiB
@@ -31,14 +31,14 @@ One step: launches x messages, and the bytes that this rank sends and copies
 (root)
   - backward needs the parameters of the root first, so they are kept
   - packed (after.weight, after.bias), 8.03 KiB: parameters too small for messages of their own share one, and are copied out of it
-  - packed (after.weight, after.bias), 8.05 KiB: gradients too small for messages of their own share one, and one flag for each gradient shows whether any rank has it
+  - packed (after.weight, after.bias), 8.05 KiB: gradients too small for messages of their own share one, and one flag for each gradient tells whether any rank computed it
 
 layers.0 to layers.1 (2 alike)
   - the parameters are freed after forward and gathered again for backward
   - cast (layers.0.up.weight, layers.0.up.bias, layers.0.down.weight and 1 more), 193 KiB, 2 times a step: shards of float32 are cast to bfloat16 before each gather, so fewer bytes travel
   - packed (layers.0.up.bias, layers.0.down.bias), 1.25 KiB, 2 times a step: parameters too small for messages of their own share one, and are copied out of it
   - cast (layers.0.up.weight, layers.0.down.weight), 768 KiB: gradients are cast to float32, in which they are summed
-  - packed (layers.0.up.bias, layers.0.down.bias), 2.53 KiB: gradients too small for messages of their own share one, and one flag for each gradient shows whether any rank has it"""  # noqa: E501
+  - packed (layers.0.up.bias, layers.0.down.bias), 2.53 KiB: gradients too small for messages of their own share one, and one flag for each gradient tells whether any rank computed it"""  # noqa: E501
 
 
 def model_of_text() -> nn.Module:

@@ -92,7 +92,7 @@ def same(name: str) -> str:
 
 
 WEIGHT, BIAS_OF_4, MANY = torch.ones(4, 2), torch.ones(4), [f"w{n:02d}" for n in range(23)]
-TIES = "Expected equal values of tied '0.weight' and '1.weight', got others"
+TIES = "Expected tied '0.weight' and '1.weight' to be equal, got unequal values"
 FIT = "Expected tensors in '{}' that fit the model, got "
 OWN = "Expected tensors with values and names of their own for save_full(), got "
 STATES: dict[str, dict[str, torch.Tensor]] = {
@@ -113,8 +113,8 @@ NOT_LOADED: list[tuple[Callable[[], nn.Module], str, dict[str, Any], str]] = [
      "torch.complex64 for torch.float32"),
     (pending, "whole", {}, f"{FIT}'weight' for (Partial(sum),), which are no parts of a full "
      "tensor"),
-    (two_tensors, "whole", {}, f"{FIT}'weight' for a TwoTensor, which only its class can make "
-     "from a plain tensor"),
+    (two_tensors, "whole", {}, f"{FIT}'weight' for a TwoTensor, which only the code of its "
+     "class can make from a plain tensor"),
     # The first rank has rows that are the same.
     (tied, "tied", {}, f"Expected no failure while loading '{{}}', got on rank 1: ValueError: "
      f"{TIES}; the model is partly loaded, load it again"),

@@ -160,9 +160,9 @@ def test_what_is_not_known_to_treat_elements_by_themselves_is_refused() -> None:
     for kind in (Normed, torch.optim.Adafactor):
         optimizer = kind([nn.Parameter(torch.ones(3))])
         text = (
-            f"Expected an elementwise optimizer, got {kind.__name__}, which is not known to be "
-            "one; pass elementwise=True if it updates each element independently of the others, "
-            "without norms or matrix products"
+            f"Expected an elementwise optimizer, got {kind.__name__}, which is not in the list "
+            "of known elementwise optimizers; pass elementwise=True if it updates each element "
+            "independently of the others, without norms or matrix products"
         )
         with pytest.raises(TypeError, match=re.escape(text)):
             flat(optimizer)

@@ -70,7 +70,7 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         layouts(p9=Owned(muon)),
         ValueError,
-        "Expected 'p9' to fit the name of a parameter, got no match",
+        "Expected pattern 'p9' to match a parameter name, got no match",
     ),
     (
         lambda: with_layout(Params(MODEL), {"p0": Owned(muon)}),

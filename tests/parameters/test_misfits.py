@@ -65,14 +65,14 @@ def test_new_data_of_a_sharded_parameter_is_refused(used: bool, reshard: bool | 
     )
 
 
-OF_SHAPE = "one of shape [{}, 4] for 'weight' of shape [5, 4]"
-PLACED = "one of placements ({},) for 'weight' of placements (Shard(dim=0),)"
+OF_SHAPE = "shape [{}, 4] for 'weight', which has shape [5, 4]"
+PLACED = "placements ({},) for 'weight', which has placements (Shard(dim=0),)"
 MISFITS: dict[str, tuple[Callable[[nn.Sequential], nn.Parameter], str]] = {
     "fewer rows": (lambda model: like(model, (2, 4)), OF_SHAPE.format(2)),
     "one more row": (lambda model: like(model, (6, 4)), OF_SHAPE.format(6)),
     "columns": (lambda model: like(model, (5, 4), Shard(1)), PLACED.format("Shard(dim=1)")),
     "replicated": (lambda model: like(model, (5, 4), Replicate()), PLACED.format("Replicate()")),
-    "mesh": (of_another_mesh, "one of mesh "),
+    "mesh": (of_another_mesh, "mesh "),
 }
 
 
@@ -122,8 +122,8 @@ def trains_on(model: nn.Sequential, oracle: nn.Sequential) -> None:
 # Parameters that are gone -------------------------------------------------------------------------
 
 GONE = (
-    "Expected the parameters of group '1' as fully_shard made them, got none for 'bias'; change "
-    "values by load_state_dict or in place"
+    "Expected the parameters of group '1' as fully_shard made them, got no tensor for 'bias'; "
+    "change values by load_state_dict or in place"
 )
 
 

@@ -148,8 +148,8 @@ def after_what_is_around() -> Any:
 
 
 USED = (
-    "Expected parameter 'inner.head.weight' to be tied before its group was used or changed, got a "
-    "later tie with 'weight'; first apply fully_shard to all modules that share the parameter"
+    "Expected parameter 'inner.head.weight' to be tied before its group was used or changed, got "
+    "it tied to 'weight' later; first apply fully_shard to all modules that share the parameter"
 )
 SHARDED_TWICE = (
     "Expected parameter '{}' to be sharded once, got the sharded parameter '{}' of another group; "

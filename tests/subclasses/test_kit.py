@@ -132,7 +132,7 @@ FIRST: list[tuple[Hook, str, str]] = [
     (failing_on_one_rank, "sent", f"Expected no error, got KeyError on rank 1: 'scale'{TWO}"),
 ]
 SECOND: list[tuple[Hook, str, str]] = [
-    (post(copied), "out", FILL.format("those of the last gather") + ONE),
+    (post(copied), "out", FILL.format("the values of the previous gather") + ONE),
     (
         post(copied, lambda out, outputs, dtype: out.a.copy_(outputs[0])),
         "out",

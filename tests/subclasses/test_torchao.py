@@ -277,7 +277,7 @@ def test_nf4_over_three_ranks_is_refused_on_all() -> None:
     assert (failure.type_name, failure.message) == (
         "ExtensionError",
         "Expected parameter 'quantized.weight', a NF4Tensor of shape [64, 128], to be cut into 3 "
-        "shards along dim 0, got: Expected split to return shapes [[22, 128], [22, 128], "
-        "[20, 128]], got [[32, 128], [32, 128]] of NF4Tensor; shard it over another number of "
+        "shards along dim 0, got: Expected split of NF4Tensor to return shapes [[22, 128], "
+        "[22, 128], [20, 128]], got [[32, 128], [32, 128]]; shard it over another number of "
         "ranks, or pass it in ignored_params",
     )

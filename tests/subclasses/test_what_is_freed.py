@@ -245,7 +245,7 @@ CUT = (
     "Expected parameter 'weight', a {} of shape [6, 6], to be cut into 3 shards along dim 0, got: "
     "{}; shard it over another number of ranks, or pass it in ignored_params"
 )
-HALVES = "Expected split to return shapes [[2, 6], [2, 6], [2, 6]], got [[3, 6], [3, 6]] of Halves"
+HALVES = "Expected split of Halves to return shapes [[2, 6], [2, 6], [2, 6]], got [[3, 6], [3, 6]]"
 
 
 @pytest.mark.parametrize(

@@ -301,8 +301,8 @@ REFUSED: dict[str, Callable[[Odd, DeviceMesh], None]] = {
     "root group; use it between iterations": in_forward,
     "ShardError: Expected move() outside of unsharded(), got a call inside of unsharded() of the "
     "root group; leave that context first": lambda m, mesh: entered(unsharded(m), m, mesh),
-    "ShardError: Expected the root group in memory to be moved, got it parked; leave the context "
-    "of parked() first": lambda model, mesh: entered(parked(model), model, mesh),
+    "ShardError: Expected shards of the root group in memory to be moved, got them parked; leave "
+    "the context of parked() first": lambda model, mesh: entered(parked(model), model, mesh),
     "ShardError: Expected no reductions of the root group in flight, got some; end "
     "backward": partial(after_backward, accumulates=False),
     "ShardError: Expected a reduced gradient of 'turned', got one that was accumulated without "

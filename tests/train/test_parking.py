@@ -259,7 +259,7 @@ def test_one_rank_without_memory_on_its_host_or_later_on_its_device() -> None:
         "Expected no failure while parking FSDPWide, got on rank 0: "
         "OutOfMemoryError: no memory; it stays parked, so start all ranks again, from a checkpoint"
     )
-    with pytest.raises(ShardError, match="got it parked"):
+    with pytest.raises(ShardError, match="got them parked"):
         model(batch(0))
 
 
@@ -300,7 +300,7 @@ def check(cases: list[tuple[str, Callable[[], Any]]], why: str) -> None:
     for purpose, use in cases:
         with pytest.raises(ShardError) as caught:
             use()
-        text = f"Expected the root group in memory {purpose}, got it {why}"
+        text = f"Expected shards of the root group in memory {purpose}, got them {why}"
         assert str(caught.value) == text
 
 
@@ -358,9 +358,9 @@ def test_a_rank_that_a_model_has_left_is_told_so(tmp_path: Path) -> None:
             assert not optimizer.state.get(param)
     else:
         step(model, optimizer)
-    text = f"ShardError: Expected the root group in memory for iter_full(), got it {why}"
+    text = f"Expected shards of the root group in memory for iter_full(), got them {why}"
     with pytest.raises(ShardError) as caught:
         list(iter_full(model))
     assert str(caught.value) == (
-        f"Expected no failure while gathering full weights, got on rank 1: {text}"
+        f"Expected no failure while gathering full weights, got on rank 1: ShardError: {text}"
     )

@@ -311,8 +311,8 @@ def test_what_forward_puts_into_a_container_is_there_for_the_caller(
 
 def refusal(where: str, what: str) -> str:
     text = (
-        f"Expected forward of {where} not to change a {what}, got its copy with cast or hooked "
-        "tensors changed; return the new values, or store them"
+        f"Expected forward of {where} not to change a {what}, got a change of its copy with cast "
+        "or hooked tensors; return or store the new values"
     )
     return f"^{re.escape(text)}$"
 

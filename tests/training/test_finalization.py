@@ -245,7 +245,7 @@ def test_wrong_calls_say_what_to_do() -> None:
     handle = model.finalize_backward(async_op=True)
     texts.append(text_of(lambda: model(own_input())))
     texts.append(text_of(model.finalize_backward))
-    by_handle = texts[-3].replace("finalize_backward(),", "the wait() of its handle,")
+    by_handle = texts[-3].replace("finalize_backward(),", "wait() on its handle,")
     assert text_of(lambda: model.set_manual_backward_finalization(False)) == by_handle
     handle.wait()
     reference(own_input()).square().sum().backward()
@@ -270,7 +270,7 @@ def test_wrong_calls_say_what_to_do() -> None:
         "Expected set_manual_backward_finalization() of the root group between iterations, got it "
         "within one",
         "Expected set_manual_backward_finalization() between iterations, got it before a backward "
-        "is finished; end it by finalize_backward(), or drop it by reset_iter_state()",
+        "is finished; call finalize_backward(), or call reset_iter_state() to drop it",
         NOT_WAITED,
         NOT_WAITED,
         "Expected the reductions that finalize_backward() launched, got none, since they were "
@@ -285,7 +285,7 @@ def test_a_root_that_ends_up_inside_of_another_sets_it_there() -> None:
     model.blocks[0].set_manual_backward_finalization(True)
     fully_shard(model)
     model(own_input()).sum().backward()
-    assert "end it by finalize_backward()" in text_of(
+    assert "; call finalize_backward()" in text_of(
         lambda: model.set_manual_backward_finalization(False)
     )
     model.finalize_backward()

@@ -51,7 +51,7 @@ def layers() -> nn.Sequential:
 def test_a_failed_microbatch_takes_nothing_of_those_before(
     way: str, shape: tuple[int, ...]
 ) -> None:
-    """Let the second of three microbatches fail at the begin of its backward."""
+    """Let the second of three microbatches fail at the start of its backward."""
     plain = layers()
     model = copy.deepcopy(plain)
     names = ("replicate", "shard")[-len(shape) :]

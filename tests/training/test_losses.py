@@ -86,7 +86,7 @@ def test_a_parameter_that_forward_changes_in_place_is_refused() -> None:
                 module.scale.mul_(2)
 
         handle = model.block.register_forward_hook(change, prepend=True)
-        with pytest.raises(ShardError, match="'scale' written in place"):
+        with pytest.raises(ShardError, match="in-place writes to 'scale'"):
             stored_loss(model, own_input(), 0, True)
         handle.remove()
     loss = stored_loss(model, own_input(), 0, True)

@@ -473,8 +473,8 @@ def test_gradients_of_another_graph_of_a_complete_group_are_refused(
     ranks: int, reshard: bool | None
 ) -> None:
     text = (
-        "Expected all gradients of group 'layer' before its reduction, got a gradient later, from "
-        "a backward inside this one; run the two one after the other"
+        "Expected all gradients of group 'layer' before its reduction, got a later gradient from "
+        "a backward inside this one; run one backward after the other"
     )
     with pytest.raises(AssertionError, match=text):
         check(__name__, "OUTPUTS", "equilibrium", world_size=ranks, reshard_after_forward=reshard)

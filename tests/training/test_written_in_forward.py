@@ -38,9 +38,9 @@ def made(is_apart: bool, **options: Any) -> Any:
 
 def text(label: str, name: str) -> str:
     return (
-        f"Expected a forward that does not write the parameters of {label}, got '{name}' written "
-        "in place, which is lost when they are freed; write the sharded ones between iterations, "
-        "in torch.no_grad() (nn.Embedding: without max_norm)"
+        f"Expected a forward that does not write the parameters of {label}, got in-place "
+        f"writes to '{name}', lost when the parameters are freed; write the sharded ones between "
+        "iterations, in torch.no_grad() (nn.Embedding: without max_norm)"
     )
 
 

@@ -164,7 +164,7 @@ def test_gradients_at_the_begin_are_an_error_on_all_ranks() -> None:
     param = model[1].inner.weight
     assert (param.grad is None) == (dist.get_rank() == 0)
     expected = (
-        "Expected no gradients at the begin of weigh(), got one of 'inner.bias'; call zero_grad() "
+        "Expected no gradients at the start of weigh(), got one of 'inner.bias'; call zero_grad() "
         "first"
     )
     with expect_refusal(expected), weigh(model):
@@ -233,7 +233,7 @@ def test_reductions_under_way_moves_and_scopes_without_tokens_are_errors_on_all_
         weighing.add(3, mean(model, tokens(rank, 3))).backward()
         raise InterruptedError
     assert caught.value.__notes__ == [f"It has left weigh() before its end. {SUMS}."]
-    with pytest.raises(ShardError, match=r"^Expected no gradients at the begin"), weigh(model):
+    with pytest.raises(ShardError, match=r"^Expected no gradients at the start"), weigh(model):
         pass
     model.zero_grad()
     assert train(model, [(3, 1)]).total == 4

@@ -1,4 +1,4 @@
-"""A background thread: it watches waits, and reads the messages of waiting ranks."""
+"""A background thread: it watches waits, and reads the entries that other ranks publish."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def call_once(function: Callable[[], object], seconds: float = 0.0) -> None:
 
 
 def ensure_thread() -> None:
-    """Start the thread, unless it runs in this process."""
+    """Start the thread, unless it already runs in this process."""
     _thread.ensure()
 
 
@@ -94,7 +94,7 @@ class _Thread:
             function()
 
     def _end(self) -> None:
-        """End the thread before the interpreter ends, which would abort otherwise."""
+        """End the thread before the interpreter ends; otherwise the interpreter would abort."""
         if self._thread is not None and self._process == os.getpid():
             self.requests.put(None)
             self._thread.join(_JOIN_TIMEOUT)

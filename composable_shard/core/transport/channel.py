@@ -63,7 +63,7 @@ class Channel:
         self.reduce_scatter: ReduceScatterLaunch
         self._gather_to: Callable[..., list[Waitable]]
         self._use_fastest()
-        # None if no axis shards; then no collective over the shards is called.
+        # Both are None if no axis shards. Then no collective over the shards is called.
         self._shard_group = self._reduce_group = cast(dist.ProcessGroup, mesh.shard_group)
         self.tags = 0, 1
         self._is_custom = False
@@ -119,7 +119,7 @@ class Channel:
     def separate_reductions(self, enable: bool) -> None:
         """Set whether reductions use a separate process group.
 
-        Collective: makes the group at the first call.
+        Collective: makes the process group at the first call.
         """
         group = self.mesh.shard_group
         if group is not None:
@@ -171,7 +171,7 @@ class Channel:
     def prepare_regather(self, num_ranks: int) -> None:
         """Make the process group of ``num_ranks`` neighbours, while no rank has failed.
 
-        Collective: makes the group at the first call.
+        Collective: makes the process group at the first call.
         """
         if self.mesh.shard_group is not None:
             subgroup(self.mesh.shard_group, num_ranks)
@@ -213,7 +213,7 @@ class Channel:
         return self._launch(launch, group, self.reducing)
 
     def divides_over_replicas(self, dtype: torch.dtype) -> bool:
-        """Return whether :meth:`all_reduce` divides the sum before it rounds it to ``dtype``.
+        """Return whether :meth:`all_reduce` itself divides the sum before rounding it to ``dtype``.
 
         Gloo rounds after each addition. So narrow dtypes are summed in a wider one and rounded
         once.

@@ -48,8 +48,8 @@ class ReduceScatterLaunch(Protocol):
     """Reduces many tensors at once.
 
     Attributes:
-        widens: Whether inputs may have narrower dtypes than the outputs, which may differ between
-            ranks. The sum has the dtype of the outputs.
+        widens: Whether inputs may have narrower dtypes than the outputs, even different ones on
+            different ranks. The sum has the dtype of the outputs.
         divides: Whether it can divide a sum by any number before it rounds the sum.
         keeps_inputs: Whether the launched work keeps the inputs as long as it needs them. If not,
             the caller must keep them until the wait.
@@ -66,14 +66,14 @@ class ReduceScatterLaunch(Protocol):
     def launch(
         self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, op: Any, tag: int
     ) -> list[Waitable]:
-        """Launch the reduce-scatter of each input [N * n] into its output [n]; see all-gather.
+        """Launch the reduce-scatter of each input [N * n] into its output [n].
 
         Args:
             outputs: The tensors to write.
             inputs: The tensors to send.
             group: The ranks.
             op: A ``ReduceOp``; for a reduce-scatter that ``divides``, also a divisor of the sum.
-            tag: See all-gather.
+            tag: The tag of these messages, which the ranks have agreed on.
         """
 
 
@@ -345,7 +345,7 @@ def backend_memory(mesh: ShardMesh, label: str) -> BackendMemory:
     """Return the memory allocator of the backend of a mesh.
 
     Raises:
-        ShardError: If the backend allocates none.
+        ShardError: If the backend cannot allocate memory.
     """
     group, device = mesh.shard_group, mesh.device
     allocate = None if group is None else _torch.backend_allocator(group, device)
@@ -361,7 +361,7 @@ def symmetric_memory(mesh: ShardMesh, label: str) -> BackendMemory:
     """Return the symmetric memory of NCCL.
 
     Raises:
-        ShardError: If the process group is not one of NCCL.
+        ShardError: If the backend of the shards is not NCCL.
     """
     group, device = mesh.shard_group, mesh.device
     name = "no process group" if group is None else _torch.backend_name(group, device)

@@ -5,15 +5,15 @@ mistake a message of the failed collective for a message of the next one. So glo
 connections, and ranks that share memory refuse every later collective.
 
 A rank that fails on its own, in a hook of the user for example, publishes the failure in the store
-of its process group (:func:`announce`). A rank that waits for long publishes its wait. The thread
-of ``background.py`` watches every wait (:class:`watched`): it polls the store while the wait lasts,
-and ends the wait when another rank has failed. It only watches process groups of gloo, since waits
-of other backends do not block the host.
+of its process group (:func:`announce`). A rank that waits for more than a second publishes its
+wait. The thread of ``background.py`` watches every wait (:class:`watched`): it polls the store
+while the wait lasts, and ends the wait when another rank has failed. It only watches process groups
+of gloo, since waits of other backends do not block the host.
 
 Ranks that run different collectives wait for each other: each waits for a collective that the next
-rank does not launch. Ranks that wait for long publish the collective that they wait for, and the
-collectives that they have launched. If the waiting ranks form a cycle, it is a deadlock, and all of
-them raise, long before the time-out.
+rank does not launch. A published wait has the awaited collective and the collectives that the rank
+has launched. If the waiting ranks form a cycle, it is a deadlock, and all of them raise, long
+before the time-out.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def missing_rank(group: dist.ProcessGroup, peer: int, got: object) -> ShardError
 
 
 def mismatch(group: dist.ProcessGroup, peer: int, expected: str, got: str) -> RankMismatchError:
-    """Mark ``group`` as lost because a rank sends other tensors than this one; return the error.
+    """Mark ``group`` as lost because two ranks send different tensors; return the error.
 
     Args:
         group: The process group.
@@ -91,7 +91,7 @@ def with_op(error: RuntimeError, op: str) -> RuntimeError:
     """Return an error that names the rank and the operation of a failed collective.
 
     Args:
-        error: The error of the backend or of this library; returned as it is if it names both.
+        error: The error of the backend or of this library. An error that names both is returned.
         op: The operation, such as "gathering group 'blocks.3'".
     """
     prefix = f"Rank {dist.get_rank()} failed while "
@@ -164,16 +164,16 @@ _UNEVEN = "if ranks have different numbers of batches, iterate with composable_s
 ENDED = f"the end of its process; {_UNEVEN}"
 _POLL_AFTER = 1.0  # seconds that a wait may last before the store is polled
 _STORE_TIMEOUT = 2.0  # seconds to wait for the store before an error is raised without it
-_FAILED, _WAITS = "failed", "waits"  # keys of the store; each rank adds its number to them
+_FAILED, _WAITS = "failed", "waits"  # store keys; a rank appends its number for its own text
 _SIGNS_OF_A_TIME_OUT = ("time-out of", "Timed out", "timed out")
 _READ_RATE = 4000  # records of waits that all ranks together read each second, at most
-_NUM_LOCATED = 8  # the most ranks that a message locates
+_NUM_LOCATED = 8  # the maximum number of ranks in a list of an error message
 _NO_TAG = (1 << 31) - 1  # the tag of a message that no rank sends
 _ANNOUNCED = "_composable_shard_is_announced"
 
 _statuses: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupStatus | None]
 _statuses = weakref.WeakKeyDictionary()
-announced: set[_GroupStatus] = set()  # where this rank has published its failure
+announced: set[_GroupStatus] = set()  # the groups in which this rank has published a failure
 _waits: list[watched] = []
 _launches: weakref.WeakKeyDictionary[dist.ProcessGroup, _Launches]
 _launches = weakref.WeakKeyDictionary()
@@ -228,18 +228,18 @@ class _GroupStatus:
         return min(failures, key=lambda text: is_effect in text, default=None)
 
     def waits(self) -> dict[int, Wait]:
-        """Return the published (long) waits of other ranks, by rank."""
+        """Return the waits that other ranks have published, by rank."""
         return {rank: Wait(*json.loads(text)) for rank, text in self._published(_WAITS).items()}
 
     def whereabouts(self) -> str:
-        """Describe the waits that other ranks have published, and list the other ranks."""
-        waits, most = self.waits(), _NUM_LOCATED
-        places = [f"rank {rank} waits while {waits[rank].op}" for rank in list(waits)[:most]]
+        """Describe the published waits of other ranks; list the ranks that have published none."""
+        waits, limit = self.waits(), _NUM_LOCATED
+        places = [f"rank {rank} waits while {waits[rank].op}" for rank in list(waits)[:limit]]
         others = [rank for index, rank in enumerate(self.ranks) if index != self._group_rank]
         others = [rank for rank in others if rank not in waits]
         if others:
-            names = [str(rank) for rank in others[:most]]
-            names += [f"{len(others) - most} more"] if len(others) > most else []
+            names = [str(rank) for rank in others[:limit]]
+            names += [f"{len(others) - limit} more"] if len(others) > limit else []
             places.append(
                 f"rank {', '.join(names)} waits in no collective of the library: it may be in "
                 "another (dist.barrier(), full_tensor(), a full state dict), be busy, or have "
@@ -250,9 +250,9 @@ class _GroupStatus:
     def break_connections(self) -> None:
         """Make all waits of this rank in the group fail.
 
-        If a message does not arrive within its time-out, gloo closes all connections, except if a
-        connection is closed already, as after this call on another rank. So this method awaits a
-        message from each rank.
+        If a message does not arrive within its time-out, gloo closes all connections, unless the
+        connection to its sender is closed already, for example by this call on another rank. So
+        this method awaits a message from each rank.
         """
         group = self._group()
         if group is None:
@@ -288,8 +288,8 @@ def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Excepti
     setattr(error, _ANNOUNCED, True)
     if not isinstance(error, (CommunicationError, RankMismatchError)):
         error.add_note(
-            f"Rank {dist.get_rank()} failed while {op}; on gloo, the ranks that wait for it raise "
-            "an error that names it; on other backends, they time out"
+            f"Rank {dist.get_rank()} failed while {op}; on gloo, the ranks that wait for this "
+            "rank raise an error that names this rank; on other backends, they time out"
         )
     reason = str(error).partition("\n")[0][:2000]
     reason = reason.removeprefix(f"Rank {dist.get_rank()} failed while {op}: ")
@@ -431,7 +431,7 @@ class watched:
         elif is_late:
             self._answer = (
                 f"{status.whereabouts()}. All ranks must run evaluation, generation, saving and "
-                "the same branches; docs/hangs.md says how to find the rank that does not"
+                "the same branches; docs/hangs.md says how to find the rank that runs other code"
             )
 
     def poll(self) -> None:
@@ -446,11 +446,11 @@ class watched:
             self._is_published = True
             status.publish(_WAITS, json.dumps(self._current_wait()))
         failure = status.failure()
-        is_sure = failure is None or failure == self._previous_failure
+        is_confirmed = failure is None or failure == self._previous_failure
         if failure is None and now >= self._polled_waits + len(status.ranks) ** 2 / _READ_RATE:
             self._polled_waits = now
             failure = self._deadlock(status)
-        if failure is not None and is_sure and self in _waits:
+        if failure is not None and is_confirmed and self in _waits:
             self.failure = failure
             status.break_connections()
         self._previous_failure = failure

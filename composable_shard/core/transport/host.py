@@ -70,7 +70,7 @@ class CopyStream:
 
         Hazard: the current stream releases memory of the copy stream, which reuses the memory after
         waiting for another compute stream only. Guard: the copy stream waits for this one too.
-        Test: ``test_nothing_is_seen_where_nothing_was_planted``, by "custom, offload, branches".
+        Test: ``test_nothing_is_seen_where_nothing_was_planted`` ("custom, offload, branches").
         """
         return _ReuseGuard(self._stream, self._device)
 
@@ -130,7 +130,7 @@ def is_busy() -> bool:
 def synchronize() -> None:
     """Block the host until all copies in both directions are complete.
 
-    Hazard: user code writes shards that a device has still to read. Guard: every backward, and
+    Hazard: user code writes shards that a device has yet to read. Guard: every backward, and
     every forward without a backward, ends with this. Test: ``test_copies_may_be_late``.
     """
     for stream in [*uploads.values(), *downloads.values()]:

@@ -2,10 +2,10 @@
 
 The allocator returns freed memory to its allocating stream, which reuses it at once. So tensors of
 a collective are allocated and released on the launching stream. The collective starts after the
-earlier work of that stream, and the stream continues after the collective; :class:`Pending` ensures
-both, whichever stream waits. :class:`UsedStreams` tracks memory that lives longer and is read on
-other streams. The CPU has no streams, and runs the same code. Copies of offloaded shards use
-streams of their own: see ``host.py``.
+earlier work of that stream. :class:`Pending` keeps the tensors until the wait, and programs run the
+wait on the same stream, so the stream reuses the memory after the collective. :class:`UsedStreams`
+tracks memory that lives longer and is read on other streams. The CPU has no streams, and runs the
+same code. Copies of offloaded shards use streams of their own: see ``host.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Pending:
     """Launched collectives, and the tensors that they use.
 
     Hazard: a tensor is released while the backend's stream still uses it. Guard: this object keeps
-    the tensors, allocated on ``stream``, until :meth:`wait` has ordered the two streams.
+    the tensors, allocated on ``stream``, until :meth:`wait`, which runs on ``stream``, has made
+    that stream wait for the collectives.
 
     Args:
         works: The collectives, in the order of their waits.
@@ -57,14 +58,14 @@ class Pending:
         self._is_broken = False
 
     def order_before(self, stream: torch.Stream) -> None:
-        """Let ``stream`` wait for the collectives; the caller must still call :meth:`wait`."""
+        """Make ``stream`` wait for the collectives; the caller must still call :meth:`wait`."""
         with _torch.on_stream(stream):
             while self._works:
                 self._works.pop().wait()
         self._works = [stream.record_event()]
 
     def wait(self) -> None:
-        """Let the current stream wait for the collectives; release the tensors. Idempotent.
+        """Make the current stream wait for the collectives; release the tensors. Idempotent.
 
         Raises:
             CommunicationError: If a collective fails.
@@ -194,9 +195,9 @@ _HERE = contextlib.nullcontext()
 
 
 def on_side_stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Make ``stream`` current, after the compute stream, which then waits for it.
+    """Run the block on ``stream``, between the earlier and the later work of the compute stream.
 
-    Nothing changes if there is no stream, or if it is current already.
+    Nothing changes if ``stream`` is ``None`` or current already.
     """
     if stream is None or stream == _torch.current_stream(stream.device):
         return _HERE

@@ -27,7 +27,7 @@ _EXIT_TIMEOUT = 30.0  # seconds that the interpreter waits for gloo's threads at
 
 
 def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
-    """Return the process group of this rank and its neighbours, ``num_ranks`` ranks of ``group``.
+    """Return the process group of ``num_ranks`` neighbouring ranks of ``group``, with this rank.
 
     If ``num_ranks`` is the size of ``group``, the result is a second process group of the same
     ranks. Its collectives run concurrently with those of ``group``.
@@ -36,7 +36,7 @@ def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
         group: A process group.
         num_ranks: The number of ranks, which divides the size of ``group``.
 
-    Collective: makes the group at the first call for ``group`` and ``num_ranks``.
+    Collective: makes the process group at the first call for ``group`` and ``num_ranks``.
     """
     existing = _subgroups.setdefault(group, {})
     if num_ranks not in existing:
@@ -59,8 +59,9 @@ def end_process_groups() -> None:
     """Destroy the process groups that the library has made in this process.
 
     Runs when the interpreter ends, so that a script need not call ``destroy_process_group``. If the
-    user started the default group, only the groups that were made from it are destroyed. After an
-    uncaught error nothing is destroyed: collectives may be in flight, and it could wait for them.
+    user started the default group, only the groups that the library has made from it are destroyed.
+    After an uncaught error nothing is destroyed: collectives may be in flight, and the destruction
+    could wait for them.
 
     Collective: none.
     """
@@ -94,7 +95,7 @@ def gather_objects(local: object, group: dist.ProcessGroup, op: str) -> list[Any
     Raises:
         CommunicationError: If a rank has ended, or does not answer within the time-out.
 
-    Collective: an all-gather of the objects, after one of their sizes.
+    Collective: an all-gather of the sizes of the objects, then one of the objects.
     """
     gathered: list[Any] = [None] * group.size()
     with watched(group, op):
@@ -124,38 +125,38 @@ class SmallAllReduce:
     """An all-reduce of a few numbers over all ranks of a mesh. The constructor launches it.
 
     Args:
-        numbers: The numbers of this rank, on the device of the mesh or on the host. If the groups
-            have gloo, it reduces numbers on the host, so that they wait for no kernel.
-        op: The reduce op.
+        numbers: The numbers of this rank, on the device of the mesh or on the host. If all process
+            groups have gloo, numbers on the host stay there, so that they wait for no kernel.
+        reduce_op: The operation of the reduction.
         mesh: The ranks.
-        doing: The operation, for error messages.
+        op: The operation of the library, for error messages.
 
     Collective: an all-reduce over the default process group, or, if that has other ranks than the
         mesh, one over the shards and one over the replicas.
     """
 
     def __init__(
-        self, numbers: torch.Tensor, op: dist.ReduceOp.RedOpType, mesh: ShardMesh, doing: str
+        self, numbers: torch.Tensor, reduce_op: dist.ReduceOp.RedOpType, mesh: ShardMesh, op: str
     ) -> None:
         world, cpu = dist.group.WORLD, torch.device("cpu")
         is_world = world is not None and 1 < world.size() == mesh.num_ranks
         self._groups = [world] if is_world and world is not None else mesh.process_groups
         are_gloo = all(_torch.backend_name(group, cpu) == "gloo" for group in self._groups)
         self._numbers = numbers if are_gloo else numbers.to(mesh.device)
-        self._op, self._doing = op, doing
+        self._reduce_op, self._op = reduce_op, op
         self._work: dist.Work | None = None
         self._number = 0
         self._launch()
 
     def wait(self) -> list[Any]:
-        """Return the reduced numbers; the host does not wait for later compute."""
+        """Return the reduced numbers, without waiting for compute that was launched since."""
         device = self._numbers.device
         new_stream: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if _torch.has_streams(device):
             new_stream = _torch.on_stream(_torch.make_stream(device))
         with new_stream:
             while self._work is not None:
-                with watched(self._groups[0], self._doing, self._doing, self._number):
+                with watched(self._groups[0], self._op, self._op, self._number):
                     self._work.wait()
                 self._groups = self._groups[1:]
                 self._launch()
@@ -165,9 +166,9 @@ class SmallAllReduce:
         """Launch the all-reduce over the next process group, if there is one left."""
         self._work = None
         if self._groups:
-            self._number = count_launch(self._groups[0], self._doing)
+            self._number = count_launch(self._groups[0], self._op)
             self._work = dist.all_reduce(
-                self._numbers, self._op, group=self._groups[0], async_op=True
+                self._numbers, self._reduce_op, group=self._groups[0], async_op=True
             )
 
 
@@ -181,8 +182,8 @@ def compare(
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     extremes = torch.tensor([digest, -digest, *numbers], device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=ranks)
-    largest, negated_smallest, *most = extremes.tolist()
-    return largest == -negated_smallest, most
+    largest, negated_smallest, *maxima = extremes.tolist()
+    return largest == -negated_smallest, maxima
 
 
 def first_difference(facts: Sequence[Sequence[str]], ranks: Sequence[int], subject: str) -> str:

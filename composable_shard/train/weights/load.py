@@ -96,7 +96,7 @@ def _misfit(entry: Entry, stored: Sequence[Stored]) -> str | None:
             return f"{name} of {item.dtype} for {entry.tensor.dtype}"
     if entry.plain is None:
         kind = type(entry.local).__name__
-        return f"{name} for a {kind}, which only its class can make from a plain tensor"
+        return f"{name} for a {kind}, which only the code of its class can make from a plain tensor"
     tensor = entry.tensor
     if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
         return f"{name} for {tensor.placements}, which are no parts of a full tensor"
@@ -158,7 +158,7 @@ def _fill(entry: Entry, stored: Stored, first: Stored, rows: Callable[[Box], tor
             target.copy_(piece)
         elif not same_bits(target, piece.to(target.device, target.dtype)):
             raise ValueError(
-                f"Expected equal values of tied '{first.name}' and '{stored.name}', got others"
+                f"Expected tied '{first.name}' and '{stored.name}' to be equal, got unequal values"
             )
 
 

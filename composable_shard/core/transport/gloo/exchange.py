@@ -94,7 +94,8 @@ class Exchange:
         tag: The tag of the messages, which the ranks have agreed on.
         ranks: The ranks to exchange with; each of them exchanges with this one.
         spec: The spec of this rank's message.
-        fill: Writes the tensors to these addresses; ``None`` if no rank reads them.
+        fill: Writes the tensors of the message to the addresses that it gets; ``None`` if no rank
+            reads them.
 
     Attributes:
         spec: The spec of this rank's message.
@@ -179,7 +180,7 @@ class Exchange:
         find = partial(self._mailbox.find_entry, self._mailbox.peers[rank], self._key)
         entry: Entry = find() or self._wait(rank, find)
         if entry.nbytes == GIVEN_UP:
-            raise failures.missing_rank(self._group, rank, "word that it has given up")
+            raise failures.missing_rank(self._group, rank, "its message that it gave up")
         return entry
 
     def _spec_of(self, view: View, rank: int, nbytes: int) -> MessageSpec:
@@ -241,11 +242,11 @@ class Exchange:
                 last_check = now
                 failure = failures.failure_in(self._group)
                 if failure is not None:
-                    got = f"word that {failure}"
+                    got = f"the message that {failure}"
                 elif peer.file.process_has_ended():
                     got = failures.ENDED
                 elif now - start > (time_out := _torch.timeout_of(self._group)):
-                    got = f"no sign of it within the time-out of {time_out:.0f} s"
+                    got = f"no message within the time-out of {time_out:.0f} s"
             if result := poll():  # a rank that has ended may have published before
                 return result
             if got is not None:

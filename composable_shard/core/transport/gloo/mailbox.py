@@ -45,11 +45,11 @@ from composable_shard.core.transport.gloo.shared_memory import (
 from composable_shard.errors import ShardError
 
 NUM_ENTRIES = 256  # in the ring buffer
-NUM_ACKS = 1 << 14  # the most unread messages at a time
+NUM_ACKS = 1 << 14  # the maximum number of unread messages
 # The number of words of an entry: its number, the tag and the number of its collective (a `Key`),
 # the index of its acknowledgements, and the start and nbytes of its slab.
 _ENTRY_WORDS = 6
-GIVEN_UP = -1  # in place of nbytes
+GIVEN_UP = -1  # the nbytes of an entry without a slab
 
 _log = logging.getLogger("composable_shard")
 _fence = threading.Lock()
@@ -138,7 +138,7 @@ class Mailbox:
         self._free_acks: list[int] = []
         self._num_acks = 0  # the number of acknowledgements ever used
         self._unacknowledged: list[_Published] = []
-        self.given_up: deque[tuple[Key, list[int], bool]] = deque()  # appended to by any thread
+        self.given_up: deque[tuple[Key, list[int], bool]] = deque()  # any thread may append to it
 
     @staticmethod
     def num_words(num_ranks: int) -> int:
@@ -191,7 +191,7 @@ class Mailbox:
 
     def read_entries(self, peer: Peer) -> None:
         """Read the entries that a peer has published."""
-        words, own_place = peer.words, 1 + peer.rank
+        words, num_read_index = peer.words, 1 + peer.rank
         count = words[0]
         if count == peer.num_read:
             return
@@ -204,7 +204,7 @@ class Mailbox:
                 self._add_entry(peer, (tag, index), Entry(number, *rest))
                 peer.num_read += 1
             _memory_barrier()
-            self._words[own_place] = peer.num_read
+            self._words[num_read_index] = peer.num_read
 
     def acknowledge(self, key: Key, ranks: list[int]) -> None:
         """Acknowledge the messages of a collective.
@@ -276,8 +276,8 @@ class Mailbox:
         """Free the slabs that all ranks have read."""
         acks, peers = self._acks_start + self._rank * NUM_ACKS, self.peers
         for published in list(self._unacknowledged):
-            place, number, ranks = acks + published.ack, published.number, published.ranks
-            while ranks and peers[ranks[-1]].words[place] == number:
+            ack_index, number, ranks = acks + published.ack, published.number, published.ranks
+            while ranks and peers[ranks[-1]].words[ack_index] == number:
                 ranks.pop()
             if not published.ranks:
                 _memory_barrier()
@@ -286,20 +286,20 @@ class Mailbox:
                 heappush(self._free_acks, published.ack)
 
     def poll_room(self, ranks: Iterable[int]) -> bool:
-        """Read all entries, since other ranks may wait for that; then return :meth:`has_room`."""
+        """Read all entries, because other ranks may wait for that; then return :meth:`has_room`."""
         self.read_all_entries()
         return self.has_room(ranks)
 
     def has_room(self, ranks: Iterable[int]) -> bool:
         """Return whether the ranks have read the entry that the next entry overwrites."""
-        place, most = 1 + self._rank, self._num_published - NUM_ENTRIES
-        return most < 0 or all(self.peers[rank].words[place] > most for rank in ranks)
+        index, required = 1 + self._rank, self._num_published + 1 - NUM_ENTRIES
+        return required <= 0 or all(self.peers[rank].words[index] >= required for rank in ranks)
 
     def _append_entry(self, key: Key, ack: int, start: int, nbytes: int) -> None:
         number = self._num_published + 1
-        place = 1 + self._num_ranks + self._num_published % NUM_ENTRIES * _ENTRY_WORDS
+        first_word = 1 + self._num_ranks + self._num_published % NUM_ENTRIES * _ENTRY_WORDS
         for offset, word in enumerate((number, *key, ack, start, nbytes)):
-            self._words[place + offset] = word
+            self._words[first_word + offset] = word
         _memory_barrier()
         self._num_published = self._words[0] = number
 

@@ -1,4 +1,4 @@
-"""Point-to-point all-gather and reduce-scatter on the CPU, since those of gloo are slow.
+"""Point-to-point all-gather and reduce-scatter on the CPU: faster than those of gloo.
 
 Ranks of one host read the messages of the others from shared memory (``exchange.py``). Between
 hosts, every rank sends its shard to every other rank, which receives it straight into place.
@@ -43,7 +43,7 @@ class DirectAllGather(AllGatherLaunch):
         tag: int,
         to: int | None = None,
     ) -> list[Waitable]:
-        """Launch the all-gather, or the gather on rank ``to``; then the others have no outputs."""
+        """Launch the all-gather, or a gather on rank ``to``; then other ranks pass no outputs."""
         local, remote = _peers_of(group)
         rank, shards = group.rank(), _sendable(inputs)
         sizes = [shard.nbytes for shard in shards]
@@ -101,8 +101,8 @@ def copy_bytes(source: int, nbytes: int, *into: int) -> None:
 class _Messages:
     """Messages to and from ranks of other hosts, and the wait for all of them.
 
-    :meth:`wait` raises all failures, including those of launches. So every rank first sends its
-    message to the ranks that are alive, and their errors name the right rank.
+    A launch that fails does not raise; :meth:`wait` raises its error. So this rank still sends its
+    messages to all ranks that are alive, and their errors name the rank that has failed.
     """
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
@@ -122,7 +122,7 @@ class _Messages:
                 self.receive(parts[peer], peer)
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:
-        self._launch(self._group.send, tensor, peer)  # keeps the tensor
+        self._launch(self._group.send, tensor, peer)  # the work keeps the tensor
 
     def _launch(self, launch: Callable[..., dist.Work], tensor: torch.Tensor, peer: int) -> None:
         try:

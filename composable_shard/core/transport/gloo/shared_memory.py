@@ -34,13 +34,13 @@ from composable_shard.errors import ShardError
 SWITCH = "COMPOSABLE_SHARD_SHARED_MEMORY"
 IDLE_USES = 8
 """The memory of a free slab is returned to the system after more than this many allocations of
-other slabs. Forward uses fewer slabs than backward, and memory use is highest when backward
-starts."""
+other slabs. Forward uses fewer slabs than backward, so unused slabs are returned during forward,
+before backward starts, when memory use is highest."""
 
 _MAP_FIXED = 0x10  # of mmap(2)
 _NUM_MAPPED = 16  # unused pieces of a peer's file that stay mapped
 _DONTNEED, _COLLAPSE = mmap.MADV_DONTNEED, 25  # of madvise(2)
-_HUGE_NBYTES = 2 * 1024 * 1024  # of a huge page on most processors; others get small pages
+_HUGE_NBYTES = 2 * 1024 * 1024  # of a huge page on most processors; others use small pages
 
 # Files, and the slabs in them ---------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class _Piece:
         self._mapping = weakref.finalize(self.memory, _libc().munmap, begin, reserved)
         self._mapping.atexit = False
         _map(self.address, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, file, start)
-        self._advise, self._forget = _libc().madvise, _DONTNEED  # globals may be gone at the end
+        self._advise, self._forget = _libc().madvise, _DONTNEED  # globals may be gone at exit
 
     def forget_pages(self) -> None:
         """Release its pages from the resident memory of this process, until it uses them again."""
@@ -122,14 +122,14 @@ class Slab:
         start: Its start in the file.
         nbytes: Its size.
         address: Its address.
-        last_use: The number of allocations from the file, up to the last one of this slab.
+        last_use: The number of allocations from the file when this slab was last allocated.
     """
 
     def __init__(self, file: int, start: int, nbytes: int, alignment: int) -> None:
         self.start = start
         self.nbytes = nbytes
-        both = mmap.PROT_READ | mmap.PROT_WRITE
-        piece = _Piece(file, start, nbytes, both, alignment)
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        piece = _Piece(file, start, nbytes, access, alignment)
         self.address = piece.address
         self.forget_pages = piece.forget_pages
         self.last_use = 0
@@ -154,8 +154,8 @@ class OwnFile:
         fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         self._end = _round_up(num_words * 8)
         os.ftruncate(self.file, self._end)
-        both = mmap.PROT_READ | mmap.PROT_WRITE
-        self.words = memoryview(_Piece(self.file, 0, self._end, both).memory).cast("B").cast("q")
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        self.words = memoryview(_Piece(self.file, 0, self._end, access).memory).cast("B").cast("q")
         self._free_slabs: list[Slab] = []
         self._num_uses = 0
 
@@ -384,11 +384,11 @@ def _new_file(num_words: int) -> tuple[OwnFile | None, str]:
 def _open(shared: Shared, peer: int, place: tuple[int, int, int], num_words: int) -> None:
     """Open the file of another rank, and a pidfd of its process.
 
-    Hazard: ranks in two containers see different processes under one number. Guard: the number of
-    the inode. Test: ``test_a_rank_opens_no_file_but_that_of_the_other_rank``.
+    Hazard: in two containers, the same process id means different processes. Guard: the number of
+    the inode must match. Test: ``test_a_rank_opens_no_file_but_that_of_the_other_rank``.
 
     Args:
-        shared: The memory to which to add them.
+        shared: The record to which this function adds the file.
         peer: The other rank.
         place: Its process id, the descriptor of its file there, and the inode of the file.
         num_words: The number of control words.
