@@ -173,7 +173,7 @@ def listed_optimizers(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimi
     """Return a list of the given optimizers; raise ``TypeError`` for anything else."""
     if isinstance(optimizer, Optimizer):
         return [optimizer]
-    what = "a torch.optim.Optimizer or several"
+    what = "an Optimizer or a list of optimizers"
     given = checked_list("optimizer", optimizer, what)
     for member in given:
         check_type("optimizer", member, isinstance(member, Optimizer), what)

@@ -197,7 +197,7 @@ def _check_axis_names(mesh: DeviceMesh) -> None:
     shards, replicates = ([word in name for name in names] for word in ("shard", "replic"))
     if replicates[-1] > shards[-1] or shards[0] > shards[-1]:
         raise ValueError(
-            "Expected a mesh of the axes (replicate, shard), or of one that shards, got axes named "
+            "Expected a mesh with axes (replicate, shard), or one axis to shard, got axes named "
             f"{mesh.mesh_dim_names}; pass the axes in this order, or name their purposes by "
             "dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)"
         )
@@ -263,7 +263,7 @@ def start_process_group() -> None:
             alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
             warnings.warn(
                 "Expected a launcher such as torchrun, got a process without RANK and WORLD_SIZE, "
-                "which trains alone, as one rank; start it by torchrun --nproc-per-node N for more",
+                "which trains on one rank; for more, start it with torchrun --nproc-per-node N",
                 stacklevel=2,
             )
         with _torch.gloo_of_one_worker():
@@ -371,7 +371,7 @@ def check_reshard(choice: bool | int | None, meshes: Iterable[ShardMesh]) -> boo
                 f"{choice} for {num_shards} shards"
             )
     if choice == 1:
-        text = "reshard_after_forward=1 keeps all parameters after forward; pass False to say so"
+        text = "reshard_after_forward=1 keeps all parameters after forward; pass False instead"
         warnings.warn(text, stacklevel=3)
         return False
     return True if sizes == [choice] else choice

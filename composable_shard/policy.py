@@ -138,7 +138,7 @@ class MixedPrecisionPolicy:
         _check_wire("gather_wire", gather_wire)
         _check_wire("reduce_wire", self.reduce_wire)
         is_repeatable = not getattr(gather_wire, "stochastic", False)
-        what = "to round alike in forward and backward, without stochastic rounding"
+        what = "not to be stochastic: forward and backward must gather the same values"
         check_value("gather_wire", gather_wire, is_repeatable, what)
 
     def compute_dtype(self, original: torch.dtype) -> torch.dtype:
@@ -395,6 +395,6 @@ def copies_overlap_compute(policy: CPUOffloadPolicy | None, device: torch.device
 def _warn_not_pinned() -> None:
     warnings.warn(
         "CPUOffloadPolicy(pin_memory=True) pins no memory: there is no accelerator to copy to; "
-        "pass pin_memory=False to say so",
+        "pass pin_memory=False to silence this warning",
         stacklevel=2,
     )

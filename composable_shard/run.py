@@ -6,8 +6,8 @@ Examples:
   composable-shard run -m torch.distributed.run --nproc-per-node 2 train.py
   torchrun --nproc-per-node 2 -m composable_shard.run train.py
 
-The script sees sys.argv and __main__ as if Python had started it. Processes that it starts have our
-fully_shard too. The exit code is that of the script.
+The script sees sys.argv and __main__ as if Python had started it. Processes that the
+script starts use this library's fully_shard, too. The exit code is that of the script.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
     script = arguments.script
     if not arguments.is_module and not os.path.exists(script):
-        parser.error(f"Expected a script, got '{script}', which is not there")
+        parser.error(f"Expected the path of a script, got '{script}', which does not exist")
     run_script(script, arguments.arguments, is_module=arguments.is_module)
     return 0
 

@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW, Muon, Optimizer
 
-from composable_shard import MixedPrecisionPolicy, fully_shard, trace
+from composable_shard import BlockFormat, MixedPrecisionPolicy, fully_shard, trace
 from composable_shard.insight.trace import Timeline
 from composable_shard.optim import Owned, Rows, Sharded, with_layout
 from int8_gradients import send_int8_gradients
@@ -64,12 +64,19 @@ def build(options: Options, place: Place) -> GPT:
         param_dtype=getattr(torch, options.param_dtype),
         reduce_dtype=torch.float32,
         gather_wire=wire,
-        reduce_wire=wire,
+        reduce_wire=unbiased(wire),
     )
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
+
+
+def unbiased(wire: torch.dtype | None) -> torch.dtype | BlockFormat | None:
+    """Return the format of gradients: 8-bit codes are rounded at random, so their mean is exact."""
+    if wire is None or wire.itemsize > 1:
+        return wire
+    return BlockFormat(wire, stochastic=True)
 
 
 def make_optimizer(model: GPT, options: Options) -> Optimizer:

@@ -139,6 +139,19 @@ def assert_trains_alike(sharded: nn.Module, reference: nn.Module, step: int = 0)
     reference.zero_grad()
 
 
+class Gated(nn.Module):
+    """Uses its scalar and its vector only if ``is_gated``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 4))
+        self.scale, self.bias = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: torch.Tensor, is_gated: bool) -> torch.Tensor:
+        x = x @ self.weight.T
+        return x * self.scale + self.bias if is_gated else x
+
+
 class Checkpointed(Net):
     """Computes its blocks again in backward."""
 

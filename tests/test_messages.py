@@ -219,7 +219,7 @@ enter(unsharded(3))
 enter(parked(3))
     TypeError: Expected model to be an nn.Module, got int: 3
 enter(parked(sharded(), None))
-    TypeError: Expected optimizer to be a torch.optim.Optimizer or several, got NoneType: None
+    TypeError: Expected optimizer to be an Optimizer or a list of optimizers, got NoneType: None
 move(3, (), mesh(2))
     TypeError: Expected model to be an nn.Module, got int: 3
 move(sharded(), (), 'cpu')
@@ -390,11 +390,11 @@ fully_shard(plain(), shard_placement_fn=lambda _: ShardPlacementResult(mesh=mesh
     2), 'cpu', stride=(2, 1)); pass mesh_dim_names, or the data-parallel axes, such as
     mesh['shard'], or dp_mesh_dims, from shard_placement_fn for parameter 'weight'
 fully_shard(plain(), mesh=square('dp_shard', 'tp'))
-    ValueError: Expected a mesh of the axes (replicate, shard), or of one that shards, got axes
+    ValueError: Expected a mesh with axes (replicate, shard), or one axis to shard, got axes
     named ('dp_shard', 'tp'); pass the axes in this order, or name their purposes by
     dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)
 fully_shard(plain(), mesh=square()['replicate'])
-    ValueError: Expected a mesh of the axes (replicate, shard), or of one that shards, got axes
+    ValueError: Expected a mesh with axes (replicate, shard), or one axis to shard, got axes
     named ('replicate',); pass the axes in this order, or name their purposes by
     dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)
 by_names(square(), plain())

@@ -225,7 +225,7 @@ class OrderCheck(Feature):
                 self._compare(f"{op} of {group.label}", ranks, mesh.device)
 
     def _compare(self, op: str, ranks: dist.ProcessGroup, device: torch.device) -> None:
-        step = f"{op}, step {self._num_steps}"
+        step = f"{op}, operation {self._num_steps}"
         try:
             is_same, _ = compare(op, ranks, device)
         except RuntimeError as error:

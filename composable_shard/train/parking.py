@@ -301,7 +301,7 @@ def parked(
         if not any(map(_is_on_device, chain(*tensors.values()))):
             raise ShardError(
                 f"Expected {type(model).__name__} on a device to be parked, got all of it in host "
-                "memory, which parked() does not free; save a checkpoint, and load it afterwards"
+                "memory, which parked() cannot free; save a checkpoint and load it afterwards"
             )
     until, storages = contextlib.ExitStack(), DeviceStorages({})
     try:

@@ -217,14 +217,14 @@ def _check(groups: Sequence[ParamGroup]) -> None:
         group.check_in_memory("to weigh a loss")
         if group in _open:
             raise ShardError(
-                f"Expected one weigh() at a time, got {group.label} in another; add losses to that"
+                f"Expected one weigh() at a time, got {group.label} in another; add losses there"
             )
         hooked = [f"'{p.name}'" for p in group.params if _torch.has_grad_hooks(p.sharded)]
         if group.settings.all_reduce_hook is not None:
             hooked.append(f"the reductions of {group.label}")
         if hooked:
             raise ShardError(
-                f"Expected no gradient hooks in weigh(), which see sums, got one on {hooked[0]}"
+                f"Expected no gradient hooks in weigh(): they get sums; got one on {hooked[0]}"
             )
     for context in dict.fromkeys(group.tree for group in groups):
         context.clean_up_if_failed()

@@ -63,7 +63,10 @@ def test_wrong_arguments_exit_with_2(
 
 def test_a_script_that_is_not_there_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(["run", "gone.py"]) == 2
-    assert "Expected a script, got 'gone.py', which is not there" in capsys.readouterr().err
+    assert (
+        "Expected the path of a script, got 'gone.py', which does not exist"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_script_runs_with_its_own_arguments(

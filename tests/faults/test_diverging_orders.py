@@ -99,7 +99,7 @@ def text(step: int, first: str, second: str) -> tuple[str, str]:
     return (
         "RankMismatchError",
         f"Expected the same order of collectives on all ranks, got on rank 0: {first}, "
-        f"step {step}; on rank 1: {second}, step {step}",
+        f"operation {step}; on rank 1: {second}, operation {step}",
     )
 
 
@@ -147,8 +147,8 @@ def one_stays_away() -> tuple[str, str]:
 def test_a_rank_that_does_not_come_is_missed_within_the_time_out() -> None:
     expected = (
         "RankMismatchError",
-        "Expected all ranks to reach the all-gather of the root group, step 3, got no message of "
-        "some rank within the time-out; it has ended, or waits elsewhere",
+        "Expected all ranks to reach the all-gather of the root group, operation 3, got no message "
+        "of some rank within the time-out; it has ended, or waits elsewhere",
     )
     assert run_ranks(one_stays_away, 2, timeout=20) == [expected, ("gone", "")]
 

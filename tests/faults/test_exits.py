@@ -135,4 +135,4 @@ assert torch.equal(sharded.weight.grad.full_tensor(), model.weight.grad)
 def test_a_process_without_a_launcher_trains_alone(warm: Warm, tmp_path: Path) -> None:
     ((code, _, errors),) = warm.run(tmp_path, ALONE, 1)
     assert code == 0
-    assert "got a process without RANK and WORLD_SIZE, which trains alone, as one rank; " in errors
+    assert "got a process without RANK and WORLD_SIZE, which trains on one rank; " in errors

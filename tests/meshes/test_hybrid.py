@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from near import Apart
-from nets import assert_parity, average_gradients, full, own_input
+from nets import Gated, assert_parity, average_gradients, full, own_input
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -330,20 +330,6 @@ def test_shards_and_replicas_of_a_hook_stay_the_same(uses: tuple[Uses, ...]) -> 
             optimizer.zero_grad()
         wrong[-1] += [name for (name, want), got in pairs if not is_same(got, want)]
     assert wrong == [[]] * len(uses)
-
-
-class Gated(nn.Module):
-    """Uses its scalar and its vector only if it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, 4))
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.bias = nn.Parameter(torch.randn(5))
-
-    def forward(self, x: torch.Tensor, is_gated: bool) -> torch.Tensor:
-        x = x @ self.weight.T
-        return x * self.scale + self.bias if is_gated else x
 
 
 @on_ranks(4)

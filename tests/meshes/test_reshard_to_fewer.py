@@ -133,7 +133,7 @@ def test_the_number_of_all_shards_means_true_and_1_means_false() -> None:
         with pytest.warns(UserWarning) as caught:
             model = fully_shard(nn.Linear(4, 4), reshard_after_forward=1)
         assert [str(one.message) for one in caught] == [
-            "reshard_after_forward=1 keeps all parameters after forward; pass False to say so"
+            "reshard_after_forward=1 keeps all parameters after forward; pass False instead"
         ]
         model(torch.ones(2, 4))
         assert not hasattr(model.weight, "to_local")

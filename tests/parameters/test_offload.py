@@ -91,7 +91,7 @@ def test_without_an_accelerator_pinning_is_skipped_with_one_warning(
             assert not model.weight.to_local().is_pinned()
     assert [str(one.message) for one in caught] == [
         "CPUOffloadPolicy(pin_memory=True) pins no memory: there is no accelerator to copy to; "
-        "pass pin_memory=False to say so"
+        "pass pin_memory=False to silence this warning"
     ]
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from nets import Checkpointed, Net, average_gradients, both, full, shard_net
+from nets import Checkpointed, Gated, Net, average_gradients, both, full, shard_net
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -303,19 +303,6 @@ def test_all_kinds_of_unreduced_gradients_add_up() -> None:
         pair[1].set_requires_gradient_sync(kind != "none")
         run(pair, place)
     assert_synchronized_parity(pair)
-
-
-class Gated(nn.Module):
-    """Uses its scalar and its vector only if it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, 4))
-        self.scale, self.bias = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(5))
-
-    def forward(self, x: torch.Tensor, is_gated: bool) -> torch.Tensor:
-        x = x @ self.weight.T
-        return x * self.scale + self.bias if is_gated else x
 
 
 @on_ranks(4)

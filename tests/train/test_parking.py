@@ -209,7 +209,7 @@ REFUSED: dict[str, Callable[[Wide], None]] = {
     "Expected parked() outside of unsharded(), got a call inside of unsharded() of the root group; "
     "leave that context first": park_when_full,
     "Expected FSDPWide on a device to be parked, got all of it in host memory, which "
-    "parked() does not free; save a checkpoint, and load it afterwards": lambda model: parked(
+    "parked() cannot free; save a checkpoint and load it afterwards": lambda model: parked(
         model, stock(model)
     ).__enter__(),
 }

@@ -259,7 +259,7 @@ HOOKS: dict[str, tuple[Callable[[Any], object], str]] = {
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_that_would_see_sums_are_refused(name: str) -> None:
     put, where = HOOKS[name]
-    expected = f"Expected no gradient hooks in weigh(), which see sums, got one on {where}"
+    expected = f"Expected no gradient hooks in weigh(): they get sums; got one on {where}"
     with fake_ranks(2):
         model = shard_children(blocks())
         put(model)
@@ -268,7 +268,7 @@ def test_hooks_that_would_see_sums_are_refused(name: str) -> None:
 
 
 def test_scopes_within_one_another_and_what_is_no_number_are_refused() -> None:
-    expected = "Expected one weigh() at a time, got group '1' in another; add losses to that"
+    expected = "Expected one weigh() at a time, got group '1' in another; add losses there"
     with fake_ranks(1):
         model = shard_children(blocks())
         with weigh(model) as weighing:

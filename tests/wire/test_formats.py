@@ -151,8 +151,8 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: MixedPrecisionPolicy(gather_wire=BlockFormat(torch.int8, stochastic=True)),
         ValueError,
-        "Expected gather_wire to round alike in forward and backward, without stochastic rounding, "
-        "got BlockFormat(dtype=torch.int8, block=256, stochastic=True, seed=0)",
+        "Expected gather_wire not to be stochastic: forward and backward must gather the same "
+        "values, got BlockFormat(dtype=torch.int8, block=256, stochastic=True, seed=0)",
     ),
     (
         lambda: BlockFormat(torch.bfloat16),
