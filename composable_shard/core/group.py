@@ -462,8 +462,8 @@ class ParamGroup:
                 )
                 self.announce("running backward of", error)
                 raise error
-        program = self.program
-        if tuple(map(_requires_grad, program.sharded)) != program.requires_grad:
+        in_backward, program = _torch.current_backward() != -1, self.program
+        if in_backward and tuple(map(_requires_grad, program.sharded)) != program.requires_grad:
             for param in self.params:  # users have frozen or unfrozen some since forward
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
             program.generation = -1

@@ -226,16 +226,14 @@ class Reduction:
 
     def add_unsynced(self) -> None:
         """Add unreduced gradients of earlier backwards to the gradients of this backward."""
-        if not self._group.unsynced:
-            return
-        factor = self._unreduced_factor()
-        for index, (param, sharded) in enumerate(zip(self.params, self._sharded, strict=True)):
+        for index, param in enumerate(self.params if self._group.unsynced else ()):
             old_grad: Any = redistributed_grad(param)
             grad = self._grads[index]
             if stage_of(param, old_grad) == "unreduced":
                 local = _torch.local_tensor(old_grad).to(self._mesh.device)
+                factor = self._unreduced_factor()
                 local = local if factor == 1 else local / factor
-                sharded.grad = None
+                param.sharded.grad = None
                 self._grads[index] = local if grad is None else local + grad.to(local.dtype)
 
     def launch(self) -> None:
@@ -500,7 +498,7 @@ class Reduction:
         """View this rank's shards in the reduced buffer, each in its final dtype."""
         dtypes = self._final_dtypes
         if dtypes.count(dtypes[0]) == len(dtypes):
-            reduced = reduced.to(dtypes[0])
+            reduced = reduced if reduced.dtype == dtypes[0] else reduced.to(dtypes[0])
             return list(starmap(reduced.as_strided, self._view_args))
         shards = starmap(reduced.as_strided, self._view_args)
         return [shard.to(dtype) for shard, dtype in zip(shards, dtypes, strict=True)]

@@ -18,7 +18,6 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
@@ -714,9 +713,12 @@ class _AllGather:
     def launch(self) -> None:
         """Launch the all-gather, after the copy to the device if the shards are uploaded."""
         bucket, uploads = self._bucket, self._uploads
-        with nullcontext() if uploads is None else uploads.after_compute():
-            works: list[Waitable] = self._channel.gather(bucket.gather_outputs, self._inputs)
-        if uploads is not None:
+        gather = partial(self._channel.gather, bucket.gather_outputs, self._inputs)
+        if uploads is None:
+            works: list[Waitable] = gather()
+        else:
+            with uploads.after_compute():
+                works = gather()
             works = [uploads.copies_event(), *works, uploads.reuse_guard()]
         stream = launching_stream(bucket.mesh.device) if self._has_streams else None
         self._pending = Pending(works, self._channel.gathering, stream)
