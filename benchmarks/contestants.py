@@ -181,11 +181,13 @@ def wrap_fsdp2(model: nn.Module, spec: Spec) -> nn.Module:
 
 
 def wrap_ours(model: nn.Module, spec: Spec, wire: str | None = None) -> nn.Module:
-    from composable_shard import MixedPrecisionPolicy, fully_shard
+    from composable_shard import BlockFormat, MixedPrecisionPolicy, fully_shard
 
     shard = partial(fully_shard, sharding=spec.sharding)
     dtype = None if wire is None else getattr(torch, wire)
-    policy = partial(MixedPrecisionPolicy, gather_wire=dtype, reduce_wire=dtype)
+    is_8_bit = dtype is not None and dtype.itemsize == 1
+    reduce_wire = BlockFormat(dtype, stochastic=True) if is_8_bit else dtype
+    policy = partial(MixedPrecisionPolicy, gather_wire=dtype, reduce_wire=reduce_wire)
     return shard_blocks(model, spec, shard, policy)
 
 

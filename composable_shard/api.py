@@ -123,7 +123,7 @@ def fully_shard(
     shard_mesh = split_shards(plan.params, plan.mesh) if splits else plan.mesh
     group = shard.build_group(plan.modules, plan.params, shard_mesh, plan.policy)
     group.settings.reshard_after_forward = check_reshard(reshard_after_forward, group.channels)
-    group.settings.gathers_each_step = stages.gather == "step"
+    group.settings.gathers_once_a_step = stages.gather == "step"
     group.settings.reduces_each_step = stages.reduce == "step" or splits
     group.settings.reduce_grads = stages.reduce == "backward"
     group.settings.all_reduce_grads = not splits or plan.mesh.num_replicas == 1

@@ -508,7 +508,7 @@ class FSDPModule(TorchFSDPModule):
         checked = {group: check_reshard(reshard_after_forward, group.channels) for group in groups}
         for group, choice in checked.items():
             group.settings.reshard_after_forward = choice
-            group.settings.gathers_each_step = False
+            group.settings.gathers_once_a_step = False
             group.tree.invalidate_programs()
 
     def set_reshard_after_backward(

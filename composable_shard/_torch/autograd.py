@@ -102,17 +102,17 @@ def will_run(node: Node) -> bool:
         return False
 
 
-def num_to_run(nodes: Sequence[Node], on_leaves: Callable[[], object] = bool) -> int:
+def num_to_run(nodes: Sequence[Node], on_autograd_grad: Callable[[], object] = bool) -> int:
     """Count the nodes that the running backward will execute.
 
     Args:
         nodes: The nodes.
-        on_leaves: Called if some are leaves of ``autograd.grad``, which returns their gradients.
+        on_autograd_grad: Called if ``autograd.grad`` returns the gradients of some of these nodes.
     """
     try:
         return sum(map(torch._C._will_engine_execute_node, nodes))
     except RuntimeError:
-        on_leaves()
+        on_autograd_grad()
         return sum(map(will_run, nodes))
 
 

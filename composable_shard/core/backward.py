@@ -34,17 +34,19 @@ class GroupProgress:
 
     Attributes:
         expected_nodes: For each graph task (by its id), the number of nodes of the group that the
-            task will run: gradient accumulations and input markers. When such a node has run, a
+            task will run: accumulations of gradients, and input markers: identities of the inputs
+            of its modules, which backward runs last (see `hooks.py`). When such a node has run, a
             hook appends the id of the task to ``group.finished_nodes``. Tasks are counted
             separately, because a reentrant checkpoint runs a graph task inside another task.
         awaits_inner_task: Whether a checkpoint has just recomputed the group. A reentrant
             checkpoint runs the backward of the recomputed calls in another graph task. Until that
             task begins, the nodes of these calls are missing from ``expected_nodes``.
         num_recomputes: The number of calls of this group that checkpoints have yet to recompute.
-            Of nested checkpoints, only the innermost counts, because it recomputes a call again
-            after the outer ones have done so.
+            A call inside nested checkpoints counts once, for the innermost one, which recomputes
+            it last.
         has_input_markers: Whether every call that autograd has reached has input markers. Without
-            markers, autograd may read the parameters after it has accumulated their gradients.
+            markers, autograd may read the parameters after it has accumulated their gradients, so
+            the group is freed only at the end.
     """
 
     def __init__(self) -> None:
@@ -60,10 +62,10 @@ class Backward:
     Attributes:
         steps: The remaining steps of the plan, the next step last.
         is_inner: Whether this backward runs inside a forward. It then accumulates gradients without
-            sync; the backward of that forward, or the end of that forward, reduces them.
+            sync. They are reduced in the backward of that forward or, without one, at its end.
         kept: The groups that this backward leaves unsharded. `Tree.end_backward` frees them, except
             during gradient accumulation.
-        launched: The groups for which it has launched a reduction.
+        launched: The groups for which this backward has launched a reduction.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -71,9 +73,9 @@ class Backward:
         self.is_inner = bool(tree.call_stack)
         plan: Plan[ParamGroup] = NO_PLAN if self.is_inner else tree.plan
         self.steps = list(plan.steps)
-        # `_planned`: groups with a finish step; `_ensure_progress` adds groups outside of the plan.
+        # `_to_finish`: groups with a finish step, the plan's and those of `_ensure_progress`.
         # `_to_gather`: groups with a gather step ahead.
-        self._planned, self._to_gather = set(plan.groups), set(plan.groups)
+        self._to_finish, self._to_gather = set(plan.groups), set(plan.groups)
         self._finish_queue: deque[ParamGroup] = deque()  # finish step reached, nodes pending
         self._tree, self._groups = tree, tree.groups
         self._to_free: list[ParamGroup] = []  # groups that `close` frees
@@ -112,10 +114,10 @@ class Backward:
             for group in self._groups:
                 if group.is_unsharded_registered:
                     group.register_sharded()
-        if not announced:
-            ranks = process_groups_of(self._groups)
+        if not announced:  # this rank has announced no failure yet
+            process_groups = process_groups_of(self._groups)
             error = RuntimeError("autograd raised an error; see the output of that rank")
-            announce(ranks, f"running backward of {self._groups[0].label}", error)
+            announce(process_groups, f"running backward of {self._groups[0].label}", error)
 
     # Events from autograd and checkpoints ---------------------------------------------------
 
@@ -138,7 +140,7 @@ class Backward:
     def gather_for_recompute(self, group: ParamGroup) -> None:
         """Gather ``group``, because a checkpoint recomputes it."""
         progress = self._ensure_progress(group)
-        if not _torch.is_in_checkpoint():  # otherwise an inner checkpoint recomputes it again
+        if not _torch.is_in_checkpoint():  # this is the innermost checkpoint
             progress.num_recomputes -= 1
         if not self._has_pending_nodes(group):  # pending nodes already keep it from being finished
             progress.awaits_inner_task = True
@@ -162,11 +164,11 @@ class Backward:
         """
         progress: GroupProgress = group.progress
         if not progress.expected_nodes:
-            if group not in self._planned:  # for example, an earlier backward cleared its visits
-                self._planned.add(group)
+            if group not in self._to_finish:  # such as after an earlier backward
+                self._to_finish.add(group)
                 self.steps.append(PlanStep(group, is_gather=False))
             if self.is_inner:
-                self._tree.tape.advance(group, 0)  # so the next forward prefetches it here, too
+                self._tree.tape.advance(group, 0)  # so that the next forward prefetches it
                 _gather_now(group)
         task = _current_task()
         if task not in progress.expected_nodes:
@@ -175,7 +177,7 @@ class Backward:
                 call = ref()
                 if call is not None:
                     nodes += call.markers
-            num_nodes = _torch.num_to_run(nodes, on_leaves=partial(_refuse_autograd_grad, group))
+            num_nodes = _torch.num_to_run(nodes, partial(_refuse_autograd_grad, group))
             progress.expected_nodes[task] = num_nodes
             if num_nodes and task != self._task:
                 progress.awaits_inner_task = False
@@ -184,9 +186,9 @@ class Backward:
     def _run_steps(self, *, up_to: ParamGroup | None = None, ends: bool = False) -> None:
         """Run the next steps of the plan.
 
-        Autograd visits calls in the reverse order of forward. So when it reaches ``up_to``, this
-        rank's loss does not reach the groups that forward left later and autograd has not reached
-        yet. Their steps run, too.
+        Autograd visits calls in the reverse order of forward. So if autograd reaches ``up_to``
+        before a group that precedes it in the plan, that group is not in the graph of this rank's
+        loss. The steps of that group run, too.
 
         Args:
             up_to: Run the steps up to the gather of this group. If the group has been gathered and
@@ -202,13 +204,13 @@ class Backward:
             if not self.steps or (up_to is not None and not must_run):
                 break
             group, is_gather = self.steps[-1]
-            if not must_run:
+            if not must_run:  # only finish steps of groups whose nodes have all run
                 may_be_recomputed = group.progress.num_recomputes > 0
                 if queue or is_gather or may_be_recomputed or self._has_pending_nodes(group):
                     break
                 self._finish(self.steps.pop().group)
                 continue
-            self.steps.pop()
+            self.steps.pop()  # up to the gather of `up_to`, or to the end
             if not is_gather:
                 queue.append(group)
                 group.progress.awaits_inner_task = False  # no inner task can begin any more
@@ -230,7 +232,7 @@ class Backward:
         for other in self._to_prefetch(group):
             other.unshard()
         group.wait()
-        group.register_unsharded()  # checkpoints inside its module recompute with them
+        group.register_unsharded()  # checkpoints inside its module need the unsharded ones
 
     def _to_prefetch(self, group: ParamGroup) -> Iterable[ParamGroup]:
         """Return the groups to gather early: the user's choice, or the next ones of the plan."""
@@ -249,6 +251,7 @@ class Backward:
         if group.progress.awaits_inner_task:
             return True
         finished, expected = group.finished_nodes, group.progress.expected_nodes
+        # Whether fewer nodes have run than expected, in any graph task.
         return any(map(lt, map(finished.count, expected), expected.values()))
 
     def _finish(self, group: ParamGroup) -> None:
@@ -265,14 +268,14 @@ class Backward:
             # need the unsharded parameters to be registered.
             if not group.awaits_weight_half and all(call.is_reached for call in group.live_calls()):
                 group.register_sharded()
-        elif group.settings.gathers_each_step:
+        elif group.settings.gathers_once_a_step:
             group.reshard(keeps_memory=True)
         elif group.progress.has_input_markers:
             group.reshard()
         else:
             self._to_free.append(group)
         if group.needs_reduce and self.is_inner:
-            self._tree.in_flight.finish_of(group)
+            self._tree.in_flight.finish_reductions_of(group)
             group.accumulate()
         elif group.needs_reduce:
             self.launched.add(group)
@@ -296,14 +299,14 @@ class Backward:
         """
         self._run_steps(ends=True)  # in the same order as ranks that ran these steps earlier
         for group in self._groups:
-            if group in self._planned or self.is_inner:
+            if group in self._to_finish or self.is_inner:
                 continue
-            # A frozen group that passes on no gradient is not in the plan, but may be unsharded.
+            # A frozen group whose inputs need no gradient is not in the plan, but may be unsharded.
             if group.is_unsharded_registered and not group.is_kept_by_user:
                 self.kept.append(group)
                 group.register_sharded()
-            # Earlier backwards may have accumulated gradients of this group without sync.
-            if group.settings.reduce_grads and (group.unsynced or group.gives_zeros):
+            # `deferred` reduces only gradients that earlier backwards accumulated without sync.
+            if group.settings.reduce_grads and (group.unsynced or group.zeros_unused_grads):
                 self.launched.add(group)
                 self._tree.in_flight.start(group, deferred=True)
         if waits:
@@ -314,14 +317,14 @@ class Backward:
             else:
                 group.reshard()
         # `_finish` has cleared `finished_nodes`: a node recorded since then has run too late.
-        for group in self._planned:
+        for group in self._to_finish:
             if group.finished_nodes and group.program.has_unsharded_grads():
                 raise ShardError(
                     f"Expected all gradients of {group.label} before its reduction, got a later "
                     "gradient from a backward inside this one; run one backward after the other"
                 )
         self._has_closed = True
-        return self._planned
+        return self._to_finish
 
 
 def _gather_now(group: ParamGroup) -> None:
@@ -365,14 +368,16 @@ def _is_input_half(group: ParamGroup) -> bool:
     Raises:
         ShardError: On all ranks of the stage, if the sharded parameters are registered.
     """
+    # Schedules call set_is_last_backward(False) before they split a backward, or finalize by hand.
     tree = group.tree
     is_last = tree.is_last_backward and not tree.finalization.is_manual
     accumulators = group.program.accumulators
     if is_last or not accumulators or _torch.num_to_run(accumulators):
-        return False  # a whole backward, which also accumulates gradients of parameters
+        return False  # no schedule splits it, or it also accumulates gradients of parameters
     if group.is_unsharded_registered:
         return True
     markers = [node for call in group.live_calls() for node in call.markers]
+    # If this call uses the parameters, they are in the graph, and this backward does not run them.
     if _torch.is_reachable(accumulators, stop_at=markers):
         raise ShardError(
             f"Expected the unsharded parameters of {group.label} to be registered in a backward of "

@@ -95,7 +95,7 @@ class Settings:
         all_reduce_hook: The user's function to call with each buffer of reduced gradients.
         hook_stream: The stream of ``all_reduce_hook``; ``None`` for the compute stream.
         zeros_for_unused: Whether a parameter that no rank used gets a gradient of zeros.
-        gathers_each_step: Whether the parameters stay gathered, through forwards and backwards,
+        gathers_once_a_step: Whether the parameters stay gathered, through forwards and backwards,
             until an optimizer has stepped or a shard has changed.
         reduces_each_step: Whether an optimizer reduces unsynced gradients before it steps.
     """
@@ -115,7 +115,7 @@ class Settings:
     all_reduce_hook: Callable[[torch.Tensor], object] | None = None
     hook_stream: torch.Stream | None = None
     zeros_for_unused: bool = False
-    gathers_each_step: bool = False
+    gathers_once_a_step: bool = False
     reduces_each_step: bool = False
 
 
@@ -488,7 +488,7 @@ class ParamGroup:
             The launched reduction; ``None`` if none was launched.
         """
         if deferred:
-            if not (self.unsynced or self.gives_zeros):
+            if not (self.unsynced or self.zeros_unused_grads):
                 return None
             self.refresh()
         elif not self.settings.reduce_grads:
@@ -497,7 +497,7 @@ class ParamGroup:
         if self.unsynced and self.program.would_round(self.unsynced):
             self.compile()  # the new program has a wider dtype
         all_reduces = all_reduces or self.settings.all_reduce_grads
-        self.skips_shards = deferred and not (self.has_unreduced or self.gives_zeros)
+        self.skips_shards = deferred and not (self.has_unreduced or self.zeros_unused_grads)
         if self.skips_shards and not all_reduces:
             return None
         self.has_unreduced = False
@@ -537,7 +537,7 @@ class ParamGroup:
         self.tree.invalidate_programs()
 
     @property
-    def gives_zeros(self) -> bool:
+    def zeros_unused_grads(self) -> bool:
         """Whether parameters that no backward has reached get gradients of zeros."""
         return self.settings.zeros_for_unused and self.is_compiled and self.needs_reduce
 
@@ -630,12 +630,12 @@ class ReductionQueue:
         while len(holding_grads) >= limit:
             self._advance_oldest()
         if holding_grads or self._delivering:
-            self.finish_of(group)
+            self.finish_reductions_of(group)
         reduction = group.start_reduction(deferred=deferred, all_reduces=all_reduces)
         if reduction is not None:
             holding_grads.append(reduction)
 
-    def finish_of(self, group: ParamGroup) -> None:
+    def finish_reductions_of(self, group: ParamGroup) -> None:
         """Finish the reductions of a group."""
         holding_grads = self._holding_grads
         while holding_grads and group in map(_group_of_reduction, holding_grads):

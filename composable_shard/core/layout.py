@@ -192,7 +192,7 @@ def plan_bucket(
     ]
     unsharded_offsets, unsharded_numel = _end_to_end(gathered_numels, step)
     num_shards = params[0].num_shards if params else 1
-    total = aligned(unsharded_numel, num_shards)  # equal parts for ``reshard_after_forward=k``
+    total = aligned(unsharded_numel, num_shards)  # so any k that divides it gives equal parts
     return BucketLayout(
         order=tuple(order),
         params=ordered,
@@ -211,7 +211,7 @@ def plan_messages(
 ) -> tuple[list[int], list[int]]:
     """Lay out the messages of a reduce-scatter.
 
-    The last message ends with the flags (see `reduction.py`), one for each gradient.
+    The last message ends with one flag for each gradient: whether this rank has the gradient.
 
     Args:
         params: The layouts of the gradients, those with their own message first.
@@ -233,8 +233,8 @@ def is_packed(param: ParamLayout, itemsize: int, cost: int | None) -> bool:
     """Return whether a parameter shares the packed message.
 
     A parameter is packed if it is empty, cannot be gathered in place, or is cheaper to copy than to
-    send alone. If ``cost`` is ``None``, every parameter is packed; otherwise, with one shard, none
-    is.
+    send alone. There are two exceptions: if ``cost`` is ``None``, all parameters are packed; with
+    one shard, none is.
     """
     if cost is None:
         return True

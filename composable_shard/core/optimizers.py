@@ -95,7 +95,7 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
         group.num_optimizer_steps += 1
         if group.tree.is_computing:
             continue
-        if group.settings.gathers_each_step and not group.is_kept_by_user:
+        if group.settings.gathers_once_a_step and not group.is_kept_by_user:
             group.reshard()
         elif group.is_unsharded_registered:
             group.register_sharded()

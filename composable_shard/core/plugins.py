@@ -1,4 +1,7 @@
-"""The interface of features, which add operations to a step.
+"""The interface of features: optional parts that add operations to a training step.
+
+The order check and the event log are features. A feature belongs to a tree: a root with all groups
+below it.
 
 The phases say when the operations of a feature run, relative to those of the core. On devices with
 streams, the all-reduce over replicas is launched right after the reduce-scatter, on a stream of its
@@ -6,7 +9,7 @@ own, so ``all_reduce_launched`` comes before ``averaged``.
 
 - ``pre_forward``, ``post_forward``: when a forward enters and leaves the group's module.
 - ``gather``, ``gather_launched``: before and after the all-gather is launched.
-- ``regather``: in place of ``gather``, if neighbouring ranks have kept parts of the parameters.
+- ``regather``: in place of ``gather`` in backward, with ``reshard_after_forward=k``.
 - ``before_wait_for_gather``, ``gather_done``: before and after the wait for the all-gather. In
   ``gather_done``, the unsharded parameters already have their values.
 - ``free``, ``freed``: before and after the unsharded memory is freed.
@@ -14,8 +17,8 @@ own, so ``all_reduce_launched`` comes before ``averaged``.
   the group.
 - ``accumulated``: after gradients were accumulated without a reduction.
 - ``reduce``, ``reduce_launched``: before and after the reduce-scatter is launched.
-- ``before_wait_for_reduction``, ``averaged``: before the wait for the reduce-scatter, and after its
-  mean is in the reduced buffer.
+- ``before_wait_for_reduction``, ``averaged``: before the wait for the reduce-scatter, and once the
+  mean over the shards is in the reduced buffer.
 - ``reduced_over_shards``: after ``averaged``, but only if the gradients are also reduced over
   replicas.
 - ``all_reduce_launched``, ``before_wait_for_all_reduce``: after the reduction over replicas is
@@ -23,11 +26,11 @@ own, so ``all_reduce_launched`` comes before ``averaged``.
 - ``deliver``: after the mean over all ranks is in the reduced buffer, before it is written to
   ``.grad``.
 - ``delivered``: after ``.grad`` is written, if the gradients are not reduced over replicas. If a
-  copy to the host must come first: after this copy is launched. The next stage then waits for the
-  copy and writes ``.grad``.
+  copy to the host must come first: after this copy is launched. The gradients are then
+  written later, and no phase follows.
 - ``replicas_delivered``: like ``delivered``, but if the gradients are also reduced over replicas.
-- ``before_wait_for_copies``, ``copies_done``: for the root, before and after the host waits for
-  copies between host and device.
+- ``before_wait_for_copies``, ``copies_done``: at the end of a backward, before and after the
+  host waits for copies between host and device; for the root only.
 """
 
 from __future__ import annotations
@@ -70,13 +73,14 @@ class Feature:
     """Base class of features, which override some of its methods.
 
     Attributes:
-        is_of_one_tree: Whether the feature is dropped when its tree joins an outer tree.
+        is_dropped_on_join: Whether the feature is dropped when the root of its tree becomes part
+            of a larger sharded model.
     """
 
-    is_of_one_tree = False
+    is_dropped_on_join = False
 
     def ops(self, group: Any, phase: Phase) -> Sequence[Op]:
-        """Return operations to compile into the program of ``group``."""
+        """Return the operations of this feature that ``group`` runs in ``phase``."""
         return ()
 
     def end_forward(self, tree: Any, outermost: Any) -> None:
@@ -86,5 +90,5 @@ class Feature:
         """Called when a backward of the tree ends, after it has delivered its gradients."""
 
 
-# Each function returns the features that a new tree begins with.
-new_features: list[Callable[[], Sequence[Feature]]] = []
+# Each is called for a new tree and returns features of the tree.
+feature_factories: list[Callable[[], Sequence[Feature]]] = []

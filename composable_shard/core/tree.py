@@ -19,7 +19,7 @@ from composable_shard.core.agreement import agree_on_model, check_modules
 from composable_shard.core.backward import Backward
 from composable_shard.core.group import ParamGroup, ReductionQueue, State, group_of
 from composable_shard.core.nested import InputContainer
-from composable_shard.core.plugins import Feature, Op, Phase, new_features
+from composable_shard.core.plugins import Feature, Op, Phase, feature_factories
 from composable_shard.core.tape import NO_PLAN, Interval, Plan, Tape, Visit
 from composable_shard.core.transport import host
 from composable_shard.core.transport.pending import Waitable
@@ -160,8 +160,8 @@ class Tree:
         joined = dict.fromkeys(
             chain.from_iterable(group.tree.features for group in groups if group.tree)
         )
-        taken_over = (feature for feature in joined if not feature.is_of_one_tree)
-        self.features = *taken_over, *chain.from_iterable(make() for make in new_features)
+        taken_over = (feature for feature in joined if not feature.is_dropped_on_join)
+        self.features = *taken_over, *chain.from_iterable(make() for make in feature_factories)
         self.generation = 0
         self.tape: Tape[ParamGroup] = Tape()
         self.call_stack: list[Call] = []
@@ -306,7 +306,7 @@ class Tree:
     def _is_kept(self, group: ParamGroup) -> bool:
         """Return whether a gathered group stays gathered when a forward begins."""
         settings = group.settings
-        if settings.reshard_after_forward is False or settings.gathers_each_step:
+        if settings.reshard_after_forward is False or settings.gathers_once_a_step:
             return True
         if group.is_kept_by_user or group.modules_run:
             return True
@@ -411,7 +411,7 @@ class Tree:
             if group.is_unsharded_registered:
                 group.take_snapshot()
             return
-        keeps_memory = group.settings.gathers_each_step and may_have_backward
+        keeps_memory = group.settings.gathers_once_a_step and may_have_backward
         # This forward may call the group again, unless it is the root: its return ends the forward.
         if not keeps_memory and (self.tape.upcoming is group or (stays and group is not self.root)):
             keeps_memory = True
@@ -497,7 +497,7 @@ class Tree:
         for group in self.groups:
             if group.settings.reduce_grads and group.unsynced:
                 self.in_flight.start(group, deferred=True)
-            if group.settings.reshard_after_backward and not group.settings.gathers_each_step:
+            if group.settings.reshard_after_backward and not group.settings.gathers_once_a_step:
                 group.reshard()
 
     def clean_up_if_failed(self) -> None:
@@ -532,7 +532,7 @@ class Tree:
         for group in self.groups:
             if finishes_earlier and group not in launched:
                 with suppress(ShardError, RuntimeError):  # the next collective raises it again
-                    self.in_flight.finish_of(group)
+                    self.in_flight.finish_reductions_of(group)
         if self._backward is not None:
             self._backward = None
             self.tape.clear()

@@ -29,7 +29,7 @@ from torch import nn
 
 from composable_shard.arguments import check_module, check_value
 from composable_shard.core.group import ParamGroup, group_of
-from composable_shard.core.plugins import Feature, Op, Phase, new_features
+from composable_shard.core.plugins import Feature, Op, Phase, feature_factories
 from composable_shard.core.transport.process_groups import compare, first_difference, gather_objects
 from composable_shard.errors import RankMismatchError
 from composable_shard.hybrid import PartMesh
@@ -192,7 +192,7 @@ _CHECKED: dict[Phase, str] = {
 class OrderCheck(Feature):
     """Compares the next operation of all ranks of a tree."""
 
-    is_of_one_tree = True
+    is_dropped_on_join = True
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -244,4 +244,4 @@ def _of_new_tree() -> list[Feature]:
     return [OrderCheck()] if os.environ.get(CHECK_VARIABLE, "0") not in ("", "0") else []
 
 
-new_features.append(_of_new_tree)
+feature_factories.append(_of_new_tree)

@@ -143,7 +143,7 @@ def residence_of(group: ParamGroup) -> tuple[str, str]:
         return "unread", "set_unshard_in_backward(False): backward gathers nothing"
     if not _has_backward(group):
         return "unread", "backward does not reach the group: nothing in it or before it is trained"
-    if settings.gathers_each_step:
+    if settings.gathers_once_a_step:
         return "kept", "the parameters are kept until the optimizer has stepped"
     if reshard is False:
         return "kept", "reshard_after_forward=False keeps the parameters until backward"

@@ -295,7 +295,7 @@ def gathered_to_one(num: int, in_step: bool) -> tuple[list[bool], int]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rank_that_gets_nothing_takes_note(ranks: int) -> None:
+def test_a_rank_that_gets_nothing_still_reads_entries(ranks: int) -> None:
     for num, in_step in ((2 * mailbox.NUM_ENTRIES + 5, False), (20, True)):
         found = run_ranks(gathered_to_one, ranks, num, in_step)
         assert [exact for exact, _ in found] == [[True] * num, *[[]] * (ranks - 1)]
@@ -427,7 +427,7 @@ def interrupted_at_launch(name: str) -> list[str]:
 @pytest.mark.parametrize("name", ["allocate_slab", "publish"])
 def test_a_rank_that_is_interrupted_before_it_publishes_is_missed_at_once(name: str) -> None:
     _, (missed, refused) = run_ranks(interrupted_at_launch, 2, name)
-    expected = "Expected rank 0 to take part in a collective, got its message that it gave up"
+    expected = "Expected rank 0 to take part in a collective, got a message that it gave up"
     assert missed.removeprefix("Rank 1 failed while communicating: ") == expected
     assert refused == (
         f"Expected a process group without failures, got one that had failed before: {expected}"
@@ -435,7 +435,7 @@ def test_a_rank_that_is_interrupted_before_it_publishes_is_missed_at_once(name: 
 
 
 @on_ranks(2)
-def test_an_exchange_may_go_while_the_lock_is_held() -> None:
+def test_an_exchange_may_be_deleted_while_the_lock_is_held() -> None:
     before = unread()
     pending = gather(10.0)[1]
     with box()._lock:

@@ -476,7 +476,7 @@ def forked() -> tuple[str, str, bool]:
 
 
 REFUSED = (
-    "Expected the process that made a process group to use it, got a process forked from it; "
+    "Expected the process that made a process group to use it, got a forked child of it; "
     "start the ranks first, and make a process group in each"
 )
 
@@ -489,7 +489,7 @@ def test_a_forked_process_publishes_nothing() -> None:
 
 @pytest.mark.usefixtures("sharing")
 @on_ranks(2)
-def test_a_forked_process_writes_nowhere_that_its_parent_has_taken_since() -> None:
+def test_a_forked_process_does_not_write_to_memory_of_its_parent() -> None:
     group, rank = fresh_group(), dist.get_rank()
     local_ranks(group)
 

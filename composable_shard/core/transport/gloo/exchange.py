@@ -1,7 +1,7 @@
 """A collective of ranks of one host: each rank publishes tensors, and reads those of the others.
 
-A message is a slab that holds a table of its tensors, and then the tensors. ``mailbox.py``
-publishes the message, and tracks when its memory is free again.
+A message lies in a slab, a block of the sender's shared memory: first a table of the tensors, then
+the tensors. ``mailbox.py`` publishes the message, and tracks when its slab is free again.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _ALIGNMENT = 64  # bytes
 
 
 class MessageSpec(NamedTuple):
-    """The tensors of a message, which has ``num_parts`` equal parts of each tensor.
+    """The tensors of a message, each of which consists of equal parts.
 
     Attributes:
-        numels: The number of elements of a part of each tensor.
+        numels: For each tensor, the number of elements of one part.
         dtypes: The dtype of each tensor.
-        num_parts: The number of parts, laid end to end.
+        num_parts: The number of parts of each tensor, laid end to end, such as one for each rank.
     """
 
     numels: tuple[int, ...]
@@ -102,7 +102,8 @@ class Exchange:
 
     Raises:
         ShardError: Here and in all methods, if a rank has ended, has given up, or does not publish
-            within the time-out of the process group. Then the process group is lost.
+            within the time-out of the process group. Later collectives of the group then
+            raise, too.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Exchange:
         if not publish():
             for rank in ranks:  # one by one, so that the error names a late rank
                 self._wait(rank, partial(mailbox.poll_room, [rank]))
-            self._wait(ranks[0], publish)
+            self._wait(ranks[0], publish)  # too many are unacknowledged; any rank may be late
         self._is_published = True
 
     def all_published(self) -> bool:
@@ -180,7 +181,7 @@ class Exchange:
         find = partial(self._mailbox.find_entry, self._mailbox.peers[rank], self._key)
         entry: Entry = find() or self._wait(rank, find)
         if entry.nbytes == GIVEN_UP:
-            raise failures.missing_rank(self._group, rank, "its message that it gave up")
+            raise failures.missing_rank(self._group, rank, "a message that it gave up")
         return entry
 
     def _spec_of(self, view: View, rank: int, nbytes: int) -> MessageSpec:

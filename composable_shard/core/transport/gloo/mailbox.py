@@ -2,8 +2,8 @@
 
 To publish a message, a rank copies tensors into a slab of its own memory and appends an entry to
 its ring buffer. Each of the other ranks reads the slab when it needs the values, and then
-acknowledges the message by a word in its own memory. After all acknowledgements, the slab is free
-again. A message is a copy, so its source may be changed or freed at once.
+acknowledges the message in a slot, a word in its own memory. After all acknowledgements, the slab
+is free again. A message is a copy, so its source may be changed or freed at once.
 
 An entry names its collective: the tag, which the ranks have agreed on, and the number among the
 collectives of this tag. So no collective reads a message of an interrupted one. A rank that gives
@@ -14,7 +14,7 @@ Each rank writes only its own memory. The control words in the memory of a rank 
 - the number of entries that it has published;
 - for each other rank, the number of entries of that rank that this rank has read;
 - the ring buffer of entries;
-- for each other rank, the acknowledgements of its messages.
+- for each other rank, the slots in which this rank acknowledges its messages.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from composable_shard.core.transport.gloo.shared_memory import (
 from composable_shard.errors import ShardError
 
 NUM_ENTRIES = 256  # in the ring buffer
-NUM_ACKS = 1 << 14  # the maximum number of unread messages
+NUM_ACKS = 1 << 14  # slots, so the maximum number of unacknowledged messages of a rank
 # The number of words of an entry: its number, the tag and the number of its collective (a `Key`),
-# the index of its acknowledgements, and the start and nbytes of its slab.
+# the slot of its acknowledgements, and the start and nbytes of its slab.
 _ENTRY_WORDS = 6
 GIVEN_UP = -1  # the nbytes of an entry without a slab
 
@@ -75,7 +75,7 @@ class Entry(NamedTuple):
 
     Attributes:
         number: Its number, from 1.
-        ack: The index of its acknowledgements.
+        ack: The slot in which each reader acknowledges it.
         start: The start of the slab in the file of that rank.
         nbytes: The size of the slab; :data:`GIVEN_UP` if there is none.
     """
@@ -93,16 +93,16 @@ class Peer:
         rank: The rank.
         file: The file with its memory.
         words: Its control words.
-        num_read: The number of its entries that this rank has read.
-        unread: The known entries of messages that this rank has not read.
-        unwanted: The keys of future messages that this rank will not read.
+        num_entries_taken: The number of entries that this rank has taken from its ring buffer.
+        unread: The entries taken whose messages this rank has not acknowledged yet.
+        unwanted: The keys of future messages that this rank will not need.
     """
 
     def __init__(self, rank: int, file: PeerFile) -> None:
         self.rank = rank
         self.file = file
         self.words = file.words
-        self.num_read = 0
+        self.num_entries_taken = 0
         self.unread: dict[Key, Entry] = {}
         self.unwanted: set[Key] = set()
 
@@ -114,7 +114,7 @@ class Mailbox:
 
     Hazard: a forked process writes to the memory of its parent. Guard: every access raises an error
     in a forked process. Test:
-    ``test_a_forked_process_writes_nowhere_that_its_parent_has_taken_since``.
+    ``test_a_forked_process_does_not_write_to_memory_of_its_parent``.
 
     Args:
         group: The process group.
@@ -136,9 +136,11 @@ class Mailbox:
         self._counts: dict[int, int] = {}  # of collectives, by tag
         self._num_published = 0
         self._free_acks: list[int] = []
-        self._num_acks = 0  # the number of acknowledgements ever used
+        self._num_acks = 0  # the number of slots ever used
         self._unacknowledged: list[_Published] = []
-        self.given_up: deque[tuple[Key, list[int], bool]] = deque()  # any thread may append to it
+        # For each: the key, the ranks not acknowledged, and whether this rank has published. Any
+        # thread may append.
+        self.given_up: deque[tuple[Key, list[int], bool]] = deque()
 
     @staticmethod
     def num_words(num_ranks: int) -> int:
@@ -152,7 +154,7 @@ class Mailbox:
         return tag, count
 
     def publish(self, key: Key, slab: Slab, ranks: Sequence[int]) -> bool:
-        """Publish a slab; return ``False`` if no entry or no acknowledgement is free.
+        """Publish a slab; return ``False`` if no entry or no slot is free.
 
         Args:
             key: The collective.
@@ -193,18 +195,18 @@ class Mailbox:
         """Read the entries that a peer has published."""
         words, num_read_index = peer.words, 1 + peer.rank
         count = words[0]
-        if count == peer.num_read:
+        if count == peer.num_entries_taken:
             return
         with self._lock:
             _memory_barrier()
             ring = 1 + self._num_ranks
-            while peer.num_read < count:
-                start = ring + peer.num_read % NUM_ENTRIES * _ENTRY_WORDS
-                number, tag, index, *rest = words[start : start + _ENTRY_WORDS]
-                self._add_entry(peer, (tag, index), Entry(number, *rest))
-                peer.num_read += 1
+            while peer.num_entries_taken < count:
+                start = ring + peer.num_entries_taken % NUM_ENTRIES * _ENTRY_WORDS
+                number, tag, count_of_tag, *rest = words[start : start + _ENTRY_WORDS]
+                self._add_entry(peer, (tag, count_of_tag), Entry(number, *rest))
+                peer.num_entries_taken += 1
             _memory_barrier()
-            self._words[num_read_index] = peer.num_read
+            self._words[num_read_index] = peer.num_entries_taken
 
     def acknowledge(self, key: Key, ranks: list[int]) -> None:
         """Acknowledge the messages of a collective.
@@ -235,18 +237,20 @@ class Mailbox:
 
         Hazard: a rank that needs no messages reads no entries, and the ring buffers of its peers
         fill up. Guard: this call, at the start of every collective and periodically on the
-        background thread. Test: ``test_a_rank_that_gets_nothing_takes_note``.
+        background thread. Test: ``test_a_rank_that_gets_nothing_still_reads_entries``.
         """
         self.refuse_fork()
         for peer in self.peers.values():
             self.read_entries(peer)
 
     def process_given_up(self) -> None:
-        """Publish the collectives that this rank has given up, and acknowledge their messages.
+        """Finish the collectives that this rank has given up.
+
+        Acknowledge their messages, and tell their readers by an entry without a slab.
 
         Hazard: the garbage collector may delete an exchange on any thread, also while the lock is
         held. Guard: a deleted exchange only appends to ``given_up``, and this call does the rest.
-        Test: ``test_an_exchange_may_go_while_the_lock_is_held``.
+        Test: ``test_an_exchange_may_be_deleted_while_the_lock_is_held``.
         """
         while self.given_up:
             with self._lock:
@@ -265,7 +269,7 @@ class Mailbox:
         if key in peer.unwanted:
             peer.unwanted.discard(key)
             self._ack(peer, entry)
-        elif entry.nbytes != GIVEN_UP or key not in peer.unread:
+        elif entry.nbytes != GIVEN_UP or key not in peer.unread:  # a published message counts
             peer.unread[key] = entry
 
     def _ack(self, peer: Peer, entry: Entry) -> None:
@@ -307,8 +311,8 @@ class Mailbox:
         """Raise an error in a process that was forked from the owner of this mailbox."""
         if os.getpid() != self._process:
             raise ShardError(
-                "Expected the process that made a process group to use it, got a process forked "
-                "from it; start the ranks first, and make a process group in each"
+                "Expected the process that made a process group to use it, got a forked child "
+                "of it; start the ranks first, and make a process group in each"
             )
 
 
@@ -326,8 +330,8 @@ class _Published:
 
 _mailboxes: weakref.WeakKeyDictionary[dist.ProcessGroup, Mailbox | None]
 _mailboxes = weakref.WeakKeyDictionary()
-_reasons: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]]
-_reasons = weakref.WeakKeyDictionary()
+_reasons_not_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]]
+_reasons_not_shared = weakref.WeakKeyDictionary()
 _is_warned = False
 
 
@@ -342,7 +346,7 @@ def mailbox_of(group: dist.ProcessGroup) -> Mailbox | None:
     if group not in _mailboxes:
         with watched(group, "finding the ranks of this host"):
             shared = share(group, Mailbox.num_words(group.size()))
-        _reasons[group] = shared.reasons
+        _reasons_not_shared[group] = shared.reasons
         _mailboxes[group] = mailbox = Mailbox(group, shared) if shared.files else None
         if mailbox is not None:
             call_periodically(mailbox.read_all_entries)
@@ -366,7 +370,7 @@ def why_not_shared(group: dist.ProcessGroup) -> dict[int, str]:
     Collective: see :func:`mailbox_of`.
     """
     mailbox_of(group)
-    return _reasons[group]
+    return _reasons_not_shared[group]
 
 
 def _log_peers(group: dist.ProcessGroup, shared: Shared) -> None:
