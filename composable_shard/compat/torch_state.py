@@ -4,7 +4,7 @@ Schedules call ``torch.distributed.fsdp.fully_shard.state(module)``, which looks
 module. Some tensor subclasses (those of Transformer Engine) read the private state of
 ``fully_shard`` in ``fsdp_pre_all_gather``, to send only the tensors that a forward or a backward
 reads: they call ``module._get_fsdp_state()`` on the nearest sharded module, which they look up in
-    torch's list of modules with a state. This module provides that state, read-only.
+torch's list of modules with a state. This module provides that state, read-only.
 """
 
 from __future__ import annotations

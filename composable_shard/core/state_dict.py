@@ -67,7 +67,7 @@ def _params_of(module: nn.Module) -> list[tuple[str, ShardedParam]]:
 
 
 def _before_save(module: nn.Module, *_: object) -> None:
-    """Register the sharded parameters; during compute or after ``unshard()``, only for the save."""
+    """Register the sharded parameters; in compute or after ``unshard()``, until the save ends."""
     for name, param in _params_of(module):
         group: ParamGroup = param.group
         group.check_in_memory("for a state dict")
@@ -120,7 +120,7 @@ def _before_load(
                 "got a call during one; call it before or after them"
             )
         group.reshard()
-    host.synchronize()  # a forward without a backward may have launched copies of shards
+    host.synchronize()  # a forward whose backward has not run may still copy shards
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     for attribute, param in params:
         param.record_user_state()
@@ -151,7 +151,8 @@ def _before_load(
 def _shard_of(param: ShardedParam, full: torch.Tensor, current: DTensor, assign: bool) -> DTensor:
     """Return this rank's rows of a full tensor: a view, or a copy if ``assign``.
 
-    Under tensor parallelism, ``full`` may also be a DTensor that is sharded like the original.
+    Under tensor parallelism, ``full`` may also be a DTensor, sharded like the parameter before
+    ``fully_shard``.
     """
     local = param.shard_of(full)
     if assign:

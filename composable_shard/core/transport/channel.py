@@ -213,7 +213,7 @@ class Channel:
         return self._launch(launch, group, self.reducing)
 
     def divides_over_replicas(self, dtype: torch.dtype) -> bool:
-        """Return whether :meth:`all_reduce` itself divides the sum before rounding it to ``dtype``.
+        """Return whether :meth:`all_reduce` divides the sum itself; otherwise the backend averages.
 
         Gloo rounds after each addition. So narrow dtypes are summed in a wider one and rounded
         once.

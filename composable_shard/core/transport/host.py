@@ -68,8 +68,9 @@ class CopyStream:
     def reuse_guard(self) -> Waitable:
         """Return an object whose ``wait`` makes the copy stream wait for the current stream.
 
-        Hazard: the current stream releases memory of the copy stream, which reuses the memory after
-        waiting for another compute stream only. Guard: the copy stream waits for this one too.
+        Hazard: memory of the copy stream is released on stream A. The next copy is launched from
+        stream B, waits for B only, and overwrites what A still reads. Guard: the copy stream waits
+        for A, too.
         Test: ``test_nothing_is_seen_where_nothing_was_planted`` ("custom, offload, branches").
         """
         return _ReuseGuard(self._stream, self._device)
@@ -123,7 +124,7 @@ def download(source: torch.Tensor) -> torch.Tensor:
 
 
 def is_busy() -> bool:
-    """Return whether a copy may be in flight that the host has not waited for."""
+    """Return whether the host has yet to wait for a copy."""
     return any(stream.is_busy for stream in [*uploads.values(), *downloads.values()])
 
 
@@ -131,7 +132,7 @@ def synchronize() -> None:
     """Block the host until all copies in both directions are complete.
 
     Hazard: user code writes shards that a device has yet to read. Guard: every backward, and
-    every forward without a backward, ends with this. Test: ``test_copies_may_be_late``.
+    every forward that no backward follows, ends with this. Test: ``test_copies_may_be_late``.
     """
     for stream in [*uploads.values(), *downloads.values()]:
         stream.synchronize()

@@ -2,10 +2,11 @@
 
 The allocator returns freed memory to its allocating stream, which reuses it at once. So tensors of
 a collective are allocated and released on the launching stream. The collective starts after the
-earlier work of that stream. :class:`Pending` keeps the tensors until the wait, and programs run the
-wait on the same stream, so the stream reuses the memory after the collective. :class:`UsedStreams`
-tracks memory that lives longer and is read on other streams. The CPU has no streams, and runs the
-same code. Copies of offloaded shards use streams of their own: see ``host.py``.
+earlier work of that stream. :class:`Pending` keeps the tensors until the wait, and `Program` runs
+the wait on the same stream, so the stream reuses the memory after the collective.
+:class:`UsedStreams` tracks memory that lives longer and is read on other streams. The CPU has no
+streams, and runs the same code. Copies of offloaded shards use streams of their own: see
+``host.py``.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Pending:
     """Launched collectives, and the tensors that they use.
 
     Hazard: a tensor is released while the backend's stream still uses it. Guard: this object keeps
-    the tensors, allocated on ``stream``, until :meth:`wait`, which runs on ``stream``, has made
-    that stream wait for the collectives.
+    the tensors until :meth:`wait`. Their allocation and :meth:`wait` are both on ``stream``, so
+    the stream reuses the memory only after the collectives.
 
     Args:
         works: The collectives, in the order of their waits.
@@ -142,7 +143,7 @@ class UsedStreams:
         self._allocating_stream = None
 
     def on_allocating_stream(self) -> contextlib.AbstractContextManager[object]:
-        """Make the allocating stream current, after all other streams that use the memory."""
+        """Let the allocating stream wait for all other users of the memory; make it current."""
         return self._after_users(self._allocating_stream) if self._has_streams else _HERE
 
     def on_filling_stream(self) -> contextlib.AbstractContextManager[object]:

@@ -23,11 +23,11 @@ from composable_shard.mesh import ShardMesh
 _subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]]
 _subgroups = weakref.WeakKeyDictionary()
 _creator_pids: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-_EXIT_TIMEOUT = 30.0  # seconds that the interpreter waits for gloo's threads at its end, at most
+_EXIT_TIMEOUT = 30.0  # maximum seconds to wait for gloo's threads at exit
 
 
 def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
-    """Return the process group of ``num_ranks`` neighbouring ranks of ``group``, with this rank.
+    """Return the process group of the block of ``num_ranks`` neighbours that this rank is in.
 
     If ``num_ranks`` is the size of ``group``, the result is a second process group of the same
     ranks. Its collectives run concurrently with those of ``group``.
@@ -44,7 +44,7 @@ def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(group)[first : first + num_ranks]
         name = f"{group.group_name}/{num_ranks} from {first}"
         is_gloo = _torch.backend_name(group, torch.device("cpu")) == "gloo"
-        timeout = _torch.timeout_of(group) if is_gloo else None
+        timeout = _torch.timeout_of(group) if is_gloo else None  # others keep their default
         existing[num_ranks] = _torch.new_local_group(ranks, dist.get_backend(group), name, timeout)
         _creator_pids[existing[num_ranks]] = os.getpid()
     return existing[num_ranks]
