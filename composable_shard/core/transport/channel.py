@@ -177,7 +177,7 @@ class Channel:
             subgroup(self.mesh.shard_group, num_ranks)
 
     def can_average(self) -> bool:
-        """Return whether a reduction over the shards may be an average."""
+        """Return whether the reduce-scatter itself can average."""
         group = self.mesh.shard_group
         return group is not None and self.reduce_scatter.averages(group, self.mesh.device)
 
@@ -187,8 +187,8 @@ class Channel:
         Args:
             outputs: The tensors to write.
             inputs: The tensors to reduce.
-            divisor: The divisor of the sum; ``None`` keeps the sum. Unless it is the number of
-                ranks, it needs a reduce-scatter that ``divides``.
+            divisor: The divisor of the sum; ``None`` keeps the sum. The number of ranks needs
+                :meth:`can_average`; any other number, a reduce-scatter that ``divides``.
         """
         group = self._reduce_group
         op: Any = dist.ReduceOp.SUM if divisor is None else dist.ReduceOp.AVG
@@ -253,7 +253,7 @@ class Channel:
         if announced:
             withdraw_failures()
         is_watched = status_of(group) is not None
-        # Replicas may have different tags, and so different keys.
+        # The key names the collective if ranks deadlock; those of replicas may differ by the tag.
         has_key = is_watched and group is not self.mesh.replica_group
         key = f"{self.tags[0]} {op}" if has_key else ""
         number = count_launch(group, key) if key else 0
@@ -273,7 +273,7 @@ class Channel:
 
 
 class _Launched:
-    """The collectives of one launch. The background thread watches the wait for them."""
+    """The collectives of one launch. A thread of `background.py` watches the wait."""
 
     def __init__(self, works: list[Waitable], watch: Callable[[], watched]) -> None:
         self._works = works[::-1]

@@ -144,7 +144,7 @@ class UsedStreams:
 
     def on_allocating_stream(self) -> contextlib.AbstractContextManager[object]:
         """Let the allocating stream wait for all other users of the memory; make it current."""
-        return self._after_users(self._allocating_stream) if self._has_streams else _HERE
+        return self._after_users(self._allocating_stream) if self._has_streams else _SAME_STREAM
 
     def on_filling_stream(self) -> contextlib.AbstractContextManager[object]:
         """Make the stream that filled the memory current, after all others that use it."""
@@ -152,16 +152,16 @@ class UsedStreams:
 
     def on_last_user(self) -> contextlib.AbstractContextManager[object]:
         """Make the stream that used the memory last current, after all others that use it."""
-        return self._after_users(self._last_user) if self._has_streams else _HERE
+        return self._after_users(self._last_user) if self._has_streams else _SAME_STREAM
 
     def _after_users(
         self, stream: torch.Stream | None
     ) -> contextlib.AbstractContextManager[object]:
         if stream is None:
-            return _HERE
+            return _SAME_STREAM
         self._wait_for_users(stream)
         is_current = stream == _torch.current_stream(self._device)
-        return _HERE if is_current else _torch.on_stream(stream)
+        return _SAME_STREAM if is_current else _torch.on_stream(stream)
 
     def _wait_for_users(self, stream: torch.Stream) -> None:
         """Let a stream wait for all other streams that use the memory."""
@@ -192,7 +192,7 @@ def side_stream(device: torch.device) -> torch.Stream | None:
     return side_streams.get(device) or side_streams.setdefault(device, _torch.make_stream(device))
 
 
-_HERE = contextlib.nullcontext()
+_SAME_STREAM = contextlib.nullcontext()
 
 
 def on_side_stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
@@ -201,7 +201,7 @@ def on_side_stream(stream: torch.Stream | None) -> contextlib.AbstractContextMan
     Nothing changes if ``stream`` is ``None`` or current already.
     """
     if stream is None or stream == _torch.current_stream(stream.device):
-        return _HERE
+        return _SAME_STREAM
     return _on_side_stream(stream)
 
 

@@ -67,16 +67,16 @@ def end_process_groups() -> None:
     """
     if not dist.is_available():
         return
-    # Even if the user has destroyed the group: its threads run until nothing refers to it.
+    # The threads of a destroyed group run until nothing refers to the group.
     _torch.wait_for_workers(_EXIT_TIMEOUT)
     if not dist.is_initialized() or getattr(sys, "last_value", None) is not None:
         return
     if mesh.started_process_group() is dist.group.WORLD:
         dist.destroy_process_group()
         return
-    for part, process in list(_creator_pids.items()):
-        if process == os.getpid() and _torch.is_in_use(part):  # a fork lacks the group's threads
-            dist.destroy_process_group(part)
+    for group, pid in list(_creator_pids.items()):
+        if pid == os.getpid() and _torch.is_in_use(group):  # a fork lacks the group's threads
+            dist.destroy_process_group(group)
 
 
 atexit.register(end_process_groups)
@@ -104,7 +104,7 @@ def gather_objects(local: object, group: dist.ProcessGroup, op: str) -> list[Any
 
 
 def gather_by_rank(local: object, groups: Iterable[dist.ProcessGroup], op: str) -> dict[int, Any]:
-    """Return the objects of all ranks of some process groups, by global rank.
+    """Return the objects of all ranks of a mesh, by global rank: gather along one axis at a time.
 
     Args:
         local: The object of this rank, which is pickled.
@@ -117,7 +117,7 @@ def gather_by_rank(local: object, groups: Iterable[dist.ProcessGroup], op: str) 
     for group in groups:
         gathered = gather_objects(objects, group, op)
         for rank, theirs in zip(dist.get_process_group_ranks(group), gathered, strict=True):
-            objects |= {rank: local, **theirs}  # simulated ranks have the object of this rank
+            objects |= {rank: local, **theirs}  # simulated ranks all give the object of this rank
     return dict(sorted(objects.items()))
 
 
@@ -145,7 +145,7 @@ class SmallAllReduce:
         self._numbers = numbers if are_gloo else numbers.to(mesh.device)
         self._reduce_op, self._op = reduce_op, op
         self._work: dist.Work | None = None
-        self._number = 0
+        self._launch_number = 0
         self._launch()
 
     def wait(self) -> list[Any]:
@@ -156,7 +156,7 @@ class SmallAllReduce:
             new_stream = _torch.on_stream(_torch.make_stream(device))
         with new_stream:
             while self._work is not None:
-                with watched(self._groups[0], self._op, self._op, self._number):
+                with watched(self._groups[0], self._op, self._op, self._launch_number):
                     self._work.wait()
                 self._groups = self._groups[1:]
                 self._launch()
@@ -166,7 +166,7 @@ class SmallAllReduce:
         """Launch the all-reduce over the next process group, if there is one left."""
         self._work = None
         if self._groups:
-            self._number = count_launch(self._groups[0], self._op)
+            self._launch_number = count_launch(self._groups[0], self._op)
             self._work = dist.all_reduce(
                 self._numbers, self._reduce_op, group=self._groups[0], async_op=True
             )
@@ -179,7 +179,7 @@ def compare(
 
     Collective: one all-reduce of 16 bytes, and 8 for each number.
     """
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")  # fits int64
     extremes = torch.tensor([digest, -digest, *numbers], device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=ranks)
     largest, negated_smallest, *maxima = extremes.tolist()
@@ -187,12 +187,12 @@ def compare(
 
 
 def first_difference(facts: Sequence[Sequence[str]], ranks: Sequence[int], subject: str) -> str:
-    """Return a message that names the first difference between the facts of two ranks.
+    """Return a message that names the first difference between two ranks.
 
     Args:
-        facts: The facts of each rank, in rank order; they must differ between some ranks.
+        facts: For each rank, lines that describe the subject; they differ between some ranks.
         ranks: The rank numbers to show in the message.
-        subject: The subject of the facts, such as "model".
+        subject: What the lines describe, such as "model".
     """
     first = facts[0]
     other = next(index for index, theirs in enumerate(facts) if theirs != first)
