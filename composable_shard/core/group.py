@@ -1,7 +1,9 @@
 """The parameters of one ``fully_shard`` call: a state machine that runs a compiled program.
 
-A group does not know other groups or the progress of autograd. `Tree` and `Backward` tell it when
-to gather, free and reduce its parameters.
+A program consists of lists of operations, such as those of a gather (`program.py`). A bucket is a
+flat buffer of parameters; a slot is a name under which a module holds a parameter (`storage.py`).
+A group does not know other groups or the progress of autograd. `Tree` (`tree.py`) and `Backward`
+(`backward.py`) tell the group when to gather, free and reduce its parameters.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ class Settings:
             unless the group is the root; a number k to keep one k-th of them on each of k ranks.
         reshard_after_backward: Whether the parameters are freed after backward.
         reduce_grads: Whether backward reduces gradients over the ranks.
-        all_reduce_grads: Whether backward also reduces them over the replicas.
+        all_reduce_grads: Whether backward also reduces gradients over the replicas.
         divisor: The divisor of the sum of gradients; ``None`` for the number of ranks.
         sums_only: Whether collectives only sum, and divisions are separate operations.
         unshard_in_backward: Whether backward gathers the group.
@@ -124,13 +126,13 @@ class ParamGroup:
 
     Attributes:
         modules: The modules passed to ``fully_shard``.
-        name: Their qualified names below the root; empty for the root.
+        name: The qualified names of ``modules`` below the root; empty for the root.
         settings: The settings, which users may change.
         state: Whether the unsharded parameters exist.
         is_unsharded_registered: Whether the modules hold the unsharded parameters, and not the
             sharded ones.
         is_kept_by_user: Whether the user has called ``unshard()`` since the group was freed.
-        modules_run: If there are several ``modules``: those that have run while others have yet to.
+        modules_run: If there are several ``modules``: those that have run; empty once all have.
         why_absent: Why the shards are not in memory, and the remedy; ``None`` if they are there.
         unsharded_version: The version counter of the unsharded parameters. It grows when a gather
             brings new values.
@@ -138,22 +140,23 @@ class ParamGroup:
             but not yet the weight half.
         is_in_unsharded_context: Whether ``unsharded()`` has given the modules full parameters.
         num_optimizer_steps: The number of optimizer steps that may have changed the shards.
-        unsynced: The names of the parameters that may have gradients not reduced over all ranks. If
-            such a gradient was added to a reduced one, the value is a dtype wide enough for the
-            sum; otherwise it is ``None``.
-        has_unreduced: Whether some of these gradients may be at stage ``unreduced`` rather than
-            ``reduced_over_shards`` (see `reduction.py`).
+        unsynced: An entry for the name of each parameter that may have a gradient not reduced over
+            all ranks. If such a gradient was added to a reduced one, the value is a dtype wide
+            enough for the sum; otherwise the value is ``None``.
+        has_unreduced: Whether some gradients of these parameters may be at stage ``unreduced``
+            rather than ``reduced_over_shards`` (see `reduction.py`).
         skips_shards: Whether the latest reduction runs over the replicas only.
-        finished_nodes: For each gradient accumulation and each input marker that has run, the id of
-            its graph task.
+        finished_nodes: For each gradient accumulation and each input marker (see `hooks.py`) that
+            has run in backward, the id of its graph task.
         count_gradient: A post-accumulate hook made of builtins; it appends to ``finished_nodes``.
         channels: The collectives of each mesh.
         streams: The streams that use the unsharded memory.
-        is_compiled: Whether ``program`` may run. If not, it does not exist or is out of date.
+        is_compiled: Whether ``program`` may run. If not, ``program`` is missing or out of date.
         needs_reduce: Whether the group has gradients to reduce.
         is_trained: Whether some parameters are not frozen.
-        tree, progress, calls: Set by the layers above: its `Tree`, its `GroupProgress` in the
-            current backward, and weak references to each `Call` that a backward may still reach.
+        tree, progress, calls: Set by the layers above: the `Tree` of the group, the `GroupProgress`
+            of the current backward, and weak references to each `Call` that a backward may still
+            reach.
     """
 
     program: Program
@@ -349,7 +352,8 @@ class ParamGroup:
     def announce(self, doing: str, error: Exception) -> None:
         """Tell the other ranks that this rank has failed, so that they do not wait for it.
 
-        They may wait in a later group, so this tells the ranks of all groups of the tree.
+        They may wait in a collective of another group, so this tells the ranks of all groups of the
+        tree.
         """
         announce(process_groups_of(self.tree.groups), f"{doing} {self.label}", error)
 
@@ -390,8 +394,8 @@ class ParamGroup:
             try:
                 for op in program.regather.free if was_partly else program.gather.free:
                     op()
-            except RuntimeError:  # NumPy arrays share the memory; a new program keeps it
-                if not any([bucket.free() for bucket in self.buckets]):  # a list, to free them all
+            except RuntimeError:  # if NumPy arrays share the memory, a new program keeps it
+                if not any([bucket.free() for bucket in self.buckets]):  # a list: free every bucket
                     raise
                 state = State.SHARDED
                 self.compile()
@@ -409,7 +413,7 @@ class ParamGroup:
         """Record the unsharded parameters: they stay registered, and users may change them."""
         if self._snapshot is None:
             # Pipeline schedules turn off both settings and write unsharded ``.grad`` themselves, so
-            # it gets no marks (see `UnshardedSnapshot`).
+            # that ``.grad`` gets no marks (see `UnshardedSnapshot`).
             has_marks = self.settings.reduce_grads or self.settings.reshard_after_backward
             with torch.inference_mode(False):  # inference tensors have no versions
                 self._snapshot = user_changes.UnshardedSnapshot(self.params, has_marks=has_marks)
@@ -443,7 +447,7 @@ class ParamGroup:
         for copier in self.program.attribute_copiers:
             copier.copy_to_sharded()
         for holder, name, sharded, unsharded, put in self.program.slots:
-            if holder.get(name) is unsharded:  # otherwise user code has replaced it
+            if holder.get(name) is unsharded:  # a parameter that user code has put there stays
                 put(name, sharded)
         self.is_unsharded_registered = False
 
@@ -455,7 +459,7 @@ class ParamGroup:
             registered = holder.get(name)
             if registered is sharded:
                 put(name, unsharded)
-            elif registered is not unsharded:  # its gradient would be lost
+            elif registered is not unsharded:  # the gradient of a replaced one would be lost
                 error = StaleParameterError(
                     f"Expected the parameters of {self.label} in backward as they were in "
                     "forward, got replaced ones; run backward before replacing them"
@@ -466,7 +470,7 @@ class ParamGroup:
         if in_backward and tuple(map(_requires_grad, program.sharded)) != program.requires_grad:
             for param in self.params:  # users have frozen or unfrozen some since forward
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
-            program.generation = -1
+            program.generation = -1  # out of date
         self.is_unsharded_registered = True
 
     def _shard_version(self) -> int:
@@ -577,9 +581,9 @@ class GroupReduction:
 
     Attributes:
         group: The group.
-        program: The program that launched it, which may be out of date by now.
-        stages: The stages that are left.
-        all_reduces: Whether it includes the reduction over the replicas.
+        program: The program that launched the reduction; the program may be out of date by now.
+        stages: The stages that are left; see `Program.stages`.
+        all_reduces: Whether the gradients are also reduced over the replicas.
     """
 
     group: ParamGroup
@@ -598,8 +602,9 @@ class GroupReduction:
         group, program = self.group, self.program
         if self.all_reduces and group.unsynced:
             group.unsynced.clear()
-            if program.had_unsynced:  # it may reduce frozen parameters, or in a wider dtype
-                program.generation = -1
+            # Such a program may reduce frozen parameters, or in a dtype that is now too wide.
+            if program.had_unsynced:
+                program.generation = -1  # out of date
         return False
 
 
@@ -613,7 +618,7 @@ class ReductionQueue:
 
     def __init__(self) -> None:
         self._holding_grads: deque[GroupReduction] = deque()  # the oldest first
-        self._delivering: list[GroupReduction] = []  # their first stage has run
+        self._delivering: list[GroupReduction] = []  # the first later stage of these has run
 
     def __bool__(self) -> bool:
         return bool(self._holding_grads or self._delivering)
@@ -665,7 +670,7 @@ class ReductionQueue:
         if not oldest.advance():
             return
         if oldest.program.has_offloaded_replicas:
-            # Run the next stage of earlier reductions, which copies their shards to the host.
-            # Their last stage would block the host until the copies are complete.
+            # Run the next stage of each earlier reduction, which copies shards to the host. Do not
+            # run a last stage, which would block the host until its copies are complete.
             self._delivering = [r for r in self._delivering if len(r.stages) == 1 or r.advance()]
         self._delivering.append(oldest)

@@ -1,6 +1,8 @@
 """The hooks that modules and autograd call.
 
-A hook inspects tensors and calls the tree, which decides when to gather and free groups.
+A hook inspects tensors and calls the tree (all groups of one root module; see `tree.py`), which
+decides when to gather and free groups. A forward hook passes each input that needs a gradient
+through an input marker: an identity, whose backward runs after the backward of the module.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from composable_shard.core.nested import ForwardCasts, find_changes, map_tensors
 from composable_shard.core.tree import Call
 from composable_shard.errors import ShardError
 
-_HOOKS = "_composable_shard_hooks"  # the attribute of a sharded module with its `ModuleHooks`
+_HOOKS = "_composable_shard_hooks"  # the attribute of a sharded module that holds its hooks
 
 # The group of every module that is sharded or inside a sharded module.
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ParamGroup]] = weakref.WeakKeyDictionary()
@@ -77,7 +79,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     """Make each call of the method ``name`` run the forward hooks of its module; idempotent."""
     method = getattr(module, name)
     if not (isinstance(method, partial) and method.func is run_as_forward):
-        # A partial is copied and pickled with the module, so a copy calls its own method.
+        # A partial is copied and pickled with its module, so a copied module calls its own method.
         registered = update_wrapper(partial(run_as_forward, module, method), method)
         vars(registered)["__self__"] = module  # as bound methods have it
         module.__dict__[name] = registered
@@ -164,8 +166,8 @@ class ModuleHooks:
             if not call.is_recomputed:
                 group.refuse_writes(call.version_sum)
             output = map_tensors(partial(self._unalias, call.markers), output)
-        # Hook tensors of the output, of items that forward has added to containers among its
-        # inputs, and of attributes in which it has stored tensors.
+        # Hook the tensors in the output, in items that forward has added to containers among its
+        # inputs, and in module attributes where forward has stored tensors.
         added, error = find_changes(call.containers, group.label) if call.containers else ((), None)
         adds_hooks = bool(group.params) and torch.is_grad_enabled() and not has_failed
         if adds_hooks and call.module not in group.program.searched_modules:
@@ -173,8 +175,8 @@ class ModuleHooks:
         stored = _stored_tensors(group) if adds_hooks and group.program.tensor_attributes else ()
         to_hook = (output, added, stored) if added or stored else output
         needs_grad = adds_hooks and _hook_outputs(call, to_hook)
-        # After an inner backward, `Tree._end_forward` must know whether outputs need gradients,
-        # even if this group has no parameters and hooks nothing.
+        # After an inner backward (one inside this forward), `Tree._end_forward` must know whether
+        # outputs need gradients, even if this group has no parameters and hooks nothing.
         if tree.has_inner_backward and not needs_grad and torch.is_grad_enabled():
             needs_grad = any(tensor.requires_grad for tensor in tensors_in(output))
         output_dtype = group.policy.output_dtype
@@ -226,9 +228,9 @@ class ModuleHooks:
         return tensor
 
     def _on_marker(self, call: weakref.ref[Call], grads: Sequence[Tensor | None], _: Any) -> None:
-        # The reference to the call is weak: a call refers to its markers, and these to this hook.
+        # A strong reference would make a cycle: the call refers to its markers, whose hook this is.
         group = self._group
-        if torch.is_grad_enabled():  # a double backward will need the parameters again
+        if torch.is_grad_enabled():  # a double backward may need the parameters again
             for grad in _all_levels(grad for grad in grads if grad is not None):
                 # An in-place op on a view replaces the node of the view: hook the base, too.
                 for tensor in (grad, grad._base):
@@ -236,7 +238,8 @@ class ModuleHooks:
                         tensor.register_hook(self._gather_again)
         with _torch.apart_from_transforms():
             backward = group.tree.begin_backward()
-            if call() is not None:  # else `Backward._ensure_progress` has not counted this marker
+            # `Backward._ensure_progress` expects only markers of calls that still exist.
+            if call() is not None:
                 backward.count_marker(group)
 
     def _gather_again(self, _: Tensor) -> None:
@@ -295,7 +298,10 @@ def _find_tensor_attributes(call: Call) -> None:
 
 
 def _stored_tensors(group: ParamGroup) -> list[Tensor]:
-    """Return stored tensors without a hook of the group: a loss may use them and no output."""
+    """Return the tensors in module attributes that no call of the group has hooked.
+
+    A loss may use such a tensor, and no output.
+    """
     values = [attributes.get(name) for attributes, name in group.program.tensor_attributes]
     return [tensor for tensor in tensors_in(values) if not _is_hooked_for(group, tensor)]
 

@@ -1,5 +1,8 @@
 """Compiles the steady-state step of one group into tuples of operations.
 
+An operation is a callable without arguments; features are optional parts that add operations (see
+`plugins.py`). A group is the parameters of one ``fully_shard`` call (`group.py`). Slots are the
+names under which modules hold parameters; buckets are their flat buffers (`storage.py`).
 Rare events have no code of their own: they make the program out of date, and the group compiles a
 new one.
 """
@@ -41,7 +44,7 @@ class Program:
         gather: Operations that gather the parameters, and free them.
         keep: If ``reshard_after_forward`` is a number of ranks, operations that keep this rank's
             part of the unsharded memory before it is freed.
-        regather: Operations that gather these parts from neighbouring ranks, or free the kept part.
+        regather: Operations that gather the kept parts of neighbouring ranks, or free this rank's.
         pre_forward, post_forward, pre_backward, post_backward: Operations of features; on devices
             with streams, also operations that track the streams.
         accumulate: Operations that accumulate gradients without sync.
@@ -51,15 +54,15 @@ class Program:
         has_offloaded_replicas: Whether a reduction over the replicas is followed by a copy to the
             host.
         version_tensors: Tensors with version counters that grow when the shards change.
-        slots: For each name of each parameter: the dict that holds it, the name, the sharded and
-            the unsharded parameter, and the function that registers a parameter.
+        slots: For each name of each parameter: the module's dict of parameters, the name, the
+            sharded and the unsharded parameter, and the function that registers a parameter.
         attribute_copiers: The copiers of user attributes, for parameters with separate ``__dict__``
             objects for the sharded and the unsharded form.
         sharded: The sharded parameters that were registered at compile time.
-        requires_grad: Whether each of them was trainable.
+        requires_grad: Whether each of ``sharded`` was trainable at compile time.
         stream: The id of the current stream at compile time.
         freeable: The unsharded parameters with memory that is freed between uses.
-        unsharded_storages: The ids of their storages; see ``_torch.storage_number``.
+        unsharded_storages: The ids of the storages of ``freeable``; see ``_torch.storage_number``.
         accumulators: The autograd nodes that accumulate into the trainable parameters.
         had_unsynced: Whether there were unsynced gradients at compile time.
         reduced: The parameters with gradients to reduce: trainable ones, and frozen ones that still
@@ -158,7 +161,7 @@ class Program:
                 param.attributes.sharded = sharded
             unsharded.requires_grad_(sharded.requires_grad)
             is_wider = reduce_dtype(param).itemsize > unsharded.dtype.itemsize
-            if not param.policy.rounds_gradients:  # autograd rounds to ``grad_dtype``, if it is set
+            if not param.policy.rounds_gradients:  # autograd would round to a set ``grad_dtype``
                 unsharded.grad_dtype = None if is_wider else unsharded.dtype
             if sharded.requires_grad:
                 self.accumulators.append(*_torch.accumulate_nodes([unsharded]))
@@ -224,8 +227,8 @@ class Program:
         """Compile the stages of a reduction, with a reduction over the replicas and without.
 
         On devices with streams, the reduction over the replicas is launched on a stream of its own,
-        right after the reduction over the shards. On the CPU, and for subclasses of `Reduction`, it
-        is launched when the reduction over the shards is complete.
+        right after the reduction over the shards. On the CPU, and for subclasses of `Reduction`,
+        the reduction over the replicas is launched when the one over the shards is complete.
         """
         reductions = self.reductions
         launch: Ops = (
@@ -268,9 +271,9 @@ class Program:
     def _with_write(self, ops: Ops, delivered: Ops, final: Sequence[Reduction]) -> tuple[Ops, ...]:
         """Add operations that write ``.grad``.
 
-        On devices, `Reduction.download` copies gradients or flags to the host, and the next stage
-        waits for the copies and writes ``.grad``. If no copy is needed, `Reduction.download` itself
-        writes ``.grad``.
+        On devices with streams, or with offloaded gradients, `Reduction.download` copies gradients
+        or flags (see `reduction.py`) to the host, and the next stage waits for the copies and
+        writes ``.grad``. If no copy is needed, `Reduction.download` itself writes ``.grad``.
         """
         if self._has_streams or any(each.is_offloaded for each in final):
             download = (each.download for each in final)

@@ -1,15 +1,17 @@
 """Reduces gradients, from the unsharded parameters to ``.grad`` of the sharded parameters.
 
-The methods of `Reduction` are operations of a program, which launches a reduction when backward
-finishes a group (phase reduce), and later waits for it and writes ``.grad`` (phase deliver). The
-placements of a gradient show its stage (`GradStage`):
+The methods of `Reduction` are operations of the program of a group (`program.py`). The program
+launches a reduction when backward finishes the group (phase reduce), and later waits for the
+reduction and writes ``.grad`` (phase deliver). The placements of a gradient show its stage
+(`GradStage`):
 
 - ``unreduced``: ``Partial`` on all data-parallel axes. It was accumulated without sync.
 - ``reduced_over_shards``: ``Partial`` on the replicate axis only.
 - ``sharded``: the placements of the parameter. It is completely reduced.
 
-A flag for each parameter is sent after the packed gradients. If the reduced flag is zero, no rank
-had a gradient, and ``.grad`` stays as it was.
+Large gradients are sent in messages of their own, and the others are packed into one message. At
+its end, each rank sends a flag for each parameter: 1 if the rank has a gradient, else 0. If the
+reduced flag is 0, no rank had a gradient, and ``.grad`` stays as it was.
 """
 
 from __future__ import annotations
@@ -96,8 +98,8 @@ class Reduction:
         num_flags: The number of flags at the end of ``reduced``.
         params: The parameters, in the order of ``reduced``.
         is_offloaded: Whether gradients must be copied to the memory of the host.
-        over_replicas: A separate object for the reduction over the replicas; ``None`` if this one
-            also does that reduction.
+        over_replicas: A separate object for the reduction over the replicas; ``None`` if this
+            object also does that reduction.
     """
 
     reduced: Any
@@ -131,8 +133,8 @@ class Reduction:
         self._num_direct = sum(map(sent_alone, params))
         self._sent_dtype = sent_dtype(buckets, dtype, self._channel)
         self._unsharded = tuple(param.unsharded for param in self.params)
-        # The other parameters may widen the reduction. If a gradient's own reduce dtype is narrower
-        # than its compute dtype, it is first rounded to that dtype, as if it were reduced alone.
+        # Other parameters may have widened `dtype`. Then a gradient with a reduce dtype narrower
+        # than its compute dtype is first rounded to its reduce dtype, as if it were reduced alone.
         self._own_dtypes = [reduce_dtype(param) for param in self.params]
         compute = [param.compute_dtype for param in self.params]
         own = enumerate(self._own_dtypes)
@@ -146,9 +148,9 @@ class Reduction:
         self._is_plain = all(param.layout.is_plain for param in self.params)
         self._plan()
         settings, num_shards = group.settings, self._mesh.num_shards
-        # The all-reduce hook may fill gradients that no rank had, whatever the flags say.
+        # Write gradients that no rank had, too: zeros, or values that the all-reduce hook fills in.
         self._writes_unused = settings.zeros_for_unused or settings.all_reduce_hook is not None
-        total = settings.divisor  # the reduction over the replicas is a mean
+        total = settings.divisor  # over all ranks; the reduction over the replicas is itself a mean
         self.num_replicas = self._mesh.num_replicas
         self._divisor = num_shards if total is None else total / self.num_replicas
         self.division = plan_division(
@@ -241,7 +243,7 @@ class Reduction:
         inputs = self._pack()
         device = self._mesh.device
         stream = launching_stream(device) if self._has_streams else None
-        if self._mesh.num_shards == 1:  # the input of the reduction over the replicas
+        if self._mesh.num_shards == 1:  # nothing to scatter: each gradient is one shard
             self.reduced = torch.cat(inputs)
             self._pending = [Pending([] if stream is None else [stream.record_event()])]
             return
@@ -311,7 +313,7 @@ class Reduction:
     def accumulate_unsynced(self) -> None:
         """Add the gradients to ``.grad`` of the sharded parameters, as ``Partial`` DTensors.
 
-        They have the dtype in which the parameter would be reduced if it were alone, as in FSDP2.
+        A first gradient has the dtype of :func:`reduce_dtype`, as in FSDP2.
         A reduced ``.grad`` becomes ``Partial`` on every rank, also on ranks that did not use the
         parameter. Each rank keeps num_shards times its rows, and zeros elsewhere; the mean of these
         over the ranks is the reduced gradient.
@@ -378,12 +380,12 @@ class Reduction:
     def wait(self) -> None:
         """Wait for the oldest pending collectives."""
         self._pending[0].wait()
-        del self._pending[0]  # after the wait: if it fails, `discard` waits for the other works
+        del self._pending[0]  # if the wait above fails, `discard` waits for the other works
         if self._packed_views:
             _torch.free(self._packed)
 
     def average(self) -> None:
-        """Divide the sum over the ranks by ``division.after``; the program omits it if it is 1."""
+        """Divide the sum by ``division.after``; a program omits this operation if that is 1."""
         self.reduced.div_(self.division.after)
 
     def order_after_shards(self, stream: torch.Stream) -> None:
@@ -394,7 +396,7 @@ class Reduction:
         """Skip the reduction over the replicas; the reduced shards differ between replicas.
 
         A reduced gradient in ``.grad`` is marked as not reduced over the replicas, on all replicas,
-        even if some have nothing to add. It is equal on all replicas, so the next mean keeps it.
+        even if some have nothing to add. It is equal on all replicas, so a later mean keeps it.
         """
         self._specs = self._specs_of("reduced_over_shards")
         for param in self.params:
@@ -433,9 +435,9 @@ class Reduction:
     def download(self) -> None:
         """Launch copies of offloaded gradients or of flags to the host; else write ``.grad``.
 
-        Reading flags from the device would block the host. They are not needed if this rank has all
-        gradients. With hooks of users, ``.grad`` is written at once, so that an optimizer in
-        backward steps while the backward runs.
+        Reading flags from the device would block the host. Flags are not needed if this rank has
+        all gradients, or if unused parameters get gradients, too. With hooks of users, ``.grad`` is
+        written at once, so that an optimizer in backward steps while the backward runs.
         """
         are_hooked = map(_torch.has_grad_hooks, self._sharded)
         if self.is_offloaded:
@@ -486,7 +488,7 @@ class Reduction:
                 add_grad(param, grad)
 
     def _results(self) -> Iterable[tuple[ShardedParam, torch.Tensor, _torch.DTensorSpec]]:
-        """Return the parameters that get a gradient, with its shard and spec."""
+        """Return the parameters that get a gradient, each with the gradient's shard and spec."""
         reduced = self.reduced
         del self.reduced
         results = zip(self.params, self._shards_of(reduced), self._specs, strict=True)
@@ -654,7 +656,8 @@ def add_grad(param: ShardedParam, grad: Any) -> None:
             f"Expected a gradient of local shape {list(local.shape)} in .grad of '{param.name}', "
             f"got {list(old_local.shape)}; assign one with the rows of this rank"
         )
-    if old_grad.placements != grad.placements:  # equal on all replicas, so the next mean keeps it
+    # A reduced ``old_grad`` is equal on all replicas, so the next mean over them keeps its value.
+    if old_grad.placements != grad.placements:
         spec = _torch.spec_with_dtype(_torch.spec_of(grad), old_local.dtype)
         param.sharded.grad = _torch.from_local(old_local, spec)
     old_local.add_(local)

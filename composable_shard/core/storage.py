@@ -9,7 +9,9 @@ The tensors of a parameter:
   is the leaf of autograd and a view of the bucket's unsharded buffer. Between uses, its memory is
   freed, but the object stays, until the bucket is rebuilt.
 
-A *direct* parameter has its own message; the others share the *packed* message (`layout.py`).
+A *bucket* holds parameters of a group (`group.py`) with one mesh, dtype and compute dtype. The
+all-gather of a bucket sends messages: a *direct* parameter has its own message; the others share
+the *packed* message (`layout.py`).
 """
 
 from __future__ import annotations
@@ -155,36 +157,37 @@ class ShardedParam:
     """One parameter of a group.
 
     Attributes:
-        name: Its qualified name below the group's module.
-        slots: The modules and names that hold it.
-        shape: Its global shape.
+        name: The qualified name of the parameter below the group's module.
+        slots: The modules that hold the parameter, and its name in each of them.
+        shape: The global shape.
         mesh: The data-parallel ranks.
-        policy: Its dtypes.
-        offload: The offload policy; ``None`` if its shard is not kept on the CPU.
-        device: The device on which its shard belongs.
-        layout: Its layout in flat buffers.
-        dtype: The dtype of its shard.
-        placement: The mesh and placements of its DTensors.
-        began_on_meta: Whether it was on the meta device when it was sharded.
+        policy: The mixed-precision policy.
+        offload: The offload policy; ``None`` if the shard is not kept on the CPU.
+        device: The device on which the shard belongs.
+        layout: The layout of the parameter in flat buffers.
+        dtype: The dtype of the shard.
+        placement: The mesh and placements of the DTensors: the parameter and its gradients.
+        began_on_meta: Whether the original parameter was on the meta device.
         local: This rank's shard: a view of the bucket, until a load or a conversion replaces it.
         outer_storage: The id of the storage of the DTensor itself, not of its local tensor.
             Assigning ``.data`` of the DTensor changes this id.
         sharded: The DTensor that is registered outside forward and backward.
         unsharded: The parameter used in compute.
-        unsharded_local: The plain tensor of ``unsharded``: itself, except under tensor parallelism.
+        unsharded_local: ``unsharded`` itself; under tensor parallelism, its local tensor.
         is_counted: Whether a hook counts the gradient accumulations of ``unsharded``.
         shares_storage: Whether ``unsharded`` is a view of the sharded buffer.
-        group: Its group.
-        bucket_class: The class of its bucket, if a feature has set one; else ``None``, for
-            `FlatBucket`. Tensor subclasses ignore it.
-        version_when_made: The result of :meth:`version` when ``fully_shard`` made it.
+        group: The group of the parameter.
+        bucket_class: The class of the bucket, if a feature has set one; else ``None``, for
+            `FlatBucket`. Parameters that are tensor subclasses ignore this attribute.
+        version_when_made: The result of :meth:`version` when ``fully_shard`` made the sharded
+            parameter.
         freed_inner: Inner tensors of a subclass with memory that is freed between uses. Autograd
-            may save them, so the program sets their version counters, too.
-        flat_position: The position of its shard in a flat buffer; ``None`` without such a buffer.
+            may save these tensors, so the program sets their version counters, too.
+        flat_position: The position of the shard in a flat buffer; ``None`` without such a buffer.
         user_state: The attributes and the ``grad_dtype`` before a load or a conversion: torch loses
-            them if it swaps the contents of the sharded parameter.
-        grad_codec: Splits its gradient into plain tensors; ``None`` until a rank has a gradient,
-            and always if gradients are plain tensors.
+            both if it swaps the contents of the sharded parameter.
+        grad_codec: Splits gradients into plain tensors (`codec.py`); ``None`` until a rank has a
+            gradient, and always if gradients are plain tensors.
         attributes: Copies attributes of users from the sharded to the unsharded parameter, and
             back; ``None`` if both share one ``__dict__``.
     """
@@ -268,7 +271,7 @@ class ShardedParam:
 
     @property
     def grad_layout(self) -> TensorLayout:
-        """The layout of its gradient; inner tensors are stacked along a new last dim."""
+        """The layout of the gradient; inner tensors are stacked along a new last dim."""
         codec = self.grad_codec
         if codec is None or codec.kind is None:
             return self.layout
@@ -308,7 +311,7 @@ class ShardedParam:
 
     def set_local(self, local: torch.Tensor) -> None:
         """Make ``local`` this rank's shard."""
-        # This sets the object itself, since a copy would not share the version counter.
+        # The DTensor must hold this very object: a copy would have another version counter.
         _torch.set_local_tensor(self.sharded, local)
         self.set_sharded(self.sharded)
 
@@ -320,7 +323,7 @@ class ShardedParam:
         self.record_user_state()
 
     def record_user_state(self) -> None:
-        """Record ``user_state``."""
+        """Record the attributes and the ``grad_dtype`` of the user in ``user_state``."""
         self.user_state = self.sharded.__dict__, user_grad_dtype(self.sharded)
 
     def version(self) -> int:
@@ -329,7 +332,7 @@ class ShardedParam:
 
     @property
     def is_as_made(self) -> bool:
-        """Whether its group has not been used, and the sharded parameter has not been changed."""
+        """Whether the group is still unused, and the sharded parameter unchanged."""
         is_unused = not self.group.is_compiled and self.version() == self.version_when_made
         return is_unused and all(slot.get() is self.sharded for slot in self.slots)
 
@@ -431,8 +434,8 @@ class Bucket(Protocol):
         mesh: The data-parallel ranks.
         compute_dtype: The dtype of the unsharded parameters.
         message_cost: The cost of a message (`layout.py`): a gradient that would take longer to copy
-            gets its own message. ``None`` if all share one.
-        reduction: The class that reduces its gradients; ``None`` for plain gradients.
+            gets its own message. ``None`` if all gradients share one message.
+        reduction: The class that reduces the gradients; ``None`` for plain gradients.
     """
 
     params: list[ShardedParam]
@@ -504,7 +507,7 @@ class Regather:
         self._pending = Pending(works, self._channel.gathering, stream, parts)
 
     def wait(self) -> None:
-        """Wait for the all-gather; if the parts are padded, copy the memory from them."""
+        """Wait for the all-gather; copy padded parts to the memory without their padding."""
         self._pending.wait()
         for whole, output in zip(self._memory, self._outputs, strict=True):
             if output is not whole:
@@ -529,12 +532,12 @@ class FlatBucket:
 
     Attributes:
         input_dtype: The dtype of the inputs of the all-gather: the compute dtype, unless a subclass
-            encodes them.
+            encodes the inputs.
         sharded: This rank's shards [shard_numel].
         locals: The shard of each parameter, a view of ``sharded``.
-        unsharded: All parameters [unsharded_numel], from the first gather on; it has no memory
-            between uses. With one shard and no cast, it is ``sharded`` itself, and nothing is
-            copied.
+        unsharded: All parameters [unsharded_numel], from the first gather on; this buffer has no
+            memory between uses. With one shard, no cast and no offloading, the buffer is
+            ``sharded`` itself, and nothing is copied.
         is_offloaded: Whether shards are not kept on the compute device.
         is_uploaded: Whether copies of the shards from pinned host memory overlap with compute.
         has_arrays: Whether NumPy arrays share the memory of ``unsharded``, which then stays.
@@ -619,7 +622,7 @@ class FlatBucket:
         room for the shards only.
         """
         layout, mesh = self.layout, self.mesh
-        self.unsharded = self.sharded  # with one shard, both have the same layout
+        self.unsharded = self.sharded  # for `shares_storage`: one shard has the same layout
         if not self.shares_storage:
             numel, dtype, device = layout.unsharded_numel, self.compute_dtype, mesh.device
             self.unsharded = _torch.empty(numel, dtype=dtype, device=device)

@@ -1,8 +1,10 @@
 """PURE (without torch): the record of forward calls, and the plans made from it.
 
-The tape determines the execution order: the group that forward gathers next, the steps of a
-backward, the groups that a checkpoint recomputes. All ranks run the same forward, so their tapes
-agree, even if their losses reach different parts of the graph.
+The tape has a visit for each call of a group's module (`group.py`) that may have a backward. From
+the visits comes the plan of a backward: the steps that gather and finish groups (`backward.py`).
+The order of groups in the last forward predicts which group the current forward gathers next. All
+ranks run the same forward, so their tapes agree, even if their losses reach different parts of the
+graph.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Visit(Generic[Group]):
         self.group = group
         self.interval = interval
         self.entered = entered  # the entry time of this call itself, even inside a checkpoint
-        # Whether backward may read the parameters after this call.
+        # Whether backward may read the parameters that this call used; `Tape.leave` sets this.
         self.backward_may_read = False
 
 
@@ -63,14 +65,15 @@ NO_PLAN: Plan[Any] = Plan([], set(), {})
 
 
 class CallRecord(NamedTuple, Generic[Group]):
-    """One call in a forward. Ranks that sit out a module replay its calls.
+    """One call in a forward. On a rank that skips a module, ``sit_out`` replays such calls.
 
     Attributes:
         depth: The number of calls around this call.
         group: The group.
         module: The called module of the group.
         interval: The interval of its visit; ``None`` if the call cannot have a backward.
-        has_grad: Whether gradients were enabled; a reentrant checkpoint disables them.
+        has_grad: Whether gradients were enabled during the call; a reentrant checkpoint disables
+            them.
         needs_grad: Whether an output may get a gradient.
     """
 
@@ -98,7 +101,7 @@ class Tape(Generic[Group]):
         self.calls: list[tuple[Any, ...]] = []
         self.last_calls: dict[tuple[Hashable, bool], list[tuple[Any, ...]]] = {}
         self._clock = self._began = 0  # the time now, and when the latest forward began
-        self._any_grad = False  # whether a call of this forward had a flag of `leave`
+        self._any_grad = False  # whether an argument of `leave` was true in this forward
         # For each outermost group, the order of groups in its last forward.
         self._orders: dict[Group, list[Group]] = {}
         self._predicted_order: list[Group] = []
@@ -159,8 +162,9 @@ class Tape(Generic[Group]):
     def leave(self, visit: Visit[Group], *, needs_reduce: bool, needs_grad: bool) -> None:
         """Record the end of a call.
 
-        After a call with either flag, backward may read the parameters of all later calls of the
-        forward: some ranks may detach their inputs, but all ranks need the same plan.
+        If ``needs_reduce`` or ``needs_grad`` is true, backward may read the parameters of this call
+        and of all later calls of the forward. Some ranks may detach the inputs of later calls, but
+        all ranks need the same plan.
 
         Args:
             visit: The visit that :meth:`enter` returned.

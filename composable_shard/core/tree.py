@@ -1,4 +1,9 @@
-"""`Tree`: the groups below one root. It begins and ends forwards and backwards; it frees groups."""
+"""`Tree`: all groups of one root module. It begins and ends forwards and backwards.
+
+A group is the parameters of one ``fully_shard`` call (`group.py`), with a program: compiled lists
+of operations (`program.py`), to which features add theirs (`plugins.py`). The tape records the
+calls of forwards; from this record comes the plan of a backward (`tape.py`, `backward.py`).
+"""
 
 from __future__ import annotations
 
@@ -31,19 +36,21 @@ _is_trained = attrgetter("is_trained")
 
 
 class Call:
-    """One call of a group's module. Once it has returned, only the autograd graph keeps the object.
+    """One call of a group's module. After its return, only the autograd graph keeps this object.
 
     Attributes:
         module: The module.
-        visit: The record of the call on the tape; ``None`` if it cannot have a backward.
+        visit: The record of the call on the tape; ``None`` if the call cannot have a backward.
         is_recomputed: Whether an activation checkpoint recomputes the module in a backward.
         exception_on_entry: The exception that was being handled when the call began.
-        is_substituted: Whether it computes with the tensors of ``torch.func.functional_call``.
+        is_substituted: Whether the module computes with tensors that were passed to
+            ``torch.func.functional_call``.
         version_sum: The sum of the version counters of the unsharded parameters when the call
             began.
-        markers: The autograd nodes of its input markers (identities around its inputs).
-        containers: The containers among its inputs, and their copies with cast and marked tensors.
-        is_reached: Whether a backward has reached one of its outputs.
+        markers: The autograd nodes of the call's input markers, which are identities; each input
+            that needs a gradient passes through one (see `hooks.py`).
+        containers: The containers among the inputs, and the containers that forward gets instead.
+        is_reached: Whether a backward has reached an output of the call.
     """
 
     def __init__(self, group: ParamGroup, module: nn.Module, *, is_recomputed: bool) -> None:
@@ -78,7 +85,7 @@ class Finalization:
         self._tree = tree
         self.is_manual = False
         self.handle: object = None
-        self._remedy: str | None = None  # how to finish earlier backwards; None: all are finished
+        self._remedy: str | None = None  # how to finish earlier backwards; None if none is left
 
     @property
     def has_unfinished_backwards(self) -> bool:
@@ -86,7 +93,7 @@ class Finalization:
         return self._remedy is not None
 
     def record_backward(self) -> bool:
-        """Record the end of a backward; return whether it finishes its reductions itself."""
+        """Record the end of a backward; return whether this end finishes the reductions."""
         self._remedy = "call finalize_backward()" if self.is_manual else None
         if not (self.is_manual or self._tree.is_last_backward):
             self._remedy = "call set_is_last_backward(True) and run one more backward"
@@ -106,7 +113,7 @@ class Finalization:
         self.is_manual = enabled
 
     def start(self, handle: object) -> None:
-        """Launch the unfinished reductions; reshard groups with ``reshard_after_backward``.
+        """Launch the unfinished reductions, and free groups, as the settings say.
 
         Collective: the reductions.
         """
@@ -138,17 +145,17 @@ class Tree:
     """The groups that train together.
 
     Attributes:
-        groups: The root group first.
+        groups: The groups of the tree, with the group of the root module first.
         features: The features, in the order of their installation.
-        generation: A counter that grows with each change of features or settings. A program with
-            another value is out of date.
+        generation: A counter that grows with each change of features or settings. A program that
+            was compiled at another value is out of date.
         tape: The record of forwards since the last backward.
         call_stack: The calls in progress, the innermost last.
-        in_flight: The reductions in flight; trees may share the queue.
+        in_flight: The queue of the reductions in flight; several trees may share one queue.
         is_last_backward: Whether the end of a backward waits for its reductions.
         is_agreed: Whether the ranks have compared their models, and found them equal.
         post_optim_event: The event of ``set_post_optim_event``, for which the next gather waits.
-        finalization: The state of manual finalization, by ``finalize_backward``.
+        finalization: The state of ``finalize_backward``.
         plan: The plan of the latest backward.
         has_inner_backward: Whether a backward has run inside the current forward.
     """
@@ -170,7 +177,7 @@ class Tree:
         self.post_optim_event: Waitable | None = None
         self.finalization = Finalization(self)
         self._outer_frame: FrameType | None = None  # of the outermost call
-        self._grad_enabled = False  # when the outermost call began
+        self._grad_enabled = False  # the grad mode when the outermost call began
         self._backward: Backward | None = None
         self.has_inner_backward = False
         self._to_free: dict[ParamGroup, None] = {}  # at the end of forward, unless used again
@@ -190,7 +197,8 @@ class Tree:
     def _set_features(self, features: Iterable[Feature]) -> None:
         """Set the features, and recompile the programs.
 
-        A group with a gather in flight, or with a kept part, recompiles at its next use.
+        A group with a gather in flight, or with a part kept by `Regather`, recompiles at its next
+        use.
         """
         self.features = tuple(features)
         self.invalidate_programs()
@@ -213,7 +221,7 @@ class Tree:
         is_recomputed = _current_task() != -1 and self._is_in_backward(group)
         if not is_recomputed and (not self.call_stack or self._begins_forward(group)):
             self._begin_forward(group)
-        # The backward begins before the call is on the stack: otherwise it would be an inner one.
+        # Begin the backward first: a backward that begins inside a call is an inner backward.
         backward = self.begin_backward() if is_recomputed else None
         call = Call(group, module, is_recomputed=is_recomputed)
         self.call_stack.append(call)
@@ -259,10 +267,10 @@ class Tree:
         return group in self.tape or group in self.plan.groups
 
     def leave(self, call: Call, *, needs_grad: bool, has_failed: bool) -> None:
-        """End the innermost call; free its group, unless the group stays gathered for backward.
+        """End the innermost call; free its group, unless the group is needed soon.
 
-        The sharded parameters are registered, unless ``reshard_after_forward`` is ``False``, which
-        is the default of the root.
+        See :meth:`free`. If a backward may follow, and ``reshard_after_forward`` is ``False`` (or
+        ``None``, for the root), the unsharded parameters stay registered.
         """
         self.call_stack.pop()
         group = call.group
@@ -286,19 +294,21 @@ class Tree:
     def _begins_forward(self, group: ParamGroup) -> bool:
         """Return whether this call begins a forward because an interrupt has ended the last one."""
         may_begin = group is self.call_stack[0].group or group is self.root
-        # If the frame of the outermost call is still executing, a module has called itself.
+        # After an interrupt, the frame of the outermost call has ended. If this frame still
+        # executes, a module has called itself.
         return may_begin and not (self._outer_frame and _torch.is_executing(self._outer_frame))
 
     def _begin_forward(self, outermost: ParamGroup) -> None:
         if self.call_stack or self.has_failed:
             self.reset()
         self.has_inner_backward = False
-        for group in self.groups:  # they may be stale: a write through ``.data`` bumps no version
+        # Gathered values may be stale: a write through ``.data`` bumps no version.
+        for group in self.groups:
             if group.state in (State.UNSHARDED, State.PARTLY_SHARDED) and not self._is_kept(group):
                 group.reshard()
         self.finalization.check_ended()
         self.prepare_gather()
-        if not self._has_streams:  # with streams, the allocator itself keeps memory for reuse
+        if not self._has_streams:  # the allocator of the CPU keeps no memory for the next gather
             _torch.keep_spare()
         self._outer_frame, self._grad_enabled = _torch.module_call_frame(), torch.is_grad_enabled()
         self.tape.begin_forward(outermost)
@@ -349,15 +359,16 @@ class Tree:
             self.tape.discard_forward()
             self.reset()
             return
-        if _current_task() == -1:  # otherwise the end of the backward does that
+        if _current_task() == -1:  # not inside a backward, whose end does this
             _torch.return_spare()
-        if not self.tape.visits:  # otherwise the end of the backward waits
+        if not self.tape.visits:  # no backward follows, whose end would wait
             self._wait_for_copies()
         for feature in self.features:
             feature.end_forward(self, outermost)
         self.tape.end_forward(outermost)
         for group in self.groups:
-            # If the outermost group has several modules, the next forward may run the others.
+            # If only some modules of a group have run, this forward will not run the others. The
+            # next forward may do so for the outermost group.
             will_not_complete = bool(group.modules_run) and group is not outermost
             if group.state is State.UNSHARDING:  # prefetched, but not used after all
                 group.reshard()
@@ -397,7 +408,7 @@ class Tree:
         return True
 
     def free(self, group: ParamGroup, *, may_have_backward: bool) -> None:
-        """Free a group, unless a call of it, this forward or a backward needs it soon."""
+        """Free a group, unless a call in progress, this forward or a backward needs it soon."""
         for call in self.call_stack:
             if call.group is group:  # its module has called itself
                 return
@@ -412,7 +423,8 @@ class Tree:
                 group.take_snapshot()
             return
         keeps_memory = group.settings.gathers_once_a_step and may_have_backward
-        # This forward may call the group again, unless it is the root: its return ends the forward.
+        # Until the end of this forward, keep a group that the forward probably needs next, or may
+        # call again. It does not call the root again: the return of the root ends the forward.
         if not keeps_memory and (self.tape.upcoming is group or (stays and group is not self.root)):
             keeps_memory = True
             self._to_free[group] = None
@@ -424,7 +436,7 @@ class Tree:
             group.register_sharded()
 
     def _interval_of(self, checkpoints: Sequence[dict[Any, Any]]) -> Interval:
-        """Return the `Interval` that these checkpoints share; it is stored in their notes."""
+        """Return the `Interval` that these checkpoints share, and store it in their notes."""
         known = next((notes[self] for notes in checkpoints if self in notes), None)
         interval = known or self.tape.enter_checkpoint()
         for notes in checkpoints:
@@ -439,9 +451,10 @@ class Tree:
         if backward is not None and backward.is_running:
             return backward
         if not self.call_stack:
-            if backward is not None:  # it has failed
+            if backward is not None:  # an earlier backward, which has failed
                 self.reset()
-            if self.tape.visits:  # otherwise this is another backward of the same forwards
+            # Plan for new forwards. Another backward of the same forwards keeps their plan.
+            if self.tape.visits:
                 self.plan = self.tape.plan_backward()
             if not self._has_streams:
                 _torch.keep_spare()
@@ -472,7 +485,8 @@ class Tree:
 
     def _wait_for_copies(self) -> None:
         """Wait for copies between host and device: users may write the shards from now on."""
-        # Only copies to the device read shards. Without them, there is nothing to wait for.
+        # Only uploads (copies to the device) read shards. There is nothing to wait for without
+        # uploads, or if the host has already waited for all copies.
         if not host.uploads or not host.is_busy():
             return
         for op in self.ops(self.root, "before_wait_for_copies"):
