@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import methodcaller
+from itertools import compress
+from operator import attrgetter, methodcaller
 from types import FrameType
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import Node
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+from composable_shard._torch.tensors import without_overrides
 
 # Transforms of torch.func, and the tensors that they wrap -----------------------------------------
 
@@ -224,9 +227,8 @@ _use_count = methodcaller("_use_count")
 
 def in_graphs(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Return the leaves that C++ refers to as well as Python, as autograd graphs do."""
-    if max(map(_use_count, params), default=0) == 1:
-        return []
-    return [param for param in params if _use_count(param) > 1]
+    with without_overrides():
+        return list(compress(params, map((1).__lt__, map(_use_count, params))))
 
 
 class _Reached(torch.autograd.Function):
@@ -249,9 +251,13 @@ def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
             setattr(target, name, getattr(source, name))
 
 
-def has_grad_hooks(param: torch.Tensor) -> bool:
-    """Return whether a leaf has gradient hooks of the user."""
-    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
+_grad_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def has_grad_hooks(*params: torch.Tensor) -> bool:
+    """Return whether any of the leaves has gradient hooks of the user."""
+    with without_overrides():
+        return any(map(any, map(_grad_hooks, params)))
 
 
 def hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:

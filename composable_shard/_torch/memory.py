@@ -172,11 +172,6 @@ def return_spare() -> None:
     _spare = None
 
 
-def spare_storages() -> list[torch.UntypedStorage]:
-    """Return the kept memory."""
-    return list(_spare or ())
-
-
 def _takes_spare(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
     """Take kept memory of the right size, if there is any; free the pieces that were kept before.
 
@@ -240,11 +235,17 @@ def free(tensor: torch.Tensor) -> bool:
     return True
 
 
-def memory_ops(tensor: torch.Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return builtins that allocate and free the memory of a tensor that fills its storage.
+def memory_ops(tensor: torch.Tensor, *, may_stay: bool = False) -> tuple[Callable[[], Any], ...]:
+    """Return operations that allocate and free the memory of a tensor that fills its storage.
 
-    Only for tensors that are not :func:`is_big` and that no array shares.
+    Those of small tensors are builtins, which do not look whether an array shares the memory.
+
+    Args:
+        tensor: The tensor.
+        may_stay: Whether the memory may be allocated already, or an array may share it.
     """
+    if may_stay or is_big(tensor):
+        return (lambda: allocate(tensor)), (lambda: free(tensor))
     storage = tensor.untyped_storage()
     return partial(storage.resize_, tensor.nbytes), partial(storage.resize_, 0)
 

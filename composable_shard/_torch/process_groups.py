@@ -36,13 +36,14 @@ _REDUCE_SCATTER = _first_of("reduce_scatter_single_coalesced", "reduce_scatter_t
 
 def all_gather_flat(outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup) -> Work:
     """All-gather each input into its output, all in one launch."""
-    return cast(Work, getattr(group, _ALL_GATHER)(*_as_real(outputs, inputs)))
+    if inputs[0].is_complex():
+        outputs, inputs = _as_real(outputs), _as_real(inputs)
+    return cast(Work, getattr(group, _ALL_GATHER)(outputs, inputs))
 
 
 def all_gather_single(output: Tensor, source: Tensor, group: ProcessGroup) -> Work:
     """All-gather one tensor into another, in a launch that is not coalesced."""
-    (output,), (source,) = _as_real([output], [source])
-    return group._allgather_base(output, source)
+    return group._allgather_base(*_as_real([output, source]))
 
 
 def all_gather_rows(output: Tensor, source: Tensor, group: ProcessGroup) -> None:
@@ -55,8 +56,9 @@ def reduce_scatter_flat(
     outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup, op: Any
 ) -> Work:
     """Reduce-scatter each input into its output, all in one launch."""
-    reduce_scatter = getattr(group, _REDUCE_SCATTER)
-    return cast(Work, reduce_scatter(*_as_real(outputs, inputs), _options_for(op)))
+    if inputs[0].is_complex():
+        outputs, inputs = _as_real(outputs), _as_real(inputs)
+    return cast(Work, getattr(group, _REDUCE_SCATTER)(outputs, inputs, _options_for(op)))
 
 
 def reduce_scatter_single(output: Tensor, whole: Tensor, group: ProcessGroup, op: Any) -> Work:
@@ -71,14 +73,8 @@ def _options_for(op: Any) -> Any:
     return options
 
 
-def _as_real(outputs: list[Tensor], inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """View complex tensors as real ones, which all backends support; all have one dtype."""
-    if not (inputs and inputs[0].is_complex()):
-        return outputs, inputs
-    return _real_views(outputs), _real_views(inputs)
-
-
-def _real_views(tensors: list[Tensor]) -> list[Tensor]:
+def _as_real(tensors: list[Tensor]) -> list[Tensor]:
+    """View complex tensors as real ones, which all backends support."""
     return [torch.view_as_real(t).view(-1) if t.is_complex() else t for t in tensors]
 
 

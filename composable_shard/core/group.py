@@ -35,8 +35,7 @@ from composable_shard.errors import ShardError, StaleParameterError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 
-_version, _local = attrgetter("_version"), attrgetter("local")
-_requires_grad = attrgetter("requires_grad")
+_version, _local, _requires_grad = map(attrgetter, ("_version", "local", "requires_grad"))
 _group_of_reduction = attrgetter("group")
 
 
@@ -446,8 +445,10 @@ class ParamGroup:
             self.apply_user_changes()
         for copier in self.program.attribute_copiers:
             copier.copy_to_sharded()
-        for holder, name, sharded, unsharded, put in self.program.slots:
-            if holder.get(name) is unsharded:  # a parameter that user code has put there stays
+        program = self.program
+        registered = map(dict.get, program.holders, program.names)
+        for now, (name, sharded, unsharded, put) in zip(registered, program.slots, strict=True):
+            if now is unsharded:  # a parameter that user code has put there stays
                 put(name, sharded)
         self.is_unsharded_registered = False
 
@@ -455,18 +456,19 @@ class ParamGroup:
         """Register the unsharded parameters, which must exist."""
         for copier in self.program.attribute_copiers:
             copier.copy_to_unsharded()
-        for holder, name, sharded, unsharded, put in self.program.slots:
-            registered = holder.get(name)
-            if registered is sharded:
+        program = self.program
+        registered = map(dict.get, program.holders, program.names)
+        for now, (name, sharded, unsharded, put) in zip(registered, program.slots, strict=True):
+            if now is sharded:
                 put(name, unsharded)
-            elif registered is not unsharded:  # the gradient of a replaced one would be lost
+            elif now is not unsharded:  # the gradient of a replaced one would be lost
                 error = StaleParameterError(
                     f"Expected the parameters of {self.label} in backward as they were in "
                     "forward, got replaced ones; run backward before replacing them"
                 )
                 self.announce("running backward of", error)
                 raise error
-        in_backward, program = _torch.current_backward() != -1, self.program
+        in_backward = _torch.current_backward() != -1
         if in_backward and tuple(map(_requires_grad, program.sharded)) != program.requires_grad:
             for param in self.params:  # users have frozen or unfrozen some since forward
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
@@ -475,7 +477,8 @@ class ParamGroup:
 
     def _shard_version(self) -> int:
         """Return a number that grows with every detected change of the shards."""
-        return sum(map(_version, self.program.version_tensors)) + self.num_optimizer_steps
+        with _torch.without_overrides():
+            return sum(map(_version, self.program.version_tensors)) + self.num_optimizer_steps
 
     # Reduce ---------------------------------------------------------------------------------
 

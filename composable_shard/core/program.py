@@ -54,8 +54,9 @@ class Program:
         has_offloaded_replicas: Whether a reduction over the replicas is followed by a copy to the
             host.
         version_tensors: Tensors with version counters that grow when the shards change.
-        slots: For each name of each parameter: the module's dict of parameters, the name, the
-            sharded and the unsharded parameter, and the function that registers a parameter.
+        holders, names: For each name of each parameter: the module's dict of parameters, the name.
+        slots: For each name: the name, the sharded and the unsharded parameter, and the function
+            that registers a parameter.
         attribute_copiers: The copiers of user attributes, for parameters with separate ``__dict__``
             objects for the sharded and the unsharded form.
         sharded: The sharded parameters that were registered at compile time.
@@ -103,19 +104,20 @@ class Program:
     def is_current(self, generation: int, *, is_unsharded_registered: bool) -> bool:
         """Return whether slots, shards, ``grad_dtype``, settings and features are unchanged."""
         sharded = self.sharded
-        return (
-            self.has_slots(generation, is_unsharded_registered=is_unsharded_registered)
-            and all(map(is_, _torch.local_tensors(sharded), self._local_shards))
-            and _torch.storage_numbers(sharded) == self._storage_numbers
-            and tuple(map(_requires_grad, sharded)) == self.requires_grad
-            and tuple(map(_grad_dtype, sharded)) == self._grad_dtypes
-        )
+        with _torch.without_overrides():
+            return (
+                self.has_slots(generation, is_unsharded_registered=is_unsharded_registered)
+                and all(map(is_, _torch.local_tensors(sharded), self._local_shards))
+                and _torch.storage_numbers(sharded) == self._storage_numbers
+                and tuple(map(_requires_grad, sharded)) == self.requires_grad
+                and tuple(map(_grad_dtype, sharded)) == self._grad_dtypes
+            )
 
     def has_slots(self, generation: int, *, is_unsharded_registered: bool) -> bool:
         """Return whether slots, settings and features are unchanged; cheaper than `is_current`."""
         registered = self._slots_unsharded if is_unsharded_registered else self._slots_sharded
         return generation == self.generation and all(
-            map(is_, map(dict.get, self._holders, self._names), registered)
+            map(is_, map(dict.get, self.holders, self.names), registered)
         )
 
     def has_shards_of(self, other: Program) -> bool:
@@ -141,13 +143,12 @@ class Program:
     # Compile --------------------------------------------------------------------------------
 
     def _list_slots(self, params: Sequence[ShardedParam]) -> None:
-        self.slots = tuple(
-            (slot.module._parameters, slot.name, param.sharded, param.unsharded, slot.setter)
-            for param in params
-            for slot in param.slots
-        )
-        columns = tuple(zip(*self.slots, strict=True)) or ((), (), (), (), ())
-        self._holders, self._names, self._slots_sharded, self._slots_unsharded, _ = columns
+        slots = [(slot, param) for param in params for slot in param.slots]
+        self.holders = [slot.module._parameters for slot, _ in slots]
+        self.names = [slot.name for slot, _ in slots]
+        self.slots = [(s.name, p.sharded, p.unsharded, s.setter) for s, p in slots]
+        self._slots_sharded = [param.sharded for _, param in slots]
+        self._slots_unsharded = [param.unsharded for _, param in slots]
 
     def _prepare_unsharded(self, group: Any) -> None:
         """Copy settings to the unsharded parameters, hook them, and list parameters to reduce."""

@@ -40,8 +40,6 @@ from composable_shard.policy import copies_overlap_compute
 _grad = attrgetter("grad")
 _dtype = attrgetter("dtype")
 _is_sparse = attrgetter("is_sparse")
-_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-_no_hooks = (None, None)
 _flattened = methodcaller("reshape", -1)
 
 
@@ -186,15 +184,17 @@ class Reduction:
         self._packed_views: list[torch.Tensor] = []  # the place of each gradient in `_packed`
         has_one_row_each = num_shards > 1 and {layout.rows_per_shard for layout in packed} == {1}
         if self._is_plain and has_one_row_each and not _torch.aligns(device):
-            self._packed = _torch.empty(*self._packed_shape, dtype=self.dtype, device=device)
+            rows = _torch.empty(*self._packed_shape, dtype=self.dtype, device=device)
             numels = [*(layout.inner for layout in packed), self.num_flags]
-            *columns, flags_column = self._packed.split_with_sizes(numels, 1)
+            *columns, flags_column = rows.split_with_sizes(numels, 1)
             pairs = zip(columns, packed, strict=True)
             self._packed_views = [
                 column[: layout.num_rows].view(layout.shape) for column, layout in pairs
             ]
             self._packed_views.append(flags_column)
-            _torch.free(self._packed)
+            self._packed = rows.view(-1)
+            self._allocate_packed, self._free_packed = _torch.memory_ops(self._packed)
+            self._free_packed()
         flat, rank = torch.empty(self._numel, device="meta"), self._mesh.shard_rank
         at = zip(self._layouts, starts, strict=True)
         shards = [layout.local(flat[start:], rank) for layout, start in at]
@@ -248,7 +248,8 @@ class Reduction:
             self._pending = [Pending([] if stream is None else [stream.record_event()])]
             return
         self.reduced = _torch.empty(self._numel, dtype=self.dtype, device=device)
-        outputs = list(self.reduced.split_with_sizes(self._message_numels))
+        numels = self._message_numels
+        outputs = list(self.reduced.split_with_sizes(numels)) if len(numels) > 1 else [self.reduced]
         works = self._channel.reduce(outputs, inputs, self.division.divisor)
         to_keep = () if self._channel.reduce_scatter.keeps_inputs else inputs
         self._pending = [Pending(works, self._channel.reducing, stream, to_keep)]
@@ -287,7 +288,7 @@ class Reduction:
         if self._alignment > 1:
             padded = chain.from_iterable(zip(to_pack, self._paddings, strict=True))
             to_pack = [tensor for tensor in padded if tensor is not None]
-        messages = [*direct, self._pack_shards([*to_pack, flags]).view(-1)]
+        messages = [*direct, self._pack_shards([*to_pack, flags])]
         if self.division.before != 1:
             _torch.divide_all_(messages, self.division.before)
         return messages
@@ -299,7 +300,7 @@ class Reduction:
         of one row are copied to ``_packed_views``.
         """
         if self._packed_views:
-            _torch.allocate(self._packed)
+            self._allocate_packed()
             self._packed.zero_()
             _torch.copy_each_(self._packed_views, tensors)
             return self._packed
@@ -308,7 +309,7 @@ class Reduction:
             tensors = [tensor.to(self.dtype) for tensor in tensors]
         packed = _torch.empty(*self._packed_shape, dtype=self.dtype, device=self._mesh.device)
         _torch.chunk_cat(tensors, 0, self._mesh.num_shards, out=packed)
-        return packed
+        return packed.view(-1)
 
     def accumulate_unsynced(self) -> None:
         """Add the gradients to ``.grad`` of the sharded parameters, as ``Partial`` DTensors.
@@ -382,7 +383,7 @@ class Reduction:
         self._pending[0].wait()
         del self._pending[0]  # if the wait above fails, `discard` waits for the other works
         if self._packed_views:
-            _torch.free(self._packed)
+            self._free_packed()
 
     def average(self) -> None:
         """Divide the sum by ``division.after``; a program omits this operation if that is 1."""
@@ -439,10 +440,9 @@ class Reduction:
         all gradients, or if unused parameters get gradients, too. With hooks of users, ``.grad`` is
         written at once, so that an optimizer in backward steps while the backward runs.
         """
-        are_hooked = map(_torch.has_grad_hooks, self._sharded)
         if self.is_offloaded:
             self.reduced = self._to_host(self.reduced)
-        elif self._all_have_grads or self._writes_unused or any(are_hooked):
+        elif self._all_have_grads or self._writes_unused or _torch.has_grad_hooks(*self._sharded):
             self.write_grads()
         else:
             self._flags = host.download(self.reduced[-self.num_flags :])
@@ -475,7 +475,7 @@ class Reduction:
             if leaves and any(map(_torch.will_run, _torch.accumulate_nodes(leaves))):
                 _torch.on_backward_end(partial(self.write_grads, after_autograd=True))
                 return
-        are_hooked = not all(map(_no_hooks.__eq__, map(_hooks, self._sharded)))
+        are_hooked = _torch.has_grad_hooks(*self._sharded)
         for param, shard, spec in self._results():
             sharded, grad = param.sharded, _torch.from_local(shard, spec)
             if are_hooked:
@@ -512,7 +512,7 @@ class Reduction:
         while self._pending:
             self._pending.pop().drop()
         if self._packed_views:
-            _torch.free(self._packed)
+            self._free_packed()
         for name in ("_grads", "_received", "reduced", "_flags"):
             self.__dict__.pop(name, None)
 

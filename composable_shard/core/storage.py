@@ -644,21 +644,13 @@ class FlatBucket:
         _torch.free(self.unsharded)
 
 
-def _memory_ops(tensor: torch.Tensor, *, may_stay: bool = False) -> tuple[Op, Op]:
-    """Return the operations that allocate and free the memory of a tensor."""
-    if may_stay or _torch.is_big(tensor):
-        return (lambda: _torch.allocate(tensor)), (lambda: _torch.free(tensor))
-    return _torch.memory_ops(tensor)
-
-
 class _AllGather:
     """The all-gather of a bucket: a message for each large parameter, and a packed message.
 
     Copies of shards from pinned host memory to the device overlap with compute.
 
     Attributes:
-        ops: The operations. Those of `_torch.memory_ops` do not check whether memory is allocated,
-            so they serve only memory that each use frees.
+        ops: The operations.
     """
 
     def __init__(
@@ -669,7 +661,8 @@ class _AllGather:
         self._uploads = upload_stream(bucket.mesh.device) if bucket.is_uploaded else None
         self._pending = Pending([])
         self._are_in_bucket = all(map(is_, shards, bucket.locals))
-        allocate, free = _memory_ops(bucket.unsharded, may_stay=keeps_storage or bucket.has_arrays)
+        may_stay = keeps_storage or bucket.has_arrays
+        allocate, free = _torch.memory_ops(bucket.unsharded, may_stay=may_stay)
         gather: list[Op] = [allocate]
         wait: list[Op] = [self.wait]
         copied: list[Op] = [] if self._uploads is None else [self._wait_for_copy]
@@ -686,12 +679,12 @@ class _AllGather:
             self._inputs = [sent[start : start + numel] for start, numel in spans]
             if sent is not bucket.sharded:
                 _torch.free(sent)
-                allocate_input, free_input = _memory_ops(sent)
+                allocate_input, free_input = _torch.memory_ops(sent)
                 gather += [allocate_input, partial(self._copy_in, sent)]
                 wait += [free_input]
                 drop += [free_input]
             if bucket.staging is not None:
-                allocate_staging, free_staging = _memory_ops(bucket.staging.flat)
+                allocate_staging, free_staging = _torch.memory_ops(bucket.staging.flat)
                 gather += [allocate_staging]
                 wait += [*bucket.staging.copy_out, free_staging]
                 drop += [free_staging]

@@ -44,20 +44,21 @@ def run_out(in_backward: bool, num_ranks_kept: int | bool) -> list[object]:
     model(x).sum().backward()
     expected = [param.grad.to_local().clone() for param in model.parameters()]
     model.zero_grad()
-    allocate, is_full, memory = _torch.allocate, [False], storages_of(model[0])
+    allocate, is_full, storages = _torch.allocate, [False], storages_of(model[0])
 
-    def fail_for_the_second(tensor: torch.Tensor) -> None:
+    def fail(tensor: torch.Tensor) -> None:
         if is_full[0] and tensor.dtype == torch.float64:
             raise torch.OutOfMemoryError("no memory is left")
         allocate(tensor)
 
-    with mock.patch.object(_torch, "allocate", fail_for_the_second):
+    patch = mock.patch.multiple
+    with patch(_torch, allocate=fail), patch(_torch.memory, allocate=fail):
         is_full[0] = not in_backward
         with pytest.raises(torch.OutOfMemoryError):
             loss = model(x).sum()
             is_full[0] = True
             loss.backward()
-        left = {storage.nbytes() for storage in memory}
+        left = {storage.nbytes() for storage in storages}
     model(x).sum().backward()
     gradients = [param.grad.to_local() for param in model.parameters()]
     return [left, all(map(torch.equal, gradients, expected))]

@@ -53,7 +53,7 @@ def keeping() -> Iterator[None]:
 
 
 def sizes_kept() -> list[int]:
-    return [one.nbytes() for one in _torch.spare_storages()]
+    return [one.nbytes() for one in _torch.memory._spare or ()]
 
 
 @pytest.mark.usefixtures("keeping")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable_shard import MixedPrecisionPolicy, _torch, fully_shard
+from composable_shard import MixedPrecisionPolicy, fully_shard
 from composable_shard._torch import memory
 from composable_shard.testing import fake_ranks, run_ranks
 
@@ -64,7 +64,7 @@ def addresses_of_a_step() -> tuple[list[int], float]:
     for _ in range(2):
         landed.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_torch, "allocate", noted)
+            patch.setattr(memory, "allocate", noted)
             model(x).sum().backward()
     for _ in range(2):
         plain(x).sum().backward()
@@ -137,7 +137,7 @@ def test_nothing_is_kept_outside_of_passes() -> None:
     x, kept = torch.randn(5, WIDTHS[0]), []
 
     def note(what: str) -> None:
-        kept.append((what, len(_torch.spare_storages())))
+        kept.append((what, len(memory._spare or ())))
 
     loss = model(x).sum()
     note("forward")
@@ -161,9 +161,8 @@ def test_nothing_is_kept_outside_of_passes() -> None:
             module.set_reshard_after_forward(False)
     loss = model(x).sum()
     inside: list[int] = []
-    model.layers[0].weight.register_post_accumulate_grad_hook(
-        lambda _: inside.append(len(_torch.spare_storages()))
-    )
+    weight = model.layers[0].weight
+    weight.register_post_accumulate_grad_hook(lambda _: inside.append(len(memory._spare or ())))
     loss.backward()
     note("gathered throughout")
     assert len(inside) == 1 and 1 <= inside[0] <= 2

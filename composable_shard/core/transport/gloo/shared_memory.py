@@ -100,7 +100,8 @@ class _Piece:
 def _map(address: int | None, nbytes: int, access: int, flags: int, file: int, start: int) -> int:
     got: int | None = _libc().mmap(address, nbytes, access, flags, file, start)
     if got is None or got == ctypes.c_void_p(-1).value:
-        raise _no_memory(nbytes, OSError(ctypes.get_errno(), _last_error()))
+        number = ctypes.get_errno()
+        raise _no_memory(nbytes, OSError(number, os.strerror(number)))
     return got
 
 
@@ -282,10 +283,6 @@ class View:
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
-
-
-def _last_error() -> str:
-    return os.strerror(ctypes.get_errno())
 
 
 # Finding the ranks that can share memory, and passing files between them --------------------------
