@@ -357,7 +357,7 @@ class OverReplicas(Reduction):
         settings = replace(group.settings, divisor=None)  # always a mean
         group = SimpleNamespace(channels=group.channels, settings=settings)
         super().__init__(buckets, views, dtype, group)
-        self._may_lack_rows, self._sent_dtype = True, dtype
+        self._may_lack_rows, self._uncast_dtype = True, dtype
         self._views = {view.param: view for view in views}
         # The program calls no `average` after this reduction, so all division comes before it.
         self.division = replace(

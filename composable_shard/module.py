@@ -335,7 +335,7 @@ class FSDPModule(TorchFSDPModule):
         self._check_is_root("finalize_backward")
         if not tree.tape.last_calls:
             return GradientReductionHandle(None) if async_op else None
-        tree.finalization.check_ended()
+        tree.finalization.check_waited()
         if not tree.finalization.is_manual:
             raise ShardError(
                 "Expected finalize_backward() with manual finalization, got a root that finalizes "

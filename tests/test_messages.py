@@ -288,7 +288,7 @@ fully_shard(nn.ModuleList([plain()]))
     its children, or on a list of them
 fully_shard(sharded())
     ValueError: Expected a module that is not sharded, got FSDPLinear, which fully_shard was applied
-    to before; shard added modules, such as adapters, alone
+    to before; give added modules, such as adapters, a call of their own
 fully_shard(plain(), mesh=init_device_mesh('xpu', (2,)))
     ValueError: Expected a mesh of available devices, got xpu; make it for the device type of the
     machine, such as init_device_mesh('cpu', ...)

@@ -36,7 +36,7 @@ _last_tag = 0
 
 
 def record_ignored(modules: Iterable[nn.Module], params: Iterable[nn.Parameter]) -> None:
-    """Record the ignored parameters of ``modules``: `check_modules` must not warn about them.
+    """Record the ignored parameters of ``modules``, so that `check_modules` does not warn.
 
     This stores names on the modules, and no references to the tensors: a load, a move or a copy
     replaces tensors, and torch cannot swap a tensor that has weak references.
@@ -196,7 +196,7 @@ def _random_rows(
                 continue
             elements = local.detach().flatten()[:64].contiguous()
             values = elements.view(torch.uint8).tolist()  # bytes, for any dtype
-            if len({*values}) > max(4, len(values) / 4):  # equal constants are no mistake
+            if len({*values}) > max(4, len(values) / 4):  # random values, not equal constants
                 # After the shift, the negated digest fits into 64 bits, too.
                 return f"'{param.name}' of {group.label}", hash(tuple(values)) >> 2
     return "", process_group.rank()

@@ -34,10 +34,11 @@ class GroupProgress:
 
     Attributes:
         expected_nodes: For each graph task (by its id), the number of nodes of the group that the
-            task will run: accumulations of gradients, and input markers: identities of the inputs
-            of its modules, which backward runs last (see `hooks.py`). When such a node has run, a
-            hook appends the id of the task to ``group.finished_nodes``. Tasks are counted
-            separately, because a reentrant checkpoint runs a graph task inside another task.
+            task will run: accumulations of gradients, and input markers. An input marker is an
+            identity on an input of a module; backward runs it after the module (see `hooks.py`).
+            When such a node has run, a hook appends the id of the task to ``group.finished_nodes``.
+            Tasks are counted separately, because a reentrant checkpoint runs a graph task inside
+            another task.
         awaits_inner_task: Whether a checkpoint has just recomputed the group. A reentrant
             checkpoint runs the backward of the recomputed calls in another graph task. Until that
             task begins, the nodes of these calls are missing from ``expected_nodes``.
@@ -62,7 +63,8 @@ class Backward:
     Attributes:
         steps: The remaining steps of the plan, the next step last.
         is_inner: Whether this backward runs inside a forward. It then accumulates gradients without
-            sync. They are reduced in the backward of that forward or, without one, at its end.
+            sync. They are reduced in the backward of that forward, or at the end of the forward if
+            it has no backward.
         kept: The groups that this backward leaves unsharded. `Tree.end_backward` frees them, except
             during gradient accumulation.
         launched: The groups for which this backward has launched a reduction.
@@ -73,7 +75,7 @@ class Backward:
         self.is_inner = bool(tree.call_stack)
         plan: Plan[ParamGroup] = NO_PLAN if self.is_inner else tree.plan
         self.steps = list(plan.steps)
-        # `_to_finish`: groups with a finish step, the plan's and those of `_ensure_progress`.
+        # `_to_finish`: the groups of the plan, and groups that `_ensure_progress` has added.
         # `_to_gather`: groups with a gather step ahead.
         self._to_finish, self._to_gather = set(plan.groups), set(plan.groups)
         self._finish_queue: deque[ParamGroup] = deque()  # finish step reached, nodes pending
@@ -140,7 +142,7 @@ class Backward:
     def gather_for_recompute(self, group: ParamGroup) -> None:
         """Gather ``group``, because a checkpoint recomputes it."""
         progress = self._ensure_progress(group)
-        if not _torch.is_in_checkpoint():  # this is the innermost checkpoint
+        if not _torch.is_in_checkpoint():  # no checkpoint inside this one recomputes it again
             progress.num_recomputes -= 1
         if not self._has_pending_nodes(group):  # pending nodes already keep it from being finished
             progress.awaits_inner_task = True
@@ -164,7 +166,7 @@ class Backward:
         """
         progress: GroupProgress = group.progress
         if not progress.expected_nodes:
-            if group not in self._to_finish:  # such as after an earlier backward
+            if group not in self._to_finish:  # its forward came before an earlier backward
                 self._to_finish.add(group)
                 self.steps.append(PlanStep(group, is_gather=False))
             if self.is_inner:
@@ -213,7 +215,7 @@ class Backward:
             self.steps.pop()  # up to the gather of `up_to`, or to the end
             if not is_gather:
                 queue.append(group)
-                group.progress.awaits_inner_task = False  # no inner task can begin any more
+                group.progress.awaits_inner_task = False  # autograd is past its checkpoints
                 continue
             if not ends:
                 self._ensure_progress(group)
@@ -368,16 +370,17 @@ def _is_input_half(group: ParamGroup) -> bool:
     Raises:
         ShardError: On all ranks of the stage, if the sharded parameters are registered.
     """
-    # Schedules call set_is_last_backward(False) before they split a backward, or finalize by hand.
+    # A schedule that splits backwards sets set_is_last_backward(False) first or finalizes by hand.
     tree = group.tree
     is_last = tree.is_last_backward and not tree.finalization.is_manual
     accumulators = group.program.accumulators
     if is_last or not accumulators or _torch.num_to_run(accumulators):
-        return False  # no schedule splits it, or it also accumulates gradients of parameters
+        return False  # not split, or frozen, or not a backward of inputs alone
     if group.is_unsharded_registered:
         return True
     markers = [node for call in group.live_calls() for node in call.markers]
-    # If this call uses the parameters, they are in the graph, and this backward does not run them.
+    # If the module used the unsharded parameters, the graph has their accumulators, which this
+    # backward does not run.
     if _torch.is_reachable(accumulators, stop_at=markers):
         raise ShardError(
             f"Expected the unsharded parameters of {group.label} to be registered in a backward of "

@@ -30,7 +30,7 @@ GRAD_PRE, GRAD_POST = "fsdp_pre_reduce_scatter", "fsdp_post_reduce_scatter"
 
 
 def has_extension(tensor: torch.Tensor) -> bool:
-    """Return whether the class of a local shard, or the tensor itself, has the all-gather hooks.
+    """Return whether a local shard has the all-gather hooks, on its class or on the instance.
 
     Raises:
         TypeError: If it defines only one of the two methods.
@@ -67,7 +67,7 @@ def needs_extension(tensor: torch.Tensor) -> bool:
 def hook_of(tensor: torch.Tensor, name: str) -> Any:
     """Return a hook of a tensor.
 
-    If a user has set a plain function on the tensor and its first parameter is ``self``, bind it.
+    A plain function that a user has set on the tensor is bound if it takes ``self`` first.
     """
     hook = getattr(tensor, name)
     if inspect.isfunction(hook) and next(iter(inspect.signature(hook).parameters), "") == "self":
@@ -265,7 +265,7 @@ def padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 # Attributes that users set on a parameter ---------------------------------------------------------
 
 
-_IS_PARAM = "_is_param"  # torch sets this attribute on parameters of other classes
+_IS_PARAM = "_is_param"  # torch sets this on parameters whose class is not nn.Parameter
 
 
 def share_attributes(sharded: nn.Parameter, unsharded: nn.Parameter) -> AttributeCopier | None:
@@ -321,7 +321,7 @@ class AttributeCopier:
     def _copy_changes(self, source: dict[str, object], target: dict[str, object]) -> None:
         """Apply changes of ``source`` to ``target``: attributes that were set or deleted.
 
-        This covers the changes since the last copy, whichever its direction.
+        The changes are those since the last copy in either direction.
         """
         current = {name: value for name, value in source.items() if name not in self._class_attrs}
         for name in self._copied.keys() - current.keys():
@@ -335,6 +335,6 @@ class AttributeCopier:
 def attributes_of_user(param: nn.Parameter) -> dict[str, object]:
     """Return the attributes that users have set on a parameter, without those of its class."""
     class_attrs = {_IS_PARAM}
-    if type(param) not in (nn.Parameter, DTensor):  # `detach` drops those of users
+    if type(param) not in (nn.Parameter, DTensor):  # `detach` drops the attributes of users
         class_attrs.update(param.detach().__dict__)
     return {name: value for name, value in param.__dict__.items() if name not in class_attrs}

@@ -7,13 +7,14 @@ interface as other buckets. Between two uses, the memory of the gathered tensors
 tensors that the post hook returned is freed. Other tensors that the unsharded parameter holds, such
 as scales, stay: autograd may have saved them, and no gather would fill them again.
 
-**Gradients.** `SplitReduction` stacks the inner tensors of gradients that are wrapper subclasses,
+**Gradients.** `StackedReduction` stacks the inner tensors of gradients that are wrapper subclasses,
 and rebuilds the reduced gradients. `EncodedReduction` calls two hooks of the local shard:
 ``fsdp_pre_reduce_scatter`` turns the parts of a gradient, one for each rank, into the tensors to
 send, and ``fsdp_post_reduce_scatter`` sums the received tensors. Each rank sends each rank a row of
 bytes: the tensors of all gradients end to end, then a flag for each parameter, which is 1 if the
 sender has a gradient of the parameter. The bytes of missing gradients are zero. Only ranks with a
-gradient know its `Codec` or its encoded formats, so they send these to the other ranks, once.
+gradient know its `Codec` (how to split it) or the formats (shapes and dtypes) of its encoded
+tensors, so they send these to the other ranks, once.
 """
 
 from __future__ import annotations
@@ -103,19 +104,19 @@ class ExtensionBucket:
         self._gathered: list[torch.Tensor] = []  # the tensors of all ranks, flat
         self._inner: list[torch.Tensor] = []  # memory of the post hook's inner tensors
         self._out: torch.Tensor | None = None  # the unsharded tensor, which the post hook fills
-        self._versioned: list[torch.Tensor] = []  # a gather must not bump their versions
+        self._fixed_versions: list[torch.Tensor] = []  # a gather bumps none of these
         self._releases_gathered = self._gathered_ahead = False
         self._grad_extensions: dict[torch.dtype, GradExtension] = {}
 
     @property
     def reduction(self) -> type[Reduction]:
         """The class that reduces the gradient."""
-        is_split = self.mesh.num_shards > 1 and self.param.layout.flat.numel > 0
-        encodes = is_split and has_grad_extension(self.param.local)
-        return EncodedReduction if encodes else SplitReduction
+        is_sharded = self.mesh.num_shards > 1 and self.param.layout.flat.numel > 0
+        encodes = is_sharded and has_grad_extension(self.param.local)
+        return EncodedReduction if encodes else StackedReduction
 
     def grad_extension(self, param: ShardedParam, dtype: torch.dtype) -> GradExtension:
-        """Return the gradient hooks for a dtype, as the same object each time."""
+        """Return the one `GradExtension` of the parameter for a dtype."""
         return self._grad_extensions.setdefault(dtype, GradExtension(param))
 
     def gather_ops(self, shards: Tensors, channel: Channel, *, keeps_storage: bool) -> GatherOps:
@@ -147,7 +148,7 @@ class ExtensionBucket:
             return (shard,), None
         if shard.device != self.mesh.device:  # offloaded; the hooks compute on the device
             moved = shard.to(self.mesh.device, non_blocking=True)
-            shard = moved if has_extension(moved) else shard
+            shard = moved if has_extension(moved) else shard  # `to` loses hooks set on the tensor
         hook, param = hook_of(shard, PRE), self.param
         shape = torch.Size(param.layout.shape)
         outer = shape, torch.empty(shape, device="meta").stride()
@@ -170,7 +171,7 @@ class ExtensionBucket:
     def _dim_of(self, tensor: torch.Tensor) -> int:
         """Return the sharded dim if ``tensor`` has as many dims as the parameter; otherwise 0."""
         layout = self.param.layout
-        return layout.dim or 0 if tensor.ndim == len(layout.shape) else 0
+        return (layout.dim or 0) if tensor.ndim == len(layout.shape) else 0
 
     def launch(self, shard: torch.Tensor, channel: Channel) -> None:
         """Call the pre hook, allocate memory and launch the all-gather."""
@@ -229,7 +230,7 @@ class ExtensionBucket:
                 self._releases_gathered = has_hooks and self._asks_to_release(shard)
                 self._create_unsharded(tensor, inner)
             else:
-                with _torch.preserved_versions(self._versioned):
+                with _torch.preserved_versions(self._fixed_versions):
                     post(out=self._out)
             if self._releases_gathered:
                 for gathered in self._gathered:
@@ -239,7 +240,7 @@ class ExtensionBucket:
         """Free the memory that the next gather fills again.
 
         Returns:
-            Always ``False``: this bucket does not look for NumPy arrays that share its memory.
+            Whether NumPy arrays share the memory: always ``False``, as this class does not check.
         """
         self._gathered_ahead = False
         for memory in (*self._gathered, *self._inner):
@@ -252,7 +253,7 @@ class ExtensionBucket:
         return [[format.shape[0] for format in each] for each in zip(*self.formats, strict=True)]
 
     def _all_rows(self, index: int, gathered: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Return the gathered rows as hooks get them; move rows forward over gaps of padding."""
+        """Remove the padding between the rows of the ranks, in place; return the rows."""
         assert self.formats is not None
         padded_rows, end = max(counts), 0
         rows = gathered.view(len(counts) * padded_rows, *self.formats[0][index].shape[1:])
@@ -286,6 +287,7 @@ class ExtensionBucket:
         param.create_unsharded(fitting)
         unsharded = param.unsharded_local
         self._out = tensor if is_padded else unsharded
+        # `free` frees the memory of the inner tensors, too, unless it belongs to the shard.
         gathered, of_inner = storage_views(self._gathered), storage_views(inner)
         known = {*gathered, *storage_views([param.local])}
         others = {number: of_inner[number] for number in of_inner if number not in known}
@@ -294,10 +296,10 @@ class ExtensionBucket:
         if _torch.is_subclass(unsharded):
             freed = {*gathered, *others}
             param.freed_inner = [leaf for leaf in leaves if _torch.storage_number(leaf) in freed]
-        self._versioned = [param.unsharded, self._out, *leaves, *inner]
+        self._fixed_versions = [param.unsharded, self._out, *leaves, *inner]
 
     def memory_for_backward(self) -> Sequence[torch.Tensor]:
-        """Return the memory that a backward may read."""
+        """Return the memory that a backward may read, as bytes: some backends send no fp8."""
         gathered = [] if self._releases_gathered else self._gathered
         return [memory.view(torch.uint8) for memory in (*self._inner, *gathered)]
 
@@ -456,7 +458,7 @@ def have_plain_shards(buckets: Sequence[Bucket]) -> bool:
 # Gradients that are tensor subclasses -------------------------------------------------------------
 
 
-class SplitReduction(Reduction):
+class StackedReduction(Reduction):
     """The reduction of gradients that may be tensor subclasses, for several buckets.
 
     The inner tensors of a gradient are stacked and reduced like one plain gradient.
@@ -475,7 +477,7 @@ class SplitReduction(Reduction):
         super().launch()
 
     def _agree_on_codecs(self) -> None:
-        """Exchange the codecs of gradients, which only ranks with a gradient know; plan anew.
+        """Exchange the codecs of gradients, which only ranks with a gradient know; plan again.
 
         Collective: an all-gather of a small object for each mesh axis.
         """
@@ -488,6 +490,7 @@ class SplitReduction(Reduction):
         self._plan()
 
     def _take_reduced_over_shards(self) -> Iterator[tuple[int, torch.Tensor]]:
+        # `launch` has stacked the new gradients; the earlier ones in ``.grad`` are added to them.
         for index, grad in super()._take_reduced_over_shards():
             yield index, _stacked(self.params[index], grad)
 
@@ -573,7 +576,7 @@ class GradExtension:
 
 
 class ExchangedReduction(Reduction, ABC):
-    """A reduction of bytes: encoded gradients are exchanged all to all, decoded and summed."""
+    """A reduction that exchanges encoded gradients all to all, then decodes and sums them."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -624,7 +627,7 @@ class ExchangedReduction(Reduction, ABC):
         rows, flags = rows.tensor_split([-self.num_flags], 1)
         total = rows.new_zeros(self._numel, dtype=torch.promote_types(self.dtype, torch.float32))
         numels = (param.layout.flat.shard_numel for param in self.params)
-        starts = (start for *_, start in self._view_args)
+        starts = (start for *_, start in self._view_args)  # of the shards in `reduced`
         self.decode(rows, [total.narrow(0, *span) for span in zip(starts, numels, strict=True)])
         total.div_(self._divisor)
         total[-self.num_flags :] = flags.amax(0)
@@ -655,6 +658,7 @@ class EncodedReduction(ExchangedReduction):
         else:
             encoded, sent = _encode_first(GRAD_PRE, calls, self._mesh)
             for extension, formats in zip(self._extensions, sent, strict=True):
+                # The formats are equal on all ranks with a gradient; without any, still unknown.
                 extension.formats = next(iter(formats.values()), extension.formats)
         columns: list[torch.Tensor] = []
         for extension, tensors in zip(self._extensions, encoded, strict=True):

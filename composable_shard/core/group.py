@@ -1,9 +1,9 @@
 """The parameters of one ``fully_shard`` call: a state machine that runs a compiled program.
 
 A program consists of lists of operations, such as those of a gather (`program.py`). A bucket is a
-flat buffer of parameters; a slot is a name under which a module holds a parameter (`storage.py`).
-A group does not know other groups or the progress of autograd. `Tree` (`tree.py`) and `Backward`
-(`backward.py`) tell the group when to gather, free and reduce its parameters.
+set of parameters with common flat buffers; a slot is a name under which a module holds a parameter
+(`storage.py`). A group does not know other groups or the progress of autograd. `Tree` (`tree.py`)
+and `Backward` (`backward.py`) tell the group when to gather, free and reduce its parameters.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ class ParamGroup:
         is_unsharded_registered: Whether the modules hold the unsharded parameters, and not the
             sharded ones.
         is_kept_by_user: Whether the user has called ``unshard()`` since the group was freed.
-        modules_run: If there are several ``modules``: those that have run; empty once all have.
+        modules_run: If there are several ``modules``: those that have run in this forward; emptied
+            when all have run.
         why_absent: Why the shards are not in memory, and the remedy; ``None`` if they are there.
         unsharded_version: The version counter of the unsharded parameters. It grows when a gather
             brings new values.
@@ -144,14 +145,15 @@ class ParamGroup:
             enough for the sum; otherwise the value is ``None``.
         has_unreduced: Whether some gradients of these parameters may be at stage ``unreduced``
             rather than ``reduced_over_shards`` (see `reduction.py`).
-        skips_shards: Whether the latest reduction runs over the replicas only.
+        skips_shards: Whether the latest reduction runs over the replicas only, because all
+            gradients are reduced over the shards already.
         finished_nodes: For each gradient accumulation and each input marker (see `hooks.py`) that
             has run in backward, the id of its graph task.
         count_gradient: A post-accumulate hook made of builtins; it appends to ``finished_nodes``.
         channels: The collectives of each mesh.
         streams: The streams that use the unsharded memory.
         is_compiled: Whether ``program`` may run. If not, ``program`` is missing or out of date.
-        needs_reduce: Whether the group has gradients to reduce.
+        needs_reduce: Whether some parameters get gradients to reduce; see `Program.reduced`.
         is_trained: Whether some parameters are not frozen.
         tree, progress, calls: Set by the layers above: the `Tree` of the group, the `GroupProgress`
             of the current backward, and weak references to each `Call` that a backward may still
@@ -200,7 +202,7 @@ class ParamGroup:
         """Put the group on the ranks of a mesh, with its buckets and new channels."""
         self.mesh, self.buckets = mesh, list(buckets)
         meshes = dict.fromkeys([mesh, *(bucket.mesh for bucket in buckets)])
-        self.channels = {each: Channel(each) for mesh in meshes for each in mesh.channel_meshes}
+        self.channels = {mesh: Channel(mesh) for owner in meshes for mesh in owner.channel_meshes}
         self.why_absent: str | None = None
         self.is_compiled = False
 
@@ -215,7 +217,7 @@ class ParamGroup:
 
     @property
     def label(self) -> str:
-        """The name of the group in messages."""
+        """The name of the group in error messages."""
         return f"group '{self.name}'" if self.name else "the root group"
 
     def check_in_memory(self, purpose: str) -> None:
@@ -393,8 +395,8 @@ class ParamGroup:
             try:
                 for op in program.regather.free if was_partly else program.gather.free:
                     op()
-            except RuntimeError:  # if NumPy arrays share the memory, a new program keeps it
-                if not any([bucket.free() for bucket in self.buckets]):  # a list: free every bucket
+            except RuntimeError:  # NumPy arrays share the memory; the new program leaves it
+                if not any([bucket.free() for bucket in self.buckets]):  # a list, to free all
                     raise
                 state = State.SHARDED
                 self.compile()
@@ -411,8 +413,8 @@ class ParamGroup:
     def take_snapshot(self) -> None:
         """Record the unsharded parameters: they stay registered, and users may change them."""
         if self._snapshot is None:
-            # Pipeline schedules turn off both settings and write unsharded ``.grad`` themselves, so
-            # that ``.grad`` gets no marks (see `UnshardedSnapshot`).
+            # Pipeline schedules turn off both settings and write unsharded ``.grad`` themselves:
+            # marks (see `UnshardedSnapshot`) would be in their way.
             has_marks = self.settings.reduce_grads or self.settings.reshard_after_backward
             with torch.inference_mode(False):  # inference tensors have no versions
                 self._snapshot = user_changes.UnshardedSnapshot(self.params, has_marks=has_marks)
@@ -461,7 +463,7 @@ class ParamGroup:
         for now, (name, sharded, unsharded, put) in zip(registered, program.slots, strict=True):
             if now is sharded:
                 put(name, unsharded)
-            elif now is not unsharded:  # the gradient of a replaced one would be lost
+            elif now is not unsharded:  # its gradient would be lost
                 error = StaleParameterError(
                     f"Expected the parameters of {self.label} in backward as they were in "
                     "forward, got replaced ones; run backward before replacing them"
@@ -522,8 +524,8 @@ class ParamGroup:
         """Set the divisor of gradient sums; rescale accumulated gradients that are not reduced yet.
 
         Raises:
-            ShardError: If an unreduced gradient was added to a reduced one, which is already
-                divided; on all ranks.
+            ShardError: On all ranks, if an unreduced gradient was added to a reduced one, which is
+                already divided.
         """
         self.tree.in_flight.finish()
         to_scale: list[tuple[torch.Tensor, float]] = []
@@ -534,8 +536,8 @@ class ParamGroup:
                 continue
             if self.unsynced.get(param.name) is not None:
                 raise ShardError(
-                    f"Expected reduced gradients of '{param.name}' before their divisor changes, "
-                    "got unreduced ones added to them; call synchronize_gradients() or zero_grad()"
+                    f"Expected no unreduced gradient of '{param.name}' in a reduced one when the "
+                    "divisor changes, got their sum; call synchronize_gradients() or zero_grad()"
                 )
             to_scale.append((_torch.local_tensor(grad), ratio))
         for local, ratio in to_scale:
@@ -597,7 +599,7 @@ class GroupReduction:
     def advance(self) -> bool:
         """Run the next stage, which begins with a wait; return whether stages are left.
 
-        Collective: on the CPU, the first stage launches the reduction over the replicas.
+        Collective: on the CPU, the next stage after the launch reduces over the replicas.
         """
         self.group.run(self.stages.pop(0), "reducing the gradients of")
         if self.stages:
@@ -605,8 +607,7 @@ class GroupReduction:
         group, program = self.group, self.program
         if self.all_reduces and group.unsynced:
             group.unsynced.clear()
-            # Such a program may reduce frozen parameters, or in a dtype that is now too wide.
-            if program.had_unsynced:
+            if program.had_unsynced:  # may reduce frozen parameters, or in too wide a dtype
                 program.generation = -1  # out of date
         return False
 
@@ -614,14 +615,14 @@ class GroupReduction:
 class ReductionQueue:
     """The reductions in flight, of one tree or of several trees that share the queue.
 
-    A reduction holds the unsharded gradients of its group until the first stage after its launch
+    A reduction holds the unsharded gradients of its group until the next stage after its launch
     has run, so ``max_reductions`` limits the number of such reductions. The end of a backward runs
     the other stages.
     """
 
     def __init__(self) -> None:
         self._holding_grads: deque[GroupReduction] = deque()  # the oldest first
-        self._delivering: list[GroupReduction] = []  # the first later stage of these has run
+        self._delivering: list[GroupReduction] = []  # these hold no unsharded gradients any more
 
     def __bool__(self) -> bool:
         return bool(self._holding_grads or self._delivering)
@@ -631,8 +632,8 @@ class ReductionQueue:
     ) -> None:
         """Start the reduction of a group; see :meth:`ParamGroup.start_reduction`.
 
-        Before that, run the first stage of the oldest reductions until the limit allows another
-        reduction, and finish earlier reductions of this group.
+        First, run the next stage of the oldest reductions until the limit allows another one, and
+        finish earlier reductions of this group.
         """
         holding_grads, limit = self._holding_grads, group.settings.max_reductions
         while len(holding_grads) >= limit:
@@ -673,7 +674,7 @@ class ReductionQueue:
         if not oldest.advance():
             return
         if oldest.program.has_offloaded_replicas:
-            # Run the next stage of each earlier reduction, which copies shards to the host. Do not
-            # run a last stage, which would block the host until its copies are complete.
+            # The next stage of each earlier reduction copies gradients to the host: run it. A last
+            # stage would block the host until the copies are complete: leave it.
             self._delivering = [r for r in self._delivering if len(r.stages) == 1 or r.advance()]
         self._delivering.append(oldest)

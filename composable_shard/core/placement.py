@@ -313,7 +313,7 @@ def _shard(dim: int | None, num_parts: int) -> Placement:
 
 
 def _num_parts(spec: _torch.DTensorSpec, dim: int | None, first_axis: int = 0) -> int:
-    """Return the number of parts into which the axes from ``first_axis`` on cut ``dim``."""
+    """Return the number of parts into which ``first_axis`` and later axes cut ``dim``."""
     pairs = [*zip(spec.placements, spec.mesh.shape, strict=True)][first_axis:]
     return prod(size for placement, size in pairs if _torch.shards_dim(placement, dim))
 
@@ -323,7 +323,7 @@ def _on_full_mesh(
 ) -> ParamPlacement:
     """Place a DTensor parameter on a mesh that includes the data-parallel axes.
 
-    If several axes of the mesh shard, they are flattened into one axis.
+    Several sharding axes are flattened into one axis.
     """
     full, dims = spec.mesh, mesh.dims
     assert dims is not None and full.mesh_dim_names is not None
@@ -345,8 +345,9 @@ def _on_full_mesh(
                 f"'{axis_name}', got {placement}"
             )
         if axis_name in dims.shard_names[1:]:
-            continue  # flattened into the first axis that shards
+            continue  # flattened into the first sharding axis
         if role == "shard":
+            # FSDP is applied last: it cuts the parts that the axes to the right have cut.
             placement = _shard(dim, _num_parts(spec, dim, index + 1))
         submeshes.append(
             _torch.flat_axis(full, dims.shard_names if role == "shard" else (axis_name,))

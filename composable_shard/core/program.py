@@ -3,8 +3,8 @@
 An operation is a callable without arguments; features are optional parts that add operations (see
 `plugins.py`). A group is the parameters of one ``fully_shard`` call (`group.py`). Slots are the
 names under which modules hold parameters; buckets are their flat buffers (`storage.py`).
-Rare events have no code of their own: they make the program out of date, and the group compiles a
-new one.
+A rare event, such as a load or a new setting, makes the program out of date, and the group
+compiles a new one.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Program:
         self._slots_unsharded = [param.unsharded for _, param in slots]
 
     def _prepare_unsharded(self, group: Any) -> None:
-        """Copy settings to the unsharded parameters, hook them, and list parameters to reduce."""
+        """Copy ``requires_grad`` and dtype, hook gradients, and list parameters to reduce."""
         self.accumulators: list[Node] = []
         self.reduced: list[ShardedParam] = []
         for param, sharded in zip(group.params, self.sharded, strict=True):
@@ -162,7 +162,7 @@ class Program:
                 param.attributes.sharded = sharded
             unsharded.requires_grad_(sharded.requires_grad)
             is_wider = reduce_dtype(param).itemsize > unsharded.dtype.itemsize
-            if not param.policy.rounds_gradients:  # autograd would round to a set ``grad_dtype``
+            if not param.policy.rounds_gradients:  # autograd would cast to ``grad_dtype``
                 unsharded.grad_dtype = None if is_wider else unsharded.dtype
             if sharded.requires_grad:
                 self.accumulators.append(*_torch.accumulate_nodes([unsharded]))
@@ -183,7 +183,7 @@ class Program:
         ]
         self.pre_forward, self.post_forward = ops("pre_forward"), ops("post_forward")
         self.pre_backward, self.post_backward = ops("pre_backward"), ops("post_backward")
-        group.program = self  # the ``ops`` of features read it
+        group.program = self  # `ops` of features may read it from here on
         accumulate = (each.accumulate_unsynced for each in self.reductions)
         self.accumulate: Ops = (*accumulate, *ops("accumulated"))
         self._compile_reduction(group, ops)
@@ -205,8 +205,8 @@ class Program:
 
         def joined(phase: Phase, parts: Sequence[GatherOps]) -> GatherOps:
             # The last launch operation of a bucket launches its collective. The others, such as
-            # allocations, run before the first collective of any bucket. The empty GatherOps gives
-            # four columns if there are no parts.
+            # allocations, run before the first collective of any bucket. The empty GatherOps keeps
+            # the four columns if there are no parts.
             launches, *columns = zip(GatherOps((), (), (), ()), *parts, strict=True)
             allocations = chain.from_iterable(launch[:-1] for launch in launches)
             launch = chain(allocations, *(launch[-1:] for launch in launches))
@@ -338,7 +338,7 @@ def reduced_together(
     widest: dict[bool, torch.dtype] = {}
     for is_complex in (False, True):
         alike = {dtype for dtype in dtypes.values() if dtype.is_complex == is_complex}
-        with suppress(RuntimeError, TypeError):  # no promotion (float8), or no such dtypes
+        with suppress(RuntimeError, TypeError):  # no promotion (float8), or `alike` is empty
             widest[is_complex] = reduce(torch.promote_types, alike)
     planned: dict[tuple[Any, ...], dict[Bucket, list[ShardedParam]]] = {}
     for bucket in group.buckets:

@@ -96,8 +96,8 @@ class Reduction:
         num_flags: The number of flags at the end of ``reduced``.
         params: The parameters, in the order of ``reduced``.
         is_offloaded: Whether gradients must be copied to the memory of the host.
-        over_replicas: A separate object for the reduction over the replicas; ``None`` if this
-            object also does that reduction.
+        over_replicas: A separate object for the reduction over the replicas (`hybrid.py` sets it);
+            ``None`` if this object also does that reduction.
     """
 
     reduced: Any
@@ -123,16 +123,16 @@ class Reduction:
         self._compute_dtype = buckets[0].compute_dtype
         self._pending: list[Pending] = []  # the oldest first
         self._has_streams = _torch.has_streams(self._mesh.device)
-        self._overlaps = copies_overlap_compute(params[0].offload, self._mesh.device)
-        self.is_offloaded = self._overlaps or params[0].device != self._mesh.device
+        self._copies_overlap = copies_overlap_compute(params[0].offload, self._mesh.device)
+        self.is_offloaded = self._copies_overlap or params[0].device != self._mesh.device
         # A direct gradient is sent from its own memory; the others are packed into one message.
         sent_alone = partial(is_direct, dtype, buckets[0].message_cost)
         self.params = sorted(params, key=sent_alone, reverse=True)
         self._num_direct = sum(map(sent_alone, params))
-        self._sent_dtype = sent_dtype(buckets, dtype, self._channel)
+        self._uncast_dtype = sent_dtype(buckets, dtype, self._channel)
         self._unsharded = tuple(param.unsharded for param in self.params)
-        # Other parameters may have widened `dtype`. Then a gradient with a reduce dtype narrower
-        # than its compute dtype is first rounded to its reduce dtype, as if it were reduced alone.
+        # Other parameters may have widened `dtype`. So that each gets the same result as alone, a
+        # gradient is first rounded to its own reduce dtype, if that is narrower than its dtype.
         self._own_dtypes = [reduce_dtype(param) for param in self.params]
         compute = [param.compute_dtype for param in self.params]
         own = enumerate(self._own_dtypes)
@@ -148,7 +148,7 @@ class Reduction:
         settings, num_shards = group.settings, self._mesh.num_shards
         # Write gradients that no rank had, too: zeros, or values that the all-reduce hook fills in.
         self._writes_unused = settings.zeros_for_unused or settings.all_reduce_hook is not None
-        total = settings.divisor  # over all ranks; the reduction over the replicas is itself a mean
+        total = settings.divisor  # for all ranks; the all-reduce already divides by `num_replicas`
         self.num_replicas = self._mesh.num_replicas
         self._divisor = num_shards if total is None else total / self.num_replicas
         self.division = plan_division(
@@ -270,7 +270,7 @@ class Reduction:
             refuse_sparse(self.params, grads)
         num_direct = self._num_direct
         if not self._is_plain:
-            grads = [  # the sharded dim becomes dim 0
+            grads = [  # with the sharded dim as dim 0: fold dims of size 1, or stack padded shards
                 layout.in_memory_order(grad).flatten(0, layout.flat.dim)
                 if layout.flat.outer == 1
                 else layout.padded_shards(grad)
@@ -278,10 +278,10 @@ class Reduction:
                 if layout.flat.numel  # parameters without elements are not sent
             ]
         direct = list(map(_flattened, grads[:num_direct]))
-        if not all(map(is_, map(_dtype, direct), repeat(self._sent_dtype))):
+        if not all(map(is_, map(_dtype, direct), repeat(self._uncast_dtype))):
             numels, device = [grad.numel() for grad in direct], self._mesh.device
             scratch = _torch.empty(sum(numels), dtype=self.dtype, device=device)
-            cast = list(scratch.split_with_sizes(numels))
+            cast = list(scratch.split_with_sizes(numels))  # other ranks may send without a cast
             _torch.copy_all_(cast, direct)  # one call, and one kernel on accelerators
             direct = cast
         to_pack = grads[num_direct:]
@@ -314,10 +314,10 @@ class Reduction:
     def accumulate_unsynced(self) -> None:
         """Add the gradients to ``.grad`` of the sharded parameters, as ``Partial`` DTensors.
 
-        A first gradient has the dtype of :func:`reduce_dtype`, as in FSDP2.
+        Without ``.grad``, the gradient gets the dtype of :func:`reduce_dtype`, as in FSDP2.
         A reduced ``.grad`` becomes ``Partial`` on every rank, also on ranks that did not use the
-        parameter. Each rank keeps num_shards times its rows, and zeros elsewhere; the mean of these
-        over the ranks is the reduced gradient.
+        parameter. Each rank keeps its rows, times num_shards, and zeros elsewhere; the mean over
+        the ranks is the reduced gradient.
         """
         self.take_grads()
         grads, factor = self._grads, self._unreduced_factor()
@@ -360,7 +360,7 @@ class Reduction:
         return stage
 
     def _unreduced_factor(self) -> float:
-        """Return a factor for unreduced gradients: it makes their mean over ranks sum / divisor."""
+        """Return f such that the mean over ranks of f times a gradient is sum / divisor."""
         divisor = self._group.settings.divisor
         return 1.0 if divisor is None else self._mesh.num_ranks / divisor
 
@@ -369,7 +369,7 @@ class Reduction:
         shard = _torch.local_tensor(grad).to(self._mesh.device)
         dtype = torch.promote_types(shard.dtype, self.dtype)
         full = param.layout.new_zeros(shard, dtype)
-        # The method of the base class views the whole shard, even if replicas hold parts of it.
+        # In `hybrid.py`, the layout itself would view only this replica's part of the shard.
         rows = TensorLayout.shard_of(param.layout, full, self._mesh.shard_rank)
         rows.copy_(shard)
         if param.layout.dim is not None:
@@ -454,7 +454,7 @@ class Reduction:
             self.write_grads()
 
     def _to_host(self, tensor: Any) -> Any:
-        return host.download(tensor) if self._overlaps else tensor.cpu()
+        return host.download(tensor) if self._copies_overlap else tensor.cpu()
 
     def call_hook(self) -> None:
         """Call the user's hook with the reduced shards."""
@@ -579,7 +579,7 @@ def is_direct(dtype: torch.dtype, cost: int | None, param: ShardedParam) -> bool
 
 
 def sent_dtype(buckets: Sequence[Bucket], summed: torch.dtype, channel: Channel) -> torch.dtype:
-    """Return the dtype in which gradients with their own message are sent."""
+    """Return the dtype in which gradients with their own message are sent without a cast."""
     dtypes = {bucket.compute_dtype for bucket in buckets}
     dtype = dtypes.pop()
     fits = not dtypes and torch.promote_types(dtype, summed) == summed
@@ -587,7 +587,7 @@ def sent_dtype(buckets: Sequence[Bucket], summed: torch.dtype, channel: Channel)
 
 
 def reduce_dtype(param: ShardedParam) -> torch.dtype:
-    """Return the dtype in which a parameter's gradient would be reduced if it were alone."""
+    """Return the dtype in which a gradient would be reduced without other parameters."""
     # Users may set ``grad_dtype`` to ``None``, which allows any dtype.
     is_set, user_dtype = user_grad_dtype(param.sharded)
     if is_set and user_dtype is None and param.policy.reduce_dtype is None:

@@ -64,7 +64,7 @@ def top_modules(module: object) -> tuple[nn.Module, ...]:
 
 
 def check_not_parallelized(modules: Iterable[nn.Module]) -> None:
-    """Refuse modules with gradients that another call or function already reduces.
+    """Refuse modules with gradients that an earlier ``fully_shard`` or ``replicate`` reduces.
 
     Raises:
         ValueError: If ``fully_shard`` (ours or torch's) or ``replicate`` was applied to a module.
@@ -79,7 +79,7 @@ def check_not_parallelized(modules: Iterable[nn.Module]) -> None:
         if is_parallelized(module):
             raise ValueError(
                 f"Expected a module that is not sharded, got {kind}, which fully_shard was "
-                "applied to before; shard added modules, such as adapters, alone"
+                "applied to before; give added modules, such as adapters, a call of their own"
             )
 
 
@@ -107,20 +107,20 @@ Planned = dict[nn.Parameter, ShardedParam]
 def find_managed(
     modules: Sequence[nn.Module],
     ignored: Iterable[nn.Parameter],
-    planned: Collection[nn.Module] = (),
+    sharded_later: Collection[nn.Module] = (),
 ) -> Managed:
     """Collect the parameters of modules, except those below sharded or replicated inner modules.
 
     A parameter that is tied to a parameter of a replicated module is replicated, too. Users call
-    ``fully_shard`` from the bottom up. If modules of this call hold the original of a parameter
-    that an inner group has sharded, the parameter is tied. The new group takes it over if this call
-    contains all modules with the parameter. Otherwise the inner group keeps it, until a call
-    contains all of them.
+    ``fully_shard`` from the bottom up. An inner group has replaced the original parameters by
+    shards. If a module of this call still holds such an original, the parameter is tied. The new
+    group takes over the parameter if this call contains all modules with it. Otherwise the inner
+    group keeps the parameter, until a call contains all of them.
 
     Args:
         modules: The top modules.
         ignored: Parameters to leave alone.
-        planned: Inner modules that other calls will shard before this one.
+        sharded_later: Inner modules that other calls will shard before this one.
 
     Raises:
         ValueError: If a tied parameter was used or changed since an inner group has sharded it.
@@ -135,7 +135,7 @@ def find_managed(
         for child in module.children():
             if _torch.is_replicated(child):
                 ignored_ids.update(map(id, child.parameters()))
-            elif not is_parallelized(child) and child not in planned:
+            elif not is_parallelized(child) and child not in sharded_later:
                 visit(child)
 
     for top in modules:
@@ -158,7 +158,7 @@ def find_managed(
             raise ValueError(
                 f"Expected parameter '{prefixes[tied_slots[0].module]}{tied_slots[0].name}' to be "
                 f"tied before its group was used or changed, got it tied to '{owner.name}' "
-                "later; first apply fully_shard to all modules that share the parameter"
+                "later; call fully_shard on all modules that share it before use"
             )
         if all(slot.module in prefixes for slot in owner.slots):
             slots[param] = [*owner.slots, *tied_slots]
@@ -198,7 +198,7 @@ def _check_param(name: str, param: nn.Parameter, mesh: ShardMesh) -> None:
         raise ValueError(
             f"Expected parameter '{name}' to be sharded once, got the sharded parameter "
             f"'{owner.name}' of another group; shard inner modules before outer ones, tie "
-            "parameters before both, and shard added modules, such as adapters, alone"
+            "parameters before any call, and give added modules a call of their own"
         )
     if param.device.type not in ("meta", "cpu", mesh.device.type):
         raise ValueError(
@@ -256,10 +256,10 @@ def _cut_subclass(param: ShardedParam, part: torch.Tensor) -> torch.Tensor:
             does not return the tensor's class.
     """
     kind = type(part)
-    keeps_class = _torch.is_subclass(part) or hasattr(kind, PRE) or hasattr(kind, GRAD_PRE)
+    must_keep_class = _torch.is_subclass(part) or hasattr(kind, PRE) or hasattr(kind, GRAD_PRE)
 
     def checked(op: str, result: torch.Tensor) -> torch.Tensor:
-        if keeps_class and not isinstance(result, kind):
+        if must_keep_class and not isinstance(result, kind):
             name, got = kind.__name__, type(result).__name__
             raise ExtensionError(f"Expected {op} of {name} to return its own class, got {got}")
         return result
@@ -272,7 +272,7 @@ def _cut_subclass(param: ShardedParam, part: torch.Tensor) -> torch.Tensor:
             viewed = shard.view(shard.shape)
         checked("view", viewed)
         if not has_extension(shard):
-            flatten([shard])
+            flatten([shard])  # raises if the shard cannot be gathered
             dtype = param.policy.compute_dtype(shard.dtype)
             checked(f"to({dtype})", shard.to(dtype))
         is_meta = shard.device.type == "meta"
@@ -288,7 +288,7 @@ def _cut_subclass(param: ShardedParam, part: torch.Tensor) -> torch.Tensor:
 
 
 def _agree_on_shards(failure: ExtensionError | None, meshes: Sequence[DeviceMesh]) -> None:
-    """Raise the same error on all ranks of some meshes if one of them could not cut its shards.
+    """Raise the same error on all ranks of some meshes if any rank could not cut its shards.
 
     Args:
         failure: The error of this rank, if it failed.

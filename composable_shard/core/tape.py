@@ -101,7 +101,7 @@ class Tape(Generic[Group]):
         self.calls: list[tuple[Any, ...]] = []
         self.last_calls: dict[tuple[Hashable, bool], list[tuple[Any, ...]]] = {}
         self._clock = self._began = 0  # the time now, and when the latest forward began
-        self._any_grad = False  # whether an argument of `leave` was true in this forward
+        self._any_grad = False  # whether `leave` got a true flag in this forward
         # For each outermost group, the order of groups in its last forward.
         self._orders: dict[Group, list[Group]] = {}
         self._predicted_order: list[Group] = []
@@ -224,6 +224,8 @@ class Tape(Generic[Group]):
             start = first[group]
             timed.append((visit.interval.exited, -visit.entered, PlanStep(group, is_gather=True)))
             timed.append((start.interval.entered, start.entered, PlanStep(group, is_gather=False)))
+        # The steps run from the last to the first. Groups of one checkpoint have equal times: they
+        # are gathered in the order of forward, for the recomputation, and finished in reverse.
         timed.sort(key=itemgetter(0, 1))
         steps = list(map(itemgetter(2), timed))
         self._first_of_backward = steps[-1].group if steps else None
@@ -231,7 +233,7 @@ class Tape(Generic[Group]):
 
     def _first_and_last(self) -> tuple[dict[Group, Visit[Group]], dict[Group, Visit[Group]]]:
         """Return the first visit of each group by entry, and its last visit by exit."""
-        # If a group has several visits, the dict keeps its last visit in the order of the zip.
+        # In a dict, a later entry wins: of the reversed visits, the first visit of each group.
         visits, group_of = self.visits[::-1], attrgetter("group")
         first = dict(zip(map(group_of, visits), visits, strict=True))
         read = filter(attrgetter("backward_may_read"), visits)

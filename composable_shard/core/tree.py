@@ -49,7 +49,7 @@ class Call:
             began.
         markers: The autograd nodes of the call's input markers, which are identities; each input
             that needs a gradient passes through one (see `hooks.py`).
-        containers: The containers among the inputs, and the containers that forward gets instead.
+        containers: Each container among the inputs, with the container that forward gets instead.
         is_reached: Whether a backward has reached an output of the call.
     """
 
@@ -85,7 +85,7 @@ class Finalization:
         self._tree = tree
         self.is_manual = False
         self.handle: object = None
-        self._remedy: str | None = None  # how to finish earlier backwards; None if none is left
+        self._remedy: str | None = None  # how to finish unfinished backwards; None without any
 
     @property
     def has_unfinished_backwards(self) -> bool:
@@ -107,8 +107,8 @@ class Finalization:
         """
         if enabled != self.is_manual and self._remedy is not None:
             raise ShardError(
-                "Expected set_manual_backward_finalization() between iterations, got it before a "
-                f"backward is finished; {self._remedy}, or call reset_iter_state() to drop it"
+                "Expected set_manual_backward_finalization() between iterations, got a call while "
+                f"a backward is unfinished; {self._remedy}, or drop it by reset_iter_state()"
             )
         self.is_manual = enabled
 
@@ -120,12 +120,12 @@ class Finalization:
         self._tree.launch_reductions()
         self._remedy, self.handle = "call wait() on its handle", handle
 
-    def check_ended(self) -> None:
+    def check_waited(self) -> None:
         """Raise if ``wait()`` of the last handle has not been called."""
         if self.handle is not None:
             raise ShardError(
                 "Expected wait() on the last GradientReductionHandle before another forward or "
-                "finalize_backward(), got none; call it"
+                "finalize_backward(), got no call; call it"
             )
 
     def end(self) -> None:
@@ -164,10 +164,10 @@ class Tree:
         self.groups = list(groups)
         self.root = groups[0]
         self._has_streams = _torch.has_streams(self.root.mesh.device)
-        joined = dict.fromkeys(
+        old_features = dict.fromkeys(
             chain.from_iterable(group.tree.features for group in groups if group.tree)
         )
-        taken_over = (feature for feature in joined if not feature.is_dropped_on_join)
+        taken_over = (feature for feature in old_features if not feature.is_dropped_on_join)
         self.features = *taken_over, *chain.from_iterable(make() for make in feature_factories)
         self.generation = 0
         self.tape: Tape[ParamGroup] = Tape()
@@ -234,7 +234,7 @@ class Tree:
         else:
             gather = self._gather
             if _torch.num_modes() or _torch.current_transform() is not None:
-                gather = _torch.outside_transforms()(gather)  # parameters outlive the transforms
+                gather = _torch.outside_transforms()(gather)  # parameters outlive them
             call.is_substituted = not gather(group)
             if call.is_substituted:
                 return call
@@ -242,7 +242,7 @@ class Tree:
                 group.record_run(module)
             freeable = group.program.freeable
             call.version_sum = group.unsharded_version * len(freeable)
-            if group.is_kept_by_user:  # users may have written to the unsharded parameters
+            if group.is_kept_by_user:  # users may have written to them; else versions are equal
                 call.version_sum = sum(map(_version, freeable))
             checkpoints = _torch.notes_of_checkpoints(with_graph_around=self._grad_enabled)
             if checkpoints or torch.is_grad_enabled():
@@ -295,7 +295,8 @@ class Tree:
         """Return whether this call begins a forward because an interrupt has ended the last one."""
         may_begin = group is self.call_stack[0].group or group is self.root
         # After an interrupt, the frame of the outermost call has ended. If this frame still
-        # executes, a module has called itself.
+        # executes, a module has called itself. A call outside of ``Module.__call__`` has no frame:
+        # then it counts as interrupted.
         return may_begin and not (self._outer_frame and _torch.is_executing(self._outer_frame))
 
     def _begin_forward(self, outermost: ParamGroup) -> None:
@@ -306,7 +307,7 @@ class Tree:
         for group in self.groups:
             if group.state in (State.UNSHARDED, State.PARTLY_SHARDED) and not self._is_kept(group):
                 group.reshard()
-        self.finalization.check_ended()
+        self.finalization.check_waited()
         self.prepare_gather()
         if not self._has_streams:  # the allocator of the CPU keeps no memory for the next gather
             _torch.keep_spare()
@@ -340,7 +341,7 @@ class Tree:
             event.wait()
 
     def forget_forwards(self) -> None:
-        """Forget the recorded forwards, because ranks that have just joined have recorded none."""
+        """Forget the recorded forwards: ranks that ``move()`` has just added have recorded none."""
         self.tape, self.is_agreed = Tape(), False
 
     def agree(self) -> None:
@@ -359,16 +360,16 @@ class Tree:
             self.tape.discard_forward()
             self.reset()
             return
-        if _current_task() == -1:  # not inside a backward, whose end does this
+        if _current_task() == -1:  # inside a backward, its end does this
             _torch.return_spare()
-        if not self.tape.visits:  # no backward follows, whose end would wait
+        if not self.tape.visits:  # otherwise the end of the backward waits
             self._wait_for_copies()
         for feature in self.features:
             feature.end_forward(self, outermost)
         self.tape.end_forward(outermost)
         for group in self.groups:
-            # If only some modules of a group have run, this forward will not run the others. The
-            # next forward may do so for the outermost group.
+            # If only some modules of a group have run, this forward will not run the others. Only
+            # for the outermost group may the next forward run them.
             will_not_complete = bool(group.modules_run) and group is not outermost
             if group.state is State.UNSHARDING:  # prefetched, but not used after all
                 group.reshard()
@@ -380,7 +381,7 @@ class Tree:
             group.reshard()
         self._to_free.clear()
         if self.has_inner_backward and not needs_grad:
-            # No backward of this forward will reduce the gradients of the inner backwards.
+            # This forward has no backward, so reduce the gradients of inner backwards here.
             for group in dict.fromkeys(group for _, group, *_ in reversed(self.tape.calls)):
                 group.reshard()
                 if group.needs_reduce:
@@ -408,7 +409,11 @@ class Tree:
         return True
 
     def free(self, group: ParamGroup, *, may_have_backward: bool) -> None:
-        """Free a group, unless a call in progress, this forward or a backward needs it soon."""
+        """Free a group, unless a call in progress, this forward or a backward needs it soon.
+
+        A group that stays unsharded for a backward also stays registered, if
+        ``reshard_after_forward`` is ``False``. Otherwise its sharded parameters are registered.
+        """
         for call in self.call_stack:
             if call.group is group:  # its module has called itself
                 return
@@ -416,7 +421,7 @@ class Tree:
         # A frozen group has a backward only if another group is trained.
         if stays and not group.is_trained and not group.is_kept_by_user:
             may_have_backward = may_have_backward and any(map(_is_trained, self.groups))
-        if group.modules_run:
+        if group.modules_run:  # its other modules have yet to run
             return
         if stays and (may_have_backward or group.is_kept_by_user):
             if group.is_unsharded_registered:
@@ -424,7 +429,7 @@ class Tree:
             return
         keeps_memory = group.settings.gathers_once_a_step and may_have_backward
         # Until the end of this forward, keep a group that the forward probably needs next, or may
-        # call again. It does not call the root again: the return of the root ends the forward.
+        # call again. A forward never calls the root again: the return of the root ends it.
         if not keeps_memory and (self.tape.upcoming is group or (stays and group is not self.root)):
             keeps_memory = True
             self._to_free[group] = None
@@ -436,7 +441,7 @@ class Tree:
             group.register_sharded()
 
     def _interval_of(self, checkpoints: Sequence[dict[Any, Any]]) -> Interval:
-        """Return the `Interval` that these checkpoints share, and store it in their notes."""
+        """Return the interval on the tape that these checkpoints share; keep it in their notes."""
         known = next((notes[self] for notes in checkpoints if self in notes), None)
         interval = known or self.tape.enter_checkpoint()
         for notes in checkpoints:
@@ -453,7 +458,7 @@ class Tree:
         if not self.call_stack:
             if backward is not None:  # an earlier backward, which has failed
                 self.reset()
-            # Plan for new forwards. Another backward of the same forwards keeps their plan.
+            # Make a plan after new forwards. Another backward of the same forwards keeps theirs.
             if self.tape.visits:
                 self.plan = self.tape.plan_backward()
             if not self._has_streams:
@@ -521,7 +526,7 @@ class Tree:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a backward has begun and neither ended nor is running."""
+        """Whether a backward has begun, has not ended, and no longer runs."""
         backward = self._backward
         return backward is not None and not backward.is_inner and not backward.is_running
 
@@ -545,7 +550,7 @@ class Tree:
         finishes_earlier = self.in_flight and not drops_earlier
         for group in self.groups:
             if finishes_earlier and group not in launched:
-                with suppress(ShardError, RuntimeError):  # the next collective raises it again
+                with suppress(ShardError, RuntimeError):  # raised again by the next collective
                     self.in_flight.finish_reductions_of(group)
         if self._backward is not None:
             self._backward = None
@@ -563,8 +568,8 @@ def check_at_rest(group: ParamGroup, op: str) -> None:
     """Raise ``ShardError`` if ``op`` is called in a forward, a backward or ``unsharded()``."""
     if group.tree.is_computing:
         raise ShardError(
-            f"Expected {op}() outside of forward and backward, got a call during one of "
-            f"{group.label}; use it between iterations"
+            f"Expected {op}() outside of forward and backward, got a call while "
+            f"{group.label} runs one; use it between iterations"
         )
     if group.is_in_unsharded_context:
         raise ShardError(

@@ -30,12 +30,12 @@ def is_substituted(
 
     Args:
         params: The parameters of the group.
-        label: The name of the group in messages.
+        label: The name of the group in error messages.
         is_unsharded_registered: Whether the group has registered its unsharded parameters.
 
     Raises:
-        ShardError: If only some parameters are replaced, or some by sharded tensors while the
-            unsharded parameters are registered. Only on ranks where this happened.
+        ShardError: If only some parameters are replaced, or if some are replaced by sharded tensors
+            while the unsharded parameters are registered. Other ranks do not raise.
     """
     registered = ((param, param.find_registered()) for param in params)
     replaced = {
@@ -59,7 +59,7 @@ def adopt_registered(params: Sequence[ShardedParam], label: str) -> None:
 
     Args:
         params: The parameters of a group.
-        label: The name of the group in messages.
+        label: The name of the group in error messages.
 
     Raises:
         ShardError: If some parameters do not fit; the message lists them, and none is adopted.
@@ -87,8 +87,8 @@ def carry_over(param: ShardedParam, new: nn.Parameter) -> None:
     for name, value in attributes.items():
         if name != USER_GRAD_DTYPE:
             new.__dict__.setdefault(name, value)
-    fits = new.grad is None or grad_dtype in (None, new.grad.dtype)
-    if is_set and new.is_leaf and new.grad_dtype == new.dtype and fits:
+    grad_fits = new.grad is None or grad_dtype in (None, new.grad.dtype)
+    if is_set and new.is_leaf and new.grad_dtype == new.dtype and grad_fits:
         new.grad_dtype = grad_dtype
 
 
@@ -138,8 +138,8 @@ class UnshardedSnapshot:
     """The content of unsharded parameters at the end of a forward that leaves them registered.
 
     If only the sharded parameter has a gradient, ``.grad`` of the unsharded parameter gets a mark,
-    a sparse tensor with one zero, to detect what users do with it. ``zero_grad`` removes or empties
-    the mark. Autograd replaces the mark by a sum. A write of users bumps the mark's version.
+    a sparse tensor with one zero, to detect what users do with ``.grad``. ``zero_grad`` removes or
+    empties the mark. Autograd replaces it by a sum. A write of users bumps its version.
     """
 
     def __init__(self, params: Sequence[ShardedParam], *, has_marks: bool) -> None:
@@ -154,7 +154,8 @@ class UnshardedSnapshot:
         """Copy changes of ``.grad`` and ``requires_grad`` to sharded parameters; remove the marks.
 
         Returns:
-            The names of written parameters and gradients: their new values would be lost.
+            The names of the parameters and gradients that users have written: the new values would
+            be lost.
         """
         lost = []
         for param, was_trained, before, mark in self._recorded:
@@ -189,13 +190,13 @@ def _mark(param: ShardedParam) -> torch.Tensor | None:
 def _content_of(param: ShardedParam) -> tuple[int, ...]:
     """Return a cheap fingerprint of the content of an unsharded parameter.
 
-    The fingerprint consists of the id of the storage and the version counters. On the CPU, the sum
-    of this rank's rows, read as integers, is added, because writes to ``.data`` bump no version
+    The fingerprint consists of the id of the storage and the version counters. On the CPU, it also
+    has the sum of this rank's rows, read as integers, because writes to ``.data`` bump no version
     counter. On other devices, the host would have to wait for the sum.
     """
     leaf = param.unsharded
     storage = _torch.storage_number(leaf)
-    if param.shares_storage:
+    if param.shares_storage:  # a write reaches the shard, so it is not lost
         return (storage,)
     versions = tuple(t._version for t in (leaf, *param.freed_inner) if not t.is_inference())
     is_subclass = _torch.is_wrapper_subclass(param.unsharded_local)

@@ -157,7 +157,7 @@ def test_parameters_of_a_failed_gather_never_become_valid(apart: bool) -> None:
     missed = "Expected rank 1 to take part in a collective, got "
     assert first.startswith(f"Rank 0 failed while gathering group '0': {missed}")
     assert again == (
-        "Expected no failure before while gathering group '0', got a wait that failed or was "
+        "Expected no earlier failure while gathering group '0', got a wait that failed or was "
         "interrupted; run the whole iteration again"
     )
     assert first.endswith(WHEREABOUTS)

@@ -98,7 +98,7 @@ def test_new_adapters_of_a_sharded_base_are_sharded_alone() -> None:
     for wrapper in (model[0], model):
         with pytest.raises(ValueError) as caught:
             fully_shard(wrapper)
-        assert str(caught.value).endswith(" shard added modules, such as adapters, alone")
+        assert str(caught.value).endswith(" a call of their own")
     around = fully_shard(nn.Sequential(model))
     with pytest.warns(UserWarning, match="call fully_shard on the new modules alone"):
         around(own_input())

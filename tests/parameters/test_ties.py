@@ -149,12 +149,12 @@ def after_what_is_around() -> Any:
 
 USED = (
     "Expected parameter 'inner.head.weight' to be tied before its group was used or changed, got "
-    "it tied to 'weight' later; first apply fully_shard to all modules that share the parameter"
+    "it tied to 'weight' later; call fully_shard on all modules that share it before use"
 )
 SHARDED_TWICE = (
     "Expected parameter '{}' to be sharded once, got the sharded parameter '{}' of another group; "
-    "shard inner modules before outer ones, tie parameters before both, and shard added modules, "
-    "such as adapters, alone"
+    "shard inner modules before outer ones, tie parameters before any call, and give added modules "
+    "a call of their own"
 )
 
 

@@ -204,8 +204,8 @@ def park_when_full(model: Wide) -> None:
 
 
 REFUSED: dict[str, Callable[[Wide], None]] = {
-    "Expected parked() outside of forward and backward, got a call during one of the root group; "
-    "use it between iterations": park_in_forward,
+    "Expected parked() outside of forward and backward, got a call while the root group runs "
+    "one; use it between iterations": park_in_forward,
     "Expected parked() outside of unsharded(), got a call inside of unsharded() of the root group; "
     "leave that context first": park_when_full,
     "Expected FSDPWide on a device to be parked, got all of it in host memory, which "

@@ -216,7 +216,7 @@ def text_of(call: Callable[[], object]) -> str:
 
 NOT_WAITED = (
     "Expected wait() on the last GradientReductionHandle before another forward or "
-    "finalize_backward(), got none; call it"
+    "finalize_backward(), got no call; call it"
 )
 
 
@@ -269,8 +269,8 @@ def test_wrong_calls_say_what_to_do() -> None:
         "Expected finalize_backward() of the root group between iterations, got it within one",
         "Expected set_manual_backward_finalization() of the root group between iterations, got it "
         "within one",
-        "Expected set_manual_backward_finalization() between iterations, got it before a backward "
-        "is finished; call finalize_backward(), or call reset_iter_state() to drop it",
+        "Expected set_manual_backward_finalization() between iterations, got a call while a "
+        "backward is unfinished; call finalize_backward(), or drop it by reset_iter_state()",
         NOT_WAITED,
         NOT_WAITED,
         "Expected the reductions that finalize_backward() launched, got none, since they were "

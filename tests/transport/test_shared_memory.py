@@ -106,7 +106,7 @@ def test_ranks_of_different_hosts_exchange_messages_without_a_warning() -> None:
         apart = [[2], [2], [0, 1]][rank]
         assert (reasons, warned, exact) == (dict.fromkeys(apart, why), [], True)
         assert logged[-len(apart) :] == [
-            f"rank {rank} and rank {peer} exchange messages, because {why}" for peer in apart
+            f"rank {rank} and rank {peer} use sockets, because {why}" for peer in apart
         ]
 
 
@@ -249,7 +249,7 @@ def test_a_rank_opens_no_file_but_that_of_the_other_rank() -> None:
     place, num_files = (os.getpid(), own.file, os.fstat(own.file).st_ino), num_descriptors()
     shared_memory._open(shared, 1, place, 8)
     assert (list(shared.files), shared.files[1].words[3]) == ([1], 41)
-    with pytest.raises(OSError, match=f"process {os.getpid()} is another one here"):
+    with pytest.raises(OSError, match=f"process id {os.getpid()} belongs to another process here"):
         shared_memory._open(shared, 2, (os.getpid(), other.file, place[2]), 8)
     assert list(shared.files) == [1]
     shared.files.clear()
@@ -476,7 +476,7 @@ def forked() -> tuple[str, str, bool]:
 
 
 REFUSED = (
-    "Expected the process that made a process group to use it, got a forked child of it; "
+    "Expected a process group in the process that made it, got it in a forked child; "
     "start the ranks first, and make a process group in each"
 )
 

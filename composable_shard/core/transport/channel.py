@@ -63,7 +63,7 @@ class Channel:
         self.reduce_scatter: ReduceScatterLaunch
         self._gather_to: Callable[..., list[Waitable]]
         self._use_fastest()
-        # Both are None if no axis shards. Then no collective over the shards is called.
+        # Without a sharding axis, both are None, and no collective over the shards is called.
         self._shard_group = self._reduce_group = cast(dist.ProcessGroup, mesh.shard_group)
         self.tags = 0, 1
         self._is_custom = False
@@ -108,7 +108,7 @@ class Channel:
             )
 
     def use_memory(self, memory: BackendMemory | None) -> None:
-        """Run collectives in memory of the backend; in place if ``memory`` is ``None``."""
+        """Run collectives in memory of the backend; ``None`` restores the built-in collectives."""
         if memory is None:
             self._use_fastest()
         else:
@@ -169,7 +169,7 @@ class Channel:
         return self._launch(launch, group, self.gathering)
 
     def prepare_regather(self, num_ranks: int) -> None:
-        """Make the process group of ``num_ranks`` neighbours, while no rank has failed.
+        """Make the process group of ``num_ranks`` neighbours now: after a failure, this could hang.
 
         Collective: makes the process group at the first call.
         """
@@ -253,7 +253,8 @@ class Channel:
         if announced:
             withdraw_failures()
         is_watched = status_of(group) is not None
-        # The key names the collective if ranks deadlock; those of replicas may differ by the tag.
+        # To find deadlocks, ranks compare keys. Replicas may have different tags, so a reduction
+        # over the replicas has no key.
         has_key = is_watched and group is not self.mesh.replica_group
         key = f"{self.tags[0]} {op}" if has_key else ""
         number = count_launch(group, key) if key else 0

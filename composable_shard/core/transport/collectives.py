@@ -2,8 +2,8 @@
 
 A launch returns at once; ``Pending`` waits.
 
-Built-in collectives read and write tensors in place. A custom collective reads one flat tensor and
-writes another, which takes a copy-in and a copy-out.
+Built-in collectives need no staging. A custom collective reads one flat tensor and writes another,
+which takes a copy-in and a copy-out.
 """
 
 from __future__ import annotations
@@ -269,8 +269,10 @@ def _launch_custom(
 
     Args:
         comm: The all-gather or reduce-scatter.
-        outputs: The tensors to write, and their number of rows: a row for each sending rank.
-        inputs: The tensors to send, and their number of rows: a row for each receiving rank.
+        outputs: The tensors to write, and their number of rows: that of ranks for an all-gather, 1
+            for a reduce-scatter.
+        inputs: The tensors to send, and their number of rows: 1 for an all-gather, that of ranks
+            for a reduce-scatter.
         group: The ranks.
         op: The reduce op of a reduce-scatter.
     """

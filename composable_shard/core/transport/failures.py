@@ -274,7 +274,7 @@ def status_of(group: dist.ProcessGroup) -> _GroupStatus | None:
 
 
 def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Exception) -> None:
-    """Publish that this rank has failed, until it calls a collective again.
+    """Publish the failure of this rank; its next collective withdraws it.
 
     Args:
         groups: The process groups with ranks that may wait for this one.
@@ -446,6 +446,7 @@ class watched:
             self._is_published = True
             status.publish(_WAITS, json.dumps(self._current_wait()))
         failure = status.failure()
+        # A failure may be withdrawn, so two polls in a row must find it. A deadlock is final.
         is_confirmed = failure is None or failure == self._previous_failure
         if failure is None and now >= self._polled_waits + len(status.ranks) ** 2 / _READ_RATE:
             self._polled_waits = now
@@ -454,7 +455,7 @@ class watched:
             self.failure = failure
             status.break_connections()
         self._previous_failure = failure
-        if self not in _waits:
+        if self not in _waits:  # the wait has ended during this poll
             self._withdraw(status)
 
     def _withdraw(self, status: _GroupStatus) -> None:

@@ -45,11 +45,11 @@ class CopyStream:
         self.is_busy = True
         with self.after_compute():
             into.copy_(source, non_blocking=True)
-        compute = _torch.current_stream(self._device)
-        self._kept.append((compute, self._stream.record_event(), into, source))
+        launching = _torch.current_stream(self._device)
+        self._kept.append((launching, self._stream.record_event(), into, source))
         while len(self._kept) > _NUM_KEPT:
-            owner, event, *_ = self._kept.popleft()
-            owner.wait_event(event)
+            launching, event, *_ = self._kept.popleft()
+            launching.wait_event(event)
 
     @contextlib.contextmanager
     def after_compute(self) -> Iterator[None]:

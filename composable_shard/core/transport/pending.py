@@ -1,12 +1,12 @@
-"""Waits for collectives, and the tensors and streams that they need.
+"""Pending collectives: the wait for them, and the tensors and streams that they use.
 
 The allocator returns freed memory to its allocating stream, which reuses it at once. So tensors of
 a collective are allocated and released on the launching stream. The collective starts after the
-earlier work of that stream. :class:`Pending` keeps the tensors until the wait, and `Program` runs
-the wait on the same stream, so the stream reuses the memory after the collective.
-:class:`UsedStreams` tracks memory that lives longer and is read on other streams. The CPU has no
-streams, and runs the same code. Copies of offloaded shards use streams of their own: see
-``host.py``.
+earlier work of that stream, which may still use the memory. :class:`Pending` keeps the tensors
+until the wait, and `Program` runs the wait on the same stream, so the stream reuses the memory
+after the collective. :class:`UsedStreams` tracks memory that lives longer and is read on other
+streams. The CPU has no streams, and runs the same code. Copies of offloaded shards use streams of
+their own: see ``host.py``.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Pending:
         """
         if self._is_broken:
             raise ShardError(
-                f"Expected no failure before while {self._op}, got a wait that failed or was "
+                f"Expected no earlier failure while {self._op}, got a wait that failed or was "
                 "interrupted; run the whole iteration again"
             )
         works, self._is_broken = self._works, True
@@ -113,10 +113,10 @@ class UsedStreams:
         self._allocating_stream: torch.Stream | None = None  # until the memory is freed
         self.filling_stream: torch.Stream | None = None
         self._users: list[torch.Stream] = []
-        self._last_user: torch.Stream | None = None  # gradients are computed on it
+        self._last_user: torch.Stream | None = None  # the stream that computes gradients
 
     def record_fill(self) -> None:
-        """Record that the current stream fills the memory, and allocates it unless it was kept."""
+        """Record that the current stream fills the memory, and allocates it if it was freed."""
         if not self._has_streams:
             return
         stream = _torch.current_stream(self._device)
@@ -147,11 +147,11 @@ class UsedStreams:
         return self._after_users(self._allocating_stream) if self._has_streams else _SAME_STREAM
 
     def on_filling_stream(self) -> contextlib.AbstractContextManager[object]:
-        """Make the stream that filled the memory current, after all others that use it."""
+        """Let the filling stream wait for all other users of the memory; make it current."""
         return self._after_users(self.filling_stream)
 
     def on_last_user(self) -> contextlib.AbstractContextManager[object]:
-        """Make the stream that used the memory last current, after all others that use it."""
+        """Let the last user wait for all other users of the memory; make it current."""
         return self._after_users(self._last_user) if self._has_streams else _SAME_STREAM
 
     def _after_users(
@@ -196,7 +196,7 @@ _SAME_STREAM = contextlib.nullcontext()
 
 
 def on_side_stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Run the block on ``stream``, between the earlier and the later work of the compute stream.
+    """Run the block on ``stream``, between the earlier and the later work of the current stream.
 
     Nothing changes if ``stream`` is ``None`` or current already.
     """
@@ -207,8 +207,8 @@ def on_side_stream(stream: torch.Stream | None) -> contextlib.AbstractContextMan
 
 @contextlib.contextmanager
 def _on_side_stream(stream: torch.Stream) -> Iterator[None]:
-    compute = _torch.current_stream(stream.device)
-    stream.wait_stream(compute)
+    current = _torch.current_stream(stream.device)
+    stream.wait_stream(current)
     with _torch.on_stream(stream):
         yield
-    compute.wait_stream(stream)
+    current.wait_stream(stream)

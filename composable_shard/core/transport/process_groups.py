@@ -67,7 +67,7 @@ def end_process_groups() -> None:
     """
     if not dist.is_available():
         return
-    # The threads of a destroyed group run until nothing refers to the group.
+    # First, even if all groups are destroyed: their threads run while something refers to them.
     _torch.wait_for_workers(_EXIT_TIMEOUT)
     if not dist.is_initialized() or getattr(sys, "last_value", None) is not None:
         return
@@ -117,7 +117,7 @@ def gather_by_rank(local: object, groups: Iterable[dist.ProcessGroup], op: str) 
     for group in groups:
         gathered = gather_objects(objects, group, op)
         for rank, theirs in zip(dist.get_process_group_ranks(group), gathered, strict=True):
-            objects |= {rank: local, **theirs}  # simulated ranks all give the object of this rank
+            objects |= {rank: local, **theirs}  # a fake group gathers no object of another rank
     return dict(sorted(objects.items()))
 
 
@@ -126,7 +126,7 @@ class SmallAllReduce:
 
     Args:
         numbers: The numbers of this rank, on the device of the mesh or on the host. If all process
-            groups have gloo, numbers on the host stay there, so that they wait for no kernel.
+            groups have gloo, numbers on the host stay there, so that no kernel delays them.
         reduce_op: The operation of the reduction.
         mesh: The ranks.
         op: The operation of the library, for error messages.
@@ -173,7 +173,7 @@ class SmallAllReduce:
 
 
 def compare(
-    text: str, ranks: dist.ProcessGroup, device: torch.device, *numbers: int
+    text: str, group: dist.ProcessGroup, device: torch.device, *numbers: int
 ) -> tuple[bool, list[int]]:
     """Return whether all ranks have the same text, and the maximum of each number.
 
@@ -181,7 +181,7 @@ def compare(
     """
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")  # fits int64
     extremes = torch.tensor([digest, -digest, *numbers], device=device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=ranks)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     largest, negated_smallest, *maxima = extremes.tolist()
     return largest == -negated_smallest, maxima
 

@@ -116,12 +116,12 @@ class Exchange:
     ) -> None:
         self._unread: list[int] = []
         self._views: list[View] = []
-        self._is_published = True  # so that `__del__` gives up nothing if the next lines fail
+        self._is_published = True  # until there is a key, `__del__` has nothing to give up
         mailbox = mailbox_of(group)
         assert mailbox is not None
         self._group, self.spec = group, spec
         self._mailbox: Mailbox = mailbox
-        self._record_given_up = mailbox.given_up.append  # globals may be gone at exit
+        self._record_given_up = mailbox.given_up.append
         mailbox.catch_up()
         self._key = mailbox.next_key(tag)
         self._unread = list(ranks)  # from here on, `__del__` gives up an unfinished exchange
@@ -135,7 +135,7 @@ class Exchange:
         if not publish():
             for rank in ranks:  # one by one, so that the error names a late rank
                 self._wait(rank, partial(mailbox.poll_room, [rank]))
-            self._wait(ranks[0], publish)  # too many are unacknowledged; any rank may be late
+            self._wait(ranks[0], publish)  # no slot is free; another rank may be the late one
         self._is_published = True
 
     def all_published(self) -> bool:

@@ -138,7 +138,7 @@ class Mailbox:
         self._free_acks: list[int] = []
         self._num_acks = 0  # the number of slots ever used
         self._unacknowledged: list[_Published] = []
-        # For each: the key, the ranks not acknowledged, and whether this rank has published. Any
+        # Of each: the key, the ranks with unread messages, and whether this rank has published. Any
         # thread may append.
         self.given_up: deque[tuple[Key, list[int], bool]] = deque()
 
@@ -193,7 +193,7 @@ class Mailbox:
 
     def read_entries(self, peer: Peer) -> None:
         """Read the entries that a peer has published."""
-        words, num_read_index = peer.words, 1 + peer.rank
+        words, index_of_num_read = peer.words, 1 + peer.rank
         count = words[0]
         if count == peer.num_entries_taken:
             return
@@ -206,7 +206,7 @@ class Mailbox:
                 self._add_entry(peer, (tag, count_of_tag), Entry(number, *rest))
                 peer.num_entries_taken += 1
             _memory_barrier()
-            self._words[num_read_index] = peer.num_entries_taken
+            self._words[index_of_num_read] = peer.num_entries_taken
 
     def acknowledge(self, key: Key, ranks: list[int]) -> None:
         """Acknowledge the messages of a collective.
@@ -246,7 +246,7 @@ class Mailbox:
     def process_given_up(self) -> None:
         """Finish the collectives that this rank has given up.
 
-        Acknowledge their messages, and tell their readers by an entry without a slab.
+        Acknowledge the messages of other ranks, and tell readers by an entry without a slab.
 
         Hazard: the garbage collector may delete an exchange on any thread, also while the lock is
         held. Guard: a deleted exchange only appends to ``given_up``, and this call does the rest.
@@ -269,7 +269,7 @@ class Mailbox:
         if key in peer.unwanted:
             peer.unwanted.discard(key)
             self._ack(peer, entry)
-        elif entry.nbytes != GIVEN_UP or key not in peer.unread:  # a published message counts
+        elif entry.nbytes != GIVEN_UP or key not in peer.unread:  # a message was published before
             peer.unread[key] = entry
 
     def _ack(self, peer: Peer, entry: Entry) -> None:
@@ -311,8 +311,8 @@ class Mailbox:
         """Raise an error in a process that was forked from the owner of this mailbox."""
         if os.getpid() != self._process:
             raise ShardError(
-                "Expected the process that made a process group to use it, got a forked child "
-                "of it; start the ranks first, and make a process group in each"
+                "Expected a process group in the process that made it, got it in a forked child; "
+                "start the ranks first, and make a process group in each"
             )
 
 
@@ -382,7 +382,7 @@ def _log_peers(group: dist.ProcessGroup, shared: Shared) -> None:
         _log.info("process group %s: rank %d shares memory with rank %s", name, rank, near)
     for peer, reason in shared.reasons.items():
         _log.info(
-            "process group %s: rank %d and rank %d exchange messages, because %s",
+            "process group %s: rank %d and rank %d use sockets, because %s",
             *(name, rank, ranks[peer], reason),
         )
     global _is_warned

@@ -43,12 +43,12 @@ class DirectAllGather(AllGatherLaunch):
         tag: int,
         to: int | None = None,
     ) -> list[Waitable]:
-        """Launch the all-gather, or a gather on rank ``to``; then other ranks pass no outputs."""
+        """Launch the all-gather, or a gather on rank ``to``, where other ranks pass no outputs."""
         local, remote = _peers_of(group)
         rank, shards = group.rank(), _sendable(inputs)
         sizes = [shard.nbytes for shard in shards]
         receives = to is None or to == rank
-        outputs_here = [_addresses(outputs, sizes, rank)] if receives else []
+        own_addresses = [_addresses(outputs, sizes, rank)] if receives else []
         works: list[Waitable] = []
         if remote:
             messages = _Messages(group, tag)
@@ -59,16 +59,16 @@ class DirectAllGather(AllGatherLaunch):
                     messages.send(shard, peer)
             works.append(messages)
         if not local or to == rank:
-            _copy_shards(shards, *outputs_here)
+            _copy_shards(shards, *own_addresses)
         if not local:
             return works
-        # All ranks that share memory take part, so that all number their collectives alike.
-        sent = [] if to in remote else shards
+        # All ranks that share memory take part, since each rank counts the collectives of a tag.
+        posted = [] if to in remote else shards
 
         def fill(addresses: list[int]) -> None:
-            _copy_shards(sent, addresses, *outputs_here)
+            _copy_shards(posted, addresses, *own_addresses)
 
-        exchange = Exchange(group, tag, local, MessageSpec.of(sent), None if to == rank else fill)
+        exchange = Exchange(group, tag, local, MessageSpec.of(posted), None if to == rank else fill)
         if not receives:
             exchange.finish()  # this rank needs none of the published shards
             return works
@@ -102,7 +102,7 @@ class _Messages:
     """Messages to and from ranks of other hosts, and the wait for all of them.
 
     A launch that fails does not raise; :meth:`wait` raises its error. So this rank still sends its
-    messages to all ranks that are alive, and their errors name the rank that has failed.
+    messages to all live ranks, and the errors of those ranks name the one that has failed.
     """
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
@@ -133,7 +133,7 @@ class _Messages:
     def wait(self) -> bool:
         """Wait for all messages, even if one fails, since the others still arrive.
 
-        Hazard: gloo writes a message that arrives after its time-out to freed memory. Guard: no
+        Hazard: a message arrives after its time-out, and gloo writes it to freed memory. Guard: no
         work is kept, and gloo drops the message of a deleted work. Test:
         ``test_what_writes_a_late_message_is_not_kept``.
         """
@@ -206,12 +206,12 @@ class DirectReduceScatter(ReduceScatterLaunch):
                     copy_bytes(full.data_ptr() + end, full.nbytes - end, address + begin)
 
             exchange = Exchange(group, tag, local, spec, fill)
-        are_published = exchange is not None and not remote and exchange.all_published()
+        can_sum_now = exchange is not None and not remote and exchange.all_published()
         for total, full, out in zip(sums, inputs, outputs, strict=True):
             part = full.detach().view(num_ranks, -1)[rank]
-            total.parts[rank] = part if are_published else _keep_in_output(part, out)
+            total.parts[rank] = part if can_sum_now else _keep_in_output(part, out)
         summing = WaitThenCall(None, partial(_compute_sums, sums, exchange, local, rank))
-        if are_published:
+        if can_sum_now:
             summing.wait()
         return [*works, summing]
 
@@ -249,7 +249,8 @@ def _compute_sums(
 class _RankOrderSum:
     """Sums the parts of all ranks in rank order, chunk by chunk.
 
-    The sum of a chunk is computed in a scratch buffer that stays in the cache until it is rounded.
+    The sum of a chunk is computed in a scratch buffer, which stays in the cache until the sum is
+    rounded.
 
     Args:
         out: The output, for the sum divided by ``divisor``.

@@ -40,7 +40,7 @@ before backward starts, when memory use is highest."""
 _MAP_FIXED = 0x10  # of mmap(2)
 _NUM_MAPPED = 16  # unused pieces of a peer's file that stay mapped
 _DONTNEED, _COLLAPSE = mmap.MADV_DONTNEED, 25  # of madvise(2)
-_HUGE_NBYTES = 2 * 1024 * 1024  # of a huge page on most processors; others use small pages
+_HUGE_NBYTES = 2 * 1024 * 1024  # of a huge page; on other processors, slabs have small pages
 
 # Files, and the slabs in them ---------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class OwnFile:
         return slab
 
     def _return_idle(self) -> None:
-        """Return the memory of slabs that have long been idle to the system."""
+        """Return to the system the memory of slabs that have long been idle."""
         for slab in list(self._free_slabs):
             if self._num_uses - slab.last_use > IDLE_USES:
                 self._return(slab)
@@ -394,7 +394,7 @@ def _open(shared: Shared, peer: int, place: tuple[int, int, int], num_words: int
     file = os.open(f"/proc/{process}/fd/{number}", os.O_RDONLY)
     opened = PeerFile(file, num_words)  # closes the descriptor when it is dropped
     if os.fstat(file).st_ino != inode:
-        raise OSError(f"process {process} is another one here")
+        raise OSError(f"process id {process} belongs to another process here")
     opened.pidfd = os.pidfd_open(process)
     weakref.finalize(opened, os.close, opened.pidfd).atexit = False
     shared.files[peer] = opened
