@@ -228,7 +228,7 @@ class ModuleHooks:
         return tensor
 
     def _on_marker(self, call: weakref.ref[Call], grads: Sequence[Tensor | None], _: Any) -> None:
-        # A strong reference would make a cycle: the call refers to its markers, whose hook this is.
+        # A strong reference would make a cycle: call, marker, this hook, call.
         group = self._group
         if torch.is_grad_enabled():  # a double backward may need the parameters again
             for grad in _all_levels(grad for grad in grads if grad is not None):
@@ -238,7 +238,7 @@ class ModuleHooks:
                         tensor.register_hook(self._gather_again)
         with _torch.apart_from_transforms():
             backward = group.tree.begin_backward()
-            # `Backward._ensure_progress` expects only markers of calls that still exist.
+            # `Backward._ensure_progress` counts only markers of calls that still exist.
             if call() is not None:
                 backward.count_marker(group)
 
@@ -300,7 +300,7 @@ def _find_tensor_attributes(call: Call) -> None:
 def _stored_tensors(group: ParamGroup) -> list[Tensor]:
     """Return the tensors in module attributes that no call of the group has hooked.
 
-    A loss may use such a tensor, and no output.
+    A loss may use such a tensor without using any output.
     """
     values = [attributes.get(name) for attributes, name in group.program.tensor_attributes]
     return [tensor for tensor in tensors_in(values) if not _is_hooked_for(group, tensor)]
@@ -322,7 +322,7 @@ def _all_levels(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _is_inside(call: Call, node: Any) -> bool:
-    """Return whether the call made ``node``, which is then younger than the input markers.
+    """Return whether the call made ``node``: then the node is younger than the input markers.
 
     An output may be a view of an input. The node of the input is older than the markers.
     """

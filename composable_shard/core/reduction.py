@@ -131,8 +131,8 @@ class Reduction:
         self._num_direct = sum(map(sent_alone, params))
         self._uncast_dtype = sent_dtype(buckets, dtype, self._channel)
         self._unsharded = tuple(param.unsharded for param in self.params)
-        # Other parameters may have widened `dtype`. So that each gets the same result as alone, a
-        # gradient is first rounded to its own reduce dtype, if that is narrower than its dtype.
+        # Other parameters may have widened `dtype`. To get the same result as alone, round each
+        # gradient first to its own reduce dtype, if that is narrower than the gradient's dtype.
         self._own_dtypes = [reduce_dtype(param) for param in self.params]
         compute = [param.compute_dtype for param in self.params]
         own = enumerate(self._own_dtypes)
@@ -270,7 +270,7 @@ class Reduction:
             refuse_sparse(self.params, grads)
         num_direct = self._num_direct
         if not self._is_plain:
-            grads = [  # with the sharded dim as dim 0: fold dims of size 1, or stack padded shards
+            grads = [  # cut along dim 0: drop leading dims of size 1, or stack the padded shards
                 layout.in_memory_order(grad).flatten(0, layout.flat.dim)
                 if layout.flat.outer == 1
                 else layout.padded_shards(grad)
@@ -281,7 +281,7 @@ class Reduction:
         if not all(map(is_, map(_dtype, direct), repeat(self._uncast_dtype))):
             numels, device = [grad.numel() for grad in direct], self._mesh.device
             scratch = _torch.empty(sum(numels), dtype=self.dtype, device=device)
-            cast = list(scratch.split_with_sizes(numels))  # other ranks may send without a cast
+            cast = list(scratch.split_with_sizes(numels))  # ranks may send different dtypes
             _torch.copy_all_(cast, direct)  # one call, and one kernel on accelerators
             direct = cast
         to_pack = grads[num_direct:]
@@ -369,7 +369,7 @@ class Reduction:
         shard = _torch.local_tensor(grad).to(self._mesh.device)
         dtype = torch.promote_types(shard.dtype, self.dtype)
         full = param.layout.new_zeros(shard, dtype)
-        # In `hybrid.py`, the layout itself would view only this replica's part of the shard.
+        # Not `param.layout.shard_of`: that of `hybrid.py` views only this replica's part.
         rows = TensorLayout.shard_of(param.layout, full, self._mesh.shard_rank)
         rows.copy_(shard)
         if param.layout.dim is not None:
@@ -396,8 +396,8 @@ class Reduction:
     def skip_replicas(self) -> None:
         """Skip the reduction over the replicas; the reduced shards differ between replicas.
 
-        A reduced gradient in ``.grad`` is marked as not reduced over the replicas, on all replicas,
-        even if some have nothing to add. It is equal on all replicas, so a later mean keeps it.
+        An earlier, reduced ``.grad`` gets the placements of stage ``reduced_over_shards`` on every
+        replica. Its values are equal on all replicas, so the later mean keeps them.
         """
         self._specs = self._specs_of("reduced_over_shards")
         for param in self.params:
@@ -465,10 +465,10 @@ class Reduction:
     def write_grads(self, *, after_autograd: bool = False) -> None:
         """Write the reduced shards to ``.grad`` of the sharded parameters, or add them to it.
 
-        The loss may have a penalty on the sharded parameters. If autograd has yet to write the
-        gradient of this penalty, and some ranks have no rows, the end of the backward calls this
-        method again: on a rank without rows, autograd fails to add its gradient to ours, but
-        `add_grad` can add ours to the gradient of autograd.
+        The loss may have a penalty on the sharded parameters. On a rank without rows, autograd
+        cannot add the gradient of this penalty to a ``.grad`` that we wrote. So if autograd has yet
+        to write it, and ranks may lack rows, this call does nothing, and the end of the backward
+        repeats it.
         """
         if self._may_lack_rows and not after_autograd and _torch.current_backward() != -1:
             leaves = _torch.in_graphs(self._sharded)
@@ -513,7 +513,7 @@ class Reduction:
             self._pending.pop().drop()
         if self._packed_views:
             self._free_packed()
-        for name in ("_grads", "_received", "reduced", "_flags"):
+        for name in ("_grads", "_received", "reduced", "_flags"):  # `extension.py`: `_received`
             self.__dict__.pop(name, None)
 
 

@@ -67,12 +67,13 @@ def _params_of(module: nn.Module) -> list[tuple[str, ShardedParam]]:
 
 
 def _before_save(module: nn.Module, *_: object) -> None:
-    """Register the sharded parameters; in compute or after ``unshard()``, until the save ends."""
+    """Register the sharded parameters; during compute or after ``unshard()``, only for the save."""
     for name, param in _params_of(module):
         group: ParamGroup = param.group
         group.check_in_memory("for a state dict")
         if not group.is_unsharded_registered:
             continue
+        # If any group computes, this group may be needed unsharded again.
         if group.is_kept_by_user or any(map(_is_computing, group.tree.groups)):
             module._parameters[name] = param.sharded
         else:
@@ -120,7 +121,7 @@ def _before_load(
                 "got a call during one; call it before or after them"
             )
         group.reshard()
-    host.synchronize()  # a forward whose backward has not run may still copy shards
+    host.synchronize()  # copies of shards to the device may be in flight
     assign = bool(local_metadata.get("assign_to_params_buffers", False))
     for attribute, param in params:
         param.record_user_state()

@@ -162,9 +162,9 @@ class Tape(Generic[Group]):
     def leave(self, visit: Visit[Group], *, needs_reduce: bool, needs_grad: bool) -> None:
         """Record the end of a call.
 
-        If ``needs_reduce`` or ``needs_grad`` is true, backward may read the parameters of this call
-        and of all later calls of the forward. Some ranks may detach the inputs of later calls, but
-        all ranks need the same plan.
+        The flags of a later call may differ between ranks, for example if some detach its input,
+        but all ranks need the same plan. So after the first true flag in a forward, backward may
+        read the parameters of this call and of all later calls.
 
         Args:
             visit: The visit that :meth:`enter` returned.
@@ -180,7 +180,7 @@ class Tape(Generic[Group]):
     def end_forward(self, outermost: Group) -> None:
         """End a forward, and keep its order to predict the order of the next forward."""
         self._orders[outermost] = self._current_order
-        _, _, module, interval, _, _ = self.calls[-1]
+        _, _, module, interval, _, _ = self.calls[-1]  # the outermost call exits last
         self.last_calls.pop((module, interval is not None), None)
         self.last_calls[module, interval is not None] = self.calls
 
@@ -232,8 +232,12 @@ class Tape(Generic[Group]):
         return Plan(steps, set(last), num_recomputes)
 
     def _first_and_last(self) -> tuple[dict[Group, Visit[Group]], dict[Group, Visit[Group]]]:
-        """Return the first visit of each group by entry, and its last visit by exit."""
-        # In a dict, a later entry wins: of the reversed visits, the first visit of each group.
+        """Return the first visit of each group by entry, and its last by exit.
+
+        The last visits are only those that backward may read. Visits in one checkpoint exit
+        together: of these, the first entered counts as the last.
+        """
+        # In a dict, a later entry wins; the reversed list and the stable sort end with the first.
         visits, group_of = self.visits[::-1], attrgetter("group")
         first = dict(zip(map(group_of, visits), visits, strict=True))
         read = filter(attrgetter("backward_may_read"), visits)

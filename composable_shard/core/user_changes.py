@@ -35,7 +35,7 @@ def is_substituted(
 
     Raises:
         ShardError: If only some parameters are replaced, or if some are replaced by sharded tensors
-            while the unsharded parameters are registered. Other ranks do not raise.
+            while the unsharded parameters are registered. Raised on this rank only.
     """
     registered = ((param, param.find_registered()) for param in params)
     replaced = {
@@ -83,12 +83,13 @@ def adopt_registered(params: Sequence[ShardedParam], label: str) -> None:
 
 def carry_over(param: ShardedParam, new: nn.Parameter) -> None:
     """Give a new sharded parameter the recorded attributes and ``grad_dtype`` of the old one."""
-    attributes, (is_set, grad_dtype) = param.user_state
+    attributes, (has_grad_dtype, grad_dtype) = param.user_state
     for name, value in attributes.items():
         if name != USER_GRAD_DTYPE:
             new.__dict__.setdefault(name, value)
     grad_fits = new.grad is None or grad_dtype in (None, new.grad.dtype)
-    if is_set and new.is_leaf and new.grad_dtype == new.dtype and grad_fits:
+    # Only if nobody has set one on `new`: the default is its dtype.
+    if has_grad_dtype and new.is_leaf and new.grad_dtype == new.dtype and grad_fits:
         new.grad_dtype = grad_dtype
 
 
@@ -138,8 +139,9 @@ class UnshardedSnapshot:
     """The content of unsharded parameters at the end of a forward that leaves them registered.
 
     If only the sharded parameter has a gradient, ``.grad`` of the unsharded parameter gets a mark,
-    a sparse tensor with one zero, to detect what users do with ``.grad``. ``zero_grad`` removes or
-    empties the mark. Autograd replaces it by a sum. A write of users bumps its version.
+    a sparse tensor with one zero, to detect what users do with ``.grad``. ``zero_grad`` removes the
+    mark, or leaves it without elements. Autograd puts a sum in its place. A write by a user bumps
+    the version of the mark.
     """
 
     def __init__(self, params: Sequence[ShardedParam], *, has_marks: bool) -> None:

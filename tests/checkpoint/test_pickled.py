@@ -77,8 +77,6 @@ def with_settings() -> nn.Module:
     model.outer.inner.set_reshard_after_forward(False)
     model.set_separate_reduce_scatter_group(True)
     model.outer.set_all_reduce_hook(halved)
-    model.set_modules_to_forward_prefetch([model.outer.inner, model.outer])
-    model.outer.inner.set_modules_to_backward_prefetch([model])
     return model  # type: ignore[no-any-return]
 
 

@@ -3,7 +3,7 @@
 What a page's source says about its blocks, in comments that no reader sees:
 
 ``<!-- ranks: 1 3 -->``       once in a page: on how many ranks it runs, instead of on two
-``<!-- a program -->``        once in a page: it starts ranks itself, and runs as one process
+``<!-- starts its own ranks -->``  once in a page: it runs as one process
 ``<!-- no ranks -->``         once in a page: it runs in one process without a process group
 ``<!-- raises -->``           the next block raises what the text after it says
 ``<!-- prints -->``           the next block prints, on rank 0, the text after it
@@ -108,7 +108,9 @@ class Page:
     @property
     def num_ranks(self) -> list[int]:
         """On how many ranks it is run, each in turn; empty for one that needs none."""
-        if self.has_no_ranks or re.search(r"^<!-- a program -->$", self.text, re.MULTILINE):
+        if self.has_no_ranks or re.search(
+            r"^<!-- starts its own ranks -->$", self.text, re.MULTILINE
+        ):
             return []
         said = re.search(r"^<!-- ranks: ([\d ]+) -->$", self.text, re.MULTILINE)
         return [int(number) for number in said[1].split()] if said else [2]

@@ -1,4 +1,7 @@
-"""A background thread: it watches waits, and reads the entries that other ranks publish."""
+"""A background thread that calls functions periodically or once.
+
+`failures.py` polls waits on it, and `mailbox.py` reads the entries of other ranks.
+"""
 
 from __future__ import annotations
 

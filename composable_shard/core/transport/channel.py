@@ -169,7 +169,7 @@ class Channel:
         return self._launch(launch, group, self.gathering)
 
     def prepare_regather(self, num_ranks: int) -> None:
-        """Make the process group of ``num_ranks`` neighbours now: after a failure, this could hang.
+        """Make the process group of ``num_ranks`` neighbours now, while all ranks can take part.
 
         Collective: makes the process group at the first call.
         """
@@ -242,7 +242,7 @@ class Channel:
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup | None]:
-        """The process groups with ranks that may wait for this one."""
+        """The process groups in which other ranks may wait for this rank."""
         shards = self.mesh.shard_group
         return [shards, self.mesh.replica_group, self._reduce_group, *subgroups_of(shards)]
 
@@ -250,7 +250,7 @@ class Channel:
         self, launch: Callable[[], list[Waitable]], group: dist.ProcessGroup, op: str
     ) -> list[Waitable]:
         """Launch collectives; if that fails, name the operation and announce the failure."""
-        if announced:
+        if announced:  # this rank goes on after a failure that it has published
             withdraw_failures()
         is_watched = status_of(group) is not None
         # To find deadlocks, ranks compare keys. Replicas may have different tags, so a reduction

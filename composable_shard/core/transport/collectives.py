@@ -60,7 +60,7 @@ class ReduceScatterLaunch(Protocol):
     keeps_inputs: bool = False
 
     def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Return whether ``op`` may be ``ReduceOp.AVG``."""
+        """Return whether :meth:`launch` accepts ``ReduceOp.AVG``."""
         return _torch.average_is_supported(_torch.backend_name(group, device))
 
     def launch(
@@ -301,7 +301,7 @@ def _copy_each(into: Tensors, parts: Sequence[torch.Tensor]) -> None:
 
 @dataclass(frozen=True)
 class BackendMemory:
-    """Memory that a backend uses without a staging copy.
+    """Memory that a backend sends from directly; the library still copies in and out.
 
     Attributes:
         allocate: Called with shape, dtype and device; returns a buffer.

@@ -44,7 +44,8 @@ def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(group)[first : first + num_ranks]
         name = f"{group.group_name}/{num_ranks} from {first}"
         is_gloo = _torch.backend_name(group, torch.device("cpu")) == "gloo"
-        timeout = _torch.timeout_of(group) if is_gloo else None  # others keep their default
+        # Groups of other backends get torch's default time-out.
+        timeout = _torch.timeout_of(group) if is_gloo else None
         existing[num_ranks] = _torch.new_local_group(ranks, dist.get_backend(group), name, timeout)
         _creator_pids[existing[num_ranks]] = os.getpid()
     return existing[num_ranks]
@@ -67,7 +68,7 @@ def end_process_groups() -> None:
     """
     if not dist.is_available():
         return
-    # First, even if all groups are destroyed: their threads run while something refers to them.
+    # Wait first, even if all groups are destroyed: their threads run while anything refers to them.
     _torch.wait_for_workers(_EXIT_TIMEOUT)
     if not dist.is_initialized() or getattr(sys, "last_value", None) is not None:
         return
@@ -117,7 +118,7 @@ def gather_by_rank(local: object, groups: Iterable[dist.ProcessGroup], op: str) 
     for group in groups:
         gathered = gather_objects(objects, group, op)
         for rank, theirs in zip(dist.get_process_group_ranks(group), gathered, strict=True):
-            objects |= {rank: local, **theirs}  # a fake group gathers no object of another rank
+            objects |= {rank: local, **theirs}  # in a fake group, `theirs` lacks the other ranks
     return dict(sorted(objects.items()))
 
 

@@ -58,11 +58,12 @@ class DirectAllGather(AllGatherLaunch):
                 for shard in shards:
                     messages.send(shard, peer)
             works.append(messages)
-        if not local or to == rank:
+        if not local or to == rank:  # otherwise `fill` copies them, too
             _copy_shards(shards, *own_addresses)
         if not local:
             return works
-        # All ranks that share memory take part, since each rank counts the collectives of a tag.
+        # All local ranks take part, even with nothing to send: a message is found by its tag and
+        # its number. No local rank reads the shards if `to` is remote, or those of rank `to`.
         posted = [] if to in remote else shards
 
         def fill(addresses: list[int]) -> None:
