@@ -65,13 +65,13 @@ _sharded: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDict
 
 
 def owner_of_sharded(tensor: torch.Tensor) -> ShardedParam | None:
-    """Return the parameter that a sharded tensor belongs to; ``None`` for any other tensor."""
+    """Return the `ShardedParam` of a sharded tensor; ``None`` for any other tensor."""
     param = _sharded.get(id(tensor))
     return param if param is not None and param.sharded is tensor else None
 
 
-# By id of the tensor: the originals, unsharded parameters and full copies that modules hold or have
-# held, and the parameters that these tensors belong to.
+# By id of a full tensor (an original, an unsharded parameter or a full copy, in a module now or
+# earlier): weak references to the tensor and to its `ShardedParam`.
 _full_tensors: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[ShardedParam]]] = {}
 
 
@@ -87,13 +87,13 @@ def record_full_tensor(tensor: torch.Tensor, param: ShardedParam) -> None:
 
 
 def owner_of_full(tensor: torch.Tensor) -> ShardedParam | None:
-    """Return the parameter that a full tensor belongs to; ``None`` for any other tensor."""
+    """Return the `ShardedParam` of a full tensor; ``None`` for any other tensor."""
     record = _full_tensors.get(id(tensor))
     return None if record is None else record[1]()
 
 
 def as_sharded(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sharded parameter that a full tensor belongs to; any other tensor unchanged."""
+    """Return the sharded tensor in place of a full tensor; any other tensor unchanged."""
     param = owner_of_full(tensor)
     return tensor if param is None else param.sharded
 
@@ -216,7 +216,7 @@ class ShardedParam:
         self.placement = plan_placement(name, original, dim, mesh)
         self.layout = plan_tensor(_torch.local_part(original), dim, mesh.num_shards)
         self.shape, self._stride = original.shape, original.stride()
-        if self.layout.order is None:
+        if self.layout.order is None:  # not dense: shards are contiguous all the same
             self._stride = torch.empty(original.shape, device="meta").stride()
         self.dtype = original.dtype
         self.began_on_meta = original.is_meta
@@ -225,7 +225,7 @@ class ShardedParam:
         self.flat_position: FlatPosition | None = None
         self.attributes: AttributeCopier | None = None
         self.grad_codec: Codec | None = None
-        self._user_class = _torch.class_in_memory(original)  # None unless it has plain memory
+        self._user_class = _torch.class_in_memory(original)  # None for torch's classes
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle only the sharded parameter."""
@@ -287,14 +287,14 @@ class ShardedParam:
         return self.layout.shard_of(self.tensor_parallel_part(full), self.mesh.shard_rank).detach()
 
     def tensor_parallel_part(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's tensor-parallel part of a full tensor, or all of a plain parameter."""
+        """Return this rank's tensor-parallel part of a full tensor; without any, all of it."""
         if isinstance(full, DTensor):
             return _torch.local_tensor(full)
         spec = self.placement.unsharded_spec
         return full if spec is None else _torch.cut(full, spec.mesh, spec.placements)
 
     def spec(self, stage: GradStage, dtype: torch.dtype) -> _torch.DTensorSpec:
-        """Return the spec of a gradient at a stage; the parameter has that of stage ``sharded``."""
+        """Return the spec of a gradient at a stage; stage ``sharded`` has the parameter's."""
         meta = _torch.TensorMeta(self.shape, self._stride, dtype)
         return _torch.make_spec(self.placement.mesh, getattr(self.placement, stage), meta)
 
@@ -342,7 +342,7 @@ class ShardedParam:
             slot.put(param)
 
     def find_registered(self) -> nn.Parameter | None:
-        """Return the parameter that users have registered instead, if any; else the sharded one."""
+        """Return what users have registered in place of our parameters; else the sharded one."""
         sharded, unsharded = self.sharded, self.__dict__.get("unsharded", self.sharded)
         params = (slot.get() for slot in self.slots)
         return next((p for p in params if p is not sharded and p is not unsharded), sharded)
@@ -433,9 +433,9 @@ class Bucket(Protocol):
         locals: The shard of each parameter.
         mesh: The data-parallel ranks.
         compute_dtype: The dtype of the unsharded parameters.
-        message_cost: The cost of a message (`layout.py`): a gradient that would take longer to copy
+        message_cost: The cost of a message, in bytes (`layout.py`): a gradient with more bytes
             gets its own message. ``None`` if all gradients share one message.
-        reduction: The class that reduces the gradients; ``None`` for plain gradients.
+        reduction: A subclass of `Reduction` for the gradients; ``None`` for `Reduction` itself.
     """
 
     params: list[ShardedParam]
@@ -450,7 +450,7 @@ class Bucket(Protocol):
     def create_unsharded(self, channel: Channel) -> None:
         """Make the unsharded parameters, before the first gather.
 
-        Collective: for tensor subclasses only, the all-gather.
+        Collective for tensor subclasses only: it runs the all-gather.
         """
 
     def gather_ops(self, shards: Tensors, channel: Channel, *, keeps_storage: bool) -> GatherOps:
@@ -539,7 +539,7 @@ class FlatBucket:
             memory between uses. With one shard, no cast and no offloading, the buffer is
             ``sharded`` itself, and nothing is copied.
         is_offloaded: Whether shards are not kept on the compute device.
-        is_uploaded: Whether copies of the shards from pinned host memory overlap with compute.
+        is_uploaded: Whether shards are copied from pinned host memory during compute.
         has_arrays: Whether NumPy arrays share the memory of ``unsharded``, which then stays.
         gather_outputs: The output of each message: in ``unsharded``, or in ``staging`` if packed.
         staging: The packed message of all ranks; it has no memory between uses.
@@ -567,7 +567,7 @@ class FlatBucket:
             packing_alignment((self.dtype, self.compute_dtype), self.mesh.device),
         )
         self.params = [params[index] for index in self.layout.order]
-        # `aligns` is also true for a simulated device, which a comparison with "cpu" would miss.
+        # `aligns` is true for accelerators, and for a simulated one on the CPU.
         is_off_device = first.offload is not None and _torch.aligns(self.mesh.device)
         self.is_uploaded = copies_overlap_compute(first.offload, self.mesh.device)
         self.is_offloaded = is_off_device or self.is_uploaded
@@ -622,7 +622,7 @@ class FlatBucket:
         room for the shards only.
         """
         layout, mesh = self.layout, self.mesh
-        self.unsharded = self.sharded  # for `shares_storage`: one shard has the same layout
+        self.unsharded = self.sharded  # with `shares_storage`, both layouts are equal
         if not self.shares_storage:
             numel, dtype, device = layout.unsharded_numel, self.compute_dtype, mesh.device
             self.unsharded = _torch.empty(numel, dtype=dtype, device=device)
@@ -632,10 +632,10 @@ class FlatBucket:
             param.create_unsharded(_torch.fresh_storage_view(view))
         if self.shares_storage:
             return
-        spans = zip(layout.unsharded_offsets[: layout.num_direct], layout.params, strict=False)
+        direct = zip(layout.unsharded_offsets[: layout.num_direct], layout.params, strict=False)
         self.gather_outputs = [
             self.unsharded[start : start + mesh.num_shards * param.shard_numel]
-            for start, param in spans
+            for start, param in direct
         ]
         self.staging: Staging | None = None
         if layout.packed_numel:
@@ -665,11 +665,12 @@ class _AllGather:
         allocate, free = _torch.memory_ops(bucket.unsharded, may_stay=may_stay)
         gather: list[Op] = [allocate]
         wait: list[Op] = [self.wait]
-        copied: list[Op] = [] if self._uploads is None else [self._wait_for_copy]
-        drop: list[Op] = [*copied, self.drop]  # a launch may fail between the copy and the gather
+        await_copy: list[Op] = [] if self._uploads is None else [self._wait_for_copy]
+        # A launch may fail between the copy and the gather.
+        drop: list[Op] = [*await_copy, self.drop]
         if bucket.mesh.num_shards == 1:
             gather += [partial(self._copy_in, bucket.unsharded)]
-            wait = drop = copied
+            wait = drop = await_copy
         else:
             sent, spans = bucket.sharded, bucket.layout.message_spans
             is_cast = bucket.dtype != bucket.input_dtype
@@ -715,6 +716,7 @@ class _AllGather:
         else:
             with uploads.after_compute():
                 works = gather()
+            # Wait for the copy, then for the gather; then let the copy stream reuse its memory.
             works = [uploads.copies_event(), *works, uploads.reuse_guard()]
         stream = launching_stream(bucket.mesh.device) if self._has_streams else None
         self._pending = Pending(works, self._channel.gathering, stream)
@@ -739,14 +741,14 @@ class Staging:
     """
 
     def __init__(self, bucket: FlatBucket) -> None:
-        layout, mesh, start = bucket.layout, bucket.mesh, 0
+        layout, mesh, gap_start = bucket.layout, bucket.mesh, 0
         self.copy_out: list[Op] = []
         num_ranks, is_fused = mesh.num_shards, _torch.has_streams(mesh.device)
         numel = num_ranks * layout.packed_numel
         params = layout.params[layout.num_direct :]
-        in_place = sum(param.shard_numel for param in params if param.gathers_in_place)
-        rest = num_ranks * (layout.packed_numel - in_place) if is_fused else 0
-        self.flat = _torch.empty(numel + rest, dtype=bucket.compute_dtype, device=mesh.device)
+        in_place_numel = sum(param.shard_numel for param in params if param.gathers_in_place)
+        rest_numel = num_ranks * (layout.packed_numel - in_place_numel) if is_fused else 0
+        self.flat = _torch.empty(numel + rest_numel, dtype=bucket.compute_dtype, device=mesh.device)
         self.message = self.flat[:numel]
         columns, end = self.message.view(num_ranks, -1), numel
         pairs, outputs = [], []
@@ -764,15 +766,15 @@ class Staging:
             if param.gathers_in_place:  # the padding comes last, so whole shards are copied
                 whole = target[: num_ranks * width].view(num_ranks, width)
             if is_fused:  # outputs from left to right: gap, parameter, gap, parameter, ...
-                outputs.append(rest_columns(offset - start))
+                outputs.append(rest_columns(offset - gap_start))
                 outputs.append(rest_columns(width) if whole is None else whole)
-                column, start = outputs[-1], offset + width
+                column, gap_start = outputs[-1], offset + width
             if whole is None:
                 pairs += matching_pieces(param, target, column)
-            elif column is not whole:
+            elif column is not whole:  # otherwise the kernel has written it in place
                 pairs.append((whole, column))
         if is_fused:
-            outputs.append(rest_columns(layout.packed_numel - start))
+            outputs.append(rest_columns(layout.packed_numel - gap_start))
             outputs = [output for output in outputs if output.numel()]
             sizes = [output.shape[1] for output in outputs]
             kernel = torch.split_with_sizes_copy

@@ -10,10 +10,10 @@ wait. The thread of ``background.py`` watches every wait (:class:`watched`): it 
 while the wait lasts, and ends the wait when another rank has failed. It only watches process groups
 of gloo, since waits of other backends do not block the host.
 
-Ranks that run different collectives wait for each other: each waits for a collective that the next
-rank does not launch. A published wait has the awaited collective and the collectives that the rank
-has launched. If the waiting ranks form a cycle, it is a deadlock, and all of them raise, long
-before the time-out.
+Ranks that run different collectives wait for each other in a cycle: each waits for a collective
+that the next one does not launch. A published wait has the awaited collective and the collectives
+that the rank has launched. If the waiting ranks form a cycle, it is a deadlock, and all of them
+raise, long before the time-out.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def with_op(error: RuntimeError, op: str) -> RuntimeError:
     """Return an error that names the rank and the operation of a failed collective.
 
     Args:
-        error: The error of the backend or of this library. An error that names both is returned.
+        error: The error of the backend or of this library, unchanged if it names both.
         op: The operation, such as "gathering group 'blocks.3'".
     """
     prefix = f"Rank {dist.get_rank()} failed while "
@@ -118,7 +118,7 @@ class Wait(NamedTuple):
     Attributes:
         op: The operation, such as "gathering group 'blocks.3'".
         key: The key of the collective, the same on all ranks.
-        number: The number of the awaited collective among those with the same key.
+        number: 1 for the first collective with this key, and so on.
         launched: The number of launched collectives by key.
     """
 
@@ -161,10 +161,10 @@ def find_deadlock(rank: int, waits: Mapping[int, Wait]) -> int | None:
 # Published failures and waits ---------------------------------------------------------------------
 
 _UNEVEN = "if ranks have different numbers of batches, iterate with composable_shard.uneven()"
-ENDED = f"the end of its process; {_UNEVEN}"
+ENDED = f"the end of its process; {_UNEVEN}"  # in a message: "got the end of its process"
 _POLL_AFTER = 1.0  # seconds that a wait may last before the store is polled
-_STORE_TIMEOUT = 2.0  # seconds to wait for the store before an error is raised without it
-_FAILED, _WAITS = "failed", "waits"  # store keys; a rank appends its number for its own text
+_STORE_TIMEOUT = 2.0  # seconds to wait for the store; then an error has no cause
+_FAILED, _WAITS = "failed", "waits"  # store keys: f"{key} {rank}" has a rank's text
 _SIGNS_OF_A_TIME_OUT = ("time-out of", "Timed out", "timed out")
 _READ_RATE = 4000  # records of waits that all ranks together read each second, at most
 _NUM_LOCATED = 8  # the maximum number of ranks in a list of an error message
@@ -200,7 +200,8 @@ class _GroupStatus:
         self._store.set(key, "")
 
     def withdraw(self, key: str) -> None:
-        self._store.set(f"{key} {self._group_rank}", "")  # without the key, `get` would wait
+        # Not deleted: the `get` of another rank would wait for the key.
+        self._store.set(f"{key} {self._group_rank}", "")
 
     def _published(self, key: str) -> dict[int, str]:
         """Return the texts that the other ranks have published, by global rank."""
@@ -216,7 +217,8 @@ class _GroupStatus:
     def failure(self) -> str | None:
         """Return the failure of a rank that has failed more often than this one, if there is one.
 
-        If all ranks have failed equally often, no rank waits for another.
+        A failure ends the same step on all ranks. So after equally many failures, no rank waits for
+        another.
         """
         failures = []
         for rank, text in self._published(_FAILED).items():
@@ -224,8 +226,8 @@ class _GroupStatus:
             if int(count) > self.num_failures:
                 failures.append(f"rank {rank} failed while {description}")
         # Prefer the first cause to the failures that it led to on other ranks.
-        is_effect = f": {CommunicationError.__name__}: "
-        return min(failures, key=lambda text: is_effect in text, default=None)
+        sign_of_effect = f": {CommunicationError.__name__}: "
+        return min(failures, key=lambda text: sign_of_effect in text, default=None)
 
     def waits(self) -> dict[int, Wait]:
         """Return the waits that other ranks have published, by rank."""
@@ -250,9 +252,9 @@ class _GroupStatus:
     def break_connections(self) -> None:
         """Make all waits of this rank in the group fail.
 
-        If a message does not arrive within its time-out, gloo closes all connections, unless the
-        connection to its sender is closed already, for example by this call on another rank. So
-        this method awaits a message from each rank.
+        If a receive times out, gloo closes all connections, unless the connection to the sender is
+        closed already, for example by this call on another rank. So this method receives from each
+        rank in turn.
         """
         group = self._group()
         if group is None:
@@ -354,11 +356,11 @@ class watched:
         number: The number that :func:`count_launch` returned; 0 to look for no deadlock.
 
     Raises:
-        CommunicationError: For any ``RuntimeError`` in the block, which is its cause.
+        CommunicationError: For any ``RuntimeError`` in the block, which is the ``__cause__``.
     """
 
     __slots__ = (
-        "_answer",
+        "_cause",
         "_group",
         "_is_published",
         "_key",
@@ -380,8 +382,8 @@ class watched:
         self.status = status_of(group)
         self._is_published = False
         self._previous_failure: str | None = None
-        self._start = self._polled = self._polled_waits = 0.0  # before the wait
-        self._answer = ""
+        self._start = self._polled = self._polled_waits = 0.0  # the wait has not begun
+        self._cause = ""
 
     def __enter__(self) -> watched:
         if self.status is not None:
@@ -419,17 +421,17 @@ class watched:
         is_late = has_waited and any(sign in str(error) for sign in _SIGNS_OF_A_TIME_OUT)
         background.call_once(functools.partial(self._find_cause, status, is_late), _STORE_TIMEOUT)
         reason = str(error).removeprefix(f"Rank {dist.get_rank()} failed while {self._op}: ")
-        if not self._answer or self._answer in reason or reason in self._answer:
-            return error  # nothing new: this error is the cause, or another rank reports the same
-        short = _shortened(text := f"{error}; {self._answer}")
+        if not self._cause or self._cause in reason or reason in self._cause:
+            return error  # one text contains the other
+        short = _shortened(text := f"{error}; {self._cause}")
         return CommunicationError(text) if short == text else with_op(ShardError(short), self._op)
 
     def _find_cause(self, status: _GroupStatus, is_late: bool) -> None:
         failure = self.failure or status.failure() or self._deadlock(status)
         if failure is not None:
-            self._answer = failure
+            self._cause = failure
         elif is_late:
-            self._answer = (
+            self._cause = (
                 f"{status.whereabouts()}. All ranks must run evaluation, generation, saving and "
                 "the same branches; docs/hangs.md says how to find the rank that runs other code"
             )
