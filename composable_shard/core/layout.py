@@ -114,8 +114,8 @@ class ParamLayout:
 
 
 MESSAGE_COSTS = {"gloo": (0, 64 * 1024), "nccl": (1024 * 1024, 0)}
-"""By backend: the fixed cost of a message, and the cost for each peer, as the number of bytes that
-could be copied in the same time. `benchmarks/packing.py` measured gloo's; nccl's is an estimate."""
+"""By backend: the fixed cost of a message and its cost per peer, both in bytes that could be copied
+meanwhile. `benchmarks/packing.py` measured gloo's; nccl's is an estimate."""
 
 
 def message_cost(backend: str | None, num_shards: int) -> int:
@@ -192,7 +192,8 @@ def plan_bucket(
     ]
     unsharded_offsets, unsharded_numel = _end_to_end(gathered_numels, step)
     num_shards = params[0].num_shards if params else 1
-    total = aligned(unsharded_numel, num_shards)  # so any k that divides it gives equal parts
+    # `Regather` cuts the buffer into k equal parts; k divides num_shards.
+    total = aligned(unsharded_numel, num_shards)
     return BucketLayout(
         order=tuple(order),
         params=ordered,

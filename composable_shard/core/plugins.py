@@ -17,17 +17,17 @@ own, so ``all_reduce_launched`` comes before ``averaged``.
   the group.
 - ``accumulated``: after gradients were accumulated without a reduction.
 - ``reduce``, ``reduce_launched``: before and after the reduce-scatter is launched.
-- ``before_wait_for_reduction``, ``averaged``: before the wait for the reduce-scatter, and once the
-  mean over the shards is in the reduced buffer.
-- ``reduced_over_shards``: after ``averaged``, but only if the gradients are also reduced over
-  replicas.
+- ``before_wait_for_reduction``, ``averaged``: before and after the wait for the reduce-scatter. The
+  reduced buffer then holds the mean over the ranks of the shard axis, unless the all-reduce is
+  running already: then operations must not read it.
+- ``reduced_over_shards``: like ``averaged``, but only if the gradients are also reduced over
+  replicas. On the CPU, the all-reduce has just been launched.
 - ``all_reduce_launched``, ``before_wait_for_all_reduce``: after the reduction over replicas is
   launched, if there is one, and before the wait for it.
 - ``deliver``: after the mean over all ranks is in the reduced buffer, before it is written to
   ``.grad``.
-- ``delivered``: after ``.grad`` is written, if the gradients are not reduced over replicas. If a
-  copy to the host must come first: after this copy is launched. The gradients are then
-  written later, and no phase follows.
+- ``delivered``: after ``.grad`` is written, if the gradients are not reduced over replicas. With a
+  copy to the host, after this copy is launched; no phase marks the later write.
 - ``replicas_delivered``: like ``delivered``, but if the gradients are also reduced over replicas.
 - ``before_wait_for_copies``, ``copies_done``: at the end of a backward, before and after the
   host waits for copies between host and device; for the root only.

@@ -48,9 +48,9 @@ class Program:
         pre_forward, post_forward, pre_backward, post_backward: Operations of features; on devices
             with streams, also operations that track the streams.
         accumulate: Operations that accumulate gradients without sync.
-        stages: The stages of a reduction: ``True`` with the reduction over the replicas, ``False``
-            without it. Stage 0 launches the reduction. Each later stage begins with a wait, and
-            the last one writes ``.grad``.
+        stages: The stages of a reduction, each a tuple of operations: under ``True`` with the
+            reduction over the replicas, under ``False`` without it. Stage 0 launches the
+            reduction. Each later stage begins with a wait, and the last one writes ``.grad``.
         has_offloaded_replicas: Whether a reduction over the replicas is followed by a copy to the
             host.
         version_tensors: Tensors with version counters that grow when the shards change.
@@ -71,7 +71,7 @@ class Program:
         reductions: A reduction for each combination of mesh, subclass of `Reduction`, dtype and
             offloading; see `reduced_together`.
         searched_modules: The modules that have been searched for ``tensor_attributes``, each after
-            its first forward since the program was compiled.
+            its first forward since the program was compiled (`hooks.py` searches them).
         tensor_attributes: The module attributes in which forward stores tensors, each as the
             module's ``__dict__`` and a name.
     """
@@ -95,7 +95,7 @@ class Program:
         self._list_slots(params)
         self._prepare_unsharded(group)
         self._compile(group)
-        self._grad_dtypes = tuple(map(_grad_dtype, self.sharded))  # as `_compile` has set them
+        self._grad_dtypes = tuple(map(_grad_dtype, self.sharded))  # `Reduction` may have set some
         if self._has_streams:
             self._put_on_streams(group)
 
@@ -162,7 +162,8 @@ class Program:
                 param.attributes.sharded = sharded
             unsharded.requires_grad_(sharded.requires_grad)
             is_wider = reduce_dtype(param).itemsize > unsharded.dtype.itemsize
-            if not param.policy.rounds_gradients:  # autograd would cast to ``grad_dtype``
+            # With None, autograd does not round a gradient before the reduction in a wider dtype.
+            if not param.policy.rounds_gradients:
                 unsharded.grad_dtype = None if is_wider else unsharded.dtype
             if sharded.requires_grad:
                 self.accumulators.append(*_torch.accumulate_nodes([unsharded]))

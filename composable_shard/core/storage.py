@@ -186,8 +186,8 @@ class ShardedParam:
         flat_position: The position of the shard in a flat buffer; ``None`` without such a buffer.
         user_state: The attributes and the ``grad_dtype`` before a load or a conversion: torch loses
             both if it swaps the contents of the sharded parameter.
-        grad_codec: Splits gradients into plain tensors (`codec.py`); ``None`` until a rank has a
-            gradient, and always if gradients are plain tensors.
+        grad_codec: Splits gradients into plain tensors (`codec.py`); ``None`` as long as no rank
+            has had a gradient, and if no gradient can be a tensor subclass.
         attributes: Copies attributes of users from the sharded to the unsharded parameter, and
             back; ``None`` if both share one ``__dict__``.
     """
@@ -229,8 +229,8 @@ class ShardedParam:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle only the sharded parameter."""
-        of_memory = {"group", "local", "flat_position", "user_state"}
-        omitted = of_memory | {"unsharded", "unsharded_local", "freed_inner", "attributes"}
+        omitted = {"group", "local", "flat_position", "user_state"}  # set again after loading
+        omitted |= {"unsharded", "unsharded_local", "freed_inner", "attributes"}  # made anew
         state = {name: value for name, value in self.__dict__.items() if name not in omitted}
         return {**state, "user_grad_dtype": user_grad_dtype(self.sharded)}  # torch loses it
 
@@ -568,9 +568,8 @@ class FlatBucket:
         )
         self.params = [params[index] for index in self.layout.order]
         # `aligns` is true for accelerators, and for a simulated one on the CPU.
-        is_off_device = first.offload is not None and _torch.aligns(self.mesh.device)
+        self.is_offloaded = first.offload is not None and _torch.aligns(self.mesh.device)
         self.is_uploaded = copies_overlap_compute(first.offload, self.mesh.device)
-        self.is_offloaded = is_off_device or self.is_uploaded
         self.has_arrays = False
         is_cast = self.dtype != self.compute_dtype
         self.shares_storage = self.mesh.num_shards == 1 and not is_cast and not self.is_offloaded

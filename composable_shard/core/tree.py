@@ -295,8 +295,8 @@ class Tree:
         """Return whether this call begins a forward because an interrupt has ended the last one."""
         may_begin = group is self.call_stack[0].group or group is self.root
         # After an interrupt, the frame of the outermost call has ended. If this frame still
-        # executes, a module has called itself. A call outside of ``Module.__call__`` has no frame:
-        # then it counts as interrupted.
+        # executes, a module has called itself. If the outermost call did
+        # not go through ``Module.__call__``, its frame is unknown: assume an interrupt.
         return may_begin and not (self._outer_frame and _torch.is_executing(self._outer_frame))
 
     def _begin_forward(self, outermost: ParamGroup) -> None:
@@ -368,8 +368,8 @@ class Tree:
             feature.end_forward(self, outermost)
         self.tape.end_forward(outermost)
         for group in self.groups:
-            # If only some modules of a group have run, this forward will not run the others. Only
-            # for the outermost group may the next forward run them.
+            # Only some modules of the group have run, and no other will run in this forward. But
+            # the next forward may run the other modules of the outermost group.
             will_not_complete = bool(group.modules_run) and group is not outermost
             if group.state is State.UNSHARDING:  # prefetched, but not used after all
                 group.reshard()
@@ -411,8 +411,8 @@ class Tree:
     def free(self, group: ParamGroup, *, may_have_backward: bool) -> None:
         """Free a group, unless a call in progress, this forward or a backward needs it soon.
 
-        A group that stays unsharded for a backward also stays registered, if
-        ``reshard_after_forward`` is ``False``. Otherwise its sharded parameters are registered.
+        If ``stays_after_forward`` is true, the unsharded parameters of the group stay registered
+        for a backward. Otherwise the sharded ones are registered, even if the memory stays.
         """
         for call in self.call_stack:
             if call.group is group:  # its module has called itself

@@ -266,12 +266,12 @@ def no_regather() -> Iterator[None]:
         yield
 
 
-FILL = "_copy_shards(sent, addresses, *outputs_here)"
+FILL = "_copy_shards(posted, addresses, *own_addresses)"
 
 FAULTS: dict[str, Fault | Plant] = {
     "saved scales are freed": Plant(lambda: inner_tensors(Scaled)),
     "a rank's own part of a gather is left out": Fault(
-        DirectAllGather, "launch", FILL, "_copy_shards(sent, addresses)"
+        DirectAllGather, "launch", FILL, "_copy_shards(posted, addresses)"
     ),
     "what is packed is not copied out": Plant(lambda: spoiled_arrivals(lambda *_: None)),
     "what is packed is overwritten before it is copied out": Plant(
@@ -290,7 +290,7 @@ FAULTS: dict[str, Fault | Plant] = {
         Mailbox, "_reclaim_slabs", "if not published.ranks:", "if True:"
     ),
     "what is published is not filled in": Fault(
-        DirectAllGather, "launch", FILL, "_copy_shards(sent, *outputs_here)"
+        DirectAllGather, "launch", FILL, "_copy_shards(posted, *own_addresses)"
     ),
 }
 

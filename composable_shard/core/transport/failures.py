@@ -217,8 +217,8 @@ class _GroupStatus:
     def failure(self) -> str | None:
         """Return the failure of a rank that has failed more often than this one, if there is one.
 
-        A failure ends the same step on all ranks. So after equally many failures, no rank waits for
-        another.
+        Each failure ends a step on all ranks and is counted on each. So a rank with an equal count
+        has ended the same steps, and this rank does not wait for it.
         """
         failures = []
         for rank, text in self._published(_FAILED).items():
@@ -303,7 +303,7 @@ def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Excepti
             text = f"{status.num_failures} {op}: {type(error).__name__}: {reason}"
             background.call_once(functools.partial(status.publish, _FAILED, text))
     if announced:
-        background.call_once(bool, _STORE_TIMEOUT)  # wait for the publication, which may be slow
+        background.call_once(bool, _STORE_TIMEOUT)  # runs, and returns, after the publications
 
 
 def withdraw_failures() -> None:

@@ -85,13 +85,13 @@ class CopyStream:
 
 @dataclass
 class _ReuseGuard:
-    """Makes the copy stream wait for the stream that has used its memory."""
+    """``wait`` makes the copy stream wait for the current stream, which has used its memory."""
 
-    stream: torch.Stream
+    copy_stream: torch.Stream
     device: torch.device
 
     def wait(self) -> None:
-        self.stream.wait_stream(_torch.current_stream(self.device))
+        self.copy_stream.wait_stream(_torch.current_stream(self.device))
 
 
 def upload_stream(device: torch.device) -> CopyStream:

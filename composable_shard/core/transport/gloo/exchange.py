@@ -135,7 +135,7 @@ class Exchange:
         if not publish():
             for rank in ranks:  # one by one, so that the error names a late rank
                 self._wait(rank, partial(mailbox.poll_room, [rank]))
-            self._wait(ranks[0], publish)  # no slot is free; another rank may be the late one
+            self._wait(ranks[0], publish)  # no acknowledgement slot is free; any rank may be late
         self._is_published = True
 
     def all_published(self) -> bool:
@@ -154,8 +154,8 @@ class Exchange:
             dtypes: The expected dtypes; any if absent.
 
         Raises:
-            RankMismatchError: If the number of tensors, their sizes or their dtypes differ from
-                those of this rank.
+            RankMismatchError: If the number of tensors or their sizes differ from those of this
+                rank, or their dtypes from ``dtypes``.
         """
         entry = self._entry(rank)
         view = self._mailbox.peers[rank].file.view(entry.start, entry.nbytes)
@@ -217,7 +217,7 @@ class Exchange:
         self.forget_pages()
         self._views.clear()
         if self._unread:
-            self._mailbox.acknowledge(self._key, self._unread)
+            self._mailbox.acknowledge(self._key, self._unread)  # empties the list
 
     def __del__(self) -> None:
         """Record that this rank gives up an unfinished exchange."""
