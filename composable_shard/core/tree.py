@@ -315,7 +315,11 @@ class Tree:
         self.tape.begin_forward(outermost)
 
     def _is_kept(self, group: ParamGroup) -> bool:
-        """Return whether a gathered group stays gathered when a forward begins."""
+        """Return whether a gathered group stays gathered when a forward begins.
+
+        It stays if its settings or the user keep it between iterations, if some of its modules have
+        yet to run, or if this iteration accumulates gradients and backward does not free it.
+        """
         settings = group.settings
         if settings.reshard_after_forward is False or settings.gathers_once_a_step:
             return True
@@ -409,10 +413,19 @@ class Tree:
         return True
 
     def free(self, group: ParamGroup, *, may_have_backward: bool) -> None:
-        """Free a group, unless a call in progress, this forward or a backward needs it soon.
+        """Free a group after a call, unless something needs it soon.
 
-        If ``stays_after_forward`` is true, the unsharded parameters of the group stay registered
-        for a backward. Otherwise the sharded ones are registered, even if the memory stays.
+        The first case that holds decides:
+
+        - A call of the group is in progress, or some of its modules have yet to run: nothing is
+          done.
+        - ``stays_after_forward`` is true, and a backward may follow or the user has called
+          ``unshard()``: the unsharded parameters stay registered, and the user may change them.
+        - A backward may follow and the sharding gathers once a step; or this forward probably needs
+          the group next, or may call it again; or the backward begins with the group: the memory
+          stays, and the sharded parameters are registered.
+        - Otherwise the group is freed. With ``reshard_after_forward=k``, it keeps a part if a
+          backward may follow.
         """
         for call in self.call_stack:
             if call.group is group:  # its module has called itself
@@ -441,7 +454,11 @@ class Tree:
             group.register_sharded()
 
     def _interval_of(self, checkpoints: Sequence[dict[Any, Any]]) -> Interval:
-        """Return the interval on the tape that these checkpoints share; keep it in their notes."""
+        """Return the `Interval` that these nested checkpoints share on the tape.
+
+        Args:
+            checkpoints: The dicts of ``_torch.notes_of_checkpoints``, which keep the interval.
+        """
         known = next((notes[self] for notes in checkpoints if self in notes), None)
         interval = known or self.tape.enter_checkpoint()
         for notes in checkpoints:
