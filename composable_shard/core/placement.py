@@ -199,7 +199,7 @@ class ParamPlacement:
             ``None`` if the axis is not data-parallel.
         unsharded_spec: The spec of the unsharded parameter; ``None`` if it is a plain tensor.
         unsharded_grad: For each axis of the mesh of the unsharded parameter, the placement that
-            :meth:`local_grad` gives the gradient; ``None`` keeps the current placement.
+            :meth:`local_grad` redistributes the gradient to; ``None`` keeps its placement.
     """
 
     mesh: DeviceMesh
@@ -347,7 +347,7 @@ def _on_full_mesh(
         if axis_name in dims.shard_names[1:]:
             continue  # flattened into the first sharding axis
         if role == "shard":
-            # FSDP is applied last: it cuts the parts that the axes to the right have cut.
+            # FSDP is applied last: it cuts each part into which the axes to the right cut the dim.
             placement = _shard(dim, _num_parts(spec, dim, index + 1))
         submeshes.append(
             _torch.flat_axis(full, dims.shard_names if role == "shard" else (axis_name,))

@@ -18,10 +18,10 @@ own, so ``all_reduce_launched`` comes before ``averaged``.
 - ``accumulated``: after gradients were accumulated without a reduction.
 - ``reduce``, ``reduce_launched``: before and after the reduce-scatter is launched.
 - ``before_wait_for_reduction``, ``averaged``: before and after the wait for the reduce-scatter. The
-  reduced buffer then holds the mean over the ranks of the shard axis, unless the all-reduce is
-  running already: then operations must not read it.
-- ``reduced_over_shards``: like ``averaged``, but only if the gradients are also reduced over
-  replicas. On the CPU, the all-reduce has just been launched.
+  reduced buffer then holds the mean over the shard axis. With streams and replicas, the
+  all-reduce is already running: do not read the buffer.
+- ``reduced_over_shards``: after ``averaged``, only if the gradients are also reduced over replicas.
+  The all-reduce is already launched: do not read the buffer.
 - ``all_reduce_launched``, ``before_wait_for_all_reduce``: after the reduction over replicas is
   launched, if there is one, and before the wait for it.
 - ``deliver``: after the mean over all ranks is in the reduced buffer, before it is written to

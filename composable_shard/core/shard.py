@@ -107,7 +107,7 @@ Planned = dict[nn.Parameter, ShardedParam]
 def find_managed(
     modules: Sequence[nn.Module],
     ignored: Iterable[nn.Parameter],
-    sharded_later: Collection[nn.Module] = (),
+    sharded_first: Collection[nn.Module] = (),
 ) -> Managed:
     """Collect the parameters of modules, except those below sharded or replicated inner modules.
 
@@ -120,7 +120,7 @@ def find_managed(
     Args:
         modules: The top modules.
         ignored: Parameters to leave alone.
-        sharded_later: Inner modules that other calls will shard before this one.
+        sharded_first: Inner modules that other planned calls shard before this call does.
 
     Raises:
         ValueError: If a tied parameter was used or changed since an inner group has sharded it.
@@ -135,7 +135,7 @@ def find_managed(
         for child in module.children():
             if _torch.is_replicated(child):
                 ignored_ids.update(map(id, child.parameters()))
-            elif not is_parallelized(child) and child not in sharded_later:
+            elif not is_parallelized(child) and child not in sharded_first:
                 visit(child)
 
     for top in modules:
@@ -276,6 +276,7 @@ def _cut_subclass(param: ShardedParam, part: torch.Tensor) -> torch.Tensor:
             dtype = param.policy.compute_dtype(shard.dtype)
             checked(f"to({dtype})", shard.to(dtype))
         is_meta = shard.device.type == "meta"
+        # A class that cannot be rebuilt from its inner tensors is copied into its `new_zeros`.
         return checked("new_zeros", _torch.cloned(shard if is_meta else shard.to(param.device)))
     except Exception as error:
         is_ours = isinstance(error, ExtensionError)

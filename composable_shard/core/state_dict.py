@@ -90,7 +90,7 @@ def _after_save(module: nn.Module, *_: object) -> None:
 def _is_computing(group: ParamGroup) -> bool:
     """Return whether a forward of the group, or any backward, is running on this thread.
 
-    An interrupted forward leaves calls on the stack, but then no module call is running.
+    An interrupted forward leaves calls on ``call_stack``, but no running module call.
     """
     if _torch.current_backward() != -1:
         return True

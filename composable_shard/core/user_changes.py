@@ -76,6 +76,7 @@ def adopt_registered(params: Sequence[ShardedParam], label: str) -> None:
         if tensor is not param.sharded:
             param.record_user_state()
             param.put(tensor)
+        # A conversion may keep the object, and replace its local tensor and attributes.
         if tensor is not param.sharded or _torch.local_tensor(tensor) is not param.local:
             carry_over(param, tensor)
         param.set_sharded(tensor)
@@ -101,6 +102,7 @@ def _misfit(param: ShardedParam, registered: torch.Tensor | None) -> str | None:
         return f"a plain tensor for '{param.name}'"
     old, new = _torch.spec_of(param.sharded), _torch.spec_of(registered)
     local = _torch.local_tensor(registered)
+    # An assignment to ``.data`` changes the storage of the DTensor, but not its local tensor.
     if local is param.local and _torch.storage_number(registered) != param.outer_storage:
         return f"a new .data, which DTensor ignores, for '{param.name}'"
     for kind, got, expected in (
