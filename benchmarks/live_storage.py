@@ -14,7 +14,7 @@ import torch
 from observe import Observer, tensors_in
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from composable_shard._torch import spare_storages
+from composable_shard._torch import memory
 
 
 class LiveStorage(Observer):
@@ -51,7 +51,7 @@ class LiveStorage(Observer):
             else:
                 start = storage.data_ptr()
                 ranges.append((start, start + storage.nbytes()))
-        for storage in spare_storages():  # freed, and kept for the next gather
+        for storage in memory._spare or ():  # freed, and kept for the next gather
             ranges.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
         return union_length(ranges)
 

@@ -291,7 +291,7 @@ def test_memory_comes_and_goes_in_one_place() -> None:
         ]
         calls = [call for call in calls if "device='meta'" not in call]
         calls = [call for call in calls if not call.startswith("torch.empty(0,")]
-        poisoned = "_torch.without_values(torch.empty_like("
+        poisoned = "_torch.poison_uninitialized(torch.empty_like("
         assert not calls or poisoned in ast.unparse(tree(module)), module
 
 

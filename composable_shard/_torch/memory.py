@@ -88,17 +88,17 @@ def empty(
 ) -> torch.Tensor:
     """Make an uninitialized tensor."""
     made = torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
-    return made if _poison is None else without_values(made)
+    return made if _poison is None else poison_uninitialized(made)
 
 
 def empty_like(
     tensor: torch.Tensor, *, device: torch.device | str | None = None, pin_memory: bool = False
 ) -> torch.Tensor:
     """Make an uninitialized tensor with the shape and strides of another."""
-    return without_values(torch.empty_like(tensor, device=device, pin_memory=pin_memory))
+    return poison_uninitialized(torch.empty_like(tensor, device=device, pin_memory=pin_memory))
 
 
-def without_values(tensor: torch.Tensor) -> torch.Tensor:
+def poison_uninitialized(tensor: torch.Tensor) -> torch.Tensor:
     """Poison an uninitialized tensor that was made elsewhere; return it."""
     if _poison is not None:
         _poison.sweep()

@@ -658,7 +658,7 @@ class EncodedReduction(ExchangedReduction):
         else:
             encoded, sent = _encode_first(GRAD_PRE, calls, self._mesh)
             for extension, formats in zip(self._extensions, sent, strict=True):
-                # The formats are equal on all ranks with a gradient; without any, still unknown.
+                # Ranks with a gradient have equal formats. Without such a rank, they stay unknown.
                 extension.formats = next(iter(formats.values()), extension.formats)
         columns: list[torch.Tensor] = []
         for extension, tensors in zip(self._extensions, encoded, strict=True):

@@ -17,9 +17,9 @@ own, so ``all_reduce_launched`` comes before ``averaged``.
   the group.
 - ``accumulated``: after gradients were accumulated without a reduction.
 - ``reduce``, ``reduce_launched``: before and after the reduce-scatter is launched.
-- ``before_wait_for_reduction``, ``averaged``: before and after the wait for the reduce-scatter. The
-  reduced buffer then holds the mean over the shard axis. With streams and replicas, the
-  all-reduce is already running: do not read the buffer.
+- ``before_wait_for_reduction``, ``averaged``: before and after the wait for the reduce-scatter.
+  After the wait, the reduced buffer holds the mean over the shard axis; but with streams and
+  replicas, the all-reduce is already running, so do not read the buffer.
 - ``reduced_over_shards``: after ``averaged``, only if the gradients are also reduced over replicas.
   The all-reduce is already launched: do not read the buffer.
 - ``all_reduce_launched``, ``before_wait_for_all_reduce``: after the reduction over replicas is

@@ -282,7 +282,7 @@ class _Holder:
             full = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="meta")
             device = "cpu" if item.device_type == "cpu" else self.groups[0].mesh.device
             part = exchange.part_of(full, box)
-            found[key] = _torch.without_values(torch.empty_like(part, device=device))
+            found[key] = _torch.poison_uninitialized(torch.empty_like(part, device=device))
         return found
 
     def _new_shard(self, param: ShardedParam, items: Mapping[Key, Item]) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """A background thread that calls functions periodically or once.
 
-`failures.py` polls waits on it, and `mailbox.py` reads the entries of other ranks.
+On this thread, `failures.py` polls pending waits, and `mailbox.py` reads the entries of other
+ranks.
 """
 
 from __future__ import annotations

@@ -269,10 +269,10 @@ def _launch_custom(
 
     Args:
         comm: The all-gather or reduce-scatter.
-        outputs: The tensors to write, and their number of rows: that of ranks for an all-gather, 1
+        outputs: The tensors to write, and their number of rows: N for an all-gather of N ranks, 1
             for a reduce-scatter.
-        inputs: The tensors to send, and their number of rows: 1 for an all-gather, that of ranks
-            for a reduce-scatter.
+        inputs: The tensors to send, and their number of rows: 1 for an all-gather, N for a
+            reduce-scatter.
         group: The ranks.
         op: The reduce op of a reduce-scatter.
     """
@@ -327,7 +327,7 @@ class InBackendMemory(_Allocates):
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        return _torch.without_values(self._memory.allocate(size, dtype, device))
+        return _torch.poison_uninitialized(self._memory.allocate(size, dtype, device))
 
     def __call__(
         self,

@@ -149,7 +149,7 @@ def materialize(module: nn.Module, entries: Iterable[Entry]) -> None:
         old = entry.tensor
         home = torch.device(old.device_mesh.device_type) if isinstance(old, DTensor) else anywhere
         device = homes.get(id(old), home)
-        new = _torch.without_values(torch.empty_like(old, device=device, requires_grad=False))
+        new = _torch.poison_uninitialized(torch.empty_like(old, device=device, requires_grad=False))
         if not isinstance(old, nn.Parameter):
             entry.tensor = new
         register_instead(module, old, new)
