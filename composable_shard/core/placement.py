@@ -347,7 +347,7 @@ def _on_full_mesh(
         if axis_name in dims.shard_names[1:]:
             continue  # flattened into the first sharding axis
         if role == "shard":
-            # FSDP is applied last: it cuts each part into which the axes to the right cut the dim.
+            # FSDP cuts last: the axes to the right have cut the dim, and FSDP cuts each part.
             placement = _shard(dim, _num_parts(spec, dim, index + 1))
         submeshes.append(
             _torch.flat_axis(full, dims.shard_names if role == "shard" else (axis_name,))

@@ -159,7 +159,7 @@ class Mailbox:
         Args:
             key: The collective.
             slab: The message.
-            ranks: The ranks that will read it.
+            ranks: The ranks that will read it: all other ranks that share memory.
         """
         with self._lock:
             if not self.has_room(ranks):
@@ -269,7 +269,8 @@ class Mailbox:
         if key in peer.unwanted:
             peer.unwanted.discard(key)
             self._ack(peer, entry)
-        elif entry.nbytes != GIVEN_UP or key not in peer.unread:  # a message was published before
+        # A rank that is interrupted right after it has published also gives up: its message counts.
+        elif entry.nbytes != GIVEN_UP or key not in peer.unread:
             peer.unread[key] = entry
 
     def _ack(self, peer: Peer, entry: Entry) -> None:

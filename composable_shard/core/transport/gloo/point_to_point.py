@@ -63,7 +63,8 @@ class DirectAllGather(AllGatherLaunch):
         if not local:
             return works
         # All local ranks take part, even with nothing to send: a message is found by its tag and
-        # its number. No local rank reads the shards if `to` is remote, or those of rank `to`.
+        # its number. If `to` is remote, no local rank reads the shards of this rank. No rank reads
+        # those of rank `to`, which publishes no data.
         posted = [] if to in remote else shards
 
         def fill(addresses: list[int]) -> None:
