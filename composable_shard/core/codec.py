@@ -265,7 +265,7 @@ def padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 # Attributes that users set on a parameter ---------------------------------------------------------
 
 
-_IS_PARAM = "_is_param"  # torch sets this on parameters whose class is not nn.Parameter
+_IS_PARAM = "_is_param"  # torch marks parameters of other classes with this attribute
 
 
 def share_attributes(sharded: nn.Parameter, unsharded: nn.Parameter) -> AttributeCopier | None:

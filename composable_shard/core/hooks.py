@@ -2,7 +2,7 @@
 
 A hook inspects tensors and calls the tree (all groups of one root module; see `tree.py`), which
 decides when to gather and free groups. A forward hook passes each input that needs a gradient
-through an input marker: an identity, whose backward runs after the backward of the module.
+through an input marker. A marker is an identity; its backward runs after that of the module.
 """
 
 from __future__ import annotations

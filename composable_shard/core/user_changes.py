@@ -89,7 +89,7 @@ def carry_over(param: ShardedParam, new: nn.Parameter) -> None:
         if name != USER_GRAD_DTYPE:
             new.__dict__.setdefault(name, value)
     grad_fits = new.grad is None or grad_dtype in (None, new.grad.dtype)
-    # Only if nobody has set one on `new`: the default is its dtype.
+    # A `grad_dtype` that somebody has set on `new` stays; the default is the dtype of `new`.
     if has_grad_dtype and new.is_leaf and new.grad_dtype == new.dtype and grad_fits:
         new.grad_dtype = grad_dtype
 

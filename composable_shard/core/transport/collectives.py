@@ -107,7 +107,8 @@ class CoalescedAllGather(AllGatherLaunch):
     ) -> list[Waitable]:
         if len(set(map(_dtype, inputs))) > 1:
             outputs, inputs = _as_bytes(outputs), _as_bytes(inputs)
-        return [_torch.all_gather_flat(outputs, inputs, group)]
+        # Parameters without elements have no message.
+        return [_torch.all_gather_flat(outputs, inputs, group)] if inputs else []
 
 
 def gather_on_rank(

@@ -104,7 +104,7 @@ class _Messages:
     """Messages to and from ranks of other hosts, and the wait for all of them.
 
     A launch that fails does not raise; :meth:`wait` raises its error. So this rank still sends its
-    messages to all live ranks, and the errors of those ranks name the one that has failed.
+    messages to all live ranks. Their errors then name the failed rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
