@@ -447,9 +447,8 @@ class ParamGroup:
             self.apply_user_changes()
         for copier in self.program.attribute_copiers:
             copier.copy_to_sharded()
-        program = self.program
-        registered = map(dict.get, program.holders, program.names)
-        for now, (name, sharded, unsharded, put) in zip(registered, program.slots, strict=True):
+        slots = zip(self.program.registered(), self.program.slots, strict=True)
+        for now, (name, sharded, unsharded, put) in slots:
             if now is unsharded:  # a parameter that user code has put there stays
                 put(name, sharded)
         self.is_unsharded_registered = False
@@ -459,8 +458,8 @@ class ParamGroup:
         for copier in self.program.attribute_copiers:
             copier.copy_to_unsharded()
         program = self.program
-        registered = map(dict.get, program.holders, program.names)
-        for now, (name, sharded, unsharded, put) in zip(registered, program.slots, strict=True):
+        slots = zip(program.registered(), program.slots, strict=True)
+        for now, (name, sharded, unsharded, put) in slots:
             if now is sharded:
                 put(name, unsharded)
             elif now is not unsharded:  # its gradient would be lost

@@ -54,7 +54,7 @@ class Program:
         has_offloaded_replicas: Whether a reduction over the replicas is followed by a copy to the
             host.
         version_tensors: Tensors with version counters that grow when the shards change.
-        holders, names: For each name of each parameter: the module's dict of parameters, the name.
+        registered: Returns what the modules hold now under each name of each parameter.
         slots: For each name: the name, the sharded and the unsharded parameter, and the function
             that registers a parameter.
         attribute_copiers: The copiers of user attributes, for parameters with separate ``__dict__``
@@ -115,10 +115,8 @@ class Program:
 
     def has_slots(self, generation: int, *, is_unsharded_registered: bool) -> bool:
         """Return whether slots, settings and features are unchanged; cheaper than `is_current`."""
-        registered = self._slots_unsharded if is_unsharded_registered else self._slots_sharded
-        return generation == self.generation and all(
-            map(is_, map(dict.get, self.holders, self.names), registered)
-        )
+        expected = self._slots_unsharded if is_unsharded_registered else self._slots_sharded
+        return generation == self.generation and all(map(is_, self.registered(), expected))
 
     def has_shards_of(self, other: Program) -> bool:
         """Return whether both programs gather the same shards, so that versions are comparable."""
@@ -144,8 +142,8 @@ class Program:
 
     def _list_slots(self, params: Sequence[ShardedParam]) -> None:
         slots = [(slot, param) for param in params for slot in param.slots]
-        self.holders = [slot.module._parameters for slot, _ in slots]
-        self.names = [slot.name for slot, _ in slots]
+        holders = [slot.module._parameters for slot, _ in slots]
+        self.registered = partial(map, dict.get, holders, [slot.name for slot, _ in slots])
         self.slots = [(s.name, p.sharded, p.unsharded, s.setter) for s, p in slots]
         self._slots_sharded = [param.sharded for _, param in slots]
         self._slots_unsharded = [param.unsharded for _, param in slots]

@@ -134,11 +134,9 @@ class Reduction:
         # Other parameters may have widened `dtype`. To get the same result as alone, round each
         # gradient first to its own reduce dtype, if that is narrower than the gradient's dtype.
         self._own_dtypes = [reduce_dtype(param) for param in self.params]
-        compute = [param.compute_dtype for param in self.params]
+        sizes = [param.compute_dtype.itemsize for param in self.params]
         own = enumerate(self._own_dtypes)
-        self._to_round = [
-            (i, to) for i, to in own if to != dtype and to.itemsize < compute[i].itemsize
-        ]
+        self._to_round = [(i, to) for i, to in own if to != dtype and to.itemsize < sizes[i]]
         self._sharded = tuple(param.sharded for param in self.params)
         self._is_tensor_parallel = any(p.placement.unsharded_spec is not None for p in self.params)
         flat = [param.layout.flat for param in self.params]

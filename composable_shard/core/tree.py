@@ -321,9 +321,8 @@ class Tree:
         yet to run, or if this iteration accumulates gradients and backward does not free it.
         """
         settings = group.settings
-        if settings.reshard_after_forward is False or settings.gathers_once_a_step:
-            return True
-        if group.is_kept_by_user or group.modules_run:
+        stays = settings.reshard_after_forward is False or settings.gathers_once_a_step
+        if stays or group.is_kept_by_user or group.modules_run:
             return True
         return not settings.reshard_after_backward and self.is_accumulating
 
@@ -511,10 +510,8 @@ class Tree:
         # uploads, or if the host has already waited for all copies.
         if not host.uploads or not host.is_busy():
             return
-        for op in self.ops(self.root, "before_wait_for_copies"):
-            op()
-        host.synchronize()
-        for op in self.ops(self.root, "copies_done"):
+        before = self.ops(self.root, "before_wait_for_copies")
+        for op in (*before, host.synchronize, *self.ops(self.root, "copies_done")):
             op()
 
     def synchronize_gradients(self) -> None:

@@ -627,6 +627,8 @@ class Rehearsal:
             run()
             self.model.zero_grad()
             for group in self.groups:
+                if group.settings.gathers_once_a_step:
+                    group.reshard()  # as an optimizer step does
                 for bucket in group.buckets:
                     assert isinstance(bucket, FlatBucket)
                     live.count(bucket.locals, "")  # in `stored_in`
@@ -638,8 +640,7 @@ class Rehearsal:
             for param in self.params:
                 if param.unsharded.requires_grad:
                     take = partial(self._take_gradient, param)
-                    hook = param.unsharded.register_post_accumulate_grad_hook(take)
-                    stack.callback(hook.remove)
+                    stack.enter_context(param.unsharded.register_post_accumulate_grad_hook(take))
             live.look()
             live.restart()  # after the programs are compiled for the listener
             run()

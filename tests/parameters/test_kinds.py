@@ -21,6 +21,7 @@ from composable_shard import fully_shard
 from composable_shard.core.transport.channel import Channel
 from composable_shard.core.transport.collectives import CoalescedAllGather, CoalescedReduceScatter
 from composable_shard.errors import ShardError
+from composable_shard.testing import fake_ranks
 
 
 class Kinds(nn.Module):
@@ -60,6 +61,16 @@ def test_scalars_and_other_strides_on_a_hybrid_mesh() -> None:
 @on_ranks(4)
 def test_scalars_and_other_strides_gather_from_fewer_ranks() -> None:
     train(None, None, 2)
+
+
+def test_a_group_without_elements_gathers_nothing() -> None:
+    layer = nn.Linear(1, 1, bias=False)
+    layer.weight = nn.Parameter(torch.empty(3, 0))
+    with fake_ranks(4):
+        output = fully_shard(layer)(torch.ones(2, 0))
+        output.sum().backward()
+    assert output.tolist() == [[0.0] * 3] * 2
+    assert layer.weight.grad is not None and layer.weight.grad.shape == (3, 0)
 
 
 def train(dim: int | None, mesh: DeviceMesh | None, reshard: bool | int) -> None:

@@ -108,9 +108,7 @@ def test_custom_communication_acts_on_its_own_group_alone() -> None:
     model[0].set_custom_reduce_scatter(reduce)  # type: ignore[operator]
     model(torch.ones(2, 8)).sum().backward()
     own = (8 * 8 + 8) // 2
-    expected = [[own, 2 * own, own, 2 * own], [dist.ReduceOp.SUM]]
-    seen = [gather.allocated, reduce.ops]
-    assert seen == expected
+    assert (gather.allocated, reduce.ops) == ([own, 2 * own, own, 2 * own], [dist.ReduceOp.SUM])
 
 
 @on_ranks(1)
@@ -149,17 +147,10 @@ def test_a_hook_may_bring_gradients_that_no_rank_here_has() -> None:
     """Pairs that use different parameters: the hook brings gradients from the other pair."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
-
-    class Either(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = model
-
-        def forward(self, x: torch.Tensor, name: str) -> torch.Tensor:
-            return self.parts[name](x)
-
-    either = fully_shard(Either(), mesh=mesh["shard"])
+    either = nn.Module()
+    either.a, either.b = nn.Linear(4, 4), nn.Linear(4, 4)
+    either.forward = lambda x, name: getattr(either, name)(x)
+    fully_shard(either, mesh=mesh["shard"])
     either.set_all_reduce_hook(lambda g: dist.all_reduce(g, group=mesh.get_group("replicate")))
     name = "ab"[mesh["replicate"].get_local_rank()]
     either(torch.ones(2, 4), name).sum().backward()
@@ -211,7 +202,7 @@ def test_a_group_that_backward_does_not_read_is_not_gathered_for_it() -> None:
 
 
 class StandIn:
-    """An event of a user's own, or of a backend: what it is, it alone knows."""
+    """An event of a user's own class."""
 
     def __init__(self, at_wait: Callable[[], object] = lambda: None) -> None:
         self.waits: list[tuple[object, ...]] = []
@@ -220,11 +211,6 @@ class StandIn:
     def wait(self, *stream: object) -> None:
         self.waits.append(stream)
         self._at_wait()
-
-
-class OneWhoseWaitFails:
-    def wait(self) -> None:
-        raise RuntimeError("the optimizer has failed")
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -264,8 +250,8 @@ def test_whatever_can_be_waited_for_is_an_event() -> None:
     model.set_post_optim_event(event)
     model.set_post_optim_event(None)
     model(torch.ones(2, 4))
-    model.set_post_optim_event(OneWhoseWaitFails())
-    with pytest.raises(RuntimeError, match="the optimizer has failed"):
+    model.set_post_optim_event(StandIn(lambda: 1 // 0))
+    with pytest.raises(ZeroDivisionError):
         model(torch.ones(2, 4))
     model(torch.ones(2, 4)).sum().backward()
     shape = torch.Size([2, 4])
