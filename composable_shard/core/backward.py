@@ -239,7 +239,7 @@ class Backward:
     def _to_prefetch(self, group: ParamGroup) -> Iterable[ParamGroup]:
         """Return the groups to gather early: the user's choice, or the next ones of the plan."""
         chosen = group.settings.backward_prefetch
-        if chosen is not None:
+        if chosen:
             return [other for other in chosen if other in self._to_gather]
         planned, depth = list[ParamGroup](), group.settings.prefetch_depth
         for other, is_gather in reversed(self.steps):

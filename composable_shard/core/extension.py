@@ -104,7 +104,7 @@ class ExtensionBucket:
         self._gathered: list[torch.Tensor] = []  # the tensors of all ranks, flat
         self._inner: list[torch.Tensor] = []  # memory of the post hook's inner tensors
         self._out: torch.Tensor | None = None  # the unsharded tensor, which the post hook fills
-        self._fixed_versions: list[torch.Tensor] = []  # a gather bumps none of these
+        self._fixed_versions: list[torch.Tensor] = []  # a gather must not bump their versions
         self._releases_gathered = self._gathered_ahead = False
         self._grad_extensions: dict[torch.dtype, GradExtension] = {}
 
@@ -287,7 +287,7 @@ class ExtensionBucket:
         param.create_unsharded(fitting)
         unsharded = param.unsharded_local
         self._out = tensor if is_padded else unsharded
-        # `free` frees the memory of the inner tensors, too, unless it belongs to the shard.
+        # `free` also frees the memory of inner tensors, except memory of the shard.
         gathered, of_inner = storage_views(self._gathered), storage_views(inner)
         known = {*gathered, *storage_views([param.local])}
         others = {number: of_inner[number] for number in of_inner if number not in known}
@@ -299,7 +299,7 @@ class ExtensionBucket:
         self._fixed_versions = [param.unsharded, self._out, *leaves, *inner]
 
     def memory_for_backward(self) -> Sequence[torch.Tensor]:
-        """Return the memory that a backward may read, as bytes: some backends send no fp8."""
+        """Return the memory to gather again for backward, as bytes: some backends send no fp8."""
         gathered = [] if self._releases_gathered else self._gathered
         return [memory.view(torch.uint8) for memory in (*self._inner, *gathered)]
 
@@ -393,7 +393,7 @@ def raise_on_all(texts: Mapping[int, str | None], cause: Exception | None) -> No
 
 
 def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> list[Bucket]:
-    """Copy shards into new buckets: one per mesh, dtype and device; one per subclass parameter.
+    """Copy shards into new buckets: one per mesh, dtypes, device and class; one per subclass.
 
     Args:
         params: The parameters.
@@ -402,12 +402,12 @@ def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]
     pairs_by_key: dict[tuple[Any, ...], list[tuple[ShardedParam, torch.Tensor]]] = {}
     for param, shard in zip(params, shards, strict=True):
         dtypes = shard.dtype, param.policy.compute_dtype(shard.dtype)
-        extended = param if needs_extension(shard) else None
-        key = param.mesh, *dtypes, shard.device, param.bucket_class or FlatBucket, extended
+        subclass_param = param if needs_extension(shard) else None
+        key = param.mesh, *dtypes, shard.device, param.bucket_class or FlatBucket, subclass_param
         pairs_by_key.setdefault(key, []).append((param, shard))
     return [
-        bucket_class(*zip(*pairs, strict=True)) if extended is None else ExtensionBucket(*pairs[0])
-        for (*_, bucket_class, extended), pairs in pairs_by_key.items()
+        bucket_class(*zip(*pairs, strict=True)) if subclass is None else ExtensionBucket(*pairs[0])
+        for (*_, bucket_class, subclass), pairs in pairs_by_key.items()
     ]
 
 
@@ -658,7 +658,7 @@ class EncodedReduction(ExchangedReduction):
         else:
             encoded, sent = _encode_first(GRAD_PRE, calls, self._mesh)
             for extension, formats in zip(self._extensions, sent, strict=True):
-                # Ranks with a gradient have equal formats. Without such a rank, they stay unknown.
+                # Ranks with a gradient have equal formats. If no rank has one, keep the old ones.
                 extension.formats = next(iter(formats.values()), extension.formats)
         columns: list[torch.Tensor] = []
         for extension, tensors in zip(self._extensions, encoded, strict=True):

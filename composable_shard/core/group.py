@@ -89,8 +89,8 @@ class Settings:
         keeps_storage: Whether the unsharded memory stays allocated between uses.
         forward_prefetch: The groups to prefetch when forward uses this one; ``None`` for the
             groups that the last forward used after this one.
-        backward_prefetch: The groups to prefetch in backward; ``None`` for the next groups of
-            the plan.
+        backward_prefetch: The groups to prefetch in backward; ``None`` for the next groups of the
+            plan that a backward follows (`tape.py`).
         prefetch_depth: The number of groups to prefetch.
         max_reductions: The number of reductions that may hold their unsharded gradients at once.
         all_reduce_hook: The user's function to call with each buffer of reduced gradients.
@@ -125,7 +125,8 @@ class ParamGroup:
 
     Attributes:
         modules: The modules passed to ``fully_shard``.
-        name: The qualified names of ``modules`` below the root; empty for the root.
+        name: The qualified names of ``modules`` below the root; empty for the root. Until the group
+            joins the tree of a root, the class of the first module.
         settings: The settings, which users may change.
         state: Whether the unsharded parameters exist.
         is_unsharded_registered: Whether the modules hold the unsharded parameters, and not the
@@ -136,28 +137,29 @@ class ParamGroup:
         why_absent: Why the shards are not in memory, and the remedy; ``None`` if they are there.
         unsharded_version: The version counter of the unsharded parameters. It grows when a gather
             brings new values.
-        awaits_weight_half: Whether a pipeline schedule has run the input half of a split backward,
-            but not yet the weight half.
+        awaits_weight_half: Whether a pipeline schedule has split a backward, and has run the half
+            for the inputs, but not yet the half for the weights.
         is_in_unsharded_context: Whether ``unsharded()`` has given the modules full parameters.
         num_optimizer_steps: The number of optimizer steps that may have changed the shards.
-        unsynced: An entry for the name of each parameter that may have a gradient not reduced over
-            all ranks. If such a gradient was added to a reduced one, the value is a dtype wide
-            enough for the sum; otherwise the value is ``None``.
+        unsynced: The names of the parameters with a gradient that may not be reduced over all ranks
+            yet. The value is a dtype wide enough for the sum, if the gradient was added to a
+            reduced one; otherwise ``None``.
         has_unreduced: Whether some gradients of these parameters may be at stage ``unreduced``
             rather than ``reduced_over_shards`` (see `reduction.py`).
         skips_shards: Whether the latest reduction runs over the replicas only, because all
             gradients are reduced over the shards already.
         finished_nodes: For each gradient accumulation and each input marker (see `hooks.py`) that
             has run in backward, the id of its graph task.
-        count_gradient: A post-accumulate hook made of builtins; it appends to ``finished_nodes``.
+        count_gradient: A post-accumulate hook that appends the id of the current graph task to
+            ``finished_nodes``. It is made of builtins, which are faster than a Python function.
         channels: The collectives of each mesh.
         streams: The streams that use the unsharded memory.
         is_compiled: Whether ``program`` may run. If not, ``program`` is missing or out of date.
         needs_reduce: Whether some parameters get gradients to reduce; see `Program.reduced`.
         is_trained: Whether some parameters are not frozen.
-        tree, progress, calls: Set by the layers above: the `Tree` of the group, the `GroupProgress`
-            of the current backward, and weak references to each `Call` that a backward may still
-            reach.
+        tree, progress, calls: Set by the layers above: the `Tree` of the group, its `GroupProgress`
+            in the current backward (`backward.py`), and weak references to each `Call` (`tree.py`)
+            that a backward may still reach.
     """
 
     program: Program
@@ -202,7 +204,7 @@ class ParamGroup:
         """Put the group on the ranks of a mesh, with its buckets and new channels."""
         self.mesh, self.buckets = mesh, list(buckets)
         meshes = dict.fromkeys([mesh, *(bucket.mesh for bucket in buckets)])
-        self.channels = {mesh: Channel(mesh) for owner in meshes for mesh in owner.channel_meshes}
+        self.channels = {mesh: Channel(mesh) for each in meshes for mesh in each.channel_meshes}
         self.why_absent: str | None = None
         self.is_compiled = False
 
@@ -212,7 +214,7 @@ class ParamGroup:
             yield from top.modules()
 
     def live_calls(self) -> list[Any]:
-        """Return the calls with input markers that a backward may still reach."""
+        """Return the calls that a backward may still reach, because they have input markers."""
         return [call for ref in self.calls if (call := ref()) is not None]
 
     @property
@@ -395,8 +397,9 @@ class ParamGroup:
             try:
                 for op in program.regather.free if was_partly else program.gather.free:
                     op()
-            except RuntimeError:  # NumPy arrays share the memory; the new program leaves it
-                if not any([bucket.free() for bucket in self.buckets]):  # a list, to free all
+            except RuntimeError:  # NumPy arrays share the memory; a new program keeps it allocated
+                # A list, because `any` alone would stop at the first true value.
+                if not any([bucket.free() for bucket in self.buckets]):
                     raise
                 state = State.SHARDED
                 self.compile()
@@ -420,7 +423,7 @@ class ParamGroup:
                 self._snapshot = user_changes.UnshardedSnapshot(self.params, has_marks=has_marks)
 
     def apply_user_changes(self) -> None:
-        """Copy changes of ``.grad`` and ``requires_grad`` by users to the sharded parameters.
+        """Apply what users did to unsharded parameters: cleared ``.grad``, or ``requires_grad``.
 
         Raises:
             ShardError: If users wrote to unsharded parameters after forward. Other ranks may not
@@ -449,7 +452,7 @@ class ParamGroup:
             copier.copy_to_sharded()
         slots = zip(self.program.registered(), self.program.slots, strict=True)
         for now, (name, sharded, unsharded, put) in slots:
-            if now is unsharded:  # a parameter that user code has put there stays
+            if now is unsharded:  # otherwise user code has registered another parameter: leave it
                 put(name, sharded)
         self.is_unsharded_registered = False
 
@@ -462,7 +465,7 @@ class ParamGroup:
         for now, (name, sharded, unsharded, put) in slots:
             if now is sharded:
                 put(name, unsharded)
-            elif now is not unsharded:  # its gradient would be lost
+            elif now is not unsharded:  # a gradient of the other parameter would be lost
                 error = StaleParameterError(
                     f"Expected the parameters of {self.label} in backward as they were in "
                     "forward, got replaced ones; run backward before replacing them"
@@ -535,8 +538,8 @@ class ParamGroup:
                 continue
             if self.unsynced.get(param.name) is not None:
                 raise ShardError(
-                    f"Expected no unreduced gradient of '{param.name}' in a reduced one when the "
-                    "divisor changes, got their sum; call synchronize_gradients() or zero_grad()"
+                    f"Expected .grad of '{param.name}' reduced or unreduced when the divisor "
+                    "changes, got a sum of both; call synchronize_gradients() or zero_grad()"
                 )
             to_scale.append((_torch.local_tensor(grad), ratio))
         for local, ratio in to_scale:
@@ -564,7 +567,7 @@ class ParamGroup:
         error = ShardError(
             f"Expected a forward that does not write the parameters of {self.label}, got "
             f"in-place writes to {', '.join(names)}, lost when the parameters are freed; write the "
-            "sharded ones between iterations, in torch.no_grad() (nn.Embedding: without max_norm)"
+            "sharded ones between iterations, in torch.no_grad(); nn.Embedding: leave out max_norm"
         )
         self.announce("running forward of", error)
         raise error
@@ -598,7 +601,8 @@ class GroupReduction:
     def advance(self) -> bool:
         """Run the next stage, which begins with a wait; return whether stages are left.
 
-        Collective: on the CPU, the next stage after the launch reduces over the replicas.
+        Collective: on the CPU, and for subclasses of `Reduction`, the next stage after the launch
+            launches the reduction over the replicas.
         """
         self.group.run(self.stages.pop(0), "reducing the gradients of")
         if self.stages:
@@ -606,7 +610,8 @@ class GroupReduction:
         group, program = self.group, self.program
         if self.all_reduces and group.unsynced:
             group.unsynced.clear()
-            if program.had_unsynced:  # may reduce frozen parameters, or in too wide a dtype
+            # This program may reduce frozen parameters, or in a wider dtype than needed from now.
+            if program.had_unsynced:
                 program.generation = -1  # out of date
         return False
 
@@ -673,7 +678,7 @@ class ReductionQueue:
         if not oldest.advance():
             return
         if oldest.program.has_offloaded_replicas:
-            # The next stage of each earlier reduction copies gradients to the host: run it. A last
-            # stage would block the host until the copies are complete: leave it.
+            # Run the next stage of each earlier reduction, which copies gradients to the host. Do
+            # not run a last stage: it would block the host until the copies are complete.
             self._delivering = [r for r in self._delivering if len(r.stages) == 1 or r.advance()]
         self._delivering.append(oldest)

@@ -52,14 +52,14 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     has_visits = any(group.tree.tape.visits for group in groups)
     if has_visits and all(param.grad is None for param in params):
         warnings.warn(
-            f"Expected gradients after a forward for a step of {kind}, got none; "
-            "backward(inputs=...) gives none to sharded parameters: call loss.backward()",
+            f"Expected gradients for a step of {kind}, because a forward has run, got none; call "
+            "loss.backward(), without inputs=, which gives sharded parameters no gradients",
             stacklevel=2,
         )
     host.synchronize()  # a forward without a backward may have launched copies of shards
     is_fused = any(param_group.get("fused") for param_group in optimizer.param_groups)
-    # DTensor would reduce these gradients to contiguous shards. Fused kernels traverse memory in
-    # order, so they would update an element by the gradient of another element.
+    # DTensor would reduce the unreduced gradient of a shard that is not contiguous to a contiguous
+    # one. Fused kernels pair the elements of both in memory order: they would mix up elements.
     if is_fused and any(
         is_partial(p.grad) and not _torch.local_tensor(p).is_contiguous() for p in params
     ):
@@ -73,7 +73,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:
-    """Wrap loaded states of a scalar parameter in DTensors: a full state dict leaves them plain."""
+    """Wrap the states of a scalar parameter in DTensors; loading a full state dict unwraps them."""
     for name, value in state.items():
         is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         if is_plain and value.ndim == 0 and name != "step":
@@ -81,7 +81,7 @@ def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:
 
 
 def reduce_before_step(params: Iterable[torch.Tensor]) -> None:
-    """Reduce the unsynced gradients of groups with the setting ``reduces_each_step``.
+    """Reduce all unsynced gradients of each tree that has a group with ``reduces_each_step``.
 
     Collective: the reductions.
     """

@@ -90,7 +90,7 @@ class TensorLayout:
                 raise ExtensionError(
                     f"Expected split of {kind} to return shapes {expected}, got {got}"
                 )
-            if rank < len(shards):
+            if rank < len(shards):  # chunk returns no empty shards
                 return shards[rank]
         return tensor.narrow(self.dim, layout.start(rank), layout.local_rows(rank))
 
@@ -144,7 +144,7 @@ def plan_tensor(tensor: torch.Tensor, dim: int | None, num_shards: int) -> Tenso
 
 
 def packing_alignment(dtypes: Iterable[torch.dtype], device: torch.device) -> int:
-    """Return the alignment of packed shards, in elements of the narrowest of their dtypes.
+    """Return the alignment of packed shards, in elements of the narrowest dtype.
 
     Devices read and write fastest if shards begin at multiples of ``PACKED_ALIGNMENT_NBYTES``.
     """
@@ -153,7 +153,7 @@ def packing_alignment(dtypes: Iterable[torch.dtype], device: torch.device) -> in
 
 
 def matching_pieces(
-    layout: ParamLayout, full: torch.Tensor, shards: torch.Tensor
+    layout: ParamLayout, flat: torch.Tensor, shards: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Pair views of a whole parameter with views of its shards.
 
@@ -162,11 +162,11 @@ def matching_pieces(
 
     Args:
         layout: The layout of the parameter.
-        full: The parameter, flat, [numel] or longer.
+        flat: The whole parameter, [numel] or longer.
         shards: Its padded shards, [num_shards, shard_numel].
     """
     num_full, per_shard = layout.num_full, layout.rows_per_shard
-    whole = full[: layout.numel].view(layout.outer, layout.num_rows, layout.inner)
+    whole = flat[: layout.numel].view(layout.outer, layout.num_rows, layout.inner)
     pieces = []
     if num_full:
         rows = whole[:, : num_full * per_shard]
@@ -198,8 +198,8 @@ class ParamPlacement:
         axes: For each mesh axis, the placement of the parameter, and the role of the axis, which is
             ``None`` if the axis is not data-parallel.
         unsharded_spec: The spec of the unsharded parameter; ``None`` if it is a plain tensor.
-        unsharded_grad: For each axis of the mesh of the unsharded parameter, the placement that
-            :meth:`local_grad` redistributes the gradient to; ``None`` keeps its placement.
+        unsharded_grad: For each axis of the mesh of the unsharded parameter, the placement of the
+            gradient after :meth:`local_grad`; ``None`` for the placement that it has.
     """
 
     mesh: DeviceMesh
@@ -210,19 +210,19 @@ class ParamPlacement:
     @cached_property
     def sharded(self) -> Placements:
         """Placements of the parameter and of its reduced gradient."""
-        return self._averaged_over()
+        return self._partial_over()
 
     @cached_property
     def reduced_over_shards(self) -> Placements:
         """Placements of a gradient that is reduced over the shards only."""
-        return self._averaged_over("replicate")
+        return self._partial_over("replicate")
 
     @cached_property
     def unreduced(self) -> Placements:
         """Placements of a gradient that is not reduced at all."""
-        return self._averaged_over("replicate", "shard")
+        return self._partial_over("replicate", "shard")
 
-    def _averaged_over(self, *roles: Role) -> Placements:
+    def _partial_over(self, *roles: Role) -> Placements:
         return tuple(Partial("avg") if role in roles else place for place, role in self.axes)
 
     def local_grad(self, grad: torch.Tensor) -> torch.Tensor:
@@ -347,7 +347,7 @@ def _on_full_mesh(
         if axis_name in dims.shard_names[1:]:
             continue  # flattened into the first sharding axis
         if role == "shard":
-            # FSDP cuts last: the axes to the right have cut the dim, and FSDP cuts each part.
+            # The axes to the right cut the dim first, and this axis cuts each of their parts.
             placement = _shard(dim, _num_parts(spec, dim, index + 1))
         submeshes.append(
             _torch.flat_axis(full, dims.shard_names if role == "shard" else (axis_name,))

@@ -125,14 +125,15 @@ class Reduction:
         self._has_streams = _torch.has_streams(self._mesh.device)
         self._copies_overlap = copies_overlap_compute(params[0].offload, self._mesh.device)
         self.is_offloaded = self._copies_overlap or params[0].device != self._mesh.device
-        # A direct gradient is sent from its own memory; the others are packed into one message.
+        # A direct gradient has its own message, which is a copy only if it is cast. The others are
+        # packed into one message.
         sent_alone = partial(is_direct, dtype, buckets[0].message_cost)
         self.params = sorted(params, key=sent_alone, reverse=True)
         self._num_direct = sum(map(sent_alone, params))
         self._uncast_dtype = sent_dtype(buckets, dtype, self._channel)
         self._unsharded = tuple(param.unsharded for param in self.params)
-        # Other parameters may have widened `dtype`. To get the same result as alone, round each
-        # gradient first to its own reduce dtype, if that is narrower than the gradient's dtype.
+        # Other parameters may have widened `dtype`. To get the same result as without them, first
+        # round each gradient to its own reduce dtype, if that is narrower than the gradient's.
         self._own_dtypes = [reduce_dtype(param) for param in self.params]
         sizes = [param.compute_dtype.itemsize for param in self.params]
         own = enumerate(self._own_dtypes)
@@ -279,7 +280,8 @@ class Reduction:
         if not all(map(is_, map(_dtype, direct), repeat(self._uncast_dtype))):
             numels, device = [grad.numel() for grad in direct], self._mesh.device
             scratch = _torch.empty(sum(numels), dtype=self.dtype, device=device)
-            cast = list(scratch.split_with_sizes(numels))  # ranks may send different dtypes
+            # Other ranks may send uncast gradients: the collective takes any dtypes then.
+            cast = list(scratch.split_with_sizes(numels))
             _torch.copy_all_(cast, direct)  # one call, and one kernel on accelerators
             direct = cast
         to_pack = grads[num_direct:]
@@ -294,8 +296,8 @@ class Reduction:
     def _pack_shards(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Cut each tensor along dim 0, pad and cast it; row i has shard i of every tensor.
 
-        On accelerators this is one kernel. On the CPU, that kernel is slower than copies, so shards
-        of one row are copied to ``_packed_views``.
+        On accelerators this is one kernel. On the CPU, copies to ``_packed_views`` are faster, but
+        only possible if each shard has one row.
         """
         if self._packed_views:
             self._allocate_packed()
@@ -312,7 +314,7 @@ class Reduction:
     def accumulate_unsynced(self) -> None:
         """Add the gradients to ``.grad`` of the sharded parameters, as ``Partial`` DTensors.
 
-        Without ``.grad``, the gradient gets the dtype of :func:`reduce_dtype`, as in FSDP2.
+        If there is no ``.grad`` yet, it gets the dtype of :func:`reduce_dtype`, as in FSDP2.
         A reduced ``.grad`` becomes ``Partial`` on every rank, also on ranks that did not use the
         parameter. Each rank keeps its rows, times num_shards, and zeros elsewhere; the mean over
         the ranks is the reduced gradient.
@@ -367,7 +369,7 @@ class Reduction:
         shard = _torch.local_tensor(grad).to(self._mesh.device)
         dtype = torch.promote_types(shard.dtype, self.dtype)
         full = param.layout.new_zeros(shard, dtype)
-        # Not `param.layout.shard_of`: that of `hybrid.py` views only this replica's part.
+        # Not `param.layout.shard_of`: `hybrid.py` overrides it to view only this replica's part.
         rows = TensorLayout.shard_of(param.layout, full, self._mesh.shard_rank)
         rows.copy_(shard)
         if param.layout.dim is not None:
@@ -435,8 +437,9 @@ class Reduction:
         """Launch copies of offloaded gradients or of flags to the host; else write ``.grad``.
 
         Reading flags from the device would block the host. Flags are not needed if this rank has
-        all gradients, or if unused parameters get gradients, too. With hooks of users, ``.grad`` is
-        written at once, so that an optimizer in backward steps while the backward runs.
+        all gradients, or if unused parameters get gradients, too. If users have hooked gradients,
+        as for an optimizer in backward, ``.grad`` is written at once, so that the hooks run during
+        the backward.
         """
         if self.is_offloaded:
             self.reduced = self._to_host(self.reduced)
@@ -465,8 +468,8 @@ class Reduction:
 
         The loss may have a penalty on the sharded parameters. On a rank without rows, autograd
         cannot add the gradient of this penalty to a ``.grad`` that we wrote. So if autograd has yet
-        to write it, and ranks may lack rows, this call does nothing, and the end of the backward
-        repeats it.
+        to write the gradient of the penalty, and ranks may lack rows, this call does nothing, and
+        the end of the backward calls again, with ``after_autograd``.
         """
         if self._may_lack_rows and not after_autograd and _torch.current_backward() != -1:
             leaves = _torch.in_graphs(self._sharded)
@@ -511,7 +514,7 @@ class Reduction:
             self._pending.pop().drop()
         if self._packed_views:
             self._free_packed()
-        for name in ("_grads", "_received", "reduced", "_flags"):  # `extension.py`: `_received`
+        for name in ("_grads", "_received", "reduced", "_flags"):  # `extension.py` sets `_received`
             self.__dict__.pop(name, None)
 
 
@@ -577,7 +580,7 @@ def is_direct(dtype: torch.dtype, cost: int | None, param: ShardedParam) -> bool
 
 
 def sent_dtype(buckets: Sequence[Bucket], summed: torch.dtype, channel: Channel) -> torch.dtype:
-    """Return the dtype in which gradients with their own message are sent without a cast."""
+    """Return the dtype that gradients with their own message may have when they are sent."""
     dtypes = {bucket.compute_dtype for bucket in buckets}
     dtype = dtypes.pop()
     fits = not dtypes and torch.promote_types(dtype, summed) == summed
@@ -585,7 +588,7 @@ def sent_dtype(buckets: Sequence[Bucket], summed: torch.dtype, channel: Channel)
 
 
 def reduce_dtype(param: ShardedParam) -> torch.dtype:
-    """Return the dtype in which a gradient would be reduced without other parameters."""
+    """Return the dtype in which a gradient would be reduced if it were the only one."""
     # Users may set ``grad_dtype`` to ``None``, which allows any dtype.
     is_set, user_dtype = user_grad_dtype(param.sharded)
     if is_set and user_dtype is None and param.policy.reduce_dtype is None:
@@ -626,7 +629,8 @@ def redistributed_grad(param: ShardedParam, *allowed: Placements) -> Any:
 
     Args:
         param: The parameter.
-        allowed: The allowed placements, the preferred ones first; by default those of all stages.
+        allowed: The allowed placements, by default those of all stages. A gradient with others is
+            redistributed to the first.
 
     Collective: the redistribution, if the placements are not allowed.
     """

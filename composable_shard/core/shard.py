@@ -64,7 +64,7 @@ def top_modules(module: object) -> tuple[nn.Module, ...]:
 
 
 def check_not_parallelized(modules: Iterable[nn.Module]) -> None:
-    """Refuse modules with gradients that an earlier ``fully_shard`` or ``replicate`` reduces.
+    """Refuse modules that an earlier ``fully_shard`` or ``replicate`` manages.
 
     Raises:
         ValueError: If ``fully_shard`` (ours or torch's) or ``replicate`` was applied to a module.
@@ -74,7 +74,7 @@ def check_not_parallelized(modules: Iterable[nn.Module]) -> None:
         if _torch.is_replicated(module):
             raise ValueError(
                 "Expected a module without torch's replicate or DistributedDataParallel, got "
-                f"{kind}; call fully_shard around it, or inside of it before you call replicate"
+                f"{kind}; shard a module around it, or shard its children before you call replicate"
             )
         if is_parallelized(module):
             raise ValueError(
@@ -88,7 +88,8 @@ class Managed:
     """The parameters that one ``fully_shard`` call shards.
 
     Attributes:
-        modules: The top modules and all modules below them, except those of inner groups.
+        modules: The top modules and all modules below them, except those below inner groups and
+            replicated modules.
         slots: The slots (modules and names) of each parameter.
         names: The qualified name of each parameter.
         taken_over: The parameters that inner groups lose to the new group.
@@ -113,9 +114,9 @@ def find_managed(
 
     A parameter that is tied to a parameter of a replicated module is replicated, too. Users call
     ``fully_shard`` from the bottom up. An inner group has replaced the original parameters by
-    shards. If a module of this call still holds such an original, the parameter is tied. The new
-    group takes over the parameter if this call contains all modules with it. Otherwise the inner
-    group keeps the parameter, until a call contains all of them.
+    shards. If a module of this call still holds such an original, the parameter is tied. If all
+    modules that hold it are inside the modules of this call, the new group takes the parameter
+    over; otherwise the inner group keeps it, until a later call contains all of them.
 
     Args:
         modules: The top modules.
@@ -177,7 +178,7 @@ def plan_params(
     """Choose the sharded dim, mesh and dtypes of each parameter.
 
     Raises:
-        ValueError: If a parameter cannot be sharded that way. The message names the parameter.
+        ValueError: If a parameter cannot be sharded like this. The message names the parameter.
     """
     check_names(offload, set(managed.names.values()))
     planned: Planned = {}
@@ -252,8 +253,8 @@ def _cut_subclass(param: ShardedParam, part: torch.Tensor) -> torch.Tensor:
     """Copy this rank's shard of a tensor subclass; a tensor on the meta device stays there.
 
     Raises:
-        ExtensionError: If the tensor cannot be cut that way, copied or gathered, or if an operation
-            does not return the tensor's class.
+        ExtensionError: If the tensor cannot be cut, copied or gathered, or if an operation does not
+            return the tensor's class.
     """
     kind = type(part)
     must_keep_class = _torch.is_subclass(part) or hasattr(kind, PRE) or hasattr(kind, GRAD_PRE)
@@ -268,7 +269,7 @@ def _cut_subclass(param: ShardedParam, part: torch.Tensor) -> torch.Tensor:
         shard = checked("split", param.layout.shard_of(part, param.mesh.shard_rank))
         shard = checked("detach", shard.detach())
         viewed = shard
-        with contextlib.suppress(Exception):  # a class may raise in `view`
+        with contextlib.suppress(Exception):  # a class need not have `view`
             viewed = shard.view(shard.shape)
         checked("view", viewed)
         if not has_extension(shard):
@@ -276,7 +277,7 @@ def _cut_subclass(param: ShardedParam, part: torch.Tensor) -> torch.Tensor:
             dtype = param.policy.compute_dtype(shard.dtype)
             checked(f"to({dtype})", shard.to(dtype))
         is_meta = shard.device.type == "meta"
-        # A class that cannot be rebuilt from its inner tensors is copied into its `new_zeros`.
+        # `cloned` uses `new_zeros` of classes that cannot be rebuilt from their inner tensors.
         return checked("new_zeros", _torch.cloned(shard if is_meta else shard.to(param.device)))
     except Exception as error:
         is_ours = isinstance(error, ExtensionError)

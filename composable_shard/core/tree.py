@@ -36,7 +36,7 @@ _is_trained = attrgetter("is_trained")
 
 
 class Call:
-    """One call of a group's module. After its return, only the autograd graph keeps this object.
+    """One call of a group's module. Once the module has returned, only the autograd graph keeps it.
 
     Attributes:
         module: The module.
@@ -49,7 +49,7 @@ class Call:
             began.
         markers: The autograd nodes of the call's input markers, which are identities; each input
             that needs a gradient passes through one (see `hooks.py`).
-        containers: Each container among the inputs, with the container that forward gets instead.
+        containers: Pairs of a container among the inputs and the copy that forward gets instead.
         is_reached: Whether a backward has reached an output of the call.
     """
 
@@ -85,7 +85,7 @@ class Finalization:
         self._tree = tree
         self.is_manual = False
         self.handle: object = None
-        self._remedy: str | None = None  # how to finish unfinished backwards; None without any
+        self._remedy: str | None = None  # how to finish unfinished backwards; None if all are
 
     @property
     def has_unfinished_backwards(self) -> bool:
@@ -113,12 +113,12 @@ class Finalization:
         self.is_manual = enabled
 
     def start(self, handle: object) -> None:
-        """Launch the unfinished reductions, and free groups, as the settings say.
+        """Launch the reductions that backwards have left, and free groups, as the settings say.
 
         Collective: the reductions.
         """
         self._tree.launch_reductions()
-        self._remedy, self.handle = "call wait() on its handle", handle
+        self._remedy, self.handle = "call wait() on the handle", handle
 
     def check_waited(self) -> None:
         """Raise if ``wait()`` of the last handle has not been called."""
@@ -234,7 +234,7 @@ class Tree:
         else:
             gather = self._gather
             if _torch.num_modes() or _torch.current_transform() is not None:
-                gather = _torch.outside_transforms()(gather)  # parameters outlive them
+                gather = _torch.outside_transforms()(gather)  # parameters outlive both
             call.is_substituted = not gather(group)
             if call.is_substituted:
                 return call
@@ -242,7 +242,7 @@ class Tree:
                 group.record_run(module)
             freeable = group.program.freeable
             call.version_sum = group.unsharded_version * len(freeable)
-            if group.is_kept_by_user:  # users may have written to them; else versions are equal
+            if group.is_kept_by_user:  # versions differ if users have written to parameters
                 call.version_sum = sum(map(_version, freeable))
             checkpoints = _torch.notes_of_checkpoints(with_graph_around=self._grad_enabled)
             if checkpoints or torch.is_grad_enabled():
@@ -292,7 +292,10 @@ class Tree:
             self._end_forward(group, needs_grad=needs_grad, has_failed=has_failed)
 
     def _begins_forward(self, group: ParamGroup) -> bool:
-        """Return whether this call begins a forward because an interrupt has ended the last one."""
+        """Return whether this call begins a forward because an interrupt has ended the last one.
+
+        An interrupt is an exception, such as ``KeyboardInterrupt``, that skips the forward hooks.
+        """
         may_begin = group is self.call_stack[0].group or group is self.root
         # After an interrupt, the frame of the outermost call has ended. If this frame still
         # executes, a module has called itself. If the outermost call did
@@ -363,7 +366,7 @@ class Tree:
             self.tape.discard_forward()
             self.reset()
             return
-        if _current_task() == -1:  # inside a backward, its end does this
+        if _current_task() == -1:  # otherwise the end of the running backward does this
             _torch.return_spare()
         if not self.tape.visits:  # otherwise the end of the backward waits
             self._wait_for_copies()
@@ -371,8 +374,8 @@ class Tree:
             feature.end_forward(self, outermost)
         self.tape.end_forward(outermost)
         for group in self.groups:
-            # Only some modules of the group have run, and no other will run in this forward. But
-            # the next forward may run the other modules of the outermost group.
+            # Whether only some modules of the group have run in this forward. The next forward may
+            # run the other modules of the outermost group.
             will_not_complete = bool(group.modules_run) and group is not outermost
             if group.state is State.UNSHARDING:  # prefetched, but not used after all
                 group.reshard()
@@ -420,9 +423,10 @@ class Tree:
           done.
         - ``stays_after_forward`` is true, and a backward may follow or the user has called
           ``unshard()``: the unsharded parameters stay registered, and the user may change them.
-        - A backward may follow and the sharding gathers once a step; or this forward probably needs
-          the group next, or may call it again; or the backward begins with the group: the memory
-          stays, and the sharded parameters are registered.
+        - In four cases, the memory stays and the sharded parameters are registered: the sharding
+          gathers once a step and a backward may follow; this forward probably needs the group next;
+          ``stays_after_forward`` is true below the root, and this forward may call the group again;
+          or the backward begins with the group.
         - Otherwise the group is freed. With ``reshard_after_forward=k``, it keeps a part if a
           backward may follow.
         """
@@ -456,7 +460,8 @@ class Tree:
         """Return the `Interval` that these nested checkpoints share on the tape.
 
         Args:
-            checkpoints: The dicts of ``_torch.notes_of_checkpoints``, which keep the interval.
+            checkpoints: The dicts of ``_torch.notes_of_checkpoints``, which store the interval
+                under this tree.
         """
         known = next((notes[self] for notes in checkpoints if self in notes), None)
         interval = known or self.tape.enter_checkpoint()
@@ -582,8 +587,8 @@ def check_at_rest(group: ParamGroup, op: str) -> None:
     """Raise ``ShardError`` if ``op`` is called in a forward, a backward or ``unsharded()``."""
     if group.tree.is_computing:
         raise ShardError(
-            f"Expected {op}() outside of forward and backward, got a call while "
-            f"{group.label} runs one; use it between iterations"
+            f"Expected {op}() for {group.label} outside of forward and backward, got a call "
+            "inside of one; use it between iterations"
         )
     if group.is_in_unsharded_context:
         raise ShardError(

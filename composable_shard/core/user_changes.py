@@ -1,7 +1,7 @@
 """Changes by users: tensors in place of sharded parameters, and writes to unsharded parameters.
 
-Before a gather, `adopt_registered` makes tensors that have replaced sharded parameters the new
-sharded parameters, and `is_substituted` finds full tensors of ``torch.func.functional_call``. After
+Before a gather, if tensors have replaced sharded parameters, `adopt_registered` makes them the
+sharded parameters. `is_substituted` finds full tensors of ``torch.func.functional_call``. After
 a forward, no change of unsharded parameters may be lost silently. So `UnshardedSnapshot` finds
 writes, which raise an error. If users clear the gradient of an unsharded parameter, the snapshot
 also clears the gradient of the sharded parameter.
@@ -140,22 +140,22 @@ def check_materialized(params: Sequence[ShardedParam], label: str) -> None:
 class UnshardedSnapshot:
     """The content of unsharded parameters at the end of a forward that leaves them registered.
 
-    If only the sharded parameter has a gradient, ``.grad`` of the unsharded parameter gets a mark,
-    a sparse tensor with one zero, to detect what users do with ``.grad``. ``zero_grad`` removes the
-    mark, or leaves it without elements. Autograd puts a sum in its place. A write by a user bumps
-    the version of the mark.
+    If only the sharded parameter has a gradient, ``.grad`` of the unsharded parameter gets a mark:
+    a sparse tensor with one zero, which shows later what has changed ``.grad``. ``zero_grad``
+    removes the mark, or leaves it without elements; autograd replaces it by a sum; a write by a
+    user bumps its version.
     """
 
     def __init__(self, params: Sequence[ShardedParam], *, has_marks: bool) -> None:
         """Record the content of the parameters; with ``has_marks``, set the marks."""
-        mark = _mark if has_marks else lambda _: None
+        make_mark = _mark if has_marks else lambda _: None
         self._recorded = [
-            (param, param.sharded.requires_grad, _content_of(param), mark(param))
+            (param, param.sharded.requires_grad, _content_of(param), make_mark(param))
             for param in params
         ]
 
     def apply_user_changes(self) -> list[str]:
-        """Copy changes of ``.grad`` and ``requires_grad`` to sharded parameters; remove the marks.
+        """Clear gradients of sharded parameters, and set ``requires_grad``; remove the marks.
 
         Returns:
             The names of the parameters and gradients that users have written: the new values would

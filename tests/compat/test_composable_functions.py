@@ -88,8 +88,8 @@ def test_replicated_and_sharded_modules_train_as_one_model(kind: str, arrangemen
 
 
 ITSELF = (
-    "Expected a module without torch's replicate or DistributedDataParallel, got {}; call "
-    "fully_shard around it, or inside of it before you call replicate"
+    "Expected a module without torch's replicate or DistributedDataParallel, got {}; shard a "
+    "module around it, or shard its children before you call replicate"
 )
 # what torch says, since the registry of the module names fully_shard
 OF_TORCH = "Cannot apply `replicate()` on a Module already managed by `fully_shard`"

@@ -164,8 +164,8 @@ def test_in_a_forward_and_within_unsharded(whole: Path) -> None:
             list(iter_full(model if dist.get_rank() else linear()))
 
     assert all_say(in_forward) == (
-        "Expected load_sharded() outside of forward and backward, got a call while the root group "
-        "runs one; use it between iterations"
+        "Expected load_sharded() for the root group outside of forward and backward, got a call "
+        "inside of one; use it between iterations"
     )
     outside = (
         "Expected {}() outside of unsharded(), got a call inside of unsharded() of the root group; "

@@ -297,8 +297,8 @@ def of_other_shape(model: Odd, mesh: DeviceMesh) -> None:
 
 
 REFUSED: dict[str, Callable[[Odd, DeviceMesh], None]] = {
-    "ShardError: Expected move() outside of forward and backward, got a call while the root "
-    "group runs one; use it between iterations": in_forward,
+    "ShardError: Expected move() for the root group outside of forward and backward, got a call "
+    "inside of one; use it between iterations": in_forward,
     "ShardError: Expected move() outside of unsharded(), got a call inside of unsharded() of the "
     "root group; leave that context first": lambda m, mesh: entered(unsharded(m), m, mesh),
     "ShardError: Expected shards of the root group in memory to be moved, got them parked; leave "

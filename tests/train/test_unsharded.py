@@ -372,8 +372,8 @@ SHARDED = (
 
 
 OUTSIDE = (
-    "ShardError: Expected unsharded() outside of forward and backward, got a call while "
-    "{} runs one; use it between iterations"
+    "ShardError: Expected unsharded() for {} outside of forward and backward, got a call inside "
+    "of one; use it between iterations"
 )
 SHAPE = (
     "ValueError: Expected 'weight' of Linear to have shape [6, 4] at the end of unsharded(), got "

@@ -114,6 +114,6 @@ def test_a_factor_is_refused_where_what_was_reduced_would_be_divided_again(
     assert isinstance(grad, DTensor)
     assert grad.full_tensor()[0, 0].item() == 2.0
     assert str(caught.value) == (
-        "Expected no unreduced gradient of 'weight' in a reduced one when the divisor changes, got "
-        "their sum; call synchronize_gradients() or zero_grad()"
+        "Expected .grad of 'weight' reduced or unreduced when the divisor changes, got a sum of "
+        "both; call synchronize_gradients() or zero_grad()"
     )

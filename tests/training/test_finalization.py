@@ -245,7 +245,7 @@ def test_wrong_calls_say_what_to_do() -> None:
     handle = model.finalize_backward(async_op=True)
     texts.append(text_of(lambda: model(own_input())))
     texts.append(text_of(model.finalize_backward))
-    by_handle = texts[-3].replace("finalize_backward(),", "wait() on its handle,")
+    by_handle = texts[-3].replace("finalize_backward(),", "wait() on the handle,")
     assert text_of(lambda: model.set_manual_backward_finalization(False)) == by_handle
     handle.wait()
     reference(own_input()).square().sum().backward()

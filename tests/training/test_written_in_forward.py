@@ -40,7 +40,7 @@ def text(label: str, name: str) -> str:
     return (
         f"Expected a forward that does not write the parameters of {label}, got in-place "
         f"writes to '{name}', lost when the parameters are freed; write the sharded ones between "
-        "iterations, in torch.no_grad() (nn.Embedding: without max_norm)"
+        "iterations, in torch.no_grad(); nn.Embedding: leave out max_norm"
     )
 
 

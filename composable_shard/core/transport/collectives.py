@@ -1,9 +1,9 @@
 """Collectives of many tensors in one launch, built-in or custom.
 
-A launch returns at once; ``Pending`` waits.
+A launch returns at once; ``Pending`` (`pending.py`) waits.
 
-Built-in collectives need no staging. A custom collective reads one flat tensor and writes another,
-which takes a copy-in and a copy-out.
+Built-in collectives need no staging. A custom collective, or one in memory of the backend, reads
+one flat tensor and writes another, which takes a copy-in and a copy-out.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 class UncoalescedAllGather(AllGatherLaunch):
     """One c10d launch for each tensor.
 
-    Hazard: two coalesced all-gathers in flight on one gloo process group corrupt its memory.
+    Hazard: gloo writes to wrong memory if two coalesced all-gathers are in flight in a group.
     Guard: gloo uses this class. Test: ``test_gloo_launches_no_coalesced_all_gather``.
     """
 
@@ -107,14 +107,17 @@ class CoalescedAllGather(AllGatherLaunch):
     ) -> list[Waitable]:
         if len(set(map(_dtype, inputs))) > 1:
             outputs, inputs = _as_bytes(outputs), _as_bytes(inputs)
-        # Parameters without elements have no message.
+        # If no parameter has elements, there are no messages.
         return [_torch.all_gather_flat(outputs, inputs, group)] if inputs else []
 
 
 def gather_on_rank(
     outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, _: int, to: int
 ) -> list[Waitable]:
-    """Launch the gather of each input [n] into its output [N * n] on rank ``to`` of ``group``."""
+    """Launch the gather of each input [n] into its output [N * n] on rank ``to`` of ``group``.
+
+    On the other ranks, ``outputs`` is empty.
+    """
     works: list[Waitable] = []
     for index, shard in enumerate(inputs):
         rows = list(outputs[index].view(group.size(), -1)) if outputs else None
@@ -216,7 +219,7 @@ class ReduceScatter(_Allocates):
 class WaitThenCall:
     """Waits for a collective, if there is one, then calls a function, once.
 
-    It keeps the sent tensor until then: a custom collective may run on a stream of its own, and
+    It keeps the sent tensor until the wait: a custom collective may run on a separate stream, and
     only the wait orders that stream before the next use of the memory.
     """
 
@@ -277,20 +280,20 @@ def _launch_custom(
         group: The ranks.
         op: The reduce op of a reduce-scatter.
     """
-    (targets, num_received), (sources, num_sent) = outputs, inputs
+    (targets, target_rows), (sources, source_rows) = outputs, inputs
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index, source in enumerate(sources):
         by_dtype.setdefault(source.dtype, []).append(index)
     works: list[Waitable] = []
     for dtype, indices in by_dtype.items():
-        rows = [sources[index].view(num_sent, -1) for index in indices]
+        rows = [sources[index].view(source_rows, -1) for index in indices]
         numels = [source.shape[1] for source in rows]
         allocate = partial(comm.allocate, dtype=dtype, device=rows[0].device)
-        sent, received = (allocate((num * sum(numels),)) for num in (num_sent, num_received))
-        torch.cat(rows, dim=1, out=sent.view(num_sent, -1))
+        sent, received = (allocate((num * sum(numels),)) for num in (source_rows, target_rows))
+        torch.cat(rows, dim=1, out=sent.view(source_rows, -1))
         work = comm(received, sent, group, *op, async_op=True)
-        parts = received.view(num_received, -1).split(numels, dim=1)
-        into = [targets[index].view(num_received, -1) for index in indices]
+        parts = received.view(target_rows, -1).split(numels, dim=1)
+        into = [targets[index].view(target_rows, -1) for index in indices]
         works.append(WaitThenCall(work, partial(_copy_each, into, parts), sent))
     return works
 
@@ -345,7 +348,7 @@ class InBackendMemory(_Allocates):
 
 
 def backend_memory(mesh: ShardMesh, label: str) -> BackendMemory:
-    """Return the memory allocator of the backend of a mesh.
+    """Return the memory allocator of the backend of a mesh; ``label`` names it in the error.
 
     Raises:
         ShardError: If the backend cannot allocate memory.
@@ -361,7 +364,7 @@ def backend_memory(mesh: ShardMesh, label: str) -> BackendMemory:
 
 
 def symmetric_memory(mesh: ShardMesh, label: str) -> BackendMemory:
-    """Return the symmetric memory of NCCL.
+    """Return the symmetric memory of NCCL; ``label`` names it in the error.
 
     Raises:
         ShardError: If the backend of the shards is not NCCL.

@@ -27,7 +27,7 @@ _EXIT_TIMEOUT = 30.0  # maximum seconds to wait for gloo's threads at exit
 
 
 def subgroup(group: dist.ProcessGroup, num_ranks: int) -> dist.ProcessGroup:
-    """Return the process group of the block of ``num_ranks`` neighbours that this rank is in.
+    """Return a process group of ``num_ranks`` neighbouring ranks, with this rank among them.
 
     If ``num_ranks`` is the size of ``group``, the result is a second process group of the same
     ranks. Its collectives run concurrently with those of ``group``.
@@ -68,7 +68,8 @@ def end_process_groups() -> None:
     """
     if not dist.is_available():
         return
-    # Wait first, even if all groups are destroyed: their threads run while anything refers to them.
+    # Wait first, even if the user has destroyed all groups: their threads run as long as anything
+    # refers to them.
     _torch.wait_for_workers(_EXIT_TIMEOUT)
     if not dist.is_initialized() or getattr(sys, "last_value", None) is not None:
         return
@@ -76,7 +77,7 @@ def end_process_groups() -> None:
         dist.destroy_process_group()
         return
     for group, pid in list(_creator_pids.items()):
-        if pid == os.getpid() and _torch.is_in_use(group):  # a fork lacks the group's threads
+        if pid == os.getpid() and _torch.is_in_use(group):  # a forked process has no threads
             dist.destroy_process_group(group)
 
 
@@ -118,19 +119,23 @@ def gather_by_rank(local: object, groups: Iterable[dist.ProcessGroup], op: str) 
     for group in groups:
         gathered = gather_objects(objects, group, op)
         for rank, theirs in zip(dist.get_process_group_ranks(group), gathered, strict=True):
-            objects |= {rank: local, **theirs}  # in a fake group, `theirs` lacks the other ranks
+            # A fake group returns this rank's dict for every rank, so add an entry for `rank`.
+            objects |= {rank: local, **theirs}
     return dict(sorted(objects.items()))
 
 
 class SmallAllReduce:
-    """An all-reduce of a few numbers over all ranks of a mesh. The constructor launches it.
+    """An all-reduce of a few numbers over all ranks of a mesh.
+
+    The constructor launches it. If it runs over the shards and then over the replicas, ``wait``
+    launches the second part.
 
     Args:
         numbers: The numbers of this rank, on the device of the mesh or on the host. If all process
             groups have gloo, numbers on the host stay there, so that no kernel delays them.
-        reduce_op: The operation of the reduction.
+        reduce_op: The ``ReduceOp``.
         mesh: The ranks.
-        op: The operation of the library, for error messages.
+        op: What the library does, for error messages.
 
     Collective: an all-reduce over the default process group, or, if that has other ranks than the
         mesh, one over the shards and one over the replicas.
@@ -150,7 +155,7 @@ class SmallAllReduce:
         self._launch()
 
     def wait(self) -> list[Any]:
-        """Return the reduced numbers, without waiting for compute that was launched since."""
+        """Return the reduced numbers, without waiting for compute launched after the all-reduce."""
         device = self._numbers.device
         new_stream: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if _torch.has_streams(device):
