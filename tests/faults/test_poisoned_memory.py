@@ -38,7 +38,7 @@ def late_reader() -> Iterator[None]:
 
     def late(self: Exchange, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
         if dist.get_rank() == 1:
-            time.sleep(0.05)
+            time.sleep(0.1)
         return read(self, *args, **kwargs)
 
     with mock.patch.object(Exchange, "read", late):
