@@ -204,7 +204,7 @@ def park_when_full(model: Wide) -> None:
 
 
 REFUSED: dict[str, Callable[[Wide], None]] = {
-    "Expected parked() outside of forward and backward, got a call while the root group runs "
+    "Expected parked() for the root group outside of forward and backward, got a call inside of "
     "one; use it between iterations": park_in_forward,
     "Expected parked() outside of unsharded(), got a call inside of unsharded() of the root group; "
     "leave that context first": park_when_full,
