@@ -206,12 +206,12 @@ def _facts(group: Any, mesh: ShardMesh) -> list[str]:
     """Return the facts about a group and its parameters on ``mesh`` that ranks must agree on."""
     name, policy = group.label, group.policy
     replicas = f" times {mesh.num_replicas} replicas" if mesh.num_replicas > 1 else ""
-    fact = (
+    shared = (
         f"{name} over {mesh.num_shards} ranks{replicas}, param_dtype {policy.param_dtype}, "
         f"reduce_dtype {policy.reduce_dtype}{policy.wires()}"
     )
     params = [param for param in group.params if param.mesh == mesh]
-    return [fact, *(f"parameter '{p.name}' of {name}: {_fact(p, policy)}" for p in params)]
+    return [shared, *(f"parameter '{p.name}' of {name}: {_fact(p, policy)}" for p in params)]
 
 
 def _local_of(param: Any) -> torch.Tensor:

@@ -146,7 +146,7 @@ def restore_module(module: nn.Module, saved: SavedModule) -> ParamGroup:
 
 def _pickle_group(group: ParamGroup) -> tuple[Any, ...]:
     # With references to prefetched groups, a pickle would nest as deep as the chain of layers.
-    omitted = dict.fromkeys(("hook_stream", "forward_prefetch", "backward_prefetch"))
+    omitted = {"hook_stream": None, "forward_prefetch": (), "backward_prefetch": ()}
     saved = _SavedGroup(
         group.modules,
         group.params,

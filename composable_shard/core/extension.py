@@ -393,7 +393,7 @@ def raise_on_all(texts: Mapping[int, str | None], cause: Exception | None) -> No
 
 
 def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> list[Bucket]:
-    """Copy shards into new buckets: one per mesh, dtypes, device and class; one per subclass.
+    """Copy shards into new buckets: one per mesh, dtypes, device, class; one per subclass tensor.
 
     Args:
         params: The parameters.
@@ -402,8 +402,8 @@ def build_buckets(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]
     pairs_by_key: dict[tuple[Any, ...], list[tuple[ShardedParam, torch.Tensor]]] = {}
     for param, shard in zip(params, shards, strict=True):
         dtypes = shard.dtype, param.policy.compute_dtype(shard.dtype)
-        subclass_param = param if needs_extension(shard) else None
-        key = param.mesh, *dtypes, shard.device, param.bucket_class or FlatBucket, subclass_param
+        subclass = param if needs_extension(shard) else None
+        key = param.mesh, *dtypes, shard.device, param.bucket_class or FlatBucket, subclass
         pairs_by_key.setdefault(key, []).append((param, shard))
     return [
         bucket_class(*zip(*pairs, strict=True)) if subclass is None else ExtensionBucket(*pairs[0])

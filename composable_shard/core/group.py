@@ -87,10 +87,10 @@ class Settings:
         sums_only: Whether collectives only sum, and divisions are separate operations.
         unshard_in_backward: Whether backward gathers the group.
         keeps_storage: Whether the unsharded memory stays allocated between uses.
-        forward_prefetch: The groups to prefetch when forward uses this one; ``None`` for the
-            groups that the last forward used after this one.
-        backward_prefetch: The groups to prefetch in backward; ``None`` for the next groups of the
-            plan that a backward follows (`tape.py`).
+        forward_prefetch: The groups to prefetch when forward uses this one; empty for the groups
+            that the last forward used after this one.
+        backward_prefetch: The groups to prefetch in backward; empty for the next groups of the plan
+            that a backward follows (`tape.py`).
         prefetch_depth: The number of groups to prefetch.
         max_reductions: The number of reductions that may hold their unsharded gradients at once.
         all_reduce_hook: The user's function to call with each buffer of reduced gradients.
@@ -109,8 +109,8 @@ class Settings:
     sums_only: bool = False
     unshard_in_backward: bool = True
     keeps_storage: bool = False
-    forward_prefetch: Sequence[ParamGroup] | None = None
-    backward_prefetch: Sequence[ParamGroup] | None = None
+    forward_prefetch: Sequence[ParamGroup] = ()
+    backward_prefetch: Sequence[ParamGroup] = ()
     prefetch_depth: int = 1
     max_reductions: int = 1
     all_reduce_hook: Callable[[torch.Tensor], object] | None = None

@@ -90,8 +90,9 @@ def reduce_before_step(params: Iterable[torch.Tensor]) -> None:
         tree.synchronize_gradients()
 
 
-def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    for group in _groups_of(_params_of(optimizer)):
+def free_after_step(params: Iterable[torch.Tensor]) -> None:
+    """Count a step on the groups of ``params``, and free or re-register what it made stale."""
+    for group in _groups_of(params):
         group.num_optimizer_steps += 1
         if group.tree.is_computing:
             continue
@@ -102,4 +103,4 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)
+register_optimizer_step_post_hook(lambda optimizer, *_: free_after_step(_params_of(optimizer)))

@@ -324,8 +324,8 @@ class Tree:
         yet to run, or if this iteration accumulates gradients and backward does not free it.
         """
         settings = group.settings
-        stays = settings.reshard_after_forward is False or settings.gathers_once_a_step
-        if stays or group.is_kept_by_user or group.modules_run:
+        is_kept = settings.reshard_after_forward is False or settings.gathers_once_a_step
+        if is_kept or group.is_kept_by_user or group.modules_run:
             return True
         return not settings.reshard_after_backward and self.is_accumulating
 

@@ -615,20 +615,20 @@ class Rehearsal:
     def record(self, batch: Any, loss: Callable[[Any, Any], torch.Tensor]) -> None:
         """Run a step twice and record the second, which has an execution order."""
         given = batch() if callable(batch) else _torch.without_memory(batch)
-        ours = {id(param.sharded) for param in self.params}
+        shards = [param.sharded for param in self.params]
+        ours = set(map(id, shards))
         others = [*self.model.parameters(), *self.model.buffers(), *_torch.tensors_of(given)]
 
         def run() -> None:
             loss(_call(self.model, given), given).backward()
-            optimizers.reduce_before_step([param.sharded for param in self.params])
+            optimizers.reduce_before_step(shards)
 
         live = self._live
         with live, contextlib.ExitStack() as stack:
             run()
+            optimizers.free_after_step(shards)
             self.model.zero_grad()
             for group in self.groups:
-                if group.settings.gathers_once_a_step:
-                    group.reshard()  # as an optimizer step does
                 for bucket in group.buckets:
                     assert isinstance(bucket, FlatBucket)
                     live.count(bucket.locals, "")  # in `stored_in`

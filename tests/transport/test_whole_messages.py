@@ -31,9 +31,7 @@ class Watching(SummingReduceScatter):
         super().__init__()
         self.largest: list[float] = []
 
-    def __call__(
-        self, output_tensor: Any, input_tensor: torch.Tensor, *rest: Any, **more: Any
-    ) -> Any:
+    def __call__(self, output_tensor: Any, input_tensor: Any, *rest: Any, **more: Any) -> Any:
         self.largest.append(input_tensor.abs().max().item())
         return super().__call__(output_tensor, input_tensor, *rest, **more)
 
@@ -60,7 +58,7 @@ def test_a_hook_sees_no_gaps() -> None:
     layer, largest = fully_shard(nn.Linear(3, 5)), list[float]()
     layer.set_all_reduce_hook(lambda result: largest.append(result.abs().max().item()))
     backward(layer)
-    assert (largest) == ([1.0])
+    assert largest == [1.0]
 
 
 class Many(nn.Module):
