@@ -36,10 +36,10 @@ HAS_TORCH = test -z "$(TORCH)" && $(PYTHON) -c 'import sys, torch, torch.distrib
 help:
 	@echo "make demo     train a small language model on two ranks, with a timeline"
 	@echo "make test     run the tests: every behaviour once"
-	@echo "make test-all  run every case of every test, and all generated examples"
+	@echo "make test-all  run every case of every test, and four times the examples"
 	@echo "make test-clients  run those with transformers, accelerate, lightning and others"
 	@echo "make test-newest  run what a new torch could break, clients too, on torch $(NEWEST_TORCH)"
-	@echo "make test-long  run ten times the generated examples, all cases, and the long runs"
+	@echo "make test-long  run ten times the examples of test-all, all cases, and the long runs"
 	@echo "make lint     check style and types"
 	@echo "make format   bring the code into style"
 	@echo "make docs     build the documentation site into build/site"

@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, help="default 8, and 4 for each batch of a sweep")
-    parser.add_argument("--steps-per-round", type=int, help="default 2, and 1 in a sweep")
+    parser.add_argument("--steps-per-round", type=int, help="default 5, and 1 in a sweep")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank")
@@ -110,7 +110,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     sweeps = options.sweep is not None
     options.rounds = options.rounds or (4 if sweeps else 8)
-    options.steps_per_round = options.steps_per_round or (1 if sweeps else 2)
+    options.steps_per_round = options.steps_per_round or (1 if sweeps else 5)
     options.context = options.context or (16 if sweeps else 128)
     return options
 

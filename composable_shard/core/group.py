@@ -423,7 +423,7 @@ class ParamGroup:
                 self._snapshot = user_changes.UnshardedSnapshot(self.params, has_marks=has_marks)
 
     def apply_user_changes(self) -> None:
-        """Apply what users did to unsharded parameters: cleared ``.grad``, or ``requires_grad``.
+        """Apply cleared ``.grad`` and ``requires_grad`` of unsharded to sharded parameters.
 
         Raises:
             ShardError: If users wrote to unsharded parameters after forward. Other ranks may not

@@ -73,7 +73,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:
-    """Wrap the states of a scalar parameter in DTensors; loading a full state dict unwraps them."""
+    """Wrap plain states of a scalar parameter in DTensors; a load leaves full states plain."""
     for name, value in state.items():
         is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         if is_plain and value.ndim == 0 and name != "step":

@@ -29,8 +29,8 @@ own, so ``all_reduce_launched`` comes before ``averaged``.
 - ``delivered``: after ``.grad`` is written, if the gradients are not reduced over replicas. With a
   copy to the host, after this copy is launched; no phase marks the later write.
 - ``replicas_delivered``: like ``delivered``, but if the gradients are also reduced over replicas.
-- ``before_wait_for_copies``, ``copies_done``: at the end of a backward, before and after the
-  host waits for copies between host and device; for the root only.
+- ``before_wait_for_copies``, ``copies_done``: before and after the host waits for copies between
+  host and device, at the end of a backward, and of a forward without one; for the root only.
 """
 
 from __future__ import annotations

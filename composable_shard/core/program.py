@@ -46,7 +46,7 @@ class Program:
             part of the unsharded memory before it is freed.
         regather: Operations that gather the kept parts of neighbouring ranks, or free this rank's.
         pre_forward, post_forward, pre_backward, post_backward: Operations of features; on devices
-            with streams, also operations that track the streams.
+            with streams, the two ``pre`` tuples also have operations that track the streams.
         accumulate: Operations that accumulate gradients without sync.
         stages: The stages of a reduction, each a tuple of operations: under ``True`` with the
             reduction over the replicas, under ``False`` without it. Stage 0 launches the
@@ -102,7 +102,10 @@ class Program:
     # Guards ---------------------------------------------------------------------------------
 
     def is_current(self, generation: int, *, is_unsharded_registered: bool) -> bool:
-        """Return whether slots, shards, ``grad_dtype``, settings and features are unchanged."""
+        """Return whether the program still fits: slots, shards, settings and features.
+
+        Of the parameters, also ``requires_grad`` and ``grad_dtype`` must be unchanged.
+        """
         sharded = self.sharded
         with _torch.without_overrides():
             return (
@@ -149,7 +152,10 @@ class Program:
         self._slots_unsharded = [param.unsharded for _, param in slots]
 
     def _prepare_unsharded(self, group: Any) -> None:
-        """Copy ``requires_grad`` and dtype, hook gradients, and list parameters to reduce."""
+        """Set ``requires_grad`` and ``grad_dtype`` of unsharded parameters, and add their hooks.
+
+        Also list the parameters with gradients to reduce.
+        """
         self.accumulators: list[Node] = []
         self.reduced: list[ShardedParam] = []
         for param, sharded in zip(group.params, self.sharded, strict=True):
@@ -204,8 +210,8 @@ class Program:
 
         def joined(phase: Phase, parts: Sequence[GatherOps]) -> GatherOps:
             # The last launch operation of a bucket launches its collective. The others, such as
-            # allocations, run before the first collective of any bucket. The empty GatherOps keeps
-            # the four columns if there are no parts.
+            # allocations, run before the first collective of any bucket. Without parts, `zip` would
+            # return nothing, so an empty GatherOps is first.
             launches, *columns = zip(GatherOps((), (), (), ()), *parts, strict=True)
             allocations = chain.from_iterable(launch[:-1] for launch in launches)
             launch = chain(allocations, *(launch[-1:] for launch in launches))

@@ -162,9 +162,9 @@ class Tape(Generic[Group]):
     def leave(self, visit: Visit[Group], *, needs_reduce: bool, needs_grad: bool) -> None:
         """Record the end of a call.
 
-        The flags of a later call may differ between ranks, for example if some detach its input,
-        but all ranks need the same plan. So after the first true flag in a forward, backward may
-        read the parameters of this call and of all later calls.
+        All ranks need the same plan, but the flags of a call may differ between ranks, for example
+        if some ranks detach its input. So once a flag is true in a forward, as in the first call of
+        a trained group, backward may read the parameters of this call and of all later calls.
 
         Args:
             visit: The visit that :meth:`enter` returned.
@@ -237,7 +237,8 @@ class Tape(Generic[Group]):
         The last visits are only those that backward may read. Visits in one checkpoint exit
         together: of these, the first entered counts as the last.
         """
-        # In a dict, a later entry wins; the reversed list and the stable sort end with the first.
+        # In a dict, the last entry of a group wins. The visits are reversed, so that the earliest
+        # is the last entry; the sort keeps the reversed order of visits that exit together.
         visits, group_of = self.visits[::-1], attrgetter("group")
         first = dict(zip(map(group_of, visits), visits, strict=True))
         read = filter(attrgetter("backward_may_read"), visits)

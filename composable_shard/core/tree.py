@@ -45,8 +45,7 @@ class Call:
         exception_on_entry: The exception that was being handled when the call began.
         is_substituted: Whether the module computes with tensors that were passed to
             ``torch.func.functional_call``.
-        version_sum: The sum of the version counters of the unsharded parameters when the call
-            began.
+        version_sum: The sum of the version counters of ``Program.freeable`` when the call began.
         markers: The autograd nodes of the call's input markers, which are identities; each input
             that needs a gradient passes through one (see `hooks.py`).
         containers: Pairs of a container among the inputs and the copy that forward gets instead.
@@ -234,7 +233,8 @@ class Tree:
         else:
             gather = self._gather
             if _torch.num_modes() or _torch.current_transform() is not None:
-                gather = _torch.outside_transforms()(gather)  # parameters outlive both
+                # Parameters outlive modes and transforms, so they belong to neither.
+                gather = _torch.outside_transforms()(gather)
             call.is_substituted = not gather(group)
             if call.is_substituted:
                 return call
@@ -426,7 +426,8 @@ class Tree:
         - In four cases, the memory stays and the sharded parameters are registered: the sharding
           gathers once a step and a backward may follow; this forward probably needs the group next;
           ``stays_after_forward`` is true below the root, and this forward may call the group again;
-          or the backward begins with the group.
+          or a backward may follow that begins with the group, and the user has not called
+          ``unshard()``.
         - Otherwise the group is freed. With ``reshard_after_forward=k``, it keeps a part if a
           backward may follow.
         """

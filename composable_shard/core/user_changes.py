@@ -155,7 +155,7 @@ class UnshardedSnapshot:
         ]
 
     def apply_user_changes(self) -> list[str]:
-        """Clear gradients of sharded parameters, and set ``requires_grad``; remove the marks.
+        """Apply cleared ``.grad`` and ``requires_grad`` to sharded parameters; remove the marks.
 
         Returns:
             The names of the parameters and gradients that users have written: the new values would

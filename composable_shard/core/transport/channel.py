@@ -187,8 +187,9 @@ class Channel:
         Args:
             outputs: The tensors to write.
             inputs: The tensors to reduce.
-            divisor: The divisor of the sum; ``None`` keeps the sum. The number of ranks needs
-                :meth:`can_average`; any other number, a reduce-scatter that ``divides``.
+            divisor: The divisor of the sum; ``None`` keeps the sum. If the reduce-scatter does not
+                ``divide`` by any number, pass the number of ranks of the group, and only if
+                :meth:`can_average` is true.
         """
         group = self._reduce_group
         op: Any = dist.ReduceOp.SUM if divisor is None else dist.ReduceOp.AVG

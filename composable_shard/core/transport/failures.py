@@ -185,7 +185,8 @@ class _GroupStatus:
     Only the background thread calls the methods that use the store, since the store may not answer.
 
     Attributes:
-        num_failures: The number of failures of this rank.
+        num_failures: The number of failures that this rank has announced, including those that a
+            failure of another rank has caused.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -215,10 +216,11 @@ class _GroupStatus:
         return {rank: text for rank, text in texts.items() if text}  # empty if withdrawn
 
     def failure(self) -> str | None:
-        """Return the failure of a rank that has failed more often than this one, if there is one.
+        """Return the failure of a rank that has announced more failures than this one, if any.
 
-        Each failure ends a step on all ranks and is counted on each. So a rank with an equal count
-        has ended the same steps, and this rank does not wait for it.
+        A failure of one rank makes the waits of all other ranks fail, and each announces its own
+        failure. So if another rank has an equal count, this rank has already failed for its latest
+        failure, too; this wait belongs to a later step, and must not fail again.
         """
         failures = []
         for rank, text in self._published(_FAILED).items():
@@ -357,6 +359,7 @@ class watched:
 
     Raises:
         CommunicationError: For any ``RuntimeError`` in the block, which is the ``__cause__``.
+        RankMismatchError: Likewise, for a ``RankMismatchError`` in the block.
     """
 
     __slots__ = (

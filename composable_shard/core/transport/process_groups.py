@@ -77,7 +77,7 @@ def end_process_groups() -> None:
         dist.destroy_process_group()
         return
     for group, pid in list(_creator_pids.items()):
-        if pid == os.getpid() and _torch.is_in_use(group):  # a forked process has no threads
+        if pid == os.getpid() and _torch.is_in_use(group):  # a forked child lacks its threads
             dist.destroy_process_group(group)
 
 
