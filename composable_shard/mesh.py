@@ -184,8 +184,8 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
         return _from_names(mesh, dims)
     if mesh.ndim > 2 or (mesh.ndim == 2 and mesh.mesh_dim_names is None):
         raise ValueError(
-            f"Expected a mesh of 1 axis, or of 2 with names (replicate, shard), got {mesh}; pass "
-            "mesh_dim_names, or the data-parallel axes, such as mesh['shard'], or dp_mesh_dims"
+            f"Expected a mesh of 1 axis, or of 2 named axes (replicate, then shard), got {mesh}; "
+            "pass mesh_dim_names, or the data-parallel axes, such as mesh['shard'], or dp_mesh_dims"
         )
     _check_axis_names(mesh)
     return shard_mesh_of(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None)

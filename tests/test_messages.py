@@ -382,13 +382,13 @@ sharded().set_custom_reduce_scatter(None)
     TypeError: Expected comm to be a custom reduce-scatter with allocate and __call__, got NoneType:
     None
 fully_shard(plain(), mesh=mesh(2, 2))
-    ValueError: Expected a mesh of 1 axis, or of 2 with names (replicate, shard), got DeviceMesh((2,
-    2), 'cpu', stride=(2, 1)); pass mesh_dim_names, or the data-parallel axes, such as
-    mesh['shard'], or dp_mesh_dims
+    ValueError: Expected a mesh of 1 axis, or of 2 named axes (replicate, then shard), got
+    DeviceMesh((2, 2), 'cpu', stride=(2, 1)); pass mesh_dim_names, or the data-parallel axes, such
+    as mesh['shard'], or dp_mesh_dims
 fully_shard(plain(), shard_placement_fn=lambda _: ShardPlacementResult(mesh=mesh(2, 2)))
-    ValueError: Expected a mesh of 1 axis, or of 2 with names (replicate, shard), got DeviceMesh((2,
-    2), 'cpu', stride=(2, 1)); pass mesh_dim_names, or the data-parallel axes, such as
-    mesh['shard'], or dp_mesh_dims, from shard_placement_fn for parameter 'weight'
+    ValueError: Expected a mesh of 1 axis, or of 2 named axes (replicate, then shard), got
+    DeviceMesh((2, 2), 'cpu', stride=(2, 1)); pass mesh_dim_names, or the data-parallel axes, such
+    as mesh['shard'], or dp_mesh_dims, from shard_placement_fn for parameter 'weight'
 fully_shard(plain(), mesh=square('dp_shard', 'tp'))
     ValueError: Expected a mesh with axes (replicate, shard), or one axis to shard, got axes
     named ('dp_shard', 'tp'); pass the axes in this order, or name their purposes by
@@ -457,8 +457,8 @@ def test_message_of_a_mesh_of_three_axes() -> None:
         with pytest.raises(ValueError) as caught:
             fully_shard(plain(), mesh=cube)
         assert str(caught.value) == (
-            f"Expected a mesh of 1 axis, or of 2 with names (replicate, shard), got {cube}; pass "
-            "mesh_dim_names, or the data-parallel axes, such as mesh['shard'], or dp_mesh_dims"
+            f"Expected a mesh of 1 axis, or of 2 named axes (replicate, then shard), got {cube}; "
+            "pass mesh_dim_names, or the data-parallel axes, such as mesh['shard'], or dp_mesh_dims"
         )
 
 

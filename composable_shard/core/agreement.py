@@ -110,7 +110,7 @@ _OP = "comparing the model between ranks"
 
 
 def agree_on_model(groups: Sequence[Any]) -> None:
-    """Raise the same error on all ranks if their ``groups`` differ; else give channels their tags.
+    """Give channels their tags; raise the same error on all ranks if their ``groups`` differ.
 
     Args:
         groups: The groups of a tree.
@@ -122,24 +122,24 @@ def agree_on_model(groups: Sequence[Any]) -> None:
         the groups differ, also the all-gathers of :func:`_difference`.
     """
     global _last_tag
-    members_of: dict[dist.ProcessGroup, list[tuple[Any, ShardMesh]]] = {}
+    users_of: dict[dist.ProcessGroup, list[tuple[Any, ShardMesh]]] = {}
     for group in groups:
         for channel in group.channels.values():
             channel.set_label(group.label)
             for process_group in channel.mesh.process_groups:
-                members_of.setdefault(process_group, []).append((group, channel.mesh))
+                users_of.setdefault(process_group, []).append((group, channel.mesh))
     facts_of: dict[dist.ProcessGroup, list[str]] = {}
     differs = False  # whether this rank knows of a difference in any process group so far
-    for process_group, members in members_of.items():
-        facts = facts_of[process_group] = [line for member in members for line in _facts(*member)]
-        name, digest = _random_rows(process_group, members)
-        numbers, device = (_last_tag, int(differs), digest, -digest), members[0][1].device
+    for process_group, users in users_of.items():
+        facts = facts_of[process_group] = [line for user in users for line in _facts(*user)]
+        name, digest = _random_rows(process_group, users)
+        numbers, device = (_last_tag, int(differs), digest, -digest), users[0][1].device
         with watched(process_group, _OP):
             is_same, results = compare("\n".join(facts), process_group, device, *numbers)
         largest_tag, any_differs, largest_digest, negated_smallest = results
         differs = bool(any_differs) or not is_same
-        _last_tag = max(_last_tag, largest_tag + len(members))
-        for tag, (group, mesh) in enumerate(members, largest_tag + 1):
+        _last_tag = max(_last_tag, largest_tag + len(users))
+        for tag, (group, mesh) in enumerate(users, largest_tag + 1):
             if mesh.shard_group is process_group:
                 group.channels[mesh].set_tag(tag)
         if name and largest_digest == -negated_smallest and not differs:  # all digests are equal
@@ -149,8 +149,8 @@ def agree_on_model(groups: Sequence[Any]) -> None:
                 stacklevel=2,
             )
     # A difference in a later process group must also reach the ranks of earlier ones.
-    for process_group, members in members_of.items():
-        _, (any_differs,) = compare("", process_group, members[0][1].device, int(differs))
+    for process_group, users in users_of.items():
+        _, (any_differs,) = compare("", process_group, users[0][1].device, int(differs))
         differs = bool(any_differs)
     if differs:
         raise RankMismatchError(_difference(facts_of))
@@ -159,9 +159,9 @@ def agree_on_model(groups: Sequence[Any]) -> None:
 def _difference(facts_of: Mapping[dist.ProcessGroup, list[str]]) -> str:
     """Return the text of the first difference, the same on all ranks.
 
-    In two rounds, ranks exchange the differences that they know in each of their process groups. A
-    rank of two process groups passes differences on from one to the other. So after the second
-    round, all ranks know the first difference.
+    In each of two rounds, and in each of its process groups, a rank exchanges the differences that
+    it knows. A rank of two process groups passes differences on from one to the other. So after the
+    second round, all ranks know the first difference.
 
     Collective: all-gathers of objects, two for each process group.
     """
@@ -177,7 +177,7 @@ def _difference(facts_of: Mapping[dist.ProcessGroup, list[str]]) -> str:
 
 
 def _random_rows(
-    process_group: dist.ProcessGroup, members: Iterable[tuple[Any, ShardMesh]]
+    process_group: dist.ProcessGroup, users: Iterable[tuple[Any, ShardMesh]]
 ) -> tuple[str, int]:
     """Find the first parameter that was sharded on meta and then got random values on the CPU.
 
@@ -185,7 +185,7 @@ def _random_rows(
         The name of the parameter, and a digest of its first elements on this rank. If there is no
         such parameter, an empty name and the index of this rank: a number that no two ranks share.
     """
-    for group, mesh in members:
+    for group, mesh in users:
         is_fake = _torch.backend_name(process_group, mesh.device) == "fake"
         if is_fake or mesh.shard_group is not process_group:
             continue

@@ -114,8 +114,8 @@ class ParamLayout:
 
 
 MESSAGE_COSTS = {"gloo": (0, 64 * 1024), "nccl": (1024 * 1024, 0)}
-"""By backend: the fixed cost of a message and its cost per peer, both in bytes that could be copied
-meanwhile. `benchmarks/packing.py` measured gloo's; nccl's is an estimate."""
+"""By backend: the fixed cost of a message and its cost per peer, both as the bytes that could
+be copied in the same time. `benchmarks/packing.py` measured gloo's; nccl's is an estimate."""
 
 
 def message_cost(backend: str | None, num_shards: int) -> int:
@@ -192,7 +192,7 @@ def plan_bucket(
     ]
     unsharded_offsets, unsharded_numel = _end_to_end(gathered_numels, step)
     num_shards = params[0].num_shards if params else 1
-    # `Regather` cuts the buffer into k equal parts; k divides num_shards.
+    # `Regather` cuts the buffer into k equal parts: k divides num_shards, so num_shards is enough.
     total = aligned(unsharded_numel, num_shards)
     return BucketLayout(
         order=tuple(order),
@@ -234,8 +234,8 @@ def is_packed(param: ParamLayout, itemsize: int, cost: int | None) -> bool:
     """Return whether a parameter shares the packed message.
 
     A parameter is packed if it is empty, cannot be gathered in place, or is cheaper to copy than to
-    send alone. There are two exceptions: if ``cost`` is ``None``, all parameters are packed; with
-    one shard, none is.
+    send alone. There are two exceptions: if ``cost`` is ``None`` (a bucket with one message), all
+    parameters are packed; otherwise, with one shard, none is.
     """
     if cost is None:
         return True

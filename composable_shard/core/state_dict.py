@@ -67,7 +67,7 @@ def _params_of(module: nn.Module) -> list[tuple[str, ShardedParam]]:
 
 
 def _before_save(module: nn.Module, *_: object) -> None:
-    """Register the sharded parameters; during compute or after ``unshard()``, only for the save."""
+    """Register the sharded parameters: only for this save if a group computes, or is kept."""
     for name, param in _params_of(module):
         group: ParamGroup = param.group
         group.check_in_memory("for a state dict")
@@ -108,7 +108,7 @@ def _before_load(
     local_metadata: dict[str, Any],
     *rest: Any,
 ) -> None:
-    """Replace full tensors by this rank's rows; torch passes a copy of the user's dict.
+    """Replace full tensors by this rank's rows, in torch's copy of the user's dict.
 
     A value of the wrong shape is left unchanged, and torch reports it.
     """

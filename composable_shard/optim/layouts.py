@@ -175,7 +175,7 @@ def sort_by_layout(
 ) -> list[tuple[Layout, list[Param]]]:
     """Return the layouts that fit any parameter, each with its parameters; see with_layout."""
     for fits, layout in layouts.items():
-        is_layout = isinstance(layout, (Owned, Sharded))
+        is_layout = isinstance(layout, Layout)
         check_type(f"the layout of {fits!r}", layout, is_layout, "Owned, Rows or Sharded")
     names: dict[torch.Tensor, list[str]] = {}
     for name, registered in model.named_parameters(remove_duplicate=False):

@@ -139,7 +139,7 @@ def refuse(model: nn.Module, text: str, *args: Any, **kwargs: Any) -> None:
 def test_a_refused_mesh_and_a_second_call_leave_the_module() -> None:
     with fake_ranks(4):
         model = Model()
-        refuse(model, "or of 2 with names", model, mesh=init_device_mesh("cpu", (2, 2)))
+        refuse(model, "or of 2 named axes", model, mesh=init_device_mesh("cpu", (2, 2)))
         fully_shard(model)
         refuse(model, "not sharded", model)
         refuse(model, "not sharded", [nn.Linear(2, 2), model])

@@ -249,7 +249,7 @@ def unread() -> int:
     for peer in box().peers.values():
         box().read_entries(peer)
     dist.barrier()
-    count = num_unread(box()) + sum(len(peer.unread) for peer in box().peers.values())
+    count = num_unread(box()) + sum(len(peer.to_acknowledge) for peer in box().peers.values())
     dist.barrier()  # the others count, too, before any goes on
     return count
 
@@ -257,7 +257,7 @@ def unread() -> int:
 def num_unread(mine: Mailbox) -> int:
     mine.process_given_up()
     mine._reclaim_slabs()
-    return len(mine._unacknowledged)
+    return len(mine._published)
 
 
 @on_ranks(2)
@@ -355,7 +355,12 @@ def test_what_nobody_reads_is_freed(launch: Launch, first: int | None, ranks: in
     assert run_ranks(dropped, ranks, launch, first) == [([True] * 3, 0)] * ranks
 
 
-PLACES = [(Mailbox, "find_entry"), (Mailbox, "acknowledge"), (Mailbox, "_ack"), (Exchange, "read")]
+PLACES = [
+    (Mailbox, "find_entry"),
+    (Mailbox, "acknowledge"),
+    (Mailbox, "_acknowledge_entry"),
+    (Exchange, "read"),
+]
 
 
 @contextlib.contextmanager

@@ -1,9 +1,10 @@
-"""Collectives of many tensors in one launch, built-in or custom.
+"""Collectives of many tensors in one call of ``launch``, built-in or custom.
 
-A launch returns at once; ``Pending`` (`pending.py`) waits.
+``launch`` returns at once; ``Pending`` (`pending.py`) waits.
 
-Built-in collectives need no staging. A custom collective, or one in memory of the backend, reads
-one flat tensor and writes another, which takes a copy-in and a copy-out.
+Built-in collectives read and write the given tensors directly. A custom collective, or one in
+memory of the backend, reads one flat tensor and writes another, which takes a copy-in and a
+copy-out.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class ReduceScatterLaunch(Protocol):
             outputs: The tensors to write.
             inputs: The tensors to send.
             group: The ranks.
-            op: A ``ReduceOp``; for a reduce-scatter that ``divides``, also a divisor of the sum.
+            op: A ``ReduceOp``, or a divisor of the sum, if the reduce-scatter ``divides``.
             tag: The tag of these messages, which the ranks have agreed on.
         """
 
@@ -87,7 +88,8 @@ class UncoalescedAllGather(AllGatherLaunch):
     """One c10d launch for each tensor.
 
     Hazard: gloo writes to wrong memory if two coalesced all-gathers are in flight in a group.
-    Guard: gloo uses this class. Test: ``test_gloo_launches_no_coalesced_all_gather``.
+    Guard: `Channel` uses this class for gloo on devices.
+    Test: ``test_gloo_launches_no_coalesced_all_gather``.
     """
 
     def launch(
@@ -159,7 +161,7 @@ class _Allocates(ABC):
 class AllGather(_Allocates):
     """Subclass this to bring your own all-gather; see ``FSDPModule.set_custom_all_gather``.
 
-    Source: ``torch.distributed.fsdp`` ``AllGather``.
+    The interface is that of ``torch.distributed.fsdp`` ``AllGather``.
 
     Example:
         >>> class Counted(AllGather):
@@ -193,7 +195,7 @@ class AllGather(_Allocates):
 class ReduceScatter(_Allocates):
     """Subclass this to bring your own reduce-scatter; see ``set_custom_reduce_scatter``.
 
-    Source: ``torch.distributed.fsdp`` ``ReduceScatter``.
+    The interface is that of ``torch.distributed.fsdp`` ``ReduceScatter``.
 
     Example:
         >>> class Logged(ReduceScatter):
@@ -348,7 +350,11 @@ class InBackendMemory(_Allocates):
 
 
 def backend_memory(mesh: ShardMesh, label: str) -> BackendMemory:
-    """Return the memory allocator of the backend of a mesh; ``label`` names it in the error.
+    """Return the memory allocator of the backend of a mesh.
+
+    Args:
+        mesh: The mesh.
+        label: The name of the parameter group, for the error.
 
     Raises:
         ShardError: If the backend cannot allocate memory.
@@ -364,7 +370,7 @@ def backend_memory(mesh: ShardMesh, label: str) -> BackendMemory:
 
 
 def symmetric_memory(mesh: ShardMesh, label: str) -> BackendMemory:
-    """Return the symmetric memory of NCCL; ``label`` names it in the error.
+    """Return the symmetric memory of NCCL; ``label`` is the group's name, for the error.
 
     Raises:
         ShardError: If the backend of the shards is not NCCL.

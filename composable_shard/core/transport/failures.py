@@ -37,8 +37,9 @@ from composable_shard import _torch
 from composable_shard.core.transport import background
 from composable_shard.errors import CommunicationError, RankMismatchError, ShardError
 
-_losses: weakref.WeakKeyDictionary[dist.ProcessGroup, str]
-_losses = weakref.WeakKeyDictionary()
+# The process groups in which a collective has failed, each with the text of the error.
+_lost: weakref.WeakKeyDictionary[dist.ProcessGroup, str]
+_lost = weakref.WeakKeyDictionary()
 
 
 def missing_rank(group: dist.ProcessGroup, peer: int, got: object) -> ShardError:
@@ -51,7 +52,7 @@ def missing_rank(group: dist.ProcessGroup, peer: int, got: object) -> ShardError
     """
     rank = dist.get_process_group_ranks(group)[peer]
     error = ShardError(_shortened(f"Expected rank {rank} to take part in a collective, got {got}"))
-    _losses.setdefault(group, str(error))
+    _lost.setdefault(group, str(error))
     return error
 
 
@@ -69,21 +70,21 @@ def mismatch(group: dist.ProcessGroup, peer: int, expected: str, got: str) -> Ra
         f"Expected {expected} from rank {rank} as on this rank, got {got}; has a parameter been "
         "replaced or converted on one of the two ranks only?"
     )
-    _losses.setdefault(group, str(error))
+    _lost.setdefault(group, str(error))
     return error
 
 
 def is_lost(group: dist.ProcessGroup) -> bool:
     """Return whether a collective of ``group`` has failed."""
-    return group in _losses
+    return group in _lost
 
 
 def refuse_lost(group: dist.ProcessGroup) -> None:
     """Raise ``ShardError`` if a collective of ``group`` has failed."""
-    if _losses and group in _losses:
+    if _lost and group in _lost:
         raise ShardError(
             "Expected a process group without failures, got one that had failed before: "
-            f"{_losses[group]}"
+            f"{_lost[group]}"
         )
 
 
@@ -91,7 +92,7 @@ def with_op(error: RuntimeError, op: str) -> RuntimeError:
     """Return an error that names the rank and the operation of a failed collective.
 
     Args:
-        error: The error of the backend or of this library, unchanged if it names both.
+        error: The error of the backend or of this library; returned unchanged if it names both.
         op: The operation, such as "gathering group 'blocks.3'".
     """
     prefix = f"Rank {dist.get_rank()} failed while "
@@ -105,11 +106,11 @@ _DEADLOCK = "Expected all ranks to run the same collective, got "
 
 
 def _shortened(text: str) -> str:
-    """Return only the sentence about a deadlock, if a text ends with one."""
+    """Return the sentence about a deadlock at the end of a text; without one, the whole text."""
     return text[max(text.rfind(_DEADLOCK), 0) :]
 
 
-# Deadlocks, found from published waits. Pure ------------------------------------------------------
+# Deadlocks, found from published waits, without communication -------------------------------------
 
 
 class Wait(NamedTuple):
@@ -163,8 +164,8 @@ def find_deadlock(rank: int, waits: Mapping[int, Wait]) -> int | None:
 _UNEVEN = "if ranks have different numbers of batches, iterate with composable_shard.uneven()"
 ENDED = f"the end of its process; {_UNEVEN}"  # in a message: "got the end of its process"
 _POLL_AFTER = 1.0  # seconds that a wait may last before the store is polled
-_STORE_TIMEOUT = 2.0  # seconds to wait for the store; then an error has no cause
-_FAILED, _WAITS = "failed", "waits"  # store keys: f"{key} {rank}" has a rank's text
+_STORE_TIMEOUT = 2.0  # seconds to wait for the store; after that, the error names no cause
+_FAILED, _WAITS = "failed", "waits"  # store keys; f"{key} {rank}" has a rank's text
 _SIGNS_OF_A_TIME_OUT = ("time-out of", "Timed out", "timed out")
 _READ_RATE = 4000  # records of waits that all ranks together read each second, at most
 _NUM_LOCATED = 8  # the maximum number of ranks in a list of an error message
@@ -198,7 +199,7 @@ class _GroupStatus:
 
     def publish(self, key: str, text: str) -> None:
         self._store.set(f"{key} {self._group_rank}", text)
-        self._store.set(key, "")
+        self._store.set(key, "")  # some rank has published
 
     def withdraw(self, key: str) -> None:
         # Not deleted: the `get` of another rank would wait for the key.
@@ -219,8 +220,8 @@ class _GroupStatus:
         """Return the failure of a rank that has announced more failures than this one, if any.
 
         A failure of one rank makes the waits of all other ranks fail, and each announces its own
-        failure. So if another rank has an equal count, this rank has already failed for its latest
-        failure, too; this wait belongs to a later step, and must not fail again.
+        failure. So if the count of another rank is not larger, this rank has already failed for the
+        latest failure of that rank, and its current wait belongs to a later step.
         """
         failures = []
         for rank, text in self._published(_FAILED).items():
@@ -278,7 +279,7 @@ def status_of(group: dist.ProcessGroup) -> _GroupStatus | None:
 
 
 def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Exception) -> None:
-    """Publish the failure of this rank; its next collective withdraws it.
+    """Publish the failure of this rank; the next collective of this rank withdraws it.
 
     Args:
         groups: The process groups with ranks that may wait for this one.
@@ -305,7 +306,7 @@ def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Excepti
             text = f"{status.num_failures} {op}: {type(error).__name__}: {reason}"
             background.call_once(functools.partial(status.publish, _FAILED, text))
     if announced:
-        background.call_once(bool, _STORE_TIMEOUT)  # runs, and returns, after the publications
+        background.call_once(bool, _STORE_TIMEOUT)  # a call of nothing, after the publications
 
 
 def withdraw_failures() -> None:
@@ -358,8 +359,8 @@ class watched:
         number: The number that :func:`count_launch` returned; 0 to look for no deadlock.
 
     Raises:
-        CommunicationError: For any ``RuntimeError`` in the block, which is the ``__cause__``.
-        RankMismatchError: Likewise, for a ``RankMismatchError`` in the block.
+        CommunicationError: If the block raises a ``RuntimeError``, which becomes the ``__cause__``.
+        RankMismatchError: Likewise, if the block raises a ``RankMismatchError``.
     """
 
     __slots__ = (
@@ -408,7 +409,7 @@ class watched:
                 background.call_once(functools.partial(self._withdraw, self.status))
         if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
             explained = self.explain(error)
-            _losses.setdefault(self._group, str(explained))
+            _lost.setdefault(self._group, str(explained))
             raise explained from error
 
     def explain(self, error: RuntimeError) -> RuntimeError:
@@ -426,6 +427,7 @@ class watched:
         reason = str(error).removeprefix(f"Rank {dist.get_rank()} failed while {self._op}: ")
         if not self._cause or self._cause in reason or reason in self._cause:
             return error  # one text contains the other
+        # The sentence about a deadlock replaces the text of the backend.
         short = _shortened(text := f"{error}; {self._cause}")
         return CommunicationError(text) if short == text else with_op(ShardError(short), self._op)
 
@@ -443,7 +445,7 @@ class watched:
         """Poll the store if it is time. Called on the background thread."""
         status, now = self.status, time.monotonic()
         assert status is not None
-        pause = background.PERIOD + len(status.ranks) / 2000  # all ranks share the store
+        pause = background.PERIOD + len(status.ranks) / 2000  # all ranks poll one store
         if self.failure is not None or now < max(self._start + _POLL_AFTER, self._polled + pause):
             return
         self._polled = now

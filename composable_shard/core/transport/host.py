@@ -1,7 +1,7 @@
 """Copies between pinned memory of the host and a device, concurrent with compute.
 
-A device has one copy stream for each direction. A copy begins after the work that compute has
-launched before it. Compute waits for a copy only where it needs the copied values.
+A device has one copy stream for each direction. A copy begins after the earlier
+work of the compute stream, which waits for a copy only where it needs the copied values.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CopyStream:
         Hazard: memory of the copy stream is released on stream A. The next copy is launched from
         stream B, waits for B only, and overwrites what A still reads. Guard: the copy stream waits
         for A, too.
-        Test: ``test_nothing_is_seen_where_nothing_was_planted`` ("custom, offload, branches").
+        Test: ``test_nothing_is_seen_where_nothing_was_planted[custom, offload, branches]``.
         """
         return _ReuseGuard(self._stream, self._device)
 
@@ -131,8 +131,9 @@ def is_busy() -> bool:
 def synchronize() -> None:
     """Block the host until all copies in both directions are complete.
 
-    Hazard: user code writes shards that a device has yet to read. Guard: every backward, and
-    every forward that no backward follows, ends with this. Test: ``test_copies_may_be_late``.
+    Hazard: user code writes shards that a device has yet to read. Guard: every outer backward, and
+    every forward that cannot have one, ends with this; ``load_state_dict`` and optimizer steps
+    begin with it. Test: ``test_copies_may_be_late``.
     """
     for stream in [*uploads.values(), *downloads.values()]:
         stream.synchronize()

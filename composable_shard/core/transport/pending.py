@@ -1,8 +1,8 @@
 """Pending collectives: the wait for them, and the tensors and streams that they use.
 
 The allocator returns freed memory to its allocating stream, which reuses it at once. So tensors of
-a collective are allocated and released on the launching stream. The collective starts after the
-earlier work of that stream, which may still use the memory. :class:`Pending` keeps the tensors
+a collective are allocated and released on the launching stream. Earlier work of that stream may
+still use the memory, so the collective starts after this work. :class:`Pending` keeps the tensors
 until the wait, and `Program` runs the wait on the same stream, so the stream reuses the memory
 after the collective. :class:`UsedStreams` tracks memory that lives longer and is read on other
 streams. The CPU has no streams, and runs the same code. Copies of offloaded shards use streams of
@@ -23,7 +23,7 @@ from composable_shard.errors import ShardError
 
 
 class Waitable(Protocol):
-    """A launched collective, such as ``torch.distributed.Work``, or an event of any backend."""
+    """A launched collective, such as ``torch.distributed.Work``, or an event of any device type."""
 
     def wait(self) -> object:
         """Make the current stream (on the CPU: the caller) wait for it."""
@@ -38,7 +38,7 @@ class Pending:
 
     Args:
         works: The collectives, in the order of their waits.
-        op: The operation, for messages.
+        op: The operation, for error messages.
         stream: The launching stream; ``None`` on the CPU.
         owned: Tensors of the collectives that nothing else keeps alive.
     """
@@ -110,13 +110,16 @@ class UsedStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._has_streams = _torch.has_streams(device)
-        self._allocating_stream: torch.Stream | None = None  # until the memory is freed
+        self._allocating_stream: torch.Stream | None = None  # None if it is freed
         self.filling_stream: torch.Stream | None = None
         self._users: list[torch.Stream] = []
-        self._last_user: torch.Stream | None = None  # the stream that computes gradients
+        self._last_user: torch.Stream | None = None  # of the latest `record_use`
 
     def record_fill(self) -> None:
-        """Record that the current stream fills the memory, and allocates it if it was freed."""
+        """Record that the current stream fills the memory.
+
+        If the memory was freed, this stream allocates it; otherwise it waits for all users.
+        """
         if not self._has_streams:
             return
         stream = _torch.current_stream(self._device)
@@ -164,7 +167,7 @@ class UsedStreams:
         return _SAME_STREAM if is_current else _torch.on_stream(stream)
 
     def _wait_for_users(self, stream: torch.Stream) -> None:
-        """Let a stream wait for all other streams that use the memory."""
+        """Let a stream wait for all streams that use the memory, and for the current stream."""
         current = _torch.current_stream(self._device)
         users = {*self._users, self._allocating_stream, self.filling_stream, current}
         for other in users - {stream, None}:
@@ -186,7 +189,7 @@ side_streams: dict[torch.device, torch.Stream] = {}
 
 
 def side_stream(device: torch.device) -> torch.Stream | None:
-    """Return the stream for divisions and reductions over replicas; ``None`` on the CPU."""
+    """Return the stream for reductions over replicas, and divisions before; ``None`` on the CPU."""
     if not _torch.has_streams(device):
         return None
     return side_streams.get(device) or side_streams.setdefault(device, _torch.make_stream(device))

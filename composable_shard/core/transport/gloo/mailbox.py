@@ -14,7 +14,7 @@ Each rank writes only its own memory. The control words in the memory of a rank 
 - the number of entries that it has published;
 - for each other rank, the number of entries of that rank that this rank has read;
 - the ring buffer of entries;
-- for each other rank, the slots in which this rank acknowledges its messages.
+- for each other rank, the slots in which this rank acknowledges messages of that rank.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from composable_shard.core.transport.gloo.shared_memory import (
 from composable_shard.errors import ShardError
 
 NUM_ENTRIES = 256  # in the ring buffer
-NUM_ACKS = 1 << 14  # slots, so the maximum number of unacknowledged messages of a rank
+NUM_SLOTS = 1 << 14  # one for each message of a rank that is not acknowledged yet
 # The number of words of an entry: its number, the tag and the number of its collective (a `Key`),
 # the slot of its acknowledgements, and the start and nbytes of its slab.
 _ENTRY_WORDS = 6
@@ -75,13 +75,13 @@ class Entry(NamedTuple):
 
     Attributes:
         number: Its number, from 1.
-        ack: The slot in which each reader acknowledges it.
+        slot: The slot in which each reader acknowledges it.
         start: The start of the slab in the file of that rank.
         nbytes: The size of the slab; :data:`GIVEN_UP` if there is none.
     """
 
     number: int
-    ack: int
+    slot: int
     start: int
     nbytes: int
 
@@ -94,7 +94,7 @@ class Peer:
         file: The file with its memory.
         words: Its control words.
         num_entries_taken: The number of entries that this rank has taken from its ring buffer.
-        unread: The entries taken whose messages this rank has not acknowledged yet.
+        to_acknowledge: The entries taken, with messages that this rank has not acknowledged yet.
         unwanted: The keys of future messages that this rank will not need.
     """
 
@@ -103,7 +103,7 @@ class Peer:
         self.file = file
         self.words = file.words
         self.num_entries_taken = 0
-        self.unread: dict[Key, Entry] = {}
+        self.to_acknowledge: dict[Key, Entry] = {}
         self.unwanted: set[Key] = set()
 
 
@@ -130,22 +130,22 @@ class Mailbox:
         self._own: OwnFile = shared.own
         self._words = shared.own.words
         self._rank, self._num_ranks = group.rank(), group.size()
-        self._acks_start = 1 + self._num_ranks + NUM_ENTRIES * _ENTRY_WORDS
+        self._slots_start = 1 + self._num_ranks + NUM_ENTRIES * _ENTRY_WORDS
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._counts: dict[int, int] = {}  # of collectives, by tag
         self._num_published = 0
-        self._free_acks: list[int] = []
-        self._num_acks = 0  # the number of slots ever used
-        self._unacknowledged: list[_Published] = []
-        # Of each: the key, the ranks with unread messages, and whether this rank has published. Any
-        # thread may append.
+        self._free_slots: list[int] = []
+        self._num_slots = 0  # the number of slots ever used
+        self._published: list[_Published] = []
+        # For each collective: the key, the ranks with messages to acknowledge, and whether this
+        # rank has published. Any thread may append.
         self.given_up: deque[tuple[Key, list[int], bool]] = deque()
 
     @staticmethod
     def num_words(num_ranks: int) -> int:
         """Return the number of control words of each rank of a group."""
-        return 1 + num_ranks + NUM_ENTRIES * _ENTRY_WORDS + num_ranks * NUM_ACKS
+        return 1 + num_ranks + NUM_ENTRIES * _ENTRY_WORDS + num_ranks * NUM_SLOTS
 
     def next_key(self, tag: int) -> Key:
         """Begin a collective of a tag; return its key."""
@@ -164,16 +164,16 @@ class Mailbox:
         with self._lock:
             if not self.has_room(ranks):
                 return False
-            if not self._free_acks:
+            if not self._free_slots:
                 self._reclaim_slabs()
-            if not self._free_acks:
-                if self._num_acks == NUM_ACKS:
+            if not self._free_slots:
+                if self._num_slots == NUM_SLOTS:
                     return False
-                self._free_acks.append(self._num_acks)
-                self._num_acks += 1
-            ack = heappop(self._free_acks)
-            self._unacknowledged.append(_Published(self._num_published + 1, ack, slab, list(ranks)))
-            self._append_entry(key, ack, slab.start, slab.nbytes)
+                self._free_slots.append(self._num_slots)
+                self._num_slots += 1
+            slot = heappop(self._free_slots)
+            self._published.append(_Published(self._num_published + 1, slot, slab, list(ranks)))
+            self._append_entry(key, slot, slab.start, slab.nbytes)
         return True
 
     def allocate_slab(self, nbytes: int) -> Slab:
@@ -185,10 +185,10 @@ class Mailbox:
     def find_entry(self, peer: Peer, key: Key) -> Entry | None:
         """Return a peer's entry for a collective; ``None`` if the peer has not published it."""
         self.refuse_fork()
-        entry = peer.unread.get(key)
+        entry = peer.to_acknowledge.get(key)
         if entry is None:
             self.read_entries(peer)
-            entry = peer.unread.get(key)
+            entry = peer.to_acknowledge.get(key)
         return entry
 
     def read_entries(self, peer: Peer) -> None:
@@ -219,12 +219,12 @@ class Mailbox:
             _memory_barrier()
             while ranks:
                 peer = self.peers[ranks[-1]]
-                entry = peer.unread.get(key)
+                entry = peer.to_acknowledge.get(key)
                 if entry is None:
                     peer.unwanted.add(key)
                 else:
-                    self._ack(peer, entry)
-                    del peer.unread[key]
+                    self._acknowledge_entry(peer, entry)
+                    del peer.to_acknowledge[key]
                 ranks.pop()
 
     def catch_up(self) -> None:
@@ -246,7 +246,8 @@ class Mailbox:
     def process_given_up(self) -> None:
         """Finish the collectives that this rank has given up.
 
-        Acknowledge the messages of other ranks, and tell readers by an entry without a slab.
+        Acknowledge the messages of other ranks, and append an entry without a slab, which ends the
+        waits of readers.
 
         Hazard: the garbage collector may delete an exchange on any thread, also while the lock is
         held. Guard: a deleted exchange only appends to ``given_up``, and this call does the rest.
@@ -268,27 +269,28 @@ class Mailbox:
     def _add_entry(self, peer: Peer, key: Key, entry: Entry) -> None:
         if key in peer.unwanted:
             peer.unwanted.discard(key)
-            self._ack(peer, entry)
-        # A rank that is interrupted right after it has published also gives up: its message counts.
-        elif entry.nbytes != GIVEN_UP or key not in peer.unread:
-            peer.unread[key] = entry
+            self._acknowledge_entry(peer, entry)
+        # A rank that is interrupted right after it has published also appends an entry without a
+        # slab. Its message counts.
+        elif entry.nbytes != GIVEN_UP or key not in peer.to_acknowledge:
+            peer.to_acknowledge[key] = entry
 
-    def _ack(self, peer: Peer, entry: Entry) -> None:
+    def _acknowledge_entry(self, peer: Peer, entry: Entry) -> None:
         if entry.nbytes >= 0:
-            self._words[self._acks_start + peer.rank * NUM_ACKS + entry.ack] = entry.number
+            self._words[self._slots_start + peer.rank * NUM_SLOTS + entry.slot] = entry.number
 
     def _reclaim_slabs(self) -> None:
         """Free the slabs that all ranks have read."""
-        acks, peers = self._acks_start + self._rank * NUM_ACKS, self.peers
-        for published in list(self._unacknowledged):
-            ack_index, number, ranks = acks + published.ack, published.number, published.ranks
-            while ranks and peers[ranks[-1]].words[ack_index] == number:
+        first_slot, peers = self._slots_start + self._rank * NUM_SLOTS, self.peers
+        for published in list(self._published):
+            index, number, ranks = first_slot + published.slot, published.number, published.ranks
+            while ranks and peers[ranks[-1]].words[index] == number:
                 ranks.pop()
             if not published.ranks:
                 _memory_barrier()
-                self._unacknowledged.remove(published)
+                self._published.remove(published)
                 self._own.free(published.slab)
-                heappush(self._free_acks, published.ack)
+                heappush(self._free_slots, published.slot)
 
     def poll_room(self, ranks: Iterable[int]) -> bool:
         """Read all entries, because other ranks may wait for that; then return :meth:`has_room`."""
@@ -300,10 +302,10 @@ class Mailbox:
         index, required = 1 + self._rank, self._num_published + 1 - NUM_ENTRIES
         return required <= 0 or all(self.peers[rank].words[index] >= required for rank in ranks)
 
-    def _append_entry(self, key: Key, ack: int, start: int, nbytes: int) -> None:
+    def _append_entry(self, key: Key, slot: int, start: int, nbytes: int) -> None:
         number = self._num_published + 1
         first_word = 1 + self._num_ranks + self._num_published % NUM_ENTRIES * _ENTRY_WORDS
-        for offset, word in enumerate((number, *key, ack, start, nbytes)):
+        for offset, word in enumerate((number, *key, slot, start, nbytes)):
             self._words[first_word + offset] = word
         _memory_barrier()
         self._num_published = self._words[0] = number
@@ -322,7 +324,7 @@ class _Published:
     """A message that some of its ``ranks`` have not acknowledged yet."""
 
     number: int
-    ack: int
+    slot: int
     slab: Slab
     ranks: list[int]
 
