@@ -56,10 +56,10 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             "loss.backward(), without inputs=, which gives sharded parameters no gradients",
             stacklevel=2,
         )
-    host.synchronize()  # a forward without a backward may have launched copies of shards
+    host.synchronize()  # copies of shards may be in flight after a forward without a backward
     is_fused = any(param_group.get("fused") for param_group in optimizer.param_groups)
-    # DTensor would reduce the unreduced gradient of a shard that is not contiguous to a contiguous
-    # one. Fused kernels pair the elements of both in memory order: they would mix up elements.
+    # DTensor reduces an unreduced gradient to a contiguous tensor, even if the shard is not
+    # contiguous. Fused kernels pair shard and gradient in memory order: they would mix up elements.
     if is_fused and any(
         is_partial(p.grad) and not _torch.local_tensor(p).is_contiguous() for p in params
     ):
@@ -73,7 +73,10 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:
-    """Wrap plain states of a scalar parameter in DTensors; a load leaves full states plain."""
+    """Wrap plain states of a scalar parameter, except ``step``, in DTensors.
+
+    Loading a full state dict leaves them plain.
+    """
     for name, value in state.items():
         is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         if is_plain and value.ndim == 0 and name != "step":
@@ -81,7 +84,7 @@ def _distribute_state(param: DTensor, state: dict[str, Any]) -> None:
 
 
 def reduce_before_step(params: Iterable[torch.Tensor]) -> None:
-    """Reduce all unsynced gradients of each tree that has a group with ``reduces_each_step``.
+    """Reduce all unsynced gradients of each idle tree that has a group with ``reduces_each_step``.
 
     Collective: the reductions.
     """
@@ -91,7 +94,7 @@ def reduce_before_step(params: Iterable[torch.Tensor]) -> None:
 
 
 def free_after_step(params: Iterable[torch.Tensor]) -> None:
-    """Count a step on the groups of ``params``, and free or re-register what it made stale."""
+    """Count a step on the groups of ``params``; free what is stale, or register the shards."""
     for group in _groups_of(params):
         group.num_optimizer_steps += 1
         if group.tree.is_computing:

@@ -63,7 +63,7 @@ class TensorLayout:
 
     def whole(self, buffer: torch.Tensor) -> torch.Tensor:
         """View the first elements of a flat buffer as the whole tensor."""
-        if self.dim is None:
+        if self.dim is None:  # a scalar, or a stack of `inner` scalars
             return buffer[: self.flat.inner].view(self.shape)
         return self._in_user_order(buffer[: self.flat.numel].view(self.flat.shape))
 
@@ -199,7 +199,7 @@ class ParamPlacement:
             ``None`` if the axis is not data-parallel.
         unsharded_spec: The spec of the unsharded parameter; ``None`` if it is a plain tensor.
         unsharded_grad: For each axis of the mesh of the unsharded parameter, the placement of the
-            gradient after :meth:`local_grad`; ``None`` for the placement that it has.
+            gradient to which :meth:`local_grad` redistributes it; ``None`` to keep its placement.
     """
 
     mesh: DeviceMesh

@@ -48,9 +48,10 @@ class Program:
         pre_forward, post_forward, pre_backward, post_backward: Operations of features; on devices
             with streams, the two ``pre`` tuples also have operations that track the streams.
         accumulate: Operations that accumulate gradients without sync.
-        stages: The stages of a reduction, each a tuple of operations: under ``True`` with the
-            reduction over the replicas, under ``False`` without it. Stage 0 launches the
-            reduction. Each later stage begins with a wait, and the last one writes ``.grad``.
+        stages: A dict. ``True`` has the stages of a reduction that includes the replicas, ``False``
+            those of a reduction without them. Each stage is a tuple of operations. Stage 0 launches
+            the reduction. Each later stage begins with a wait, and by the end of the last one,
+            ``.grad`` is written.
         has_offloaded_replicas: Whether a reduction over the replicas is followed by a copy to the
             host.
         version_tensors: Tensors with version counters that grow when the shards change.
@@ -104,7 +105,7 @@ class Program:
     def is_current(self, generation: int, *, is_unsharded_registered: bool) -> bool:
         """Return whether the program still fits: slots, shards, settings and features.
 
-        Of the parameters, also ``requires_grad`` and ``grad_dtype`` must be unchanged.
+        ``requires_grad`` and ``grad_dtype`` of the sharded parameters must be unchanged, too.
         """
         sharded = self.sharded
         with _torch.without_overrides():
@@ -204,8 +205,8 @@ class Program:
                 regathers.append(Regather(bucket, channel, reshard_after))
         unsharded = tuple(chain.from_iterable(param.all_unsharded() for param in group.params))
         set_version = partial(_set_unsharded_version, group, unsharded)
-        freeable = [p.all_unsharded() for p in group.params if not p.shares_storage]
-        freed = tuple(chain.from_iterable(freeable))
+        freeable = (param for param in group.params if not param.shares_storage)
+        freed = tuple(chain.from_iterable(param.all_unsharded() for param in freeable))
         mark_freed = partial(_torch.set_versions, freed, (FREED,) * len(freed))
 
         def joined(phase: Phase, parts: Sequence[GatherOps]) -> GatherOps:
@@ -291,11 +292,12 @@ class Program:
     # Streams --------------------------------------------------------------------------------
 
     def _put_on_streams(self, group: Any) -> None:
-        """Run operations on the streams of the memory that they use; see ``UsedStreams``.
+        """Run each operation on a stream that uses its memory; see ``UsedStreams``.
 
         The stream that launched a gather also completes it, and the stream that launched a
-        reduction delivers it. Memory is freed on the stream that allocated it. Gradients are
-        reduced on the stream that computed them.
+        reduction delivers it. The stream that filled the memory launches a regather. Memory is
+        freed on the stream that allocated it. Gradients are reduced on the stream that computed
+        them.
         """
         streams: pending.UsedStreams = group.streams
         reduction_stream: list[torch.Stream] = []
@@ -325,10 +327,10 @@ class Program:
         launch = _within(streams.on_filling_stream, regather.launch)
         self.regather = regather._replace(launch=launch)
         self.accumulate = _within(streams.on_last_user, self.accumulate)
-        for has_replicas, (launch, *stages) in self.stages.items():
+        for all_reduces, (launch, *stages) in self.stages.items():
             launch = _within(streams.on_last_user, (*launch, record_launch))
             on_stream = (_within(on_reduction_stream, stage) for stage in stages)
-            self.stages[has_replicas] = (launch, *on_stream)
+            self.stages[all_reduces] = (launch, *on_stream)
 
 
 def reduced_together(

@@ -67,7 +67,10 @@ def _params_of(module: nn.Module) -> list[tuple[str, ShardedParam]]:
 
 
 def _before_save(module: nn.Module, *_: object) -> None:
-    """Register the sharded parameters: only for this save if a group computes, or is kept."""
+    """Register the sharded parameters.
+
+    They stay only for this save if a group of the tree computes, or after ``unshard()``.
+    """
     for name, param in _params_of(module):
         group: ParamGroup = param.group
         group.check_in_memory("for a state dict")

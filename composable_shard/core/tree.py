@@ -36,7 +36,7 @@ _is_trained = attrgetter("is_trained")
 
 
 class Call:
-    """One call of a group's module. Once the module has returned, only the autograd graph keeps it.
+    """One call of a group's module. After its return, only the autograd graph refers to it.
 
     Attributes:
         module: The module.
@@ -84,7 +84,7 @@ class Finalization:
         self._tree = tree
         self.is_manual = False
         self.handle: object = None
-        self._remedy: str | None = None  # how to finish unfinished backwards; None if all are
+        self._remedy: str | None = None  # how to finish the unfinished backwards, if there are any
 
     @property
     def has_unfinished_backwards(self) -> bool:
@@ -297,9 +297,9 @@ class Tree:
         An interrupt is an exception, such as ``KeyboardInterrupt``, that skips the forward hooks.
         """
         may_begin = group is self.call_stack[0].group or group is self.root
-        # After an interrupt, the frame of the outermost call has ended. If this frame still
-        # executes, a module has called itself. If the outermost call did
-        # not go through ``Module.__call__``, its frame is unknown: assume an interrupt.
+        # A call of any other group is an inner call. After an interrupt, the frame of the outermost
+        # call has ended. If this frame still executes, a module has called itself. If the outermost
+        # call did not go through ``Module.__call__``, its frame is unknown: assume an interrupt.
         return may_begin and not (self._outer_frame and _torch.is_executing(self._outer_frame))
 
     def _begin_forward(self, outermost: ParamGroup) -> None:
@@ -374,8 +374,8 @@ class Tree:
             feature.end_forward(self, outermost)
         self.tape.end_forward(outermost)
         for group in self.groups:
-            # Whether only some modules of the group have run in this forward. The next forward may
-            # run the other modules of the outermost group.
+            # Whether only some modules of the group have run, and the others will not run before
+            # the next use. The next forward may run those of the outermost group.
             will_not_complete = bool(group.modules_run) and group is not outermost
             if group.state is State.UNSHARDING:  # prefetched, but not used after all
                 group.reshard()
@@ -423,11 +423,11 @@ class Tree:
           done.
         - ``stays_after_forward`` is true, and a backward may follow or the user has called
           ``unshard()``: the unsharded parameters stay registered, and the user may change them.
-        - In four cases, the memory stays and the sharded parameters are registered: the sharding
-          gathers once a step and a backward may follow; this forward probably needs the group next;
-          ``stays_after_forward`` is true below the root, and this forward may call the group again;
-          or a backward may follow that begins with the group, and the user has not called
-          ``unshard()``.
+        - In four cases, the memory stays and the sharded parameters are registered:
+          ``gathers_once_a_step`` is true and a backward may follow; this forward probably needs the
+          group next; ``stays_after_forward`` is true, and this forward may call the group again
+          (not the root); or a backward may follow that begins with the group, and the user has not
+          called ``unshard()``.
         - Otherwise the group is freed. With ``reshard_after_forward=k``, it keeps a part if a
           backward may follow.
         """
@@ -480,7 +480,7 @@ class Tree:
         if not self.call_stack:
             if backward is not None:  # an earlier backward, which has failed
                 self.reset()
-            # Make a plan after new forwards. Another backward of the same forwards keeps theirs.
+            # Make a plan after new forwards. Another backward of the same forwards uses it again.
             if self.tape.visits:
                 self.plan = self.tape.plan_backward()
             if not self._has_streams:

@@ -68,8 +68,8 @@ def end_process_groups() -> None:
     """
     if not dist.is_available():
         return
-    # Wait first, even if the user has destroyed all groups: their threads run as long as anything
-    # refers to them.
+    # Wait first, even if the user has destroyed all groups: the threads of a group run as long as
+    # anything refers to the group.
     _torch.wait_for_workers(_EXIT_TIMEOUT)
     if not dist.is_initialized() or getattr(sys, "last_value", None) is not None:
         return
@@ -77,7 +77,7 @@ def end_process_groups() -> None:
         dist.destroy_process_group()
         return
     for group, pid in list(_creator_pids.items()):
-        if pid == os.getpid() and _torch.is_in_use(group):  # a forked child lacks its threads
+        if pid == os.getpid() and _torch.is_in_use(group):  # forks lack its threads
             dist.destroy_process_group(group)
 
 
@@ -119,7 +119,8 @@ def gather_by_rank(local: object, groups: Iterable[dist.ProcessGroup], op: str) 
     for group in groups:
         gathered = gather_objects(objects, group, op)
         for rank, theirs in zip(dist.get_process_group_ranks(group), gathered, strict=True):
-            # A fake group returns this rank's dict for every rank, so add an entry for `rank`.
+            # On a fake group, `theirs` is this rank's dict, without an entry for `rank`; on a real
+            # group, `theirs` overwrites the entry.
             objects |= {rank: local, **theirs}
     return dict(sorted(objects.items()))
 

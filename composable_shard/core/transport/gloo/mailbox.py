@@ -45,7 +45,7 @@ from composable_shard.core.transport.gloo.shared_memory import (
 from composable_shard.errors import ShardError
 
 NUM_ENTRIES = 256  # in the ring buffer
-NUM_SLOTS = 1 << 14  # one for each message of a rank that is not acknowledged yet
+NUM_SLOTS = 1 << 14  # one for each unacknowledged message of a rank
 # The number of words of an entry: its number, the tag and the number of its collective (a `Key`),
 # the slot of its acknowledgements, and the start and nbytes of its slab.
 _ENTRY_WORDS = 6
@@ -93,7 +93,8 @@ class Peer:
         rank: The rank.
         file: The file with its memory.
         words: Its control words.
-        num_entries_taken: The number of entries that this rank has taken from its ring buffer.
+        num_entries_taken: The number of entries that this rank has taken from the ring buffer of
+            the peer.
         to_acknowledge: The entries taken, with messages that this rank has not acknowledged yet.
         unwanted: The keys of future messages that this rank will not need.
     """
@@ -138,8 +139,8 @@ class Mailbox:
         self._free_slots: list[int] = []
         self._num_slots = 0  # the number of slots ever used
         self._published: list[_Published] = []
-        # For each collective: the key, the ranks with messages to acknowledge, and whether this
-        # rank has published. Any thread may append.
+        # For each collective given up: the key, the ranks with messages to acknowledge, and whether
+        # this rank has published. Any thread may append.
         self.given_up: deque[tuple[Key, list[int], bool]] = deque()
 
     @staticmethod
@@ -271,7 +272,7 @@ class Mailbox:
             peer.unwanted.discard(key)
             self._acknowledge_entry(peer, entry)
         # A rank that is interrupted right after it has published also appends an entry without a
-        # slab. Its message counts.
+        # slab: ignore that entry, and keep the message.
         elif entry.nbytes != GIVEN_UP or key not in peer.to_acknowledge:
             peer.to_acknowledge[key] = entry
 

@@ -45,7 +45,7 @@ class DirectAllGather(AllGatherLaunch):
     ) -> list[Waitable]:
         """Launch the all-gather, or a gather on rank ``to``, where other ranks pass no outputs."""
         local, remote = _peers_of(group)
-        rank, shards = group.rank(), _sendable(inputs)
+        rank, shards = group.rank(), _as_gloo_dtypes(inputs)
         sizes = [shard.nbytes for shard in shards]
         receives = to is None or to == rank
         own_addresses = [_addresses(outputs, sizes, rank)] if receives else []
@@ -58,13 +58,13 @@ class DirectAllGather(AllGatherLaunch):
                 for shard in shards:
                     messages.send(shard, peer)
             works.append(messages)
-        if not local or to == rank:  # otherwise `fill` copies them, too
+        if not local or to == rank:  # otherwise `fill`, below, copies this rank's shards
             _copy_shards(shards, *own_addresses)
         if not local:
             return works
-        # All local ranks take part, even with nothing to send: a message is found by its tag and
-        # its number. If `to` is remote, no local rank reads the shards of this rank. No rank reads
-        # those of rank `to`, which publishes no data.
+        # All local ranks take part, even with nothing to send: each counts the collectives of a
+        # tag, and finds a message by this count. If `to` is remote, no local rank reads the shards
+        # of this rank. Rank `to` publishes an entry without data: no rank reads its shards.
         posted = [] if to in remote else shards
 
         def fill(addresses: list[int]) -> None:
@@ -104,7 +104,7 @@ class _Messages:
     """Messages to and from ranks of other hosts, and the wait for all of them.
 
     A launch that fails does not raise; :meth:`wait` raises its error. So this rank still sends its
-    messages to all live ranks. Their errors then name the failed rank.
+    messages to all live ranks, and their errors name the failed rank, not this one.
     """
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
@@ -118,7 +118,7 @@ class _Messages:
 
     def receive_shards(self, outputs: Tensors, peers: list[int]) -> None:
         """Receive the shards of several ranks, each straight into its place."""
-        gathered = [out.view(self._group.size(), -1) for out in _sendable(outputs)]
+        gathered = [out.view(self._group.size(), -1) for out in _as_gloo_dtypes(outputs)]
         for peer in peers:
             for parts in gathered:
                 self.receive(parts[peer], peer)
@@ -147,7 +147,7 @@ class _Messages:
             except RuntimeError as error:
                 self._failures.append((peer, error))
             del work
-        for peer, cause in self._failures:
+        for peer, cause in self._failures:  # raise the first one
             raise missing_rank(self._group, peer, f"the error '{cause}'") from cause
         return True
 
@@ -162,7 +162,7 @@ def _read_shards(exchange: Exchange, local: list[int], outputs: Tensors, sizes: 
 class DirectReduceScatter(ReduceScatterLaunch):
     """Every rank receives its part from all others, and adds the parts.
 
-    Parts are added in rank order, so that all shards of a gradient round alike. They are added in
+    Parts are added in rank order, so that the result is the same on any rank. They are added in
     at least float32, so that half precision is rounded once, after the division. Parts from this
     host are widened during the addition; parts for other hosts are cast before they are sent.
     """
@@ -307,7 +307,7 @@ def _peers_of(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
     return [p for p in others if p in local], [p for p in others if p not in local]
 
 
-def _sendable(tensors: Sequence[torch.Tensor]) -> Tensors:
+def _as_gloo_dtypes(tensors: Sequence[torch.Tensor]) -> Tensors:
     """View 8-bit floats, which gloo does not support, as bytes."""
     return [
         tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor

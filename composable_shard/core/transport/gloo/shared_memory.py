@@ -34,13 +34,13 @@ from composable_shard.errors import ShardError
 SWITCH = "COMPOSABLE_SHARD_SHARED_MEMORY"
 IDLE_USES = 8
 """The memory of a free slab is returned to the system after more than this many allocations of
-other slabs. Forward uses fewer slabs than backward, so unused slabs are returned during forward,
-before backward starts, when memory use is highest."""
+other slabs. Forward uses fewer slabs than backward, so unused slabs are returned during forward.
+Memory use is highest when backward starts."""
 
 _MAP_FIXED = 0x10  # of mmap(2)
-_NUM_MAPPED = 16  # unused pieces of a peer's file that stay mapped
+_NUM_MAPPED = 16  # the most recently used pieces of a peer's file stay mapped
 _DONTNEED, _COLLAPSE = mmap.MADV_DONTNEED, 25  # of madvise(2)
-_HUGE_NBYTES = 2 * 1024 * 1024  # of a huge page; on other processors, slabs have small pages
+_HUGE_NBYTES = 2 * 1024 * 1024  # of a huge page on x86; where it is larger, slabs have small pages
 
 # Files, and the slabs in them ---------------------------------------------------------------------
 
@@ -147,6 +147,7 @@ class OwnFile:
 
     Raises:
         OSError: If the file cannot be created.
+        ShardError: If it cannot be mapped.
     """
 
     def __init__(self, num_words: int) -> None:
@@ -185,8 +186,8 @@ class OwnFile:
     def _new(self, nbytes: int) -> Slab:
         """Append a slab to the file, of huge pages where possible.
 
-        Huge pages are read three times as fast and allocated in a quarter of the time. The system
-        makes a huge page of a range in which at least one small page is allocated.
+        Huge pages are read three times as fast and allocated in a quarter of the time. ``madvise``
+        makes a huge page only of a range with at least one small page that is allocated already.
         """
         num_huge = nbytes // _HUGE_NBYTES
         alignment = _HUGE_NBYTES if num_huge else mmap.PAGESIZE
@@ -266,8 +267,8 @@ class View:
     """A slab of another rank.
 
     Pages that were read count as resident memory of this process, too, until :meth:`forget_pages`.
-    There is no ``__del__`` that calls it, since Python ignores a ``KeyboardInterrupt`` in
-    ``__del__``.
+    There is no ``__del__`` that calls it, since a ``KeyboardInterrupt`` in ``__del__`` would be
+    lost.
     """
 
     def __init__(self, piece: _Piece) -> None:
@@ -319,21 +320,21 @@ def share(group: dist.ProcessGroup, num_words: int) -> Shared:
     do not share. Test: ``test_a_rank_that_cannot_share_is_sent_messages``.
     """
     rank, host = group.rank(), _host()
-    own, refused = _new_file(num_words)
+    own, why_not = _new_file(num_words)
     place = None if own is None else (os.getpid(), own.file, os.fstat(own.file).st_ino)
     shared = Shared(own)
-    for peer, (its_host, its_place) in enumerate(_all_gather((host, place or refused), group)):
+    for peer, (its_host, place_or_why) in enumerate(_all_gather((host, place or why_not), group)):
         if peer == rank:
             continue
         if its_host == host:
             shared.on_this_host.append(peer)
-        if own is None or isinstance(its_place, str):
-            shared.reasons[peer] = refused or its_place
+        if own is None or isinstance(place_or_why, str):
+            shared.reasons[peer] = why_not or place_or_why
         elif its_host != host:
             shared.reasons[peer] = "they run on different hosts"
         else:
             try:
-                _open(shared, peer, its_place, num_words)
+                _open(shared, peer, place_or_why, num_words)
             except (OSError, ShardError) as error:
                 shared.reasons[peer] = f"a rank cannot open or map the file of another: {error}"
     _exchange_reasons(shared, group)
