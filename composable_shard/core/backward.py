@@ -43,8 +43,8 @@ class GroupProgress:
             checkpoint runs the backward of the recomputed calls in another graph task. Until that
             task begins, the nodes of these calls are missing from ``expected_nodes``.
         num_recomputes: The number of calls of this group that checkpoints have yet to recompute.
-            A call inside nested checkpoints counts once, for the innermost one, which recomputes
-            it last.
+            Nested checkpoints recompute a call several times; only the last time, by the innermost
+            one, counts.
         has_input_markers: Whether every call that autograd has reached has input markers. Without
             markers, autograd may read the parameters after it has accumulated their gradients, so
             the group is freed only at the end.
@@ -75,9 +75,9 @@ class Backward:
         self.is_inner = bool(tree.call_stack)
         plan: Plan[ParamGroup] = NO_PLAN if self.is_inner else tree.plan
         self.steps = list(plan.steps)
-        # `_to_finish`: the groups of the plan, and groups that `_ensure_progress` has added.
+        # `_reached`: the groups of the plan, and groups that `_ensure_progress` adds.
         # `_to_gather`: groups with a gather step ahead.
-        self._to_finish, self._to_gather = set(plan.groups), set(plan.groups)
+        self._reached, self._to_gather = set(plan.groups), set(plan.groups)
         self._finish_queue: deque[ParamGroup] = deque()  # finish step reached, nodes pending
         self._tree, self._groups = tree, tree.groups
         self._to_free: list[ParamGroup] = []  # groups that `close` frees
@@ -166,8 +166,8 @@ class Backward:
         """
         progress: GroupProgress = group.progress
         if not progress.expected_nodes:
-            if group not in self._to_finish:  # its forward came before an earlier backward
-                self._to_finish.add(group)
+            if group not in self._reached:  # an earlier backward has cleared its visits
+                self._reached.add(group)
                 self.steps.append(PlanStep(group, is_gather=False))
             if self.is_inner:
                 self._tree.tape.advance(group, 0)  # so that the next forward prefetches it
@@ -296,12 +296,12 @@ class Backward:
             The groups of the plan, and the other groups that this backward has reached.
 
         Raises:
-            ShardError: If a gradient was accumulated after its group was reduced. Only on
-                ranks where this happened, after the last collective of the backward.
+            ShardError: If a gradient was accumulated after its group was reduced. Raised only on
+                these ranks, after the last collective of the backward.
         """
         self._run_steps(ends=True)  # in the same order as ranks that ran these steps earlier
         for group in self._groups:
-            if group in self._to_finish or self.is_inner:
+            if group in self._reached or self.is_inner:
                 continue
             # A frozen group whose inputs need no gradient is not in the plan, but may be unsharded.
             if group.is_unsharded_registered and not group.is_kept_by_user:
@@ -319,14 +319,14 @@ class Backward:
             else:
                 group.reshard()
         # `_finish` has cleared `finished_nodes`: a node recorded since then has run too late.
-        for group in self._to_finish:
+        for group in self._reached:
             if group.finished_nodes and group.program.has_unsharded_grads():
                 raise ShardError(
                     f"Expected all gradients of {group.label} before its reduction, got a later "
                     "gradient from a backward inside this one; run one backward after the other"
                 )
         self._has_closed = True
-        return self._to_finish
+        return self._reached
 
 
 def _gather_now(group: ParamGroup) -> None:
@@ -341,7 +341,7 @@ def _gather_now(group: ParamGroup) -> None:
 def _graph_error(group: ParamGroup) -> ShardError:
     return ShardError(
         f"Expected a backward into the parameters of {group.label} without create_graph=True, got "
-        "create_graph=True, but reduced gradients have no graph; for gradients of inputs, call "
+        "create_graph=True, and reduced gradients have no graph; for gradients of inputs, call "
         "torch.autograd.grad(loss, inputs, create_graph=True)"
     )
 
@@ -355,7 +355,7 @@ def _refuse_autograd_grad(group: ParamGroup) -> None:
     if reduces and not group.tree.call_stack and not group.is_kept_by_user:
         raise ShardError(
             f"Expected loss.backward() for the parameters of {group.label}, got autograd.grad, "
-            "which returns this rank's gradients; to get them, set_requires_gradient_sync(False)"
+            "which returns gradients of this rank only; for them, set_requires_gradient_sync(False)"
         )
 
 
@@ -370,7 +370,7 @@ def _is_input_half(group: ParamGroup) -> bool:
     Raises:
         ShardError: On all ranks of the stage, if the sharded parameters are registered.
     """
-    # A schedule that splits backwards sets set_is_last_backward(False) first or finalizes by hand.
+    # A schedule that splits backwards has called set_is_last_backward(False), or it finalizes them.
     tree = group.tree
     is_last = tree.is_last_backward and not tree.finalization.is_manual
     accumulators = group.program.accumulators
@@ -379,8 +379,8 @@ def _is_input_half(group: ParamGroup) -> bool:
     if group.is_unsharded_registered:
         return True
     markers = [node for call in group.live_calls() for node in call.markers]
-    # If the module used the unsharded parameters, the graph has their accumulators, which this
-    # backward does not run.
+    # If the module used the unsharded parameters, the graph has their accumulators. This backward
+    # does not run them, so a weight half will.
     if _torch.is_reachable(accumulators, stop_at=markers):
         raise ShardError(
             f"Expected the unsharded parameters of {group.label} to be registered in a backward of "

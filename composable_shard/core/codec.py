@@ -265,7 +265,7 @@ def padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 # Attributes that users set on a parameter ---------------------------------------------------------
 
 
-_IS_PARAM = "_is_param"  # torch marks parameters of other classes with this attribute
+_IS_PARAM = "_is_param"  # torch's mark of a subclass tensor that is a parameter
 
 
 def share_attributes(sharded: nn.Parameter, unsharded: nn.Parameter) -> AttributeCopier | None:
@@ -335,6 +335,6 @@ class AttributeCopier:
 def attributes_of_user(param: nn.Parameter) -> dict[str, object]:
     """Return the attributes that users have set on a parameter, without those of its class."""
     class_attrs = {_IS_PARAM}
-    if type(param) not in (nn.Parameter, DTensor):  # `detach` drops the attributes of users
+    if type(param) not in (nn.Parameter, DTensor):  # `detach` keeps those of the class
         class_attrs.update(param.detach().__dict__)
     return {name: value for name, value in param.__dict__.items() if name not in class_attrs}

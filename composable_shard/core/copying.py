@@ -60,7 +60,7 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 @torch.no_grad()
 def _copied_sharded(param: ShardedParam, copied: nn.Parameter | None) -> nn.Parameter:
-    """Copy the sharded parameter, unless it was copied before, for example with an optimizer."""
+    """Copy the sharded parameter, unless this deepcopy has done so, such as for an optimizer."""
     local = _torch.local_tensor(param.sharded)
     if copied is None:
         with torch.inference_mode(False):
@@ -68,7 +68,7 @@ def _copied_sharded(param: ShardedParam, copied: nn.Parameter | None) -> nn.Para
             spec = param.spec("sharded", new.dtype)
             copied = _torch.parameter_of(_torch.from_local(new, spec), param.sharded.requires_grad)
     new = _torch.local_tensor(copied)
-    if type(new) is torch.Tensor:  # users may have set hooks on the shard
+    if type(new) is torch.Tensor:  # attributes of users, such as fsdp_pre_all_gather
         new.__dict__.update(local.__dict__)
     param.record_user_state()
     carry_over(param, copied)
@@ -86,13 +86,13 @@ class SavedModule(NamedTuple):
 
     Attributes:
         attributes: The state that the module itself would pickle, without the other two fields.
-        states: The states of torch's composable functions that were applied to the module.
-        applied: Torch's registry of these functions for the module, by name.
+        composable_states: The states of torch's composable functions on the module.
+        composable_registry: Torch's registry of these functions for the module, by name.
     """
 
     attributes: Any
-    states: dict[Any, Any]
-    applied: dict[str, Any]
+    composable_states: dict[Any, Any]
+    composable_registry: dict[str, Any]
 
 
 class _SavedGroup(NamedTuple):
@@ -134,12 +134,12 @@ def restore_module(module: nn.Module, saved: SavedModule) -> ParamGroup:
     """Restore and return the group of a module that already has its attributes again."""
     group = group_of(module)
     assert group is not None
-    module.__dict__[_torch.COMPOSABLE_STATE] = saved.states
-    module.__dict__[_torch.COMPOSABLE_REGISTRY] = saved.applied
-    restored = group.__dict__
-    if _SAVED in restored:  # else unpickling has not reached the group's own state yet
-        if "tree" not in restored:
-            _restore_group(group, restored[_SAVED])
+    module.__dict__[_torch.COMPOSABLE_STATE] = saved.composable_states
+    module.__dict__[_torch.COMPOSABLE_REGISTRY] = saved.composable_registry
+    attributes = group.__dict__
+    if _SAVED in attributes:  # else unpickling has not reached the group's own state yet
+        if "tree" not in attributes:
+            _restore_group(group, attributes[_SAVED])
         _join(group)
     return group
 
@@ -188,7 +188,7 @@ def _join(group: ParamGroup) -> None:
 
 
 def _restored(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and the modules below it, as far as the modules above them are restored."""
+    """Yield a module, and all below it that can be reached through restored modules."""
     yield module
     for child in module.__dict__.get("_modules", {}).values():
         if child is not None:

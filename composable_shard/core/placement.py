@@ -48,8 +48,8 @@ class TensorLayout:
     flat: ParamLayout
 
     @property
-    def is_plain(self) -> bool:
-        """Whether a gradient is sent as it is: cut along dim 0, not permuted, not empty."""
+    def is_cut_in_rows(self) -> bool:
+        """Whether a gradient is cut along dim 0, is not permuted, and has elements."""
         return self.dim == 0 and self.order is None and self.flat.numel > 0
 
     def in_memory_order(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class TensorLayout:
 
     def whole(self, buffer: torch.Tensor) -> torch.Tensor:
         """View the first elements of a flat buffer as the whole tensor."""
-        if self.dim is None:  # a scalar, or a stack of `inner` scalars
+        if self.dim is None:  # a scalar, or `flat.inner` scalars of `stacked`
             return buffer[: self.flat.inner].view(self.shape)
         return self._in_user_order(buffer[: self.flat.numel].view(self.flat.shape))
 
@@ -153,7 +153,7 @@ def packing_alignment(dtypes: Iterable[torch.dtype], device: torch.device) -> in
 
 
 def matching_pieces(
-    layout: ParamLayout, flat: torch.Tensor, shards: torch.Tensor
+    layout: ParamLayout, elements: torch.Tensor, shards: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Pair views of a whole parameter with views of its shards.
 
@@ -162,11 +162,11 @@ def matching_pieces(
 
     Args:
         layout: The layout of the parameter.
-        flat: The whole parameter, [numel] or longer.
+        elements: The whole parameter, [numel] or longer.
         shards: Its padded shards, [num_shards, shard_numel].
     """
     num_full, per_shard = layout.num_full, layout.rows_per_shard
-    whole = flat[: layout.numel].view(layout.outer, layout.num_rows, layout.inner)
+    whole = elements[: layout.numel].view(layout.outer, layout.num_rows, layout.inner)
     pieces = []
     if num_full:
         rows = whole[:, : num_full * per_shard]
@@ -198,8 +198,8 @@ class ParamPlacement:
         axes: For each mesh axis, the placement of the parameter, and the role of the axis, which is
             ``None`` if the axis is not data-parallel.
         unsharded_spec: The spec of the unsharded parameter; ``None`` if it is a plain tensor.
-        unsharded_grad: For each axis of the mesh of the unsharded parameter, the placement of the
-            gradient to which :meth:`local_grad` redistributes it; ``None`` to keep its placement.
+        unsharded_grad: For each axis of the mesh of the unsharded parameter, the placement to which
+            :meth:`local_grad` redistributes the gradient; ``None`` to leave it as it is.
     """
 
     mesh: DeviceMesh
@@ -228,7 +228,7 @@ class ParamPlacement:
     def local_grad(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the local tensor of an unsharded gradient, before it is cut into shards.
 
-        Collective: for a DTensor with other placements than the parameter, the redistribution over
+        Collective: redistributes a DTensor with other placements than those of the parameter, over
             the axes that are not data-parallel.
         """
         if self.unsharded_spec is None:
@@ -249,9 +249,9 @@ def plan_placement(
     """Choose the mesh and placements of a parameter.
 
     Args:
-        name: The name of the parameter in messages.
+        name: The name of the parameter in error messages.
         param: The parameter, a plain tensor or a DTensor.
-        dim: The dim to shard; ``None`` replicates it.
+        dim: The dim to shard; ``None`` to replicate the parameter.
         mesh: The data-parallel ranks.
 
     Raises:

@@ -22,15 +22,15 @@ own, so ``all_reduce_launched`` comes before ``averaged``.
   replicas, the all-reduce is already running, so do not read the buffer.
 - ``reduced_over_shards``: after ``averaged``, only if the gradients are also reduced over replicas.
   The all-reduce is already launched: do not read the buffer.
-- ``all_reduce_launched``, ``before_wait_for_all_reduce``: after the reduction over replicas is
-  launched, if there is one, and before the wait for it.
+- ``all_reduce_launched``, ``before_wait_for_all_reduce``: only if gradients are reduced over
+  replicas: after the launch of this reduction, and before the wait for it.
 - ``deliver``: after the mean over all ranks is in the reduced buffer, before it is written to
   ``.grad``.
-- ``delivered``: after ``.grad`` is written, if the gradients are not reduced over replicas. With a
-  copy to the host, after this copy is launched; no phase marks the later write.
+- ``delivered``: if the gradients are not reduced over replicas: after ``.grad`` is written, or, if
+  they are copied to the host first, after this copy is launched (no phase marks the write).
 - ``replicas_delivered``: like ``delivered``, but if the gradients are also reduced over replicas.
 - ``before_wait_for_copies``, ``copies_done``: before and after the host waits for copies between
-  host and device, at the end of a backward, and of a forward without one; for the root only.
+  host and device, at the end of a backward, or of a forward that cannot have one; for the root.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 Op = Callable[[], object]
-"""One operation of a program: a callable without arguments."""
+"""One operation of a compiled step (`program.py`): a callable without arguments."""
 
 Phase = Literal[
     "pre_forward",

@@ -142,7 +142,7 @@ class Reduction:
         self._is_tensor_parallel = any(p.placement.unsharded_spec is not None for p in self.params)
         flat = [param.layout.flat for param in self.params]
         self._may_lack_rows = any(each.num_nonempty < each.num_shards for each in flat)
-        self._is_plain = all(param.layout.is_plain for param in self.params)
+        self._is_cut_in_rows = all(param.layout.is_cut_in_rows for param in self.params)
         self._plan()
         settings, num_shards = group.settings, self._mesh.num_shards
         # Write gradients that no rank had, too: zeros, or values that the all-reduce hook fills in.
@@ -182,7 +182,7 @@ class Reduction:
         ]
         self._packed_views: list[torch.Tensor] = []  # the place of each gradient in `_packed`
         has_one_row_each = num_shards > 1 and {layout.rows_per_shard for layout in packed} == {1}
-        if self._is_plain and has_one_row_each and not _torch.aligns(device):
+        if self._is_cut_in_rows and has_one_row_each and not _torch.aligns(device):
             rows = _torch.empty(*self._packed_shape, dtype=self.dtype, device=device)
             numels = [*(layout.inner for layout in packed), self.num_flags]
             *columns, flags_column = rows.split_with_sizes(numels, 1)
@@ -268,7 +268,7 @@ class Reduction:
         if any(map(_is_sparse, grads)):
             refuse_sparse(self.params, grads)
         num_direct = self._num_direct
-        if not self._is_plain:
+        if not self._is_cut_in_rows:
             grads = [  # cut along dim 0: drop leading dims of size 1, or stack the padded shards
                 layout.in_memory_order(grad).flatten(0, layout.flat.dim)
                 if layout.flat.outer == 1

@@ -88,8 +88,8 @@ class Managed:
     """The parameters that one ``fully_shard`` call shards.
 
     Attributes:
-        modules: The top modules and all modules below them, except those below inner groups and
-            replicated modules.
+        modules: The top modules and all modules below them, except the modules of inner groups,
+            replicated modules, and all below these.
         slots: The slots (modules and names) of each parameter.
         names: The qualified name of each parameter.
         taken_over: The parameters that inner groups lose to the new group.
@@ -110,13 +110,13 @@ def find_managed(
     ignored: Iterable[nn.Parameter],
     sharded_first: Collection[nn.Module] = (),
 ) -> Managed:
-    """Collect the parameters of modules, except those below sharded or replicated inner modules.
+    """Collect the parameters of modules, except those of sharded or replicated inner modules.
 
-    A parameter that is tied to a parameter of a replicated module is replicated, too. Users call
-    ``fully_shard`` from the bottom up. An inner group has replaced the original parameters by
-    shards. If a module of this call still holds such an original, the parameter is tied. If all
-    modules that hold it are inside the modules of this call, the new group takes the parameter
-    over; otherwise the inner group keeps it, until a later call contains all of them.
+    A parameter that is tied to one of a replicated module is left alone. Users call ``fully_shard``
+    from the bottom up, and inner groups have replaced their original parameters by shards. So an
+    original that a module here still holds is tied. The new group takes it over if all modules that
+    hold it are inside of ``modules``; otherwise the inner group keeps it, and a later call may take
+    it over.
 
     Args:
         modules: The top modules.
@@ -155,11 +155,11 @@ def find_managed(
             slots.setdefault(param, []).append(slot)
     taken_over = []
     for (param, owner), tied_slots in tied.items():
-        if not owner.is_as_made:
+        if not owner.is_untouched:
             raise ValueError(
                 f"Expected parameter '{prefixes[tied_slots[0].module]}{tied_slots[0].name}' to be "
-                f"tied before its group was used or changed, got it tied to '{owner.name}' "
-                "later; call fully_shard on all modules that share it before use"
+                f"sharded with '{owner.name}', to which it is tied, got a call after that group "
+                "was used or changed; shard all modules that share it before use"
             )
         if all(slot.module in prefixes for slot in owner.slots):
             slots[param] = [*owner.slots, *tied_slots]
@@ -257,6 +257,7 @@ def _cut_subclass(param: ShardedParam, part: torch.Tensor) -> torch.Tensor:
             return the tensor's class.
     """
     kind = type(part)
+    # Hooks that are set on the tensor itself do not count.
     must_keep_class = _torch.is_subclass(part) or hasattr(kind, PRE) or hasattr(kind, GRAD_PRE)
 
     def checked(op: str, result: torch.Tensor) -> torch.Tensor:
@@ -277,7 +278,7 @@ def _cut_subclass(param: ShardedParam, part: torch.Tensor) -> torch.Tensor:
             dtype = param.policy.compute_dtype(shard.dtype)
             checked(f"to({dtype})", shard.to(dtype))
         is_meta = shard.device.type == "meta"
-        # `cloned` uses `new_zeros` of classes that cannot be rebuilt from their inner tensors.
+        # `cloned` calls `new_zeros` only for a class that it cannot rebuild from inner tensors.
         return checked("new_zeros", _torch.cloned(shard if is_meta else shard.to(param.device)))
     except Exception as error:
         is_ours = isinstance(error, ExtensionError)

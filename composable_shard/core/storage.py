@@ -331,7 +331,7 @@ class ShardedParam:
         return int(self.sharded._version + self.local._version)
 
     @property
-    def is_as_made(self) -> bool:
+    def is_untouched(self) -> bool:
         """Whether the group is still unused, and the sharded parameter unchanged."""
         is_unused = not self.group.is_compiled and self.version() == self.version_when_made
         return is_unused and all(slot.get() is self.sharded for slot in self.slots)

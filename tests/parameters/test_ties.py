@@ -148,8 +148,8 @@ def after_what_is_around() -> Any:
 
 
 USED = (
-    "Expected parameter 'inner.head.weight' to be tied before its group was used or changed, got "
-    "it tied to 'weight' later; call fully_shard on all modules that share it before use"
+    "Expected parameter 'inner.head.weight' to be sharded with 'weight', to which it is tied, got "
+    "a call after that group was used or changed; shard all modules that share it before use"
 )
 SHARDED_TWICE = (
     "Expected parameter '{}' to be sharded once, got the sharded parameter '{}' of another group; "

@@ -114,7 +114,7 @@ def test_autograd_grad_by_parameters_that_stay_unsharded_is_refused(kwargs: dict
     assert failure.exception_type is ShardError
     assert failure.message == (
         "Expected loss.backward() for the parameters of the root group, got autograd.grad, which "
-        "returns this rank's gradients; to get them, set_requires_gradient_sync(False)"
+        "returns gradients of this rank only; for them, set_requires_gradient_sync(False)"
     )
 
 

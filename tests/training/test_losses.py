@@ -100,7 +100,7 @@ def test_a_parameter_that_forward_changes_in_place_is_refused() -> None:
 
 CREATE_GRAPH = (
     "Expected a backward into the parameters of the root group without create_graph=True, "
-    "got create_graph=True, but reduced gradients have no graph; for gradients of inputs, call "
+    "got create_graph=True, and reduced gradients have no graph; for gradients of inputs, call "
     "torch.autograd.grad(loss, inputs, create_graph=True)"
 )
 

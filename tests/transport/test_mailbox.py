@@ -432,7 +432,7 @@ def interrupted_at_launch(name: str) -> list[str]:
 @pytest.mark.parametrize("name", ["allocate_slab", "publish"])
 def test_a_rank_that_is_interrupted_before_it_publishes_is_missed_at_once(name: str) -> None:
     _, (missed, refused) = run_ranks(interrupted_at_launch, 2, name)
-    expected = "Expected rank 0 to take part in a collective, got a message that it gave up"
+    expected = "Expected rank 0 to take part in a collective, got a notice that it has given up"
     assert missed.removeprefix("Rank 1 failed while communicating: ") == expected
     assert refused == (
         f"Expected a process group without failures, got one that had failed before: {expected}"

@@ -1,4 +1,4 @@
-"""The errors of failed collectives: they name the missing rank and the operation on each rank.
+"""The errors of failed collectives: they name the missing rank and the operation of this rank.
 
 After a failed collective, its process group is lost: the ranks are out of step, and a rank could
 mistake a message of the failed collective for a message of the next one. So gloo closes its
@@ -119,7 +119,7 @@ class Wait(NamedTuple):
     Attributes:
         op: The operation, such as "gathering group 'blocks.3'".
         key: The key of the collective, the same on all ranks.
-        number: 1 for the first collective with this key, and so on.
+        number: 1 for the first collective with this key, and so on; 0 if unknown.
         launched: The number of launched collectives by key.
     """
 
@@ -165,7 +165,7 @@ _UNEVEN = "if ranks have different numbers of batches, iterate with composable_s
 ENDED = f"the end of its process; {_UNEVEN}"  # in a message: "got the end of its process"
 _POLL_AFTER = 1.0  # seconds that a wait may last before the store is polled
 _STORE_TIMEOUT = 2.0  # seconds to wait for the store; after that, the error names no cause
-_FAILED, _WAITS = "failed", "waits"  # store keys; f"{key} {rank}" has a rank's text
+_FAILED, _WAITS = "failed", "waits"  # store keys; f"{key} {rank in the group}" has a rank's text
 _SIGNS_OF_A_TIME_OUT = ("time-out of", "Timed out", "timed out")
 _READ_RATE = 4000  # records of waits that all ranks together read each second, at most
 _NUM_LOCATED = 8  # the maximum number of ranks in a list of an error message
@@ -202,7 +202,7 @@ class _GroupStatus:
         self._store.set(key, "")  # some rank has published
 
     def withdraw(self, key: str) -> None:
-        # Not deleted: the `get` of another rank would wait for the key.
+        # Empty, not deleted: otherwise the `get` of another rank would wait for the key.
         self._store.set(f"{key} {self._group_rank}", "")
 
     def _published(self, key: str) -> dict[int, str]:
@@ -219,9 +219,9 @@ class _GroupStatus:
     def failure(self) -> str | None:
         """Return the failure of a rank that has announced more failures than this one, if any.
 
-        A failure of one rank makes the waits of all other ranks fail, and each announces its own
-        failure. So if the count of another rank is not larger, this rank has already failed for the
-        latest failure of that rank, and its current wait belongs to a later step.
+        A failure of one rank makes the waits of all others fail, so every rank announces one more
+        failure. A rank with a larger count has a failure that this rank has not yet seen. Failures
+        of ranks with the same count belong to earlier steps.
         """
         failures = []
         for rank, text in self._published(_FAILED).items():
@@ -306,7 +306,7 @@ def announce(groups: Iterable[dist.ProcessGroup | None], op: str, error: Excepti
             text = f"{status.num_failures} {op}: {type(error).__name__}: {reason}"
             background.call_once(functools.partial(status.publish, _FAILED, text))
     if announced:
-        background.call_once(bool, _STORE_TIMEOUT)  # a call of nothing, after the publications
+        background.call_once(bool, _STORE_TIMEOUT)  # returns when the text is published
 
 
 def withdraw_failures() -> None:
@@ -356,7 +356,7 @@ class watched:
         group: The process group.
         op: The operation, such as "gathering group 'blocks.3'".
         key: The key of the collective, the same on all ranks.
-        number: The number that :func:`count_launch` returned; 0 to look for no deadlock.
+        number: The number that :func:`count_launch` returned; 0 to skip the search for a deadlock.
 
     Raises:
         CommunicationError: If the block raises a ``RuntimeError``, which becomes the ``__cause__``.
@@ -426,7 +426,7 @@ class watched:
         background.call_once(functools.partial(self._find_cause, status, is_late), _STORE_TIMEOUT)
         reason = str(error).removeprefix(f"Rank {dist.get_rank()} failed while {self._op}: ")
         if not self._cause or self._cause in reason or reason in self._cause:
-            return error  # one text contains the other
+            return error  # the cause says nothing new
         # The sentence about a deadlock replaces the text of the backend.
         short = _shortened(text := f"{error}; {self._cause}")
         return CommunicationError(text) if short == text else with_op(ShardError(short), self._op)
@@ -445,7 +445,7 @@ class watched:
         """Poll the store if it is time. Called on the background thread."""
         status, now = self.status, time.monotonic()
         assert status is not None
-        pause = background.PERIOD + len(status.ranks) / 2000  # all ranks poll one store
+        pause = background.PERIOD + len(status.ranks) / 2000  # longer if more ranks poll the store
         if self.failure is not None or now < max(self._start + _POLL_AFTER, self._polled + pause):
             return
         self._polled = now

@@ -116,7 +116,7 @@ class Exchange:
     ) -> None:
         self._unread: list[int] = []
         self._views: list[View] = []
-        self._is_published = True  # until there is a key, `__del__` has nothing to give up
+        self._is_published = True  # not yet, but without a key, `__del__` must do nothing
         mailbox = mailbox_of(group)
         assert mailbox is not None
         self._group, self.spec = group, spec
@@ -135,7 +135,7 @@ class Exchange:
         if not publish():
             for rank in ranks:  # one by one, so that the error names a late rank
                 self._wait(rank, partial(mailbox.poll_room, [rank]))
-            self._wait(ranks[0], publish)  # no acknowledgement slot is free; any rank may be late
+            self._wait(ranks[0], publish)  # no slot is free; any rank may be late
         self._is_published = True
 
     def all_published(self) -> bool:
@@ -181,7 +181,7 @@ class Exchange:
         find = partial(self._mailbox.find_entry, self._mailbox.peers[rank], self._key)
         entry: Entry = find() or self._wait(rank, find)
         if entry.nbytes == GIVEN_UP:
-            raise failures.missing_rank(self._group, rank, "a message that it gave up")
+            raise failures.missing_rank(self._group, rank, "a notice that it has given up")
         return entry
 
     def _spec_of(self, view: View, rank: int, nbytes: int) -> MessageSpec:

@@ -92,7 +92,7 @@ def _copy_shards(shards: Tensors, *into: list[int]) -> None:
 
 
 def copy_bytes(source: int, nbytes: int, *into: int) -> None:
-    """Copy from one address to others, in chunks that fit into a cache."""
+    """Copy from one address to others; if there are several, in chunks that fit into a cache."""
     piece = CHUNK_NBYTES if len(into) > 1 else max(nbytes, 1)
     for start in range(0, nbytes, piece):
         count = min(piece, nbytes - start)
@@ -103,8 +103,8 @@ def copy_bytes(source: int, nbytes: int, *into: int) -> None:
 class _Messages:
     """Messages to and from ranks of other hosts, and the wait for all of them.
 
-    A launch that fails does not raise; :meth:`wait` raises its error. So this rank still sends its
-    messages to all live ranks, and their errors name the failed rank, not this one.
+    A launch that fails does not raise; :meth:`wait` raises its error. So all live ranks still
+    get the messages of this rank, and the errors on those ranks name the failed rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
@@ -160,11 +160,12 @@ def _read_shards(exchange: Exchange, local: list[int], outputs: Tensors, sizes: 
 
 
 class DirectReduceScatter(ReduceScatterLaunch):
-    """Every rank receives its part from all others, and adds the parts.
+    """Every rank receives what the others contribute to its part, and adds the contributions.
 
-    Parts are added in rank order, so that the result is the same on any rank. They are added in
-    at least float32, so that half precision is rounded once, after the division. Parts from this
-    host are widened during the addition; parts for other hosts are cast before they are sent.
+    They are added in rank order, so that a sum does not depend on the rank that adds, and in at
+    least float32, so that half precision is rounded once, after the division. Parts from this
+    host are widened during the addition; parts for other hosts are cast to the dtype of the
+    output before they are sent.
     """
 
     widens = True
