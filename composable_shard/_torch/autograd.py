@@ -147,15 +147,15 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def notes_of_checkpoints(*, with_graph_around: bool) -> list[dict[Any, Any]]:
-    """Return a dict for notes on each kind of checkpoint (reentrant or not) around this forward.
+def dicts_of_checkpoints(*, grad_enabled_around: bool) -> list[dict[Any, Any]]:
+    """Return a dict for each kind of checkpoint (reentrant or not) around this forward.
 
-    The notes belong to the outermost checkpoint of a kind, which recomputes all nested ones in
-    backward.
+    The caller may store anything in it. It belongs to the outermost checkpoint of its kind, which
+    recomputes all nested ones in backward.
 
     Args:
-        with_graph_around: Whether gradients are known to be enabled outside of the checkpoints. If
-            not, a reentrant checkpoint counts if one of its inputs needs a gradient.
+        grad_enabled_around: Whether gradients are known to be enabled outside of the checkpoints.
+            If not, a reentrant checkpoint counts if one of its inputs needs a gradient.
     """
     if torch.is_grad_enabled() and _autograd._top_saved_tensors_default_hooks(False) is None:
         return []
@@ -168,7 +168,7 @@ def notes_of_checkpoints(*, with_graph_around: bool) -> list[dict[Any, Any]]:
             if frame.f_code is checkpoint.CheckpointFunction.forward.__code__:
                 outermost = frame.f_locals["ctx"]
             frame = frame.f_back
-        if outermost is not None and (with_graph_around or any(outermost.needs_input_grad)):
+        if outermost is not None and (grad_enabled_around or any(outermost.needs_input_grad)):
             found.append(outermost)
     return [vars(holder).setdefault("_composable_shard_notes", {}) for holder in found]
 

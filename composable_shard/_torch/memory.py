@@ -153,7 +153,7 @@ _spare: deque[torch.UntypedStorage] | None = None
 _swap: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)  # not in every version
 
 
-def keep_spare() -> None:
+def keep_freed_memory() -> None:
     """From now on, keep big host memory that is freed for the next allocation.
 
     The allocator would return it to the system or split it, and the next gather would get fresh
@@ -166,7 +166,7 @@ def keep_spare() -> None:
         _spare = deque(maxlen=2)
 
 
-def return_spare() -> None:
+def return_freed_memory() -> None:
     """Give kept memory back to the allocator, and keep no more."""
     global _spare
     _spare = None

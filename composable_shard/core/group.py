@@ -254,7 +254,7 @@ class ParamGroup:
         registered = self.is_unsharded_registered
         if self.is_compiled:
             program, version = self.program, self._gathered_version
-            is_current = program.is_current if is_used_now else program.has_slots
+            is_current = program.is_current if is_used_now else program.has_same_slots
             if is_current(self.tree.generation, is_unsharded_registered=registered):
                 if self.state is not State.SHARDED and version != self._shard_version():
                     self.reshard()

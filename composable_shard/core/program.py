@@ -110,14 +110,14 @@ class Program:
         sharded = self.sharded
         with _torch.without_overrides():
             return (
-                self.has_slots(generation, is_unsharded_registered=is_unsharded_registered)
+                self.has_same_slots(generation, is_unsharded_registered=is_unsharded_registered)
                 and all(map(is_, _torch.local_tensors(sharded), self._local_shards))
                 and _torch.storage_numbers(sharded) == self._storage_numbers
                 and tuple(map(_requires_grad, sharded)) == self.requires_grad
                 and tuple(map(_grad_dtype, sharded)) == self._grad_dtypes
             )
 
-    def has_slots(self, generation: int, *, is_unsharded_registered: bool) -> bool:
+    def has_same_slots(self, generation: int, *, is_unsharded_registered: bool) -> bool:
         """Return whether slots, settings and features are unchanged; cheaper than `is_current`."""
         expected = self._slots_unsharded if is_unsharded_registered else self._slots_sharded
         return generation == self.generation and all(map(is_, self.registered(), expected))

@@ -244,7 +244,7 @@ class Tree:
             call.version_sum = group.unsharded_version * len(freeable)
             if group.is_kept_by_user:  # versions differ if users have written to parameters
                 call.version_sum = sum(map(_version, freeable))
-            checkpoints = _torch.notes_of_checkpoints(with_graph_around=self._grad_enabled)
+            checkpoints = _torch.dicts_of_checkpoints(grad_enabled_around=self._grad_enabled)
             if checkpoints or torch.is_grad_enabled():
                 interval = self._interval_of(checkpoints) if checkpoints else None
                 call.visit = self.tape.enter(group, interval)
@@ -313,7 +313,7 @@ class Tree:
         self.finalization.check_waited()
         self.prepare_gather()
         if not self._has_streams:  # the allocator of the CPU keeps no memory for the next gather
-            _torch.keep_spare()
+            _torch.keep_freed_memory()
         self._outer_frame, self._grad_enabled = _torch.module_call_frame(), torch.is_grad_enabled()
         self.tape.begin_forward(outermost)
 
@@ -367,7 +367,7 @@ class Tree:
             self.reset()
             return
         if _current_task() == -1:  # otherwise the end of the running backward does this
-            _torch.return_spare()
+            _torch.return_freed_memory()
         if not self.tape.visits:  # otherwise the end of the backward waits
             self._wait_for_copies()
         for feature in self.features:
@@ -461,7 +461,7 @@ class Tree:
         """Return the `Interval` that these nested checkpoints share on the tape.
 
         Args:
-            checkpoints: The dicts of ``_torch.notes_of_checkpoints``, which store the interval
+            checkpoints: The dicts of ``_torch.dicts_of_checkpoints``, which store the interval
                 under this tree.
         """
         known = next((notes[self] for notes in checkpoints if self in notes), None)
@@ -484,7 +484,7 @@ class Tree:
             if self.tape.visits:
                 self.plan = self.tape.plan_backward()
             if not self._has_streams:
-                _torch.keep_spare()
+                _torch.keep_freed_memory()
             self._run_without_program(self.root, "pre_backward")
         self._backward = Backward(self)
         return self._backward
@@ -503,7 +503,7 @@ class Tree:
         self._wait_for_copies()
         self._backward = None
         self.tape.clear()
-        _torch.return_spare()
+        _torch.return_freed_memory()
         if backward.kept and not self.is_accumulating:
             for group in backward.kept:
                 group.reshard()
@@ -576,7 +576,7 @@ class Tree:
             self._backward = None
             self.tape.clear()
         self.call_stack.clear()
-        _torch.return_spare()
+        _torch.return_freed_memory()
         self._to_free.clear()
         self.finalization.reset()
         for group in self.groups:

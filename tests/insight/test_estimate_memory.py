@@ -60,7 +60,7 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 @poisoned_memory(False)  # which keeps memory for a while
-@mock.patch.object(_torch, "keep_spare", lambda: None)  # so does this, for the next gather
+@mock.patch.object(_torch, "keep_freed_memory", lambda: None)  # so does this, for the next gather
 def measure(
     build: Callable[[], nn.Module], kwargs: dict[str, Any], shape: int | tuple[int, int]
 ) -> tuple[int, int]:

@@ -47,9 +47,9 @@ def keeping() -> Iterator[None]:
     if memory._swap is None:
         pytest.skip("this torch cannot hand memory from one storage to another")
     with _torch.poisoned_memory(False):
-        _torch.keep_spare()
+        _torch.keep_freed_memory()
         yield
-        _torch.return_spare()
+        _torch.return_freed_memory()
 
 
 def sizes_kept() -> list[int]:

@@ -79,7 +79,7 @@ def is_lost(group: dist.ProcessGroup) -> bool:
     return group in _lost
 
 
-def refuse_lost(group: dist.ProcessGroup) -> None:
+def raise_if_lost(group: dist.ProcessGroup) -> None:
     """Raise ``ShardError`` if a collective of ``group`` has failed."""
     if _lost and group in _lost:
         raise ShardError(

@@ -232,7 +232,7 @@ class Exchange:
             if result := poll():
                 return result
             os.sched_yield()
-        failures.refuse_lost(self._group)
+        failures.raise_if_lost(self._group)
         peer, start = self._mailbox.peers[rank], time.monotonic()
         last_check = now = start
         shortest, longest = _SLEEPS

@@ -22,7 +22,7 @@ from composable_shard.core.transport.collectives import (
     WaitThenCall,
     sum_dtype,
 )
-from composable_shard.core.transport.failures import missing_rank, refuse_lost
+from composable_shard.core.transport.failures import missing_rank, raise_if_lost
 from composable_shard.core.transport.gloo.exchange import Exchange, MessageSpec
 from composable_shard.core.transport.gloo.mailbox import local_ranks
 from composable_shard.core.transport.pending import Waitable
@@ -300,7 +300,7 @@ def _peers_of(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
 
     Both lists begin with the next rank, so that the ranks do not all begin with the same peer.
     """
-    refuse_lost(group)
+    raise_if_lost(group)
     rank, num_ranks, local = group.rank(), group.size(), local_ranks(group)
     others = [*range(rank + 1, num_ranks), *range(rank)]
     if len(local) == len(others):
