@@ -20,8 +20,8 @@ own, so ``all_reduce_launched`` comes before ``averaged``.
 - ``before_wait_for_reduction``, ``averaged``: before and after the wait for the reduce-scatter.
   After the wait, the reduced buffer holds the mean over the shard axis; but with streams and
   replicas, the all-reduce is already running, so do not read the buffer.
-- ``reduced_over_shards``: after ``averaged``, only if the gradients are also reduced over replicas.
-  The all-reduce is already launched: do not read the buffer.
+- ``reduced_over_shards``: only if the gradients are also reduced over replicas: the first phase
+  after both ``averaged`` and the launch of the all-reduce. Do not read the buffer.
 - ``all_reduce_launched``, ``before_wait_for_all_reduce``: only if gradients are reduced over
   replicas: after the launch of this reduction, and before the wait for it.
 - ``deliver``: after the mean over all ranks is in the reduced buffer, before it is written to
