@@ -370,7 +370,7 @@ def _is_input_half(group: ParamGroup) -> bool:
     Raises:
         ShardError: On all ranks of the stage, if the sharded parameters are registered.
     """
-    # A schedule that splits backwards has called set_is_last_backward(False), or it finalizes them.
+    # A schedule that splits backwards has called set_is_last_backward(False), or finalizes by hand.
     tree = group.tree
     is_last = tree.is_last_backward and not tree.finalization.is_manual
     accumulators = group.program.accumulators

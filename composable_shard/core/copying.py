@@ -1,7 +1,7 @@
 """Deep copies and pickles of sharded modules: the same shards, groups and settings.
 
-Only the lists of modules to prefetch are left out. A copy works like a pickle: each object chooses
-the state to save, and a new object gets this state.
+The lists of modules to prefetch are left out; pickles also leave out streams. A copy works like a
+pickle: each object chooses the state to save, and a new object gets this state.
 A group and its modules refer to each other, so either may be restored first. When all modules and
 groups below a group are restored, these groups join one tree.
 """

@@ -94,7 +94,10 @@ def reduce_before_step(params: Iterable[torch.Tensor]) -> None:
 
 
 def free_after_step(params: Iterable[torch.Tensor]) -> None:
-    """Count a step on the groups of ``params``; free what is stale, or register the shards."""
+    """Count an optimizer step for the groups of ``params``.
+
+    Groups that gather once a step are freed; the others register their sharded parameters.
+    """
     for group in _groups_of(params):
         group.num_optimizer_steps += 1
         if group.tree.is_computing:
