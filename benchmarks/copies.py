@@ -93,8 +93,9 @@ class Copies(Observer):
         watched = {
             (point_to_point.DirectAllGather, "launch"): self._saw_launch,
             (point_to_point.DirectReduceScatter, "launch"): self._saw_launch,
+            (exchange, "copy_bytes"): self._saw_copy,
             (point_to_point, "copy_bytes"): self._saw_copy,
-            (exchange.Exchange, "read"): self._saw_message,
+            (exchange.Exchange, "_find"): self._saw_message,
         }
         for (owner, name), note in watched.items():
             self._patches.enter_context(noticed(owner, name, note))
@@ -108,8 +109,8 @@ class Copies(Observer):
     def _saw_launch(self, *_: Any) -> None:
         self.counts.collectives += 1
 
-    def _saw_copy(self, source: int, nbytes: int, *into: int) -> None:
-        self.counts.in_collectives += nbytes * len(into)
+    def _saw_copy(self, into: int, source: int, nbytes: int) -> None:
+        self.counts.in_collectives += nbytes
 
     def _saw_message(self, exchange: Any, *_: Any) -> None:
         for numel, dtype in zip(exchange.spec.numels, exchange.spec.dtypes, strict=True):

@@ -14,8 +14,6 @@ import torch
 from observe import Observer, tensors_in
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from composable_shard._torch import memory
-
 
 class LiveStorage(Observer):
     """Tracks the storages of the inputs and outputs of all operations.
@@ -51,8 +49,6 @@ class LiveStorage(Observer):
             else:
                 start = storage.data_ptr()
                 ranges.append((start, start + storage.nbytes()))
-        for storage in memory._spare or ():  # freed, and kept for the next gather
-            ranges.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
         return union_length(ranges)
 
     def reset_peak(self) -> None:

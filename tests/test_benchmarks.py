@@ -147,9 +147,12 @@ def test_ours_copies_only_what_travels_packed() -> None:
         "backward": again + sum(copied) + 2 * flags,
         "optimizer": 0,
         "arithmetic": 0,
-        # of gathers: own parts, and what others read; of reductions: that again, own parts, sums
-        # over ranks and means
-        "in_collectives": 3 * sum(sizes) + sum(sizes[index] for index in blocks) + 4 * flags,
+        # of gathers: what others map, and both parts of what is packed; of reductions: what others
+        # read, own parts, sums over ranks and means
+        "in_collectives": (sum(sizes) + sum(sizes[index] for index in blocks)) / 2
+        + (sum(copied) + again)
+        + 2 * sum(sizes)
+        + 4 * flags,
     }
     assert counts.collectives == 2 * 8
 

@@ -3,19 +3,20 @@
 With ``COMPOSABLE_SHARD_POISON_MEMORY=1``, these functions fill memory when they allocate it and
 before they free it: floats with NaN, integers and bytes with a pattern. A read that is too early or
 too late then always gives wrong values; otherwise it may by luck give the right ones. Tests run
-with it. Without it, these functions only allocate, keep and free.
+with it. Without it, these functions only allocate and free.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import sys
 import threading
 import warnings
-from collections import deque
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import attrgetter
@@ -121,6 +122,28 @@ def poison(address: int, nbytes: int) -> None:
         ctypes.memset(address, POISON_OF_FLOATS, nbytes)
 
 
+_PAGE = mmap.PAGESIZE
+_MAPPED_NBYTES = 1 << 17  # smaller pieces are copied as fast
+_FIXED = mmap.MAP_PRIVATE | 0x10  # of mmap(2)
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+
+
+@functools.cache
+def _mmap() -> Any:
+    function, number = ctypes.CDLL(None, use_errno=True).mmap, ctypes.c_int
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, number, number, number, ctypes.c_int64]
+    function.restype = ctypes.c_void_p
+    return function
+
+
+def map_memory(
+    address: int | None, nbytes: int, access: int, flags: int, file: int, start: int
+) -> int | None:
+    """Call ``mmap(2)``; return the address, or ``None`` on failure, with ``ctypes.get_errno()``."""
+    got: int | None = _mmap()(address, nbytes, access, flags, file, start)
+    return None if got == ctypes.c_void_p(-1).value else got
+
+
 _HUGE_PAGE, _POPULATE_WRITE = 14, 23  # of madvise(2)
 _BIG_NBYTES = 2 * 1024 * 1024  # the size of a huge page
 _advise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
@@ -137,8 +160,8 @@ def with_pages(tensor: torch.Tensor) -> torch.Tensor:
     if _advise is None or nbytes < _BIG_NBYTES or not _is_of_host(tensor):
         return tensor
     storage = tensor.untyped_storage()
-    begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (storage.data_ptr() + nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    begin = -(-storage.data_ptr() // _PAGE) * _PAGE
+    length = (storage.data_ptr() + nbytes - begin) // _PAGE * _PAGE
     for advice in (_HUGE_PAGE, _POPULATE_WRITE):
         _advise(ctypes.c_void_p(begin), ctypes.c_size_t(length), advice)
     return tensor
@@ -149,43 +172,7 @@ def is_big(tensor: torch.Tensor) -> bool:
     return tensor.nbytes >= (_BIG_NBYTES if _poison is None else 1) and _is_of_host(tensor)
 
 
-_spare: deque[torch.UntypedStorage] | None = None
 _swap: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)  # not in every version
-
-
-def keep_freed_memory() -> None:
-    """From now on, keep big host memory that is freed for the next allocation.
-
-    The allocator would return it to the system or split it, and the next gather would get fresh
-    pages, which the system fills with zeros. The next big allocation takes the kept memory or frees
-    it; there are never more than two pieces. On devices with streams, the caching allocator does
-    this.
-    """
-    global _spare
-    if _spare is None and _swap is not None:
-        _spare = deque(maxlen=2)
-
-
-def return_freed_memory() -> None:
-    """Give kept memory back to the allocator, and keep no more."""
-    global _spare
-    _spare = None
-
-
-def _takes_spare(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Take kept memory of the right size, if there is any; free the pieces that were kept before.
-
-    Returns:
-        Whether the storage has memory now.
-    """
-    spare, nbytes = _spare, tensor.nbytes
-    while spare and not storage.size() and is_big(tensor):
-        with contextlib.suppress(IndexError):  # ranks may be threads
-            kept = spare.popleft()
-            if kept.size() == nbytes:
-                _swap(storage, kept)
-                return True
-    return False
 
 
 def _is_of_host(tensor: torch.Tensor) -> bool:
@@ -193,12 +180,103 @@ def _is_of_host(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and type(tensor) is torch.Tensor
 
 
+_mappable: weakref.WeakValueDictionary[int, MappableMemory] = weakref.WeakValueDictionary()
+_mapped: set[MappableMemory] = set()
+
+
+class MappableMemory:
+    """Host memory of a tensor, with pages that a mapping of a file can replace.
+
+    Freed memory keeps its address, but has no pages.
+
+    Hazard: the allocator gets memory with pages of a file, which it would take for its own. Guard:
+    ``_mapped`` keeps such memory; :func:`unmap_unused` restores its pages and lets it go. Test:
+    ``test_mapped_memory_is_freed_with_pages_of_its_own``.
+
+    Args:
+        tensor: It begins at a page.
+
+    Attributes:
+        storage: The storage of the tensor.
+        has_been_mapped: Whether pages were ever replaced.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.storage, self._other = tensor.untyped_storage(), torch.UntypedStorage(0, device="cpu")
+        self._begin, self._nbytes = tensor.data_ptr(), tensor.nbytes // _PAGE * _PAGE
+        self._owners: set[object] = set()
+        self.has_been_mapped = False
+
+    def swap(self) -> None:
+        """Free the memory, or allocate it again; its content is then undefined."""
+        self._drop_pages()
+        _swap(self.storage, self._other)
+
+    def map(self, address: int, nbytes: int, file: int, start: int, owner: object) -> bool:
+        """Replace whole pages by those of a file, of which a write makes a copy.
+
+        Args:
+            address: The address of the pages.
+            nbytes: Their size.
+            file: The descriptor of the file.
+            start: The start of its pages.
+            owner: An object to keep until :meth:`unmap`.
+
+        Returns:
+            Whether the pages were replaced; not if they are few, or if the system refuses.
+        """
+        if nbytes < (_MAPPED_NBYTES if _poison is None else _PAGE):
+            return False
+        self.has_been_mapped = True
+        _mapped.add(self)
+        self._owners.add(owner)
+        return map_memory(address, nbytes, _READ_WRITE, _FIXED, file, start) is not None
+
+    def unmap(self) -> None:
+        """Drop all pages if some are those of a file; the content is then undefined."""
+        if self._owners:
+            self._drop_pages()
+
+    def _drop_pages(self) -> None:
+        if self._nbytes:
+            map_memory(self._begin, self._nbytes, _READ_WRITE, _FIXED | mmap.MAP_ANONYMOUS, -1, 0)
+        self._owners.clear()
+        _mapped.discard(self)
+
+
+def unmap_unused() -> None:
+    """Unmap memory that no tensor refers to any more, which frees it."""
+    for memory in list(_mapped):
+        if torch._C._storage_Use_Count(memory.storage._cdata) == 1:
+            memory.unmap()
+
+
+def mappable_memory(tensor: torch.Tensor) -> MappableMemory | None:
+    """Return the memory of a tensor, if its pages can be replaced."""
+    return _mappable.get(storage_number(tensor))
+
+
+def empty_mappable(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Make an uninitialized tensor of the host; if it is big, in :class:`MappableMemory`."""
+    made = torch.empty(numel + _PAGE // dtype.itemsize, dtype=dtype, device="cpu")
+    if _swap is None or not is_big(made):
+        return empty(numel, dtype=dtype, device="cpu")
+    tensor = made[-made.data_ptr() % _PAGE // dtype.itemsize :][:numel]
+    _mappable[storage_number(tensor)] = memory = MappableMemory(tensor)
+    tensor.__dict__["memory"] = memory  # keeps it
+    return tensor
+
+
 def allocate(tensor: torch.Tensor) -> None:
     """Allocate the memory of a tensor that fills its storage, if the storage is empty."""
     storage = tensor.untyped_storage()
     nbytes = tensor.nbytes
-    if storage.size() != nbytes:
-        if not _takes_spare(tensor, storage):
+    if storage.size() < nbytes:
+        if (memory := mappable_memory(tensor)) is not None:
+            memory.swap()
+            if not memory.has_been_mapped:
+                with_pages(tensor)
+        else:
             storage.resize_(nbytes)
             with_pages(tensor)
         if _poison is not None:
@@ -225,11 +303,8 @@ def free(tensor: torch.Tensor) -> bool:
     if _poison is not None:
         _poison.sweep()
         fill(storage, tensor.dtype)
-    spare = _spare
-    if spare is not None and storage.size() and is_big(tensor):
-        freed = torch.UntypedStorage(0, device="cpu")
-        _swap(freed, storage)
-        spare.append(freed)
+    if storage.size() and (memory := mappable_memory(tensor)) is not None:
+        memory.swap()
     else:
         storage.resize_(0)
     return True

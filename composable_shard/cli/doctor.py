@@ -77,18 +77,16 @@ def look() -> Facts:
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = "cpu" if accelerator is None else accelerator.type
-    num_devices = 0 if accelerator is None else torch.accelerator.device_count()
     module, has_affinity = torch.get_device_module(device_type), hasattr(os, "sched_getaffinity")
     device_name = getattr(module, "get_device_name", lambda _: device_type)
     builds = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
     packages = {name: installed_version(name) for name in ("composable_shard", "einops")}
-    python = platform.python_version()
     return {
-        "versions": {"torch": torch.__version__, "python": python, **packages},
+        "versions": {"torch": torch.__version__, "python": platform.python_version(), **packages},
         "build": next((f"{name} {number}" for name, number in builds.items() if number), "cpu"),
         "system": f"{platform.system()} {platform.release()}",
         "backends": {name: dist.is_backend_available(name) for name in BACKENDS},
-        "devices": [str(device_name(index)) for index in range(num_devices)],
+        "devices": [str(device_name(index)) for index in range(torch.accelerator.device_count())],
         "device_type": device_type,
         "num_cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1,
         "load": round(os.getloadavg()[0], 1),
@@ -174,19 +172,13 @@ def _be_rank(num_ranks: int, device_type: str, nbytes: int, folder: str, rank: i
     if device_type != "cpu":
         device = torch.device(device_type, rank)
         torch.accelerator.set_device_index(rank)
-    dist.init_process_group(
-        dist.get_default_backend_for_device(device),
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=num_ranks,
-        timeout=datetime.timedelta(seconds=TIMEOUT),
-    )
-    try:
-        found = _measure_rank(device, nbytes)
-        dist.barrier()
-        return found
-    finally:
-        dist.destroy_process_group()
+    backend, store = dist.get_default_backend_for_device(device), f"file://{folder}/store"
+    timeout = datetime.timedelta(seconds=TIMEOUT)
+    dist.init_process_group(backend, store, timeout=timeout, rank=rank, world_size=num_ranks)
+    found = _measure_rank(device, nbytes)
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
 
 
 Launch = Callable[[], list[Waitable] | None]
@@ -207,18 +199,14 @@ def _measure_rank(device: torch.device, nbytes: int) -> Facts:
     # Bytes are copied without the operators of torch, which too many threads make slow.
     source, target = bytearray(received), memoryview(bytearray(received))
 
-    def gather() -> list[Waitable]:
-        return channel.gather([gathered.view(-1)], [shard])
-
-    def reduce() -> list[Waitable]:
-        return channel.reduce([shard], [full], None)
+    gather = partial(channel.gather, [gathered.view(-1)], [shard])
+    reduce = partial(channel.reduce, [shard], [full], None)
 
     def copy() -> None:
         target[:] = source
 
     def measured(how: object, launch: Launch, result: torch.Tensor, right: torch.Tensor) -> Facts:
-        median = _median(launch, device)
-        seconds, is_wrong = worst(device, median, bool((result != right).any()))
+        seconds, is_wrong = worst(device, _median(launch, device), bool((result != right).any()))
         return {
             "how": type(how).__name__,
             "seconds": seconds,

@@ -623,8 +623,7 @@ class FlatBucket:
         layout, mesh = self.layout, self.mesh
         self.unsharded = self.sharded  # with `shares_storage`, both layouts are equal
         if not self.shares_storage:
-            numel, dtype, device = layout.unsharded_numel, self.compute_dtype, mesh.device
-            self.unsharded = _torch.empty(numel, dtype=dtype, device=device)
+            self.unsharded = channel.allocate(layout.unsharded_numel, dtype=self.compute_dtype)
         for param, offset in zip(self.params, layout.unsharded_offsets, strict=True):
             view = param.layout.whole(self.unsharded[offset:])
             # A view with its own version counter: no gather bumps it, and `program.py` sets it.

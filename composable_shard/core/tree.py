@@ -162,7 +162,6 @@ class Tree:
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self.groups = list(groups)
         self.root = groups[0]
-        self._has_streams = _torch.has_streams(self.root.mesh.device)
         old_features = dict.fromkeys(
             chain.from_iterable(group.tree.features for group in groups if group.tree)
         )
@@ -312,8 +311,6 @@ class Tree:
                 group.reshard()
         self.finalization.check_waited()
         self.prepare_gather()
-        if not self._has_streams:  # the allocator of the CPU keeps no memory for the next gather
-            _torch.keep_freed_memory()
         self._outer_frame, self._grad_enabled = _torch.module_call_frame(), torch.is_grad_enabled()
         self.tape.begin_forward(outermost)
 
@@ -366,8 +363,6 @@ class Tree:
             self.tape.discard_forward()
             self.reset()
             return
-        if _current_task() == -1:  # otherwise the end of the running backward does this
-            _torch.return_freed_memory()
         if not self.tape.visits:  # otherwise the end of the backward waits
             self._wait_for_copies()
         for feature in self.features:
@@ -483,8 +478,6 @@ class Tree:
             # Make a plan after new forwards. Another backward of the same forwards uses it again.
             if self.tape.visits:
                 self.plan = self.tape.plan_backward()
-            if not self._has_streams:
-                _torch.keep_freed_memory()
             self._run_without_program(self.root, "pre_backward")
         self._backward = Backward(self)
         return self._backward
@@ -503,7 +496,6 @@ class Tree:
         self._wait_for_copies()
         self._backward = None
         self.tape.clear()
-        _torch.return_freed_memory()
         if backward.kept and not self.is_accumulating:
             for group in backward.kept:
                 group.reshard()
@@ -576,7 +568,6 @@ class Tree:
             self._backward = None
             self.tape.clear()
         self.call_stack.clear()
-        _torch.return_freed_memory()
         self._to_free.clear()
         self.finalization.reset()
         for group in self.groups:

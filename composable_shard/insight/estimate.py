@@ -429,7 +429,8 @@ class LiveBytes(_torch.DispatchMode):
     def look(self) -> None:
         """Read the size of gathered memory and of gradients, which is set without an operation."""
         for memory in list(self._resized):
-            self._set(memory, self._kind_of(memory))
+            kind, _ = self._counted.get(weakref.ref(memory), ("", 0))
+            self._set(memory, kind)
         self.peak = max(self.peak, self.now, key=attrgetter("total"))
 
     def restart(self) -> None:
@@ -440,10 +441,6 @@ class LiveBytes(_torch.DispatchMode):
     def now(self) -> MemorySplit:
         """The bytes that live."""
         return MemorySplit(*(self._totals[field.name] for field in fields(MemorySplit)))
-
-    def _kind_of(self, memory: Storage) -> str:
-        kind, _ = self._counted.get(weakref.ref(memory), ("", 0))
-        return kind
 
     def _set(self, memory: Storage, kind: str) -> None:
         key = weakref.ref(memory, self._forget)

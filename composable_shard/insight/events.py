@@ -182,11 +182,7 @@ def record_events(module: nn.Module, *events: str) -> Iterator[list[Event]]:
 
 CHECK_VARIABLE = "COMPOSABLE_SHARD_CHECK"
 
-_CHECKED: dict[Phase, str] = {
-    "gather": "all-gather",
-    "regather": "all-gather",
-    "reduce": "reduction",
-}
+_CHECKED = {"gather": "all-gather", "regather": "all-gather", "reduce": "reduction"}
 
 
 class OrderCheck(Feature):

@@ -33,7 +33,6 @@ from composable_shard.insight.report import (
     names_text,
     nbytes_text,
 )
-from composable_shard.optim.blocks import LayoutSteps
 from composable_shard.optim.flat import FlatSteps
 from composable_shard.optim.layouts import LayoutOptimizer
 
@@ -259,7 +258,11 @@ def explain(model: nn.Module, optimizer: Optimizer | None = None) -> Explanation
 def explain_optimizer(optimizer: Optimizer) -> OptimizerExplanation:
     """Explain the tensors and the traffic of a step of an optimizer. Collective: none."""
     if isinstance(optimizer, LayoutOptimizer):
-        return _explain_layouts(optimizer.plan())
+        groups = [
+            OptimizerGroupExplanation(*group[:-1], total(Traffic(*sent) for sent in group.sent))
+            for group in optimizer.plan()
+        ]
+        return OptimizerExplanation("with_layout", tuple(groups), optimizer.imbalance())
     layout = "flat" if isinstance(optimizer, FlatSteps) else "stock"
     trained = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
     nums = optimizer.num_tensors() if isinstance(optimizer, FlatSteps) else list(map(len, trained))
@@ -268,16 +271,6 @@ def explain_optimizer(optimizer: Optimizer) -> OptimizerExplanation:
         for some, num in zip(trained, nums, strict=True)
     ]
     return OptimizerExplanation(type(optimizer).__name__, tuple(groups))
-
-
-def _explain_layouts(steps: LayoutSteps) -> OptimizerExplanation:
-    """Explain a step of an optimizer of whole matrices."""
-    groups = []
-    for group in steps.groups:
-        launched = (sent for sent in group.sent if sent.is_launched)
-        traffic = total(Traffic(1, sent.messages, sent.nbytes) for sent in launched)
-        groups.append(OptimizerGroupExplanation(*group[:-1], traffic))
-    return OptimizerExplanation("with_layout", tuple(groups), steps.imbalance)
 
 
 # Repeated modules, which are best sharded one by one ----------------------------------------------

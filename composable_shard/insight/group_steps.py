@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import repeat
 from math import prod
 from operator import itemgetter
 
 import torch
 from torch import nn
 
-from composable_shard import _torch
+from composable_shard import _torch, hybrid
 from composable_shard.core.codec import flatten, has_extension
 from composable_shard.core.extension import ExtensionBucket
 from composable_shard.core.group import ParamGroup
@@ -25,14 +24,6 @@ from composable_shard.core.program import reduced_together
 from composable_shard.core.reduction import LocalReduction, final_grad_dtype, is_direct, sent_dtype
 from composable_shard.core.storage import Bucket, FlatBucket, ShardedParam
 from composable_shard.core.transport.collectives import sum_dtype
-from composable_shard.hybrid import (
-    OverReplicas,
-    PartBucket,
-    PartMesh,
-    PartReduction,
-    part_buckets,
-    parts_of,
-)
 from composable_shard.insight.events import name_in
 from composable_shard.wire import WireReduction, row_nbytes, sent_nbytes
 
@@ -122,7 +113,7 @@ def traffic_of(group: ParamGroup) -> StepTraffic:
     reductions = reductions_of(group)
     over_shards = total(reduction.over_shards for reduction in reductions)
     over_replicas = total(reduction.over_replicas for reduction in reductions)
-    over_replicas += total(_gather(bucket.parts) for bucket in part_buckets(group))
+    over_replicas += total(_gather(bucket.parts) for bucket in hybrid.part_buckets(group))
     return StepTraffic(gathered, backward, over_shards, over_replicas)
 
 
@@ -195,7 +186,7 @@ def unsharded_nbytes(bucket: Bucket) -> int | None:
 
 def stored_in(bucket: FlatBucket) -> torch.Tensor:
     """Return the flat buffer of the shards that users see."""
-    return bucket.parts.sharded if isinstance(bucket, PartBucket) else bucket.sharded
+    return bucket.parts.sharded if isinstance(bucket, hybrid.PartBucket) else bucket.sharded
 
 
 def sharded_nbytes(bucket: Bucket) -> int:
@@ -288,7 +279,7 @@ class ReductionPlan:
         self.is_encoded = kind is WireReduction
         self.grad_dtype = buckets[0].compute_dtype
         self.sent_dtype = sent_dtype(buckets, dtype, channel)
-        if kind is OverReplicas:  # it gets results of another reduction
+        if kind is hybrid.OverReplicas:  # it gets results of another reduction
             self.grad_dtype = self.sent_dtype = dtype
         itemsize, cost = dtype.itemsize, buckets[0].message_cost
         self.large = {p for p in params if not is_packed(p.layout.flat, itemsize, cost)}
@@ -300,7 +291,7 @@ class ReductionPlan:
         numels, _ = plan_messages(self.layouts, len(self.direct), step)
         self.numel, self.packed_numel = sum(numels), numels[-1]
         self.is_all_reduced = mesh.num_replicas > 1 and group.settings.all_reduce_grads
-        self.is_all_reduced = self.is_all_reduced and kind is not PartReduction
+        self.is_all_reduced = self.is_all_reduced and kind is not hybrid.PartReduction
         is_widened = channel.divides_over_replicas(dtype)
         self.replica_dtype = sum_dtype(dtype) if is_widened else dtype
         self.over_shards = self.over_replicas = Traffic()
@@ -311,7 +302,7 @@ class ReductionPlan:
         if self.is_all_reduced:
             nbytes, num = self.numel * self.replica_dtype.itemsize, mesh.num_replicas
             self.over_replicas = Traffic(1, 1, 2 * (num - 1) * nbytes // num)
-        if kind is OverReplicas:
+        if kind is hybrid.OverReplicas:
             self.over_shards, self.over_replicas = self.over_replicas, self.over_shards
 
 
@@ -323,9 +314,9 @@ def reductions_of(group: ParamGroup) -> list[ReductionPlan]:
     found = []
     for kind, buckets, params, dtype in reduced_together(group, trained):
         found.append(ReductionPlan(group, kind, buckets, params, dtype))
-        if kind is PartReduction:
-            parts = parts_of(buckets, params)
-            found.append(ReductionPlan(group, OverReplicas, *parts, dtype))
+        if kind is hybrid.PartReduction:
+            parts = hybrid.parts_of(buckets, params)
+            found.append(ReductionPlan(group, hybrid.OverReplicas, *parts, dtype))
     return found
 
 
@@ -429,7 +420,7 @@ def explain_group(group: ParamGroup, modules: Mapping[nn.Module, str]) -> GroupE
     slots = {param: param.slots[0] for param in group.params}  # of tied parameters, the first one
     within = {param: modules.get(slot.module, "") for param, slot in slots.items()}
     names = {param: f"{within[param]}.{slot.name}".lstrip(".") for param, slot in slots.items()}
-    views = (view for bucket in part_buckets(group) for view in bucket.views)
+    views = (view for bucket in hybrid.part_buckets(group) for view in bucket.views)
     names |= {view: names[view.param] for view in views}
     gathered = [unsharded_nbytes(bucket) for bucket in group.buckets]
     return GroupExplanation(
@@ -458,7 +449,7 @@ def _explain_param(bucket: Bucket, index: int, name: str) -> ParameterExplanatio
     num_shards, num_replicas = param.mesh.num_shards, param.mesh.num_replicas
     if isinstance(bucket, FlatBucket):
         numel = own = param.layout.flat.shard_numel
-        if isinstance(bucket, PartBucket):
+        if isinstance(bucket, hybrid.PartBucket):
             own = bucket.views[index].layout.flat.shard_numel
             num_shards, num_replicas = param.mesh.num_ranks, 1
         sharded = own * param.local.itemsize
@@ -500,14 +491,14 @@ def _copies(group: ParamGroup) -> Iterator[tuple[int, _Copy]]:
     times = 2 if in_backward == "gathered" else 1
     for bucket in group.buckets:
         if isinstance(bucket, FlatBucket):
-            yield from zip(repeat(times), _copies_of_gather(bucket, in_backward), strict=False)
-        if isinstance(bucket, PartBucket):
-            yield from zip(repeat(1), _copies_of_gather(bucket.parts, ""), strict=False)
+            yield from ((times, copy) for copy in _copies_of_gather(bucket, in_backward))
+        if isinstance(bucket, hybrid.PartBucket):
+            yield from ((1, copy) for copy in _copies_of_gather(bucket.parts, ""))
             why = "shards that the replicas have gathered are copied into one buffer"
             yield 1, ("kept", bucket.params, _numel(bucket.views) * bucket.dtype.itemsize, why)
     for reduction in reductions_of(group):
         if not reduction.is_alone:
-            yield from zip(repeat(1), _copies_of_reduction(reduction), strict=False)
+            yield from ((1, copy) for copy in _copies_of_reduction(reduction))
 
 
 def is_away(param: ShardedParam) -> bool:
@@ -610,7 +601,7 @@ def _reasons(group: ParamGroup, names: Mapping[ShardedParam, str]) -> Iterator[s
         for bucket in buckets:
             if isinstance(bucket, ExtensionBucket):
                 yield f"{names[bucket.param]} is a tensor subclass; {_sends(bucket)}"
-        if isinstance(mesh, PartMesh):
+        if isinstance(mesh, hybrid.PartMesh):
             what = "they gather it, and reduce its gradients, once in a step"
             yield f"{mesh.num_replicas} replicas split each shard: {what}"
         elif mesh.num_replicas > 1 and not settings.all_reduce_grads:

@@ -541,17 +541,14 @@ class MergedTrace:
         first = self.ranks[0]
         error = max(shift.error for shift in self.shifts.values())
         columns = {name: [rank[name] for rank in ranks] for name in ranks[0]}
+        averaged = [name for name in columns if name.endswith(("_ms", "_share"))]
         return {
             "num_ranks": first.num_ranks,
             "missing_ranks": sorted({*range(first.num_ranks)} - {*columns["rank"]}),
             "num_steps": min(len(trace.steps) for trace in self.ranks),
             "first_step": first.first_step,
             **{name: max(column) for name, column in columns.items() if "peak" in name},
-            **{
-                name: sum(column) / len(ranks)
-                for name, column in columns.items()
-                if name.endswith(("_ms", "_share"))
-            },
+            **{name: sum(columns[name]) / len(ranks) for name in averaged},
             "memory_of": first.memory_of,
             "ranks": ranks,
             "num_clocks": len(self.shifts),

@@ -28,10 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as optimizers
 
 from composable_shard import _torch
 from composable_shard.arguments import check_int, check_module, check_path
@@ -430,10 +427,10 @@ class Timeline:
     def _open(self) -> None:
         self._mark("begin")
         self._hooks.enter_context(listening(groups_in(self._module), self._mark_group))
-        pre = register_optimizer_step_pre_hook(partial(self._mark_step, "begin_optimizer"))
-        post = register_optimizer_step_post_hook(partial(self._mark_step, "optimizer"))
-        self._hooks.callback(pre.remove)
-        self._hooks.callback(post.remove)
+        begin = partial(self._mark_step, "begin_optimizer")
+        end = partial(self._mark_step, "optimizer")
+        self._hooks.enter_context(optimizers.register_optimizer_step_pre_hook(begin))
+        self._hooks.enter_context(optimizers.register_optimizer_step_post_hook(end))
 
     def _mark(self, event: str, name: str = "") -> None:
         read = self._read_memory if event in READS_MEMORY else None
@@ -451,11 +448,7 @@ class Timeline:
 
 @contextlib.contextmanager
 def trace(
-    module: nn.Module,
-    folder: str | Path | None = None,
-    *,
-    skip: int = 0,
-    steps: int | None = None,
+    module: nn.Module, folder: str | Path | None = None, *, skip: int = 0, steps: int | None = None
 ) -> Iterator[Timeline]:
     """Record where the time and the memory of training go on this rank.
 

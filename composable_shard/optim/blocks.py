@@ -289,12 +289,12 @@ class Sent(NamedTuple):
     """The traffic of a rank in one all-to-all.
 
     Attributes:
-        is_launched: Whether any rank sends anything.
+        launches: 1 if any rank sends anything, else 0.
         messages: The number of ranks that it sends to.
         nbytes: Bytes that it sends.
     """
 
-    is_launched: bool
+    launches: int
     messages: int
     nbytes: int
 
@@ -305,7 +305,7 @@ class Sent(NamedTuple):
         """Return the traffic of blocks with elements of these sizes."""
         out = messages(blocks, rank, to_owner=to_owner, sends=True).values()
         parts = (padded(p.numel * itemsizes[index]) for some in out for index, p in some)
-        return cls(are_sent(blocks, to_owner=to_owner), len(out), sum(parts))
+        return cls(int(are_sent(blocks, to_owner=to_owner)), len(out), sum(parts))
 
 
 class GroupSteps(NamedTuple):
@@ -324,22 +324,3 @@ class GroupSteps(NamedTuple):
     numel: int
     num_tensors: int
     sent: Sequence[Sent] = ()
-
-
-class LayoutSteps(NamedTuple):
-    """The work of a step of whole matrices and shards, on one rank.
-
-    Attributes:
-        groups: By parameter group.
-        loads: For each mesh, the cost of the matrices that each of its ranks owns.
-    """
-
-    groups: Sequence[GroupSteps]
-    loads: Sequence[Sequence[int]]
-
-    @property
-    def imbalance(self) -> float:
-        """The largest work of a rank, divided by the mean; 1 is best."""
-        return max(
-            (max(load) * len(load) / sum(load) for load in self.loads if any(load)), default=1.0
-        )

@@ -184,8 +184,7 @@ class _Member:
         self.buffer: torch.Tensor | None = None
         self.start = 0
         self.following: int | None = None
-        self.numbers: dict[str, torch.Tensor] = {}
-        self.states: dict[str, torch.Tensor] = {}
+        self.numbers, self.states = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         is_plain = type(local) in (torch.Tensor, nn.Parameter) and local.is_contiguous()
         if not is_plain or not isinstance(param, DTensor) or is_partial(param):
             return
@@ -402,7 +401,7 @@ class _Steps:
             Whether there are new states, which are not in flat buffers.
         """
         with _torch.without_overrides():
-            grads = list(map(_grad_of, self._params))
+            grads = list(map(attrgetter("grad"), self._params))
             seen = _kinds(grads)
             if not _are(seen, self._seen):
                 self._arrange(grads)
@@ -479,12 +478,10 @@ class _Steps:
                 alike[member.group, id(member.buffer), kind].append(member)
         for neighbours in alike.values():
             neighbours.sort(key=attrgetter("start", "end"))
-            joined.append(neighbours[:1])
-            for last, member in pairwise(neighbours):
-                if last.goes_on_with(member):
-                    joined[-1].append(member)
-                else:
-                    joined.append([member])
+            for index, member in enumerate(neighbours):
+                if index == 0 or not neighbours[index - 1].goes_on_with(member):
+                    joined.append([])
+                joined[-1].append(member)
         return joined
 
     # States ---------------------------------------------------------------------------------
@@ -540,7 +537,6 @@ class _Steps:
         return bool(new)
 
 
-_grad_of = attrgetter("grad")
 _version_of = attrgetter("_version")
 
 

@@ -27,15 +27,7 @@ from composable_shard.core.storage import as_sharded
 from composable_shard.errors import ShardError
 from composable_shard.mesh import places_of
 from composable_shard.optim import stepping
-from composable_shard.optim.blocks import (
-    Block,
-    Box,
-    GroupSteps,
-    LayoutSteps,
-    blocks_of,
-    owned_buckets,
-    schedule,
-)
+from composable_shard.optim.blocks import Block, Box, GroupSteps, blocks_of, owned_buckets, schedule
 from composable_shard.optim.exchange import Ranks
 from composable_shard.optim.flat import ELEMENTWISE, FlatSteps, flat
 from composable_shard.optim.stepping import Factory, OwnedBucket, Param, Saved, States
@@ -209,20 +201,15 @@ def check(layout: Layout, params: Sequence[Param]) -> dict[str, Any]:
     for param in params:
         shapes = [tuple(param.tensor.shape)]
         if isinstance(layout, Owned):
-            _check_owned(layout, param)
+            name, misfit = f"parameter '{param.name}'", layout.misfit(shapes[0])
+            check_value(name, list(shapes[0]), misfit is None, f"to be {misfit}")
+            what = "to have one range of rows and columns on each rank, unless Sharded steps it"
+            check_value(name, param.placements, param.is_in_boxes, what)
             shapes = [box.sizes[-2:] for box in layout.blocks(shapes[0])]
         for shape in dict.fromkeys(shapes):
             key = (shape, param.tensor.dtype)
             known[key] = known.get(key) or _values_for(layout, param, shape)
     return next(iter(known.values()))
-
-
-def _check_owned(layout: Owned, param: Param) -> None:
-    name, shape = f"parameter '{param.name}'", tuple(param.tensor.shape)
-    misfit = layout.misfit(shape)
-    check_value(name, list(shape), misfit is None, f"to be {misfit}")
-    what = "to have one range of rows and columns on each rank, unless Sharded steps it"
-    check_value(name, param.placements, param.is_in_boxes, what)
 
 
 def _values_for(layout: Layout, param: Param, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -266,8 +253,7 @@ class LayoutOptimizer(Optimizer):
     """Stock optimizers as one, each on plain tensors; see :func:`with_layout`."""
 
     def __init__(self, rules: Sequence[tuple[Layout, list[Param]]], bucket_nbytes: int) -> None:
-        self._rules = rules
-        self._bucket_nbytes = bucket_nbytes
+        self._rules, self._bucket_nbytes = rules, bucket_nbytes
         groups = [
             {"params": [param.tensor for param in params], **check(layout, params)}
             for layout, params in rules
@@ -354,7 +340,7 @@ class LayoutOptimizer(Optimizer):
                 self.state[param]  # a defaultdict
         return loss
 
-    def plan(self) -> LayoutSteps:
+    def plan(self) -> list[GroupSteps]:
         """Return the work of a step on this rank if every trained parameter has a gradient."""
         groups = []
         for place, (layout, params) in enumerate(self._rules):
@@ -366,7 +352,12 @@ class LayoutOptimizer(Optimizer):
             counts = len(trained), sum(map(torch.numel, trained)), sum(nums)
             sent = [sent for _, both in plans for sent in both]
             groups.append(GroupSteps(type(layout).__name__, *counts, sent))
-        return LayoutSteps(tuple(groups), tuple(self._loads.values()))
+        return groups
+
+    def imbalance(self) -> float:
+        """Return the largest work of a rank, divided by the mean of its mesh; 1 is best."""
+        loads = filter(any, self._loads.values())
+        return max((max(load) * len(load) / sum(load) for load in loads), default=1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states, sharded like the parameters.

@@ -191,9 +191,7 @@ class OwnedBucket:
         yield
         arrive(self.ranks, exchange, values, to_owner=False)
 
-    def _receive(
-        self, exchange: Exchange | None, values: Sequence[Move], grads: Sequence[Move]
-    ) -> None:
+    def _receive(self, exchange: Exchange | None, values: list[Move], grads: list[Move]) -> None:
         """Wait for the exchange; give the owners whole values and gradients."""
         if exchange is not None:
             exchange.wait()  # frees the sent message before whole blocks are allocated

@@ -175,11 +175,9 @@ class Case:
     def expect_alike(self, found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         """Compare values up to the tolerance."""
         error, largest = apart(found, expected)
-        off = error / largest if largest else math.inf
-        got = (
-            f"values that are off by {off:.1e} of the largest, where {self.tolerance:g} is allowed"
-        )
-        expect(error <= self.tolerance * largest, what, got)
+        off, allowed = error / largest if largest else math.inf, self.tolerance
+        got = f"values that are off by {off:.1e} of the largest, where {allowed:g} is allowed"
+        expect(error <= allowed * largest, what, got)
 
     def expect_outputs(self, model: nn.Sequential, when: str) -> None:
         """Compare outputs with those of an unsharded model; the second gather reuses memory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -107,15 +107,14 @@ class _Holder:
         self.over: dict[ShardedParam, ShardMesh] = {}
         self.placements: dict[ShardedParam, ParamPlacement] = {}
         self._model, self._optimizers = model, optimizers
-        self._tensors = Tensors()
-        for index, param in enumerate(self.params):
-            self._tensors["parameter", index] = param.sharded
+        params = enumerate(self.params)
+        self._tensors: Tensors = {("parameter", index): param.sharded for index, param in params}
         self._keys = {id(tensor): key for key, tensor in self._tensors.items()}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             key = self._keys.setdefault(id(tensor), ("plain", name))
             self._tensors[key] = tensor
         self._states: list[Mapping[torch.Tensor, dict[str, Any]]] = [{} for _ in optimizers]
-        self._before = [dict(param.__dict__) for param in self.params]
+        self._before = {param: dict(param.__dict__) for param in self.params}
         self._meshes_of_groups: list[ShardMesh] = []
         self._buckets: list[list[Bucket]] = []
         self._locals: dict[ShardedParam, torch.Tensor] = {}
@@ -139,10 +138,6 @@ class _Holder:
                         f"Expected a reduced gradient of '{param.name}', got one that was "
                         "accumulated without sync; call synchronize_gradients() first"
                     )
-
-    def grounds(self) -> list[Ground]:
-        """Return the location of each parameter; nothing if this rank has no values."""
-        return [] if self.is_empty else [Ground.of(param.placement) for param in self.params]
 
     def plan(self, meshes: Meshes) -> list[Ground]:
         """Return the new location of each parameter; nothing on a rank that leaves.
@@ -233,8 +228,7 @@ class _Holder:
         local = _torch.local_part(tensor)
         if _torch.is_subclass(local) or has_extension(local) or has_grad_extension(local):
             raise _unmovable(what, f"a subclass or all-gather hooks: {type(local).__name__}")
-        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        item = Item(shape, stride, tensor.dtype, local.device.type)
+        item = Item(tuple(tensor.shape), tensor.stride(), tensor.dtype, local.device.type)
         if param is None or not isinstance(tensor, DTensor):
             return item
         dims = [cut.dim for cut in tensor.placements if isinstance(cut, Shard)]
@@ -295,14 +289,14 @@ class _Holder:
         param.mesh, param.placement, param.flat_position = mesh, placement, None
         param.device = torch.device("cpu") if param.offload is not None else mesh.device
         param.forget_unsharded()
-        numel = prod(param.layout.flat.local_shape(mesh.shard_rank))
-        like = param.layout.local(torch.empty(numel, device="meta"), mesh.shard_rank)
         dtype = items[self._keys[id(param.sharded)]].dtype
-        return torch.zeros((), dtype=dtype, device=param.device).expand(like.shape)
+        numel = prod(param.layout.flat.local_shape(mesh.shard_rank))
+        buffer = torch.zeros((), dtype=dtype, device=param.device).expand(numel)
+        return param.layout.local(buffer, mesh.shard_rank)
 
     def stay(self) -> None:
         """Discard the plan for the new ranks, and restore the current one."""
-        for param, before in zip(self.params, self._before, strict=True):
+        for param, before in self._before.items():
             param.__dict__.clear()
             param.__dict__.update(before)
 
@@ -317,20 +311,17 @@ class _Holder:
 
         Collective: for optimizers of ``with_layout``, see ``LayoutOptimizer``.
         """
-        old: dict[ShardedParam, ShardMesh] = {}
-        for param, before in zip(self.params, self._before, strict=True):
-            old[param], local = before["mesh"], self._locals[param]
+        for param, local in self._locals.items():
             spec = param.spec("sharded", local.dtype)
             if _torch.local_tensor(param.sharded).is_meta:
                 # It gets new memory, and stays the same object.
                 made = _torch.from_local(local, spec)
-                made_param = _torch.parameter_of(made, param.sharded.requires_grad)
-                entries.exchange(param.sharded, made_param)
+                entries.register_instead(self._model, param.sharded, made)
             _torch.relocate(param.sharded, local, spec)
             param.set_local(local)
         places = zip(self.groups, self._buckets, self._meshes_of_groups, strict=True)
         for group, buckets, mesh in places:
-            moved = [(old[param], param.mesh) for param in group.params]
+            moved = [(self._before[param]["mesh"], param.mesh) for param in group.params]
             meshes = [(group.mesh, mesh), *moved]
             chosen = {new: group.channels[before].saved() for before, new in meshes}
             group.place(mesh, buckets)
@@ -352,8 +343,7 @@ class _Holder:
         self, place: int, optimizer: Optimizer, described: Description, tensors: Tensors
     ) -> None:
         before = self._states[place]
-        stepped = [param for param in self._tensors.values() if param in before]
-        states = {param: dict(before[param]) for param in stepped}
+        states = {param: dict(before[param]) for param in self._tensors.values() if param in before}
         for key, entry in described.items():
             if key[:2] == ("state", place) and (self.is_empty or key in tensors):
                 owner, name = key[2:-1], key[-1]
@@ -463,7 +453,8 @@ class _Move:
         with ranks.noting_failure():
             holder.check()
             planned = holder.plan(meshes)
-            locations = holder.grounds(), planned
+            known = [] if holder.is_empty else holder.params
+            locations = [Ground.of(param.placement) for param in known], planned
             facts += [f"'{param.name}', {list(param.shape)}" for param in holder.params]
         ranks.agree(*facts, what="model")
         both = ranks.gather(locations)
@@ -535,22 +526,20 @@ class _Move:
             nbytes = [sum(padded(tensor.nbytes) for tensor in tensors) for tensors in received]
             exchange.Exchange(over, sent, nbytes, self._ranks.doing).write(received)
 
-    def _pieces(self, number: int, item: Item) -> list[Piece]:
-        """Return the pieces of an item that move; ranks keep full tensors that they have.
+    def _pieces(self, number: int, item: Item) -> Iterator[Piece]:
+        """Yield the pieces of an item that move; ranks keep full tensors that they have.
 
         A rank that joins gets full tensors from a rank that shares all of its meshes, if there is
         one, and else from the first rank.
         """
-        found = list[Piece]()
         if item.param is not None:
             for way in self._ways[item.param]:
-                found += pieces_of(number, item.shape, item.dim, *way)
-            return found
+                yield from pieces_of(number, item.shape, item.dim, *way)
+            return
         for rank in self._joining():
             meshes = [ground.ranks for ground in self._after[rank]]
             near = [one for one in self._before if all(one in ranks for ranks in meshes)]
-            found.append(Piece(number, [*near, *self._before][0], rank, whole(item.shape)))
-        return found
+            yield Piece(number, [*near, *self._before][0], rank, whole(item.shape))
 
 
 def _by_param(places: Places, names: Sequence[str], expected: str) -> list[list[Ground]]:
@@ -566,8 +555,7 @@ def _by_param(places: Places, names: Sequence[str], expected: str) -> list[list[
     found = [list(dict.fromkeys(grounds)) for grounds in zip(*places.values(), strict=True)]
     for index, grounds in enumerate(found):
         for ground in grounds:
-            held = [places[rank][index] for rank in ground.ranks]
-            others = [other for other in held if other != ground]
+            others = [other for rank in ground.ranks if (other := places[rank][index]) != ground]
             if others:
                 raise ShardError(
                     f"Expected parameter '{names[index]}' on the same mesh on all of its ranks, "

@@ -182,12 +182,11 @@ class DeviceStorages:
         parts = [storage for storage in used if not storage.is_owner]
         for owner in owners:
             owner.parts = [part for part in parts if part.lies_in(owner)]
-        owned = {part for owner in owners for part in owner.parts}
         self._owners = [owner for owner in owners if owner.can_be_freed()]
         self.counted = dict.fromkeys((*tensors, "left"), 0)
         for owner in owners:
             self.counted[owner.kind if owner in self._owners else "left"] += owner.nbytes
-        others = {(part.start, part.nbytes) for part in parts if part not in owned}
+        others = {(part.start, part.nbytes) for part in parts if not any(map(part.lies_in, owners))}
         self.counted["left"] += sum(nbytes for _, nbytes in others)
         self._freed: list[_Storage] = []
 
@@ -219,20 +218,18 @@ class DeviceStorages:
 # A parked model is not used -----------------------------------------------------------------------
 
 
-def _free_kept_storage(groups: Sequence[ParamGroup], until: contextlib.ExitStack) -> None:
-    """Free the memory that groups keep after a reshard, until ``until`` is closed."""
+def _refuse_use(
+    groups: Sequence[ParamGroup], optimizers: Sequence[Optimizer], until: contextlib.ExitStack
+) -> None:
+    """Let any use of the parked model raise, until ``until`` is closed.
+
+    Until then, groups also free the memory that they would keep after a reshard.
+    """
     for group in groups:
         top = group.modules[0]
         if group.settings.keeps_storage and isinstance(top, FSDPModule):
             top.set_keep_unsharded_storage(False, recurse=False)
             until.callback(top.set_keep_unsharded_storage, True, recurse=False)
-
-
-def _refuse_use(
-    groups: Sequence[ParamGroup], optimizers: Sequence[Optimizer], until: contextlib.ExitStack
-) -> None:
-    """Let any use of the parked model raise, until ``until`` is closed."""
-    for group in groups:
         group.why_absent, group.is_compiled = "parked; leave the context of parked() first", False
         until.callback(setattr, group, "why_absent", None)
     for optimizer in optimizers:
@@ -305,13 +302,12 @@ def parked(
             )
     until, storages = contextlib.ExitStack(), DeviceStorages({})
     try:
-        _free_kept_storage(groups, until)
+        _refuse_use(groups, optimizers, until)
         with ranks.noting_failure():
             storages = DeviceStorages(tensors)
             storages.copy()
         ranks.agree()
         storages.let_go()
-        _refuse_use(groups, optimizers, until)
         yield Parked(**storages.counted)
     except BaseException:
         storages.come_back()
@@ -319,6 +315,5 @@ def parked(
         raise
     with ranks.noting_failure():
         storages.come_back()
-    remedy = "; it stays parked, so start all ranks again, from a checkpoint"
-    ranks.agree(remedy=remedy)
+    ranks.agree(remedy="; it stays parked, so start all ranks again, from a checkpoint")
     until.close()

@@ -266,12 +266,10 @@ def no_regather() -> Iterator[None]:
         yield
 
 
-FILL = "_copy_shards(posted, addresses, *own_addresses)"
-
 FAULTS: dict[str, Fault | Plant] = {
     "saved scales are freed": Plant(lambda: inner_tensors(Scaled)),
     "a rank's own part of a gather is left out": Fault(
-        DirectAllGather, "launch", FILL, "_copy_shards(posted, addresses)"
+        DirectAllGather, "launch", "[rank, *local]", "local"
     ),
     "what is packed is not copied out": Plant(lambda: spoiled_arrivals(lambda *_: None)),
     "what is packed is overwritten before it is copied out": Plant(
@@ -287,10 +285,13 @@ FAULTS: dict[str, Fault | Plant] = {
         *(4, 2),
     ),
     "a slab is free before all have read it": Fault(
-        Mailbox, "_reclaim_slabs", "if not published.ranks:", "if True:"
+        Mailbox,
+        "_reclaim_slabs",
+        "if not published.ranks and not published.slab.is_held:",
+        "if True:",
     ),
     "what is published is not filled in": Fault(
-        DirectAllGather, "launch", FILL, "_copy_shards(posted, *own_addresses)"
+        DirectAllGather, "launch", "partial(_copy_shards, posted)", "len"
     ),
 }
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from composable_shard import MixedPrecisionPolicy, _torch, apply_fully_shard, estimate
+from composable_shard import MixedPrecisionPolicy, apply_fully_shard, estimate
 from composable_shard._torch import poisoned_memory
 from composable_shard.insight.explain import is_repeated_block
 from composable_shard.testing import run_ranks
@@ -60,7 +59,6 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 @poisoned_memory(False)  # which keeps memory for a while
-@mock.patch.object(_torch, "keep_freed_memory", lambda: None)  # so does this, for the next gather
 def measure(
     build: Callable[[], nn.Module], kwargs: dict[str, Any], shape: int | tuple[int, int]
 ) -> tuple[int, int]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import struct
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from composable_shard import _torch
 from composable_shard._torch import memory
@@ -42,41 +46,63 @@ def test_big_memory_has_all_pages_and_no_less_than_was_asked(nbytes: int) -> Non
         assert tensor.sum().item() == tensor.numel()
 
 
+def mapped(file: int) -> tuple[torch.Tensor, weakref.ref[Callable[[], None]]]:
+    """Return 12 MiB of ones, of which the first 8 are mapped from a file, and their owner."""
+    tensor, owner = _torch.empty_mappable(3 * MIB, torch.float32).fill_(1.0), lambda: None
+    memory = _torch.mappable_memory(tensor)
+    assert memory is not None and tensor.data_ptr() % mmap.PAGESIZE == 0
+    assert not memory.map(tensor.data_ptr(), mmap.PAGESIZE, file, 0, owner)  # too small
+    assert memory.map(tensor.data_ptr(), 8 * MIB, file, 0, owner)
+    assert tensor.sum().item() == 2 * MIB * 2.0 + MIB
+    tensor[0] = 5.0
+    assert os.pread(file, 4, 0) == struct.pack("f", 2.0)  # a write stays in this process
+    return tensor, weakref.ref(owner)
+
+
 @pytest.fixture
-def keeping() -> Iterator[None]:
-    if memory._swap is None:
-        pytest.skip("this torch cannot hand memory from one storage to another")
+def twos() -> Iterator[int]:
+    """A file of 8 MiB with the float 2.0 throughout."""
+    if sys.platform != "linux" or memory._swap is None:
+        pytest.skip("memory is mapped on Linux, by torches that hand memory to another storage")
+    file = os.memfd_create("twos")
+    os.write(file, struct.pack("f", 2.0) * 2 * MIB)
     with _torch.poisoned_memory(False):
-        _torch.keep_freed_memory()
-        yield
-        _torch.return_freed_memory()
+        yield file
+    os.close(file)
 
 
-def sizes_kept() -> list[int]:
-    return [one.nbytes() for one in _torch.memory._spare or ()]
+def test_freed_memory_keeps_its_address_and_nothing_else(twos: int) -> None:
+    tensor, owner = mapped(twos)
+    address = tensor.data_ptr()
+    assert _torch.free(tensor) and tensor.untyped_storage().size() == 0 and owner() is None
+    _torch.allocate(tensor)
+    assert tensor.data_ptr() == address and resident(tensor) < 0.01
+    assert tensor.fill_(3.0).sum().item() == 9 * MIB
 
 
-@pytest.mark.usefixtures("keeping")
-def test_what_does_not_fit_is_given_back_and_never_are_more_than_two_pieces_kept() -> None:
-    tensors = [torch.empty(count * MIB) for count in (1, 2, 3)]
-    for tensor in tensors:
-        _torch.free(tensor)
-    assert sizes_kept() == [8 * MIB, 12 * MIB]
-    _torch.allocate(tensors[2])
-    assert sizes_kept() == []  # what was freed before what fits is not wanted either
-    _torch.free(tensors[2])
-    other = torch.empty(5 * MIB)
-    other.untyped_storage().resize_(0)
-    _torch.allocate(other)
-    assert sizes_kept() == [] and other.untyped_storage().size() == 20 * MIB
+def test_mapped_memory_is_freed_with_pages_of_its_own(twos: int) -> None:
+    tensor, owner = mapped(twos)
+    view, storage = tensor[:3], StorageWeakRef(tensor.untyped_storage())
+    del tensor
+    _torch.unmap_unused()
+    assert view.tolist() == [5.0, 2.0, 2.0] and owner() is not None
+    del view
+    _torch.unmap_unused()
+    assert owner() is None and storage.expired()
 
 
-@pytest.mark.usefixtures("keeping")
-def test_small_memory_and_that_of_fake_tensors_is_not_kept() -> None:
-    small = torch.empty(MIB // 8)
+def test_memory_that_an_array_shares_stays_mapped(twos: int) -> None:
+    tensor, owner = mapped(twos)
+    array = tensor.numpy()
+    with pytest.warns(UserWarning, match="Expected to free memory of unsharded parameters"):
+        assert not _torch.free(tensor)
+    assert array[:2].tolist() == [5.0, 2.0] and owner() is not None
+
+
+def test_memory_of_fake_tensors_is_not_mapped() -> None:
     with FakeTensorMode():
-        fake = torch.empty(3 * MIB)
+        fake = _torch.empty_mappable(3 * MIB, torch.float32)
+        assert _torch.mappable_memory(fake) is None
         _torch.free(fake)
         _torch.allocate(fake)
-    _torch.free(small)
-    assert sizes_kept() == [] and fake.untyped_storage().size() == 12 * MIB
+    assert fake.untyped_storage().size() == 12 * MIB

@@ -1,86 +1,27 @@
-"""Big unsharded parameters of the host take turns in the same memory, inside of passes alone."""
+"""Big unsharded parameters of the host, and the memory of a step."""
 
 from __future__ import annotations
 
-import itertools
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from near import Apart
 from on_ranks import on_ranks
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable_shard import MixedPrecisionPolicy, fully_shard
+from composable_shard import fully_shard
 from composable_shard._torch import memory
+from composable_shard.core.transport.gloo.mailbox import mailbox_of
 from composable_shard.testing import fake_ranks, run_ranks
 
-WIDTHS = 1024, 1024, 1024, 1024, 768, 1024, 1024  # most are 4 MiB, some 3
-
-
-class Deep(nn.Module):
-    """Wide layers, of which some do not fit into the memory of those before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = itertools.pairwise(WIDTHS)
-        self.layers = nn.ModuleList(nn.Linear(*pair, bias=False) for pair in sizes)
-        self.fails = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        if self.fails:
-            raise ArithmeticError("as planned")
-        return x
-
-
-def sharded(*, bf16: bool) -> tuple[Deep, Deep]:
-    torch.manual_seed(3)
-    plain, model = Deep(), Deep()
-    model.load_state_dict(plain.state_dict())
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
-    for layer in model.layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    return plain, model
-
-
-def addresses_of_a_step() -> tuple[list[int], float]:
-    """Note where each gather of a step lands; return that and how far a gradient is off."""
-    plain, model = sharded(bf16=False)
-    x = torch.randn(5, WIDTHS[0])
-    landed: list[int] = []
-    allocate = memory.allocate
-
-    def noted(tensor: torch.Tensor) -> None:
-        allocate(tensor)
-        if tensor.nbytes > 2 << 20:
-            landed.append(tensor.data_ptr())
-
-    for _ in range(2):
-        landed.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(memory, "allocate", noted)
-            model(x).sum().backward()
-    for _ in range(2):
-        plain(x).sum().backward()
-    off = [
-        (mine.grad.full_tensor() - theirs.grad).abs().max().item()
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True)
-    ]
-    return landed, max(off)
-
-
-@pytest.mark.skipif(memory._swap is None, reason="this torch cannot hand memory over")
-def test_gathers_of_one_size_land_where_the_last_but_one_was() -> None:
-    for landed, off in run_ranks(Apart(addresses_of_a_step), 2):
-        assert len(landed) == 11  # the last layer waits for backward
-        assert landed[2] == landed[0] and len(set(landed[:3])) == 2  # two are there at a time
-        assert off < 1e-4
+NUM_LAYERS, WIDTH = 6, 1024
 
 
 class Largest(TorchDispatchMode):
@@ -104,7 +45,10 @@ def test_sharding_allocates_the_shards_alone() -> None:
 
 def gradients_left() -> list[int]:
     """Return how many gradients of later layers live when each layer gets its own."""
-    _, model = sharded(bf16=False)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
     found: list[int] = []
     grads: list[StorageWeakRef] = []
 
@@ -116,9 +60,9 @@ def gradients_left() -> list[int]:
     def observe(layer: nn.Linear, _: object) -> None:
         layer.weight.register_post_accumulate_grad_hook(note)
 
-    for layer in model.layers:
+    for layer in model:
         layer.register_forward_pre_hook(observe)
-    model(torch.randn(5, WIDTHS[0])).sum().backward()
+    model(torch.randn(5, WIDTH)).sum().backward()
     return found
 
 
@@ -127,42 +71,43 @@ def test_gradients_that_ranks_share_are_freed_once_their_reduction_is_launched(
     run: Callable[[], list[int]], most: int
 ) -> None:
     for found in run_ranks(run, 2):
-        assert found == [0] + [most] * (len(WIDTHS) - 2)
+        assert found == [0] + [most] * (NUM_LAYERS - 1)
+
+
+def num_mapped(tensor: torch.Tensor) -> int:
+    """Count the mappings of files of this or other ranks in the memory of a tensor."""
+    begin, end, count = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(address, 16) for address in line.split()[0].split("-"))
+        count += "memfd:composable_shard" in line and first < end and begin < last
+    return count
 
 
 @pytest.mark.skipif(memory._swap is None, reason="this torch cannot hand memory over")
-@on_ranks(2)
-def test_nothing_is_kept_outside_of_passes() -> None:
-    _, model = sharded(bf16=True)
-    x, kept = torch.randn(5, WIDTHS[0]), []
-
-    def note(what: str) -> None:
-        kept.append((what, len(memory._spare or ())))
-
-    loss = model(x).sum()
-    note("forward")
-    loss.backward()
-    note("backward")
-    with torch.no_grad():
-        model(x)
-    note("without gradients")
-    model.fails = True
-    with pytest.raises(ArithmeticError):
-        model(x)
-    note("failure")
-    model.fails = False
-    for layer in model.layers:
-        layer.unshard()
-    for layer in model.layers:
-        layer.reshard()
-    note("by hand")
-    for layer in model.layers:
-        layer.set_reshard_after_forward(False)
-    loss = model(x).sum()
-    inside: list[int] = []
-    weight = model.layers[0].weight
-    weight.register_post_accumulate_grad_hook(lambda _: inside.append(len(memory._spare or ())))
-    loss.backward()
-    note("gathered throughout")
-    assert len(inside) == 1 and 1 <= inside[0] <= 2
-    assert [count for _, count in kept] == [0] * 6, kept
+@on_ranks(3)
+def test_ranks_of_a_host_map_the_published_shards_and_write_only_their_own_memory() -> None:
+    """Shards of 334 rows of 4,000 bytes: none begins or ends with a page, and the last is less."""
+    plain = nn.ModuleList(nn.Linear(1000, 1000) for _ in range(6))
+    model, rank = nn.Sequential(*copy.deepcopy(plain)), dist.get_rank()
+    for layer in model:
+        fully_shard(layer)
+    mailbox = mailbox_of(model[0].weight.device_mesh.get_group())
+    assert mailbox is not None
+    for turn in range(5):
+        for layer in model:  # all at once: no slab may be used again
+            layer.unshard()
+        for layer, same in zip(model, plain, strict=True):
+            assert torch.equal(layer.weight, same.weight) and torch.equal(layer.bias, same.bias)
+            assert num_mapped(layer.weight) == 3
+            layer.weight.data[rank::3] = float(turn)
+        dist.barrier()
+        for layer, same in zip(model, plain, strict=True):
+            others = torch.arange(1000) % 3 != rank
+            assert torch.equal(layer.weight[others], same.weight[others])
+            layer.reshard()
+            assert num_mapped(layer.weight.to_local()) == 0
+        dist.barrier()
+    model[0].unshard()
+    dist.barrier()
+    model[1].unshard()
+    assert len(mailbox._published) <= 3  # those of the five turns are free again

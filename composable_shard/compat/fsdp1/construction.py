@@ -411,10 +411,7 @@ class Plan:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        arguments: Mapping[str, Any],
-        planned: Collection[nn.Module] = (),
+        self, module: nn.Module, arguments: Mapping[str, Any], planned: Collection[nn.Module] = ()
     ) -> None:
         self.module, self.choices = module, options.Choices.of(arguments)
         scope = scope_of(module, arguments["ignored_modules"], arguments["ignored_states"])

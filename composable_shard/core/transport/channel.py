@@ -38,6 +38,7 @@ from composable_shard.core.transport.failures import (
 from composable_shard.core.transport.gloo.point_to_point import (
     DirectAllGather,
     DirectReduceScatter,
+    empty_for_gather,
 )
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.core.transport.process_groups import subgroup, subgroups_of
@@ -55,6 +56,8 @@ class Channel:
         gathering: The name of a gather in error messages.
         reducing: The name of a reduction in error messages.
         tags: The message tags of gathers and of reductions.
+        allocate: Makes an uninitialized tensor for the outputs of gathers, given the number of
+            elements and the ``dtype``. Collective on gloo: see ``mailbox_of``.
     """
 
     def __init__(self, mesh: ShardMesh) -> None:
@@ -62,6 +65,7 @@ class Channel:
         self.all_gather: AllGatherLaunch
         self.reduce_scatter: ReduceScatterLaunch
         self._gather_to: Callable[..., list[Waitable]]
+        self.allocate: Callable[..., torch.Tensor] = partial(_torch.empty, device=mesh.device)
         self._use_fastest()
         # Without a sharding axis, both are None, and no collective over the shards is called.
         self._shard_group = self._reduce_group = cast(dist.ProcessGroup, mesh.shard_group)
@@ -83,9 +87,10 @@ class Channel:
     def _use_fastest(self) -> None:
         group, device = self.mesh.shard_group, self.mesh.device
         backend = None if group is None else _torch.backend_name(group, device)
-        if backend == "gloo" and not _torch.has_streams(device):
+        if group is not None and backend == "gloo" and not _torch.has_streams(device):
             self.all_gather, self.reduce_scatter = DirectAllGather(), DirectReduceScatter()
             self._gather_to = DirectAllGather().launch
+            self.allocate = partial(empty_for_gather, group=group)
         else:
             self._gather_to = gather_on_rank
             self.all_gather = UncoalescedAllGather() if backend == "gloo" else CoalescedAllGather()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,7 +78,17 @@ def contents_of(module: nn.Module, doing: str, *, has_volatile: bool = False) ->
     """
     check_module("model", module)
     reshard(module, doing)
-    return listed_in(module, has_volatile=has_volatile)
+    found: dict[int, Entry] = {}
+    for path, inner in module.named_modules(remove_duplicate=False):
+        steps = [step for step in path.split(".") if step and step not in WRAPPERS]
+        volatile = _torch.non_persistent_buffers(inner)
+        for attribute, registered in (inner._parameters | inner._buffers).items():
+            is_persistent = attribute not in volatile
+            if registered is not None and (is_persistent or has_volatile):
+                tensor = as_sharded(registered)
+                entry = found.setdefault(id(tensor), Entry((), tensor, is_persistent))
+                entry.names += (".".join([*steps, attribute]),)
+    return [*found.values()]
 
 
 def reshard(module: nn.Module, doing: str) -> None:
@@ -89,27 +99,6 @@ def reshard(module: nn.Module, doing: str) -> None:
         group.check_in_memory(f"for {doing}()")
     for group in groups:
         group.reshard()
-
-
-def listed_in(module: nn.Module, *, has_volatile: bool = False) -> list[Entry]:
-    """List the tensors of a model; shards also of gathered parameters. Collective: none."""
-    found: dict[int, Entry] = {}
-    for name, tensor, is_persistent in registered(module):
-        if is_persistent or has_volatile:
-            entry = found.setdefault(id(tensor), Entry((), tensor, is_persistent))
-            entry.names += (name,)
-    return [*found.values()]
-
-
-def registered(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield names, tensors and whether they are persistent; tied tensors under each name."""
-    for path, inner in module.named_modules(remove_duplicate=False):
-        steps = [step for step in path.split(".") if step and step not in WRAPPERS]
-        volatile = _torch.non_persistent_buffers(inner)
-        for attribute, tensor in (inner._parameters | inner._buffers).items():
-            if tensor is not None:
-                name = ".".join([*steps, attribute])
-                yield name, as_sharded(tensor), attribute not in volatile
 
 
 # Names --------------------------------------------------------------------------------------------
@@ -150,24 +139,22 @@ def materialize(module: nn.Module, entries: Iterable[Entry]) -> None:
         home = torch.device(old.device_mesh.device_type) if isinstance(old, DTensor) else anywhere
         device = homes.get(id(old), home)
         new = _torch.poison_uninitialized(torch.empty_like(old, device=device, requires_grad=False))
-        if not isinstance(old, nn.Parameter):
-            entry.tensor = new
-        register_instead(module, old, new)
+        entry.tensor = register_instead(module, old, new)
 
 
-def register_instead(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Give a parameter the memory of ``new``, or replace a buffer by ``new`` everywhere."""
+def register_instead(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Give a parameter the memory of ``new``, or replace a buffer by ``new`` everywhere.
+
+    Return the tensor in the model: a parameter stays the same object for optimizers.
+    """
     if isinstance(old, nn.Parameter):
-        exchange(old, nn.Parameter(new, requires_grad=old.requires_grad))
-        return
+        made = _torch.parameter_of(new, old.requires_grad)
+        _torch.share_hooks(old, made)
+        made.__dict__.update(old.__dict__)
+        torch.utils.swap_tensors(old, made)
+        return old
     for inner in module.modules():  # a buffer may have views, so it is replaced
         for attribute, buffer in inner._buffers.items():
             if buffer is old:
                 inner._buffers[attribute] = new
-
-
-def exchange(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Give a parameter the memory of another; it stays the same object for optimizers."""
-    _torch.share_hooks(old, new)
-    new.__dict__.update(old.__dict__)
-    torch.utils.swap_tensors(old, new)
+    return new

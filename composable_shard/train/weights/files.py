@@ -104,17 +104,15 @@ def _in_file(place: Path) -> list[Stored]:
     return [Stored(name, place, tuple(view.shape), view.dtype) for name, view in views.items()]
 
 
-@contextlib.contextmanager
-def _opened(place: Path) -> Iterator[Any]:
+def _opened(place: Path) -> Any:
+    """Open a file; the result is a context manager that closes it."""
     if not place.exists():
         raise FileNotFoundError(f"Expected a file at '{place}', got none")
     safetensors = library("safetensors")
     try:
-        handle = safetensors.safe_open(place, framework="pt")
+        return safetensors.safe_open(place, framework="pt")
     except safetensors.SafetensorError as error:
         raise ValueError(f"Expected a whole safetensors file at '{place}', got: {error}") from error
-    with handle as file:
-        yield file
 
 
 class Reader(contextlib.ExitStack):

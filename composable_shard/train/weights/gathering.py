@@ -80,9 +80,8 @@ class Planned:
     def is_whole_by_class(self) -> bool:
         """Whether only DTensor and its own class can make the full tensor."""
         tensor = self.entry.tensor
-        if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
-            return True
-        return _torch.is_subclass(self.entry.local) and self.make_plain is None
+        is_partial = isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements)
+        return is_partial or (_torch.is_subclass(self.entry.local) and self.make_plain is None)
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
@@ -116,17 +115,11 @@ class Planned:
             )
         return made
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the full tensor."""
+    def new_full(self, device: torch.device | None) -> torch.Tensor:
+        """Return memory for the full tensor, by default on the device of its mesh, or its own."""
         tensor = self.entry.tensor
-        if isinstance(tensor, DTensor):
-            return torch.device(tensor.device_mesh.device_type)
-        return tensor.device
-
-    def new_full(self, device: torch.device) -> torch.Tensor:
-        """Return memory for the full tensor."""
-        return _torch.empty(*self.entry.tensor.shape, dtype=self.dtype, device=device)
+        home = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device
+        return _torch.empty(*tensor.shape, dtype=self.dtype, device=device or torch.device(home))
 
 
 Sized = TypeVar("Sized", Planned, torch.Tensor)
@@ -305,11 +298,6 @@ class Bucket:
         for message in self.messages:
             message.prepare()
 
-    def launch(self) -> None:
-        """Launch the first gather of each message. Collective: a gather for each message."""
-        for message in self.messages:
-            message.launch()
-
     def wait(self) -> None:
         """Wait until all full tensors have arrived.
 
@@ -337,7 +325,7 @@ class Bucket:
         for item in [item for item in self._planned if arrives(item.to)]:
             full = found.pop(item, None)
             if full is None:
-                full = item.new_full(device or item.device)
+                full = item.new_full(device)
                 if full.numel():  # this rank has the full tensor
                     full.copy_(item.values())
             tensors.append((item, full if device is None else full.to(device)))
@@ -381,7 +369,8 @@ def stream(
             ranks.go_on()
         advance(under_way.nbytes)
         under_way = bucket or Bucket(())
-        under_way.launch()
+        for message in under_way.messages:
+            message.launch()
         try:
             while arrived:
                 last = f"'{arrived[0][0].name}'"

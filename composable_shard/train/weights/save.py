@@ -120,8 +120,7 @@ def _save(output: Output, files: Files, ranks: Ranks, advance: Callable[[int], o
                     shapes = {item.name: (item.dtype, item.entry.tensor.shape) for item in inside}
                     writers[name] = FileWriter(output.part(name), shapes)
                     open_files.callback(writers[name].close)
-        buckets = _buckets([*files.values()], to)
-        arriving = stream(buckets, ranks, torch.device("cpu"), advance)
+        arriving = stream(_buckets([*files.values()], to), ranks, torch.device("cpu"), advance)
         with contextlib.closing(arriving):
             for item, full in arriving:
                 if ranks.failure is None:
@@ -163,11 +162,10 @@ def _writers(ranks: Ranks, output: Output, num_files: int) -> list[int]:
             token.touch()
     ranks.say(0)
     writes = ranks.gather(ranks.is_first or token.exists())
-    writers = [rank for rank, does in writes.items() if does]
     if ranks.is_first:
         with contextlib.suppress(OSError):
             token.unlink(missing_ok=True)
-    return writers
+    return [rank for rank, does in writes.items() if does]
 
 
 # Writing the full tensors of a sharded model to safetensors files ---------------------------------

@@ -7,6 +7,7 @@ the tensors. ``mailbox.py`` publishes the message, and tracks when its slab is f
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import sys
 import time
@@ -20,7 +21,9 @@ import torch.distributed as dist
 from composable_shard import _torch
 from composable_shard.core.transport import failures
 from composable_shard.core.transport.gloo.mailbox import GIVEN_UP, Entry, Mailbox, mailbox_of
-from composable_shard.core.transport.gloo.shared_memory import View
+from composable_shard.core.transport.gloo.shared_memory import Slab, View
+
+copy_bytes = ctypes.memmove  # by this name, `benchmarks/copies.py` counts it
 
 # The layout of a slab -----------------------------------------------------------------------------
 
@@ -39,16 +42,25 @@ class MessageSpec(NamedTuple):
         numels: For each tensor, the number of elements of one part.
         dtypes: The dtype of each tensor.
         num_parts: The number of parts of each tensor, laid end to end, such as one for each rank.
+        page_offsets: For each tensor, the offset within a page at which readers place the part of
+            rank 0, followed by those of the other ranks, if they map pages; otherwise -1.
     """
 
     numels: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     num_parts: int
+    page_offsets: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> MessageSpec:
+    def of(cls, tensors: Sequence[torch.Tensor], page_offsets: Sequence[int] = ()) -> MessageSpec:
         """Return the spec of a message of these tensors, in one part each."""
-        return cls(tuple(t.numel() for t in tensors), tuple(t.dtype for t in tensors), 1)
+        numels, dtypes = tuple(t.numel() for t in tensors), tuple(t.dtype for t in tensors)
+        return cls(numels, dtypes, 1, tuple(page_offsets) or (-1,) * len(numels))
+
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes of one part of each tensor."""
+        return [numel * dtype.itemsize for numel, dtype in zip(*self[:2], strict=True)]
 
 
 class _SlabLayout(NamedTuple):
@@ -65,16 +77,20 @@ class _SlabLayout(NamedTuple):
     nbytes: int
 
 
-@lru_cache(maxsize=1024)
-def _plan_slab(spec: MessageSpec) -> _SlabLayout:
+@lru_cache(maxsize=1 << 14)  # for every group of parameters and rank of this host
+def _plan_slab(spec: MessageSpec, rank: int) -> _SlabLayout:
     words = [len(spec.numels)]
-    for numel, dtype in zip(spec.numels, spec.dtypes, strict=True):
-        words += [_DTYPES.index(dtype), numel]
+    for numel, dtype, page_offset in zip(*spec[:2], spec.page_offsets, strict=True):
+        words += [_DTYPES.index(dtype), numel, page_offset]
     table = bytes(memoryview((ctypes.c_int64 * len(words))(*words)))
     end, offsets = len(table), list[int]()
-    for numel, dtype in zip(spec.numels, spec.dtypes, strict=True):
-        offsets.append(end + -end % _ALIGNMENT)
-        end = offsets[-1] + spec.num_parts * numel * dtype.itemsize
+    for nbytes, page_offset in zip(spec.sizes, spec.page_offsets, strict=True):
+        if page_offset < 0:
+            end += -end % _ALIGNMENT
+        else:
+            end += (page_offset + rank * nbytes - end) % mmap.PAGESIZE
+        offsets.append(end)
+        end += spec.num_parts * nbytes
     return _SlabLayout(table, tuple(offsets), end)
 
 
@@ -116,6 +132,7 @@ class Exchange:
     ) -> None:
         self._unread: list[int] = []
         self._views: list[View] = []
+        self._is_mapped = self._has_slab = False
         self._is_published = True  # not yet, but without a key, `__del__` must do nothing
         mailbox = mailbox_of(group)
         assert mailbox is not None
@@ -126,8 +143,9 @@ class Exchange:
         self._key = mailbox.next_key(tag)
         self._unread = list(ranks)  # from here on, `__del__` gives up an unfinished exchange
         self._is_published = False
-        self._layout = layout = _plan_slab(spec)
+        self._layout = layout = _plan_slab(spec, group.rank())
         slab = mailbox.allocate_slab(len(layout.table) if fill is None else layout.nbytes)
+        self._slab, slab.is_held, self._has_slab = slab, True, True
         ctypes.memmove(slab.address, layout.table, len(layout.table))
         if fill is not None:
             fill([slab.address + offset for offset in layout.offsets])
@@ -157,13 +175,23 @@ class Exchange:
             RankMismatchError: If the number of tensors or their sizes differ from those of this
                 rank, or their dtypes from ``dtypes``.
         """
+        view, spec, layout = self._find(rank, dtypes)
+        return [
+            view.tensor(offset + part * numel * dtype.itemsize, numel, dtype)
+            for offset, numel, dtype in zip(layout.offsets, *spec[:2], strict=True)
+        ]
+
+    def _find(
+        self, rank: int, dtypes: Sequence[torch.dtype]
+    ) -> tuple[View, MessageSpec, _SlabLayout]:
+        """Wait for a rank's message; return where it is, and what it has."""
         entry = self._entry(rank)
         view = self._mailbox.peers[rank].file.view(entry.start, entry.nbytes)
         self._views.append(view)
-        spec, layout = self.spec, self._layout
+        spec, layout = self.spec, _plan_slab(self.spec, rank)
         if view.bytes(len(layout.table)) != layout.table:
             spec = self._spec_of(view, rank, entry.nbytes)
-            layout, expected = _plan_slab(spec), tuple(dtypes) or spec.dtypes
+            layout, expected = _plan_slab(spec, rank), tuple(dtypes) or spec.dtypes
             if spec.numels != self.spec.numels or spec.dtypes != expected:
                 raise failures.mismatch(
                     self._group,
@@ -171,10 +199,7 @@ class Exchange:
                     f"{list(self.spec.numels)} elements of {list(expected)}",
                     f"{list(spec.numels)} elements of {list(spec.dtypes)}",
                 )
-        return [
-            view.tensor(offset + part * numel * dtype.itemsize, numel, dtype)
-            for offset, numel, dtype in zip(layout.offsets, spec.numels, spec.dtypes, strict=True)
-        ]
+        return view, spec, layout
 
     def _entry(self, rank: int) -> Entry:
         """Wait for the entry of a rank's message."""
@@ -187,25 +212,49 @@ class Exchange:
     def _spec_of(self, view: View, rank: int, nbytes: int) -> MessageSpec:
         """Return the spec of an unexpected message."""
         num_tensors = int.from_bytes(view.bytes(8), sys.byteorder)
-        if not 0 <= num_tensors <= nbytes // 16:
+        if not 0 <= num_tensors <= nbytes // 24:
             raise failures.missing_rank(self._group, rank, "an incomplete message")
-        words = memoryview(view.bytes(8 + 16 * num_tensors)).cast("q")[1:].tolist()
-        dtypes = tuple(_DTYPES[number] for number in words[::2])
-        return MessageSpec(tuple(words[1::2]), dtypes, self.spec.num_parts)
+        words = memoryview(view.bytes(8 + 24 * num_tensors)).cast("q")[1:].tolist()
+        dtypes = tuple(_DTYPES[number] for number in words[::3])
+        return MessageSpec(tuple(words[1::3]), dtypes, self.spec.num_parts, tuple(words[2::3]))
 
-    def copy_to(self, rank: int, addresses: Sequence[int]) -> None:
-        """Wait for a rank's message; copy each tensor to an address.
+    def place(
+        self,
+        rank: int,
+        addresses: Sequence[int],
+        memories: Sequence[_torch.MappableMemory | None],
+    ) -> None:
+        """Wait for a rank's message; copy its tensors, or map their pages.
 
         Args:
-            rank: The rank.
-            addresses: The addresses, in this process.
+            rank: The rank; it may be this one.
+            addresses: The address for each tensor, in this process.
+            memories: The memory at each address, if it can be mapped.
 
         Raises:
             RankMismatchError: See :meth:`read`.
         """
-        published = self.read(rank, dtypes=self.spec.dtypes)
-        for tensor, address in zip(published, addresses, strict=True):
-            ctypes.memmove(address, tensor.data_ptr(), tensor.nbytes)
+        block: Slab | View = self._slab
+        layout = self._layout
+        if rank != self._group.rank():
+            block, _, layout = self._find(rank, self.spec.dtypes)
+        page = mmap.PAGESIZE
+        for offset, nbytes, address, memory in zip(
+            layout.offsets, self.spec.sizes, addresses, memories, strict=True
+        ):
+            source, ahead = block.address + offset, -address % page  # bytes before the first page
+            num_mapped, start = (nbytes - ahead) // page * page, block.start + offset + ahead
+            if (
+                memory is None
+                or start % page
+                or not memory.map(address + ahead, num_mapped, block.file, start, self)
+            ):
+                copy_bytes(address, source, nbytes)
+                continue
+            self._is_mapped = True
+            done = ahead + num_mapped
+            copy_bytes(address, source, ahead)
+            copy_bytes(address + done, source + done, nbytes - done)
 
     def forget_pages(self) -> None:
         """Release the read pages from the resident memory of this rank, until the next read."""
@@ -213,9 +262,16 @@ class Exchange:
             view.forget_pages()
 
     def finish(self) -> None:
-        """Acknowledge the messages of the other ranks."""
+        """Acknowledge the messages of the other ranks, unless some are mapped.
+
+        Mapped memory keeps this object, and `__del__` lets the messages be acknowledged.
+        """
         self.forget_pages()
         self._views.clear()
+        if self._is_mapped:
+            self._slab.forget_pages()
+            return
+        self._slab.is_held = self._has_slab = False
         if self._unread:
             self._mailbox.acknowledge(self._key, self._unread)  # empties the list
 
@@ -223,6 +279,8 @@ class Exchange:
         """Record that this rank gives up an unfinished exchange."""
         if self._views:
             self.forget_pages()
+        if self._has_slab:
+            self._slab.is_held = False
         if self._unread or not self._is_published:
             self._record_given_up((self._key, self._unread, self._is_published))
 

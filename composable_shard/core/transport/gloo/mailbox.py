@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from composable_shard import _torch
 from composable_shard.core.transport.background import call_periodically, ensure_thread
 from composable_shard.core.transport.failures import watched
 from composable_shard.core.transport.gloo.shared_memory import (
@@ -281,13 +282,13 @@ class Mailbox:
             self._words[self._slots_start + peer.rank * NUM_SLOTS + entry.slot] = entry.number
 
     def _reclaim_slabs(self) -> None:
-        """Free the slabs that all ranks have read."""
+        """Free the slabs that no rank uses any more."""
         first_slot, peers = self._slots_start + self._rank * NUM_SLOTS, self.peers
         for published in list(self._published):
             index, number, ranks = first_slot + published.slot, published.number, published.ranks
             while ranks and peers[ranks[-1]].words[index] == number:
                 ranks.pop()
-            if not published.ranks:
+            if not published.ranks and not published.slab.is_held:
                 _memory_barrier()
                 self._published.remove(published)
                 self._own.free(published.slab)
@@ -337,6 +338,8 @@ _mailboxes = weakref.WeakKeyDictionary()
 _reasons_not_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]]
 _reasons_not_shared = weakref.WeakKeyDictionary()
 _is_warned = False
+
+call_periodically(_torch.unmap_unused)
 
 
 def mailbox_of(group: dist.ProcessGroup) -> Mailbox | None:

@@ -6,7 +6,7 @@ hosts, every rank sends its shard to every other rank, which receives it straigh
 
 from __future__ import annotations
 
-import ctypes
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -23,12 +23,11 @@ from composable_shard.core.transport.collectives import (
     sum_dtype,
 )
 from composable_shard.core.transport.failures import missing_rank, raise_if_lost
-from composable_shard.core.transport.gloo.exchange import Exchange, MessageSpec
+from composable_shard.core.transport.gloo.exchange import Exchange, MessageSpec, copy_bytes
 from composable_shard.core.transport.gloo.mailbox import local_ranks
 from composable_shard.core.transport.pending import Waitable
 
 CHUNK_NUMEL = 1 << 17  # elements to sum at once, so that the sum fits into a cache
-CHUNK_NBYTES = 1 << 18  # bytes to copy at once, if there are several destinations
 _SUM, _AVERAGE = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
@@ -48,7 +47,6 @@ class DirectAllGather(AllGatherLaunch):
         rank, shards = group.rank(), _as_gloo_dtypes(inputs)
         sizes = [shard.nbytes for shard in shards]
         receives = to is None or to == rank
-        own_addresses = [_addresses(outputs, sizes, rank)] if receives else []
         works: list[Waitable] = []
         if remote:
             messages = _Messages(group, tag)
@@ -58,23 +56,30 @@ class DirectAllGather(AllGatherLaunch):
                 for shard in shards:
                     messages.send(shard, peer)
             works.append(messages)
-        if not local or to == rank:  # otherwise `fill`, below, copies this rank's shards
-            _copy_shards(shards, *own_addresses)
+        if receives and (not local or to == rank):  # otherwise `_read_shards` places them
+            _copy_shards(shards, _addresses(outputs, sizes, rank))
         if not local:
             return works
         # All local ranks take part, even with nothing to send: each counts the collectives of a
         # tag, and finds a message by this count. If `to` is remote, no local rank reads the shards
         # of this rank. Rank `to` publishes an entry without data: no rank reads its shards.
         posted = [] if to in remote else shards
-
-        def fill(addresses: list[int]) -> None:
-            _copy_shards(posted, addresses, *own_addresses)
-
-        exchange = Exchange(group, tag, local, MessageSpec.of(posted), None if to == rank else fill)
+        outputs_of_all = outputs if to is None else []  # only these may lie in mappable memory
+        memories = list(map(_torch.mappable_memory, outputs_of_all)) or [None] * len(outputs)
+        for memory in filter(None, {*memories}):
+            memory.unmap()
+        page_offsets = [
+            -1 if memory is None else out.data_ptr() % mmap.PAGESIZE
+            for out, memory in zip(outputs_of_all, memories, strict=False)
+        ]
+        fill = None if to == rank else partial(_copy_shards, posted)
+        exchange = Exchange(group, tag, local, MessageSpec.of(posted, page_offsets), fill)
         if not receives:
             exchange.finish()  # this rank needs none of the published shards
             return works
-        reading = WaitThenCall(None, partial(_read_shards, exchange, local, outputs, sizes))
+        sources = local if to == rank else [rank, *local]
+        read = partial(_read_shards, exchange, sources, outputs, sizes, memories)
+        reading = WaitThenCall(None, read)
         if exchange.all_published():  # an early read frees the shared memory early
             reading.wait()
         return [*works, reading]
@@ -85,19 +90,10 @@ def _addresses(outputs: Tensors, nbytes: Sequence[int], rank: int) -> list[int]:
     return [out.data_ptr() + rank * size for out, size in zip(outputs, nbytes, strict=True)]
 
 
-def _copy_shards(shards: Tensors, *into: list[int]) -> None:
-    """Copy each shard to its address in every list."""
-    for shard, *addresses in zip(shards, *into, strict=True):
-        copy_bytes(shard.data_ptr(), shard.nbytes, *addresses)
-
-
-def copy_bytes(source: int, nbytes: int, *into: int) -> None:
-    """Copy from one address to others; if there are several, in chunks that fit into a cache."""
-    piece = CHUNK_NBYTES if len(into) > 1 else max(nbytes, 1)
-    for start in range(0, nbytes, piece):
-        count = min(piece, nbytes - start)
-        for address in into:
-            ctypes.memmove(address + start, source + start, count)
+def _copy_shards(shards: Tensors, into: list[int]) -> None:
+    """Copy each shard to its address."""
+    for shard, address in zip(shards, into, strict=True):
+        copy_bytes(address, shard.data_ptr(), shard.nbytes)
 
 
 class _Messages:
@@ -152,11 +148,27 @@ class _Messages:
         return True
 
 
-def _read_shards(exchange: Exchange, local: list[int], outputs: Tensors, sizes: list[int]) -> None:
-    """Copy the published shards of ranks of this host into place, given the sizes in bytes."""
-    for peer in local:
-        exchange.copy_to(peer, _addresses(outputs, sizes, peer))
+def _read_shards(
+    exchange: Exchange,
+    sources: list[int],
+    outputs: Tensors,
+    sizes: list[int],
+    memories: list[_torch.MappableMemory | None],
+) -> None:
+    """Place the published shards of ranks of this host, given the sizes in bytes."""
+    for rank in sources:
+        exchange.place(rank, _addresses(outputs, sizes, rank), memories)
     exchange.finish()
+
+
+def empty_for_gather(numel: int, *, dtype: torch.dtype, group: dist.ProcessGroup) -> torch.Tensor:
+    """Make an uninitialized tensor for the outputs of a :class:`DirectAllGather`.
+
+    Collective: see ``mailbox_of``.
+    """
+    if len(local_ranks(group)) + 1 < group.size():
+        return _torch.empty(numel, dtype=dtype, device="cpu")
+    return _torch.empty_mappable(numel, dtype)
 
 
 class DirectReduceScatter(ReduceScatterLaunch):
@@ -199,14 +211,15 @@ class DirectReduceScatter(ReduceScatterLaunch):
                 tuple(out.numel() for out in outputs),
                 tuple(full.dtype for full in inputs),
                 num_ranks - 1,
+                (-1,) * len(outputs),
             )
 
             def fill(addresses: list[int]) -> None:
                 for address, full in zip(addresses, inputs, strict=True):
                     nbytes = full.nbytes // num_ranks
                     begin, end = rank * nbytes, (rank + 1) * nbytes
-                    copy_bytes(full.data_ptr(), begin, address)
-                    copy_bytes(full.data_ptr() + end, full.nbytes - end, address + begin)
+                    copy_bytes(address, full.data_ptr(), begin)
+                    copy_bytes(address + begin, full.data_ptr() + end, full.nbytes - end)
 
             exchange = Exchange(group, tag, local, spec, fill)
         can_sum_now = exchange is not None and not remote and exchange.all_published()
@@ -223,7 +236,7 @@ def _keep_in_output(part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Keep this rank's part in the output until the other parts have arrived."""
     if part.dtype != out.dtype:
         return out.copy_(part)
-    copy_bytes(part.data_ptr(), part.nbytes, out.data_ptr())  # takes a fifth of torch's time
+    copy_bytes(out.data_ptr(), part.data_ptr(), part.nbytes)  # takes a fifth of torch's time
     return out
 
 

@@ -49,8 +49,6 @@ _HUGE_NBYTES = 2 * 1024 * 1024  # of a huge page on x86; where it is larger, sla
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     word, number = ctypes.c_size_t, ctypes.c_int
-    libc.mmap.argtypes = [ctypes.c_void_p, word, number, number, number, ctypes.c_int64]
-    libc.mmap.restype = ctypes.c_void_p
     libc.munmap.argtypes = [ctypes.c_void_p, word]
     libc.madvise.argtypes = [ctypes.c_void_p, word, number]
     return libc
@@ -98,8 +96,8 @@ class _Piece:
 
 
 def _map(address: int | None, nbytes: int, access: int, flags: int, file: int, start: int) -> int:
-    got: int | None = _libc().mmap(address, nbytes, access, flags, file, start)
-    if got is None or got == ctypes.c_void_p(-1).value:
+    got = _torch.map_memory(address, nbytes, access, flags, file, start)
+    if got is None:
         number = ctypes.get_errno()
         raise _no_memory(nbytes, OSError(number, os.strerror(number)))
     return got
@@ -120,20 +118,23 @@ class Slab:
     """A piece of this rank's file, for one message.
 
     Attributes:
+        file: The descriptor of the file.
         start: Its start in the file.
         nbytes: Its size.
         address: Its address.
-        last_use: The number of allocations from the file when this slab was last allocated.
+        last_use: The number of allocations from the file when this slab was last freed.
+        is_held: Whether this rank still reads it itself.
     """
 
     def __init__(self, file: int, start: int, nbytes: int, alignment: int) -> None:
-        self.start = start
+        self.file, self.start = file, start
         self.nbytes = nbytes
         access = mmap.PROT_READ | mmap.PROT_WRITE
         piece = _Piece(file, start, nbytes, access, alignment)
         self.address = piece.address
         self.forget_pages = piece.forget_pages
         self.last_use = 0
+        self.is_held = False
 
 
 class OwnFile:
@@ -174,13 +175,13 @@ class OwnFile:
             slab = self._new(_round_up(max(nbytes, 1)))
         else:
             self._free_slabs.remove(slab)
-        slab.last_use = self._num_uses
         self._return_idle()
         return slab
 
     def free(self, slab: Slab) -> None:
         """Free a slab that no rank reads any more."""
         _torch.poison(slab.address, slab.nbytes)
+        slab.last_use = self._num_uses
         self._free_slabs.append(slab)
 
     def _new(self, nbytes: int) -> Slab:
@@ -260,7 +261,7 @@ class PeerFile:
         self._mapped[key] = piece
         while len(self._mapped) > _NUM_MAPPED:  # a view keeps its piece mapped
             self._mapped.popitem(last=False)
-        return View(piece)
+        return View(piece, self._file, start)
 
 
 class View:
@@ -269,10 +270,16 @@ class View:
     Pages that were read count as resident memory of this process, too, until :meth:`forget_pages`.
     There is no ``__del__`` that calls it, since a ``KeyboardInterrupt`` in ``__del__`` would be
     lost.
+
+    Attributes:
+        address: Its address.
+        file: The descriptor of the file.
+        start: Its start in the file.
     """
 
-    def __init__(self, piece: _Piece) -> None:
-        self._memory = piece.memory
+    def __init__(self, piece: _Piece, file: int, start: int) -> None:
+        self._memory, self.address = piece.memory, piece.address
+        self.file, self.start = file, start
         self.forget_pages = piece.forget_pages
 
     def bytes(self, nbytes: int) -> bytes:
