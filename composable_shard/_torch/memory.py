@@ -237,8 +237,12 @@ class MappableMemory:
         if self._owners:
             self._drop_pages()
 
+    def is_in_place(self) -> bool:
+        """Return whether the storage has this memory or none; `share_memory_` gives it another."""
+        return not self.storage.size() or 0 <= self._begin - self.storage.data_ptr() < _PAGE
+
     def _drop_pages(self) -> None:
-        if self._nbytes:
+        if self._nbytes and self.is_in_place():
             map_memory(self._begin, self._nbytes, _READ_WRITE, _FIXED | mmap.MAP_ANONYMOUS, -1, 0)
         self._owners.clear()
         _mapped.discard(self)
@@ -253,7 +257,8 @@ def unmap_unused() -> None:
 
 def mappable_memory(tensor: torch.Tensor) -> MappableMemory | None:
     """Return the memory of a tensor, if its pages can be replaced."""
-    return _mappable.get(storage_number(tensor))
+    memory = _mappable.get(storage_number(tensor))
+    return memory if memory is not None and memory.is_in_place() else None
 
 
 def empty_mappable(numel: int, dtype: torch.dtype) -> torch.Tensor:

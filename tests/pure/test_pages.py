@@ -9,6 +9,7 @@ import struct
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -68,6 +69,7 @@ def twos() -> Iterator[int]:
     os.write(file, struct.pack("f", 2.0) * 2 * MIB)
     with _torch.poisoned_memory(False):
         yield file
+    _torch.unmap_unused()
     os.close(file)
 
 
@@ -97,6 +99,18 @@ def test_memory_that_an_array_shares_stays_mapped(twos: int) -> None:
     with pytest.warns(UserWarning, match="Expected to free memory of unsharded parameters"):
         assert not _torch.free(tensor)
     assert array[:2].tolist() == [5.0, 2.0] and owner() is not None
+
+
+def test_memory_that_was_moved_to_other_processes_is_left_alone(twos: int) -> None:
+    """Torch has freed it by then, so its addresses may belong to somebody else."""
+    tensor, owner = mapped(twos)
+    tensor.share_memory_()
+    assert _torch.mappable_memory(tensor) is None
+    with mock.patch.object(memory, "map_memory", side_effect=AssertionError("was unmapped")):
+        assert tensor[:2].tolist() == [5.0, 2.0]
+        del tensor
+        _torch.unmap_unused()
+    assert owner() is None
 
 
 def test_memory_of_fake_tensors_is_not_mapped() -> None:

@@ -23,6 +23,8 @@ from composable_shard.core.transport import failures
 from composable_shard.core.transport.gloo.mailbox import GIVEN_UP, Entry, Mailbox, mailbox_of
 from composable_shard.core.transport.gloo.shared_memory import Slab, View
 
+Memories = Sequence[_torch.MappableMemory | None]
+
 copy_bytes = ctypes.memmove  # by this name, `benchmarks/copies.py` counts it
 
 # The layout of a slab -----------------------------------------------------------------------------
@@ -218,12 +220,7 @@ class Exchange:
         dtypes = tuple(_DTYPES[number] for number in words[::3])
         return MessageSpec(tuple(words[1::3]), dtypes, self.spec.num_parts, tuple(words[2::3]))
 
-    def place(
-        self,
-        rank: int,
-        addresses: Sequence[int],
-        memories: Sequence[_torch.MappableMemory | None],
-    ) -> None:
+    def place(self, rank: int, addresses: Sequence[int], memories: Memories) -> None:
         """Wait for a rank's message; copy its tensors, or map their pages.
 
         Args:

@@ -23,7 +23,12 @@ from composable_shard.core.transport.collectives import (
     sum_dtype,
 )
 from composable_shard.core.transport.failures import missing_rank, raise_if_lost
-from composable_shard.core.transport.gloo.exchange import Exchange, MessageSpec, copy_bytes
+from composable_shard.core.transport.gloo.exchange import (
+    Exchange,
+    Memories,
+    MessageSpec,
+    copy_bytes,
+)
 from composable_shard.core.transport.gloo.mailbox import local_ranks
 from composable_shard.core.transport.pending import Waitable
 
@@ -78,7 +83,7 @@ class DirectAllGather(AllGatherLaunch):
             exchange.finish()  # this rank needs none of the published shards
             return works
         sources = local if to == rank else [rank, *local]
-        read = partial(_read_shards, exchange, sources, outputs, sizes, memories)
+        read = partial(_read_shards, exchange, sources, outputs, memories)
         reading = WaitThenCall(None, read)
         if exchange.all_published():  # an early read frees the shared memory early
             reading.wait()
@@ -149,15 +154,11 @@ class _Messages:
 
 
 def _read_shards(
-    exchange: Exchange,
-    sources: list[int],
-    outputs: Tensors,
-    sizes: list[int],
-    memories: list[_torch.MappableMemory | None],
+    exchange: Exchange, sources: list[int], outputs: Tensors, memories: Memories
 ) -> None:
-    """Place the published shards of ranks of this host, given the sizes in bytes."""
+    """Place the published shards of ranks of this host."""
     for rank in sources:
-        exchange.place(rank, _addresses(outputs, sizes, rank), memories)
+        exchange.place(rank, _addresses(outputs, exchange.spec.sizes, rank), memories)
     exchange.finish()
 
 
