@@ -324,7 +324,7 @@ def memory_ops(tensor: torch.Tensor, *, may_stay: bool = False) -> tuple[Callabl
         tensor: The tensor.
         may_stay: Whether the memory may be allocated already, or an array may share it.
     """
-    if may_stay or is_big(tensor):
+    if may_stay or is_big(tensor) or mappable_memory(tensor) is not None:
         return (lambda: allocate(tensor)), (lambda: free(tensor))
     storage = tensor.untyped_storage()
     return partial(storage.resize_, tensor.nbytes), partial(storage.resize_, 0)

@@ -113,6 +113,16 @@ def test_memory_that_was_moved_to_other_processes_is_left_alone(twos: int) -> No
     assert owner() is None
 
 
+@pytest.mark.usefixtures("twos")
+def test_memory_that_is_big_with_its_rest_of_a_page_alone_is_allocated_whole() -> None:
+    tensor = _torch.empty_mappable(2 * MIB // 4 - 1, torch.float32)
+    allocate, free = _torch.memory_ops(tensor)
+    for value in (1.0, 2.0):
+        free()
+        allocate()
+        assert tensor.fill_(value).sum().item() == value * tensor.numel()
+
+
 def test_memory_of_fake_tensors_is_not_mapped() -> None:
     with FakeTensorMode():
         fake = _torch.empty_mappable(3 * MIB, torch.float32)

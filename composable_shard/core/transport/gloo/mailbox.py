@@ -1,9 +1,10 @@
 """Messages that ranks of one host publish for each other in shared memory.
 
 To publish a message, a rank copies tensors into a slab of its own memory and appends an entry to
-its ring buffer. Each of the other ranks reads the slab when it needs the values, and then
-acknowledges the message in a slot, a word in its own memory. After all acknowledgements, the slab
-is free again. A message is a copy, so its source may be changed or freed at once.
+its ring buffer. Each of the other ranks reads the slab when it needs the values, or maps its pages,
+as the rank itself may do. A rank that has read or unmapped it acknowledges the message in a slot, a
+word in its own memory. After all acknowledgements, the slab is free again. A message is a copy, so
+its source may be changed or freed at once.
 
 An entry names its collective: the tag, which the ranks have agreed on, and the number among the
 collectives of this tag. So no collective reads a message of an interrupted one. A rank that gives

@@ -1,7 +1,8 @@
 """Point-to-point all-gather and reduce-scatter on the CPU: faster than those of gloo.
 
-Ranks of one host read the messages of the others from shared memory (``exchange.py``). Between
-hosts, every rank sends its shard to every other rank, which receives it straight into place.
+Ranks of one host read the messages of the others from shared memory (``exchange.py``), or map large
+shards into the gathered parameters, without a copy. Between hosts, every rank sends its shard to
+every other rank, which receives it straight into place.
 """
 
 from __future__ import annotations
