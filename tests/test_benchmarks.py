@@ -147,8 +147,8 @@ def test_ours_copies_only_what_travels_packed() -> None:
         "backward": again + sum(copied) + 2 * flags,
         "optimizer": 0,
         "arithmetic": 0,
-        # of gathers: what others map, and both parts of what is packed; of reductions: what others
-        # read, own parts, sums over ranks and means
+        # A gather copies this rank's shards once, and both halves of what is packed again. A
+        # reduction copies the part that the other rank reads and its own, and writes sum and mean.
         "in_collectives": 2.5 * sum(sizes)
         + (sum(sizes[index] for index in blocks) / 2 + sum(copied) + again + 4 * flags),
     }

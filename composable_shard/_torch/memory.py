@@ -208,12 +208,11 @@ class MappableMemory:
         self.has_been_mapped = False
 
     def swap(self) -> None:
-        """Free the memory, or allocate it again; its content is then undefined."""
-        self._drop_pages()
+        """Take the memory out of the storage, or put it back."""
         _swap(self.storage, self._other)
 
     def map(self, address: int, nbytes: int, file: int, start: int, owner: object) -> bool:
-        """Replace whole pages by those of a file, of which a write makes a copy.
+        """Replace whole pages by pages of a file. A write copies the page first.
 
         Args:
             address: The address of the pages.
@@ -235,13 +234,14 @@ class MappableMemory:
     def unmap(self) -> None:
         """Drop all pages if some are those of a file; the content is then undefined."""
         if self._owners:
-            self._drop_pages()
+            self.drop_pages()
 
     def is_in_place(self) -> bool:
         """Return whether the storage has this memory or none; `share_memory_` gives it another."""
         return not self.storage.size() or 0 <= self._begin - self.storage.data_ptr() < _PAGE
 
-    def _drop_pages(self) -> None:
+    def drop_pages(self) -> None:
+        """Replace all pages by new ones, which take no memory until they are used."""
         if self._nbytes and self.is_in_place():
             map_memory(self._begin, self._nbytes, _READ_WRITE, _FIXED | mmap.MAP_ANONYMOUS, -1, 0)
         self._owners.clear()
@@ -273,7 +273,7 @@ def empty_mappable(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def allocate(tensor: torch.Tensor) -> None:
-    """Allocate the memory of a tensor that fills its storage, if the storage is empty."""
+    """Allocate the memory of a tensor that fills its storage or is mappable, unless it has some."""
     storage = tensor.untyped_storage()
     nbytes = tensor.nbytes
     if storage.size() < nbytes:
@@ -309,6 +309,7 @@ def free(tensor: torch.Tensor) -> bool:
         _poison.sweep()
         fill(storage, tensor.dtype)
     if storage.size() and (memory := mappable_memory(tensor)) is not None:
+        memory.drop_pages()
         memory.swap()
     else:
         storage.resize_(0)

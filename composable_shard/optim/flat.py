@@ -401,7 +401,7 @@ class _Steps:
             Whether there are new states, which are not in flat buffers.
         """
         with _torch.without_overrides():
-            grads = list(map(attrgetter("grad"), self._params))
+            grads = list(map(_grad_of, self._params))
             seen = _kinds(grads)
             if not _are(seen, self._seen):
                 self._arrange(grads)
@@ -537,7 +537,7 @@ class _Steps:
         return bool(new)
 
 
-_version_of = attrgetter("_version")
+_grad_of, _version_of = attrgetter("grad"), attrgetter("_version")
 
 
 def _kinds(grads: Sequence[torch.Tensor | None]) -> list[Any]:

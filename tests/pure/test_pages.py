@@ -48,7 +48,7 @@ def test_big_memory_has_all_pages_and_no_less_than_was_asked(nbytes: int) -> Non
 
 
 def mapped(file: int) -> tuple[torch.Tensor, weakref.ref[Callable[[], None]]]:
-    """Return 12 MiB of ones, of which the first 8 are mapped from a file, and their owner."""
+    """Return a tensor of 12 MiB, and the owner of the file that is mapped to its first 8 MiB."""
     tensor, owner = _torch.empty_mappable(3 * MIB, torch.float32).fill_(1.0), lambda: None
     memory = _torch.mappable_memory(tensor)
     assert memory is not None and tensor.data_ptr() % mmap.PAGESIZE == 0

@@ -70,13 +70,13 @@ class DirectAllGather(AllGatherLaunch):
         # tag, and finds a message by this count. If `to` is remote, no local rank reads the shards
         # of this rank. Rank `to` publishes an entry without data: no rank reads its shards.
         posted = [] if to in remote else shards
-        outputs_of_all = outputs if to is None else []  # only these may lie in mappable memory
-        memories = list(map(_torch.mappable_memory, outputs_of_all)) or [None] * len(outputs)
+        # With `to`, the other ranks have no outputs, so they do not know how to align messages.
+        memories = [None if to is not None else _torch.mappable_memory(out) for out in outputs]
         for memory in filter(None, {*memories}):
             memory.unmap()
         page_offsets = [
             -1 if memory is None else out.data_ptr() % mmap.PAGESIZE
-            for out, memory in zip(outputs_of_all, memories, strict=False)
+            for out, memory in zip(outputs, memories, strict=True)
         ]
         fill = None if to == rank else partial(_copy_shards, posted)
         exchange = Exchange(group, tag, local, MessageSpec.of(posted, page_offsets), fill)
