@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from composable_shard.core.transport.gloo.exchange import Exchange
@@ -34,14 +33,14 @@ def train_with(name: str) -> str:
 @contextlib.contextmanager
 def late_reader() -> Iterator[None]:
     """Let rank 1 read the memory of others late, when they have gone on."""
-    read = Exchange.read
+    find = Exchange._find
 
-    def late(self: Exchange, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    def late(self: Exchange, *args: Any, **kwargs: Any) -> Any:
         if dist.get_rank() == 1:
             time.sleep(0.1)
-        return read(self, *args, **kwargs)
+        return find(self, *args, **kwargs)
 
-    with mock.patch.object(Exchange, "read", late):
+    with mock.patch.object(Exchange, "_find", late):
         yield
 
 

@@ -145,14 +145,14 @@ def test_reduced_is_the_sum_in_rank_order(
 @contextlib.contextmanager
 def slow_reader() -> Iterator[None]:
     """Let rank 1 read late, when others have gone on."""
-    read = Exchange.read
+    find = Exchange._find
 
-    def late(self: Exchange, *args: Any, **kwargs: Any) -> list[Any]:
+    def late(self: Exchange, *args: Any, **kwargs: Any) -> Any:
         if dist.get_rank() == 1:
             time.sleep(0.1)
-        return read(self, *args, **kwargs)
+        return find(self, *args, **kwargs)
 
-    with mock.patch.object(Exchange, "read", late):
+    with mock.patch.object(Exchange, "_find", late):
         yield
 
 
@@ -359,7 +359,7 @@ PLACES = [
     (Mailbox, "find_entry"),
     (Mailbox, "acknowledge"),
     (Mailbox, "_acknowledge_entry"),
-    (Exchange, "read"),
+    (Exchange, "_find"),
 ]
 
 
