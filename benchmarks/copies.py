@@ -112,7 +112,9 @@ class Copies(Observer):
     def _saw_copy(self, into: int, source: int, nbytes: int) -> None:
         self.counts.in_collectives += nbytes
 
-    def _saw_message(self, exchange: Any, *_: Any) -> None:
+    def _saw_message(self, exchange: Any, rank: int, *_: Any) -> None:
+        if rank == exchange._group.rank():
+            return  # its own message
         for numel, dtype in zip(exchange.spec.numels, exchange.spec.dtypes, strict=True):
             self.counts.messages += 1
             self.counts.sent += numel * dtype.itemsize

@@ -7,14 +7,12 @@ import itertools
 import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from composable_shard import explain, fully_shard
 from composable_shard._torch import poisoned_memory
-from composable_shard.core.transport.gloo.exchange import Exchange
 from composable_shard.testing import fake_ranks, run_ranks
 
 contestants, copies, host, limit, live_storage, memory, muon, packing, report, step = map(
@@ -112,14 +110,8 @@ def counted(name: str, spec: Any) -> Any:
 
 def beyond_floor(name: str, policy: str) -> tuple[dict[str, float], Any]:
     spec = contestants.Spec(layers=2, width=128, batch=1, context=8, dtype_policy=policy)
-    counts, floor = (run_ranks(counted_late, 2, each, spec)[0] for each in (name, "floor"))
+    counts, floor = (run_ranks(copies.count, 2, each, spec, 2)[0] for each in (name, "floor"))
     return copies.beyond_floor(counts, floor, 2), counts
-
-
-def counted_late(name: str, spec: Any) -> Any:
-    """Count what two steps copy where every rank is the first to launch, and has to wait."""
-    with mock.patch.object(Exchange, "all_published", lambda _: False):
-        return copies.count(name, spec, 2)
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])

@@ -200,7 +200,7 @@ def _measure_rank(device: torch.device, nbytes: int) -> Facts:
     source, target = bytearray(received), memoryview(bytearray(received))
 
     gather = partial(channel.gather, [gathered.view(-1)], [shard])
-    reduce = partial(channel.reduce, [shard], [full], None)
+    reduce = partial(channel.reduce, [shard], [full], shard.dtype, None)
 
     def copy() -> None:
         target[:] = source

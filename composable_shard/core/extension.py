@@ -578,6 +578,8 @@ class GradExtension:
 class ExchangedReduction(Reduction, ABC):
     """A reduction that exchanges encoded gradients all to all, then decodes and sums them."""
 
+    is_exchanged = True
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.division = Division(1.0, None, 1.0)  # `wait` divides

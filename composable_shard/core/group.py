@@ -99,6 +99,7 @@ class Settings:
         gathers_once_a_step: Whether the parameters stay gathered, through forwards and backwards,
             until an optimizer has stepped or a shard has changed.
         reduces_each_step: Whether an optimizer reduces unsynced gradients before it steps.
+        has_flat_grads: Whether an optimizer steps the reduced gradients as one buffer.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -118,6 +119,7 @@ class Settings:
     zeros_for_unused: bool = False
     gathers_once_a_step: bool = False
     reduces_each_step: bool = False
+    has_flat_grads: bool = False
 
 
 class ParamGroup:

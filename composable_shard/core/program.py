@@ -204,7 +204,10 @@ class Program:
             if reshard_after is not None and not isinstance(reshard_after, bool):
                 regathers.append(Regather(bucket, channel, reshard_after))
         unsharded = tuple(chain.from_iterable(param.all_unsharded() for param in group.params))
-        set_version = partial(_set_unsharded_version, group, unsharded)
+
+        def set_version() -> None:  # a gather does not bump version counters
+            _torch.set_versions(unsharded, (group.unsharded_version,) * len(unsharded))
+
         freeable = (param for param in group.params if not param.shares_storage)
         freed = tuple(chain.from_iterable(param.all_unsharded() for param in freeable))
         mark_freed = partial(_torch.set_versions, freed, (FREED,) * len(freed))
@@ -369,8 +372,3 @@ def _within(context: Callable[[], AbstractContextManager[object]], ops: Sequence
                 op()
 
     return (run,) if ops else ()
-
-
-def _set_unsharded_version(group: Any, unsharded: tuple[torch.Tensor, ...]) -> None:
-    """Set the version counters of the unsharded parameters; a gather does not bump them."""
-    _torch.set_versions(unsharded, (group.unsharded_version,) * len(unsharded))

@@ -91,8 +91,9 @@ class Reduction:
 
     Attributes:
         dtype: The dtype in which gradients are added.
-        reduced: One flat buffer with the reduced shards and flags. It exists from the launch until
-            ``.grad`` is written. `LocalReduction` has a list of gradients instead.
+        reduced: One flat buffer with the reduced shards and flags, without the shards that
+            :meth:`_allocate` allocates one by one. It exists from the launch, or then from the
+            wait, until ``.grad`` is written. `LocalReduction` has a list of gradients instead.
         num_flags: The number of flags at the end of ``reduced``.
         params: The parameters, in the order of ``reduced``.
         is_offloaded: Whether gradients must be copied to the memory of the host.
@@ -102,6 +103,7 @@ class Reduction:
 
     reduced: Any
     over_replicas: Reduction | None = None
+    is_exchanged = False  # True in a class that exchanges encoded gradients, all to all
 
     def __init__(
         self,
@@ -194,6 +196,13 @@ class Reduction:
             self._packed = rows.view(-1)
             self._allocate_packed, self._free_packed = _torch.memory_ops(self._packed)
             self._free_packed()
+        settings, is_cast = self._group.settings, {*self._final_dtypes} != {self.dtype}
+        is_used_whole = settings.has_flat_grads or settings.all_reduce_hook is not None
+        is_moved = self.is_offloaded or self.is_exchanged or self._mesh.num_replicas > 1
+        is_late = self._channel.reduce_scatter.allocates_late
+        self._is_flat = not is_late or is_used_whole or is_moved or is_cast
+        if not self._is_flat:  # each direct gradient begins its own output, the others share one
+            starts = [max(0, start - self._numel + self._message_numels[-1]) for start in starts]
         flat, rank = torch.empty(self._numel, device="meta"), self._mesh.shard_rank
         at = zip(self._layouts, starts, strict=True)
         shards = [layout.local(flat[start:], rank) for layout, start in at]
@@ -246,12 +255,27 @@ class Reduction:
             self.reduced = torch.cat(inputs)
             self._pending = [Pending([] if stream is None else [stream.record_event()])]
             return
-        self.reduced = _torch.empty(self._numel, dtype=self.dtype, device=device)
-        numels = self._message_numels
-        outputs = list(self.reduced.split_with_sizes(numels)) if len(numels) > 1 else [self.reduced]
-        works = self._channel.reduce(outputs, inputs, self.division.divisor)
+        outputs: Any = () if self._is_flat else self._allocate()
+        if self._is_flat:
+            self.reduced = _torch.empty(self._numel, dtype=self.dtype, device=device)
+            outputs = self.reduced.split_with_sizes(self._message_numels)
+        works = self._channel.reduce(outputs, inputs, self.dtype, self.division.divisor)
         to_keep = () if self._channel.reduce_scatter.keeps_inputs else inputs
         self._pending = [Pending(works, self._channel.reducing, stream, to_keep)]
+
+    def _allocate(self) -> Iterator[torch.Tensor]:
+        """Allocate the outputs one by one, each when it is written.
+
+        The heap of the CPU then has gaps of their sizes, which freed activations have left. One
+        buffer for all outputs would make the heap grow.
+        """
+        empty = partial(_torch.empty, dtype=self.dtype, device=self._mesh.device)
+        self._alone = []
+        for numel in self._message_numels[:-1]:
+            self._alone.append(empty(numel))
+            yield self._alone[-1]
+        self.reduced = empty(self._message_numels[-1])
+        yield self.reduced
 
     def _pack(self) -> list[torch.Tensor]:
         """Return the messages: one for each large gradient; one for the others and the flags."""
@@ -500,6 +524,9 @@ class Reduction:
     def _shards_of(self, reduced: torch.Tensor) -> list[torch.Tensor]:
         """View this rank's shards in the reduced buffer, each in its final dtype."""
         dtypes = self._final_dtypes
+        if not self._is_flat:
+            outputs = chain(self.__dict__.pop("_alone"), repeat(reduced))
+            return list(map(torch.Tensor.as_strided, outputs, *zip(*self._view_args, strict=True)))
         if dtypes.count(dtypes[0]) == len(dtypes):
             reduced = reduced if reduced.dtype == dtypes[0] else reduced.to(dtypes[0])
             return list(starmap(reduced.as_strided, self._view_args))
@@ -514,7 +541,8 @@ class Reduction:
             self._pending.pop().drop()
         if self._packed_views:
             self._free_packed()
-        for name in ("_grads", "_received", "reduced", "_flags"):  # `extension.py` sets `_received`
+        # `extension.py` sets `_received`.
+        for name in ("_grads", "_received", "reduced", "_alone", "_flags"):
             self.__dict__.pop(name, None)
 
 

@@ -118,10 +118,6 @@ class FlatPosition(NamedTuple):
     next_start: int | None
 
 
-def _is_unsafe() -> bool:
-    return os.environ.get("FSDP_USE_UNSAFE_SETATTR") == "1"  # the variable of torch's FSDP1
-
-
 @dataclass(frozen=True)
 class Slot:
     """A name under which a module holds a parameter; tied parameters have several slots.
@@ -135,7 +131,9 @@ class Slot:
 
     module: nn.Module
     name: str
-    is_unsafe: bool = field(default_factory=_is_unsafe, compare=False)
+    is_unsafe: bool = field(  # the variable of torch's FSDP1
+        default_factory=lambda: os.environ.get("FSDP_USE_UNSAFE_SETATTR") == "1", compare=False
+    )
 
     @property
     def setter(self) -> Callable[[str, nn.Parameter], None]:

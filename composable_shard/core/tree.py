@@ -343,10 +343,6 @@ class Tree:
         if event is not None:
             event.wait()
 
-    def forget_forwards(self) -> None:
-        """Forget the recorded forwards: ranks that ``move()`` has just added have recorded none."""
-        self.tape, self.is_agreed = Tape(), False
-
     def agree(self) -> None:
         """Check once that all ranks hold the same model.
 

@@ -33,7 +33,7 @@ from composable_shard.arguments import (
 from composable_shard.core import hooks, nested, optimizers, reduction, storage
 from composable_shard.core.group import ParamGroup
 from composable_shard.core.storage import FlatBucket, ShardedParam
-from composable_shard.core.transport.collectives import ReduceScatterLaunch
+from composable_shard.core.transport.collectives import ReduceScatterLaunch, WaitThenCall
 from composable_shard.core.transport.pending import Waitable
 from composable_shard.errors import ShardError
 from composable_shard.insight.events import groups_in, listening
@@ -569,15 +569,16 @@ class Silent(ReduceScatterLaunch):
     """A gather or reduction that sends nothing, and leaves the outputs as they were."""
 
     def __init__(self, *, is_widening: bool) -> None:
-        self.widens = self.keeps_inputs = is_widening  # as those of the library for the CPU do
+        # As those of the library for the CPU do.
+        self.widens = self.keeps_inputs = self.allocates_late = is_widening
 
     def averages(self, group: Any, device: torch.device) -> bool:
         """Claim to average, so that the library divides nothing."""
         return True
 
-    def launch(self, *_: Any, **__: Any) -> list[Waitable]:
-        """Return at once."""
-        return []
+    def launch(self, outputs: Any, *_: Any, **__: Any) -> list[Waitable]:
+        """Return a wait that allocates the outputs."""
+        return [WaitThenCall(None, partial(list, outputs))]
 
 
 class Rehearsal:

@@ -86,6 +86,11 @@ def flat(optimizer: Optimizer, *, elementwise: bool = False) -> Optimizer:
             "step; call flat before replacing the step"
         )
     optimizer.__class__ = _flat_class(kind)
+    for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        owner = owner_of_sharded(param)
+        if owner is not None and not owner.group.settings.has_flat_grads:
+            owner.group.settings.has_flat_grads = True
+            owner.group.tree.invalidate_programs()
     _torch.call_hooks_of_steps(optimizer)
     return optimizer
 

@@ -23,6 +23,7 @@ from composable_shard.core.group import ON_OTHER_RANKS, ParamGroup
 from composable_shard.core.placement import ParamPlacement, plan_placement, plan_tensor
 from composable_shard.core.reduction import assign_grad, is_partial
 from composable_shard.core.storage import Bucket, ShardedParam, as_sharded
+from composable_shard.core.tape import Tape
 from composable_shard.core.transport import host
 from composable_shard.core.tree import check_at_rest
 from composable_shard.errors import ShardError
@@ -327,7 +328,8 @@ class _Holder:
             group.place(mesh, buckets)
             for new, collectives in chosen.items():
                 group.channels[new].restore(*collectives)
-            group.tree.forget_forwards()
+            # Forget the recorded forwards: ranks that have just been added have recorded none.
+            group.tree.tape, group.tree.is_agreed = Tape(), False
         for key, item in _items(described).items():
             if key[0] == "gradient":
                 sharded = self.params[key[1]].sharded

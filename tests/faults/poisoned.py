@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard import _torch, fully_shard
 from composable_shard.core.transport.channel import Channel
+from composable_shard.core.transport.gloo.exchange import Exchange
 from composable_shard.core.transport.gloo.mailbox import Mailbox
 from composable_shard.core.transport.gloo.point_to_point import DirectAllGather
 
@@ -291,7 +292,7 @@ FAULTS: dict[str, Fault | Plant] = {
         "if True:",
     ),
     "what is published is not filled in": Fault(
-        DirectAllGather, "launch", "partial(_copy_shards, posted)", "len"
+        Exchange, "__init__", "zip(tensors or (), layout.offsets, strict=False)", "()"
     ),
 }
 

@@ -85,10 +85,7 @@ def test_gathered_are_the_shards_of_all(dtype: torch.dtype, apart: int | None, r
 
 
 def reduced(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str) -> bool:
-    """Reduce in `dtype` what is of the first of `dtypes` on rank 0, of the next on rank 1, ...
-
-    Every rank comes last, and adds its own part as it is; then each comes first, and keeps it.
-    """
+    """Reduce in `dtype` what is of the first of `dtypes` on rank 0, of the next on rank 1, ..."""
     rank, count = dist.get_rank(), dist.get_world_size()
     full = [
         [
@@ -98,25 +95,17 @@ def reduced(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str) -> boo
         for numel in NUMELS
     ]
     reduction, same = getattr(dist.ReduceOp, op), []
-    for all_published in (all_come, lambda _: False):
-        inputs = [parts[rank].flatten().clone() for parts in full]
-        outputs = [torch.empty(numel, dtype=dtype) for numel in NUMELS]
-        with (
-            mock.patch.object(point_to_point, "CHUNK_NUMEL", 16),
-            mock.patch.object(Exchange, "all_published", all_published),
-        ):
-            Pending(DirectReduceScatter().launch(outputs, inputs, world(), reduction, TAG)).wait()
-        for out, parts in zip(outputs, full, strict=True):
-            total = parts[0][rank].to(torch.promote_types(dtype, torch.float32), copy=True)
-            for part in parts[1:]:
-                total += part[rank]
-            same.append(torch.equal(out, (total / count if op == "AVG" else total).to(dtype)))
+    inputs = [parts[rank].flatten().clone() for parts in full]
+    outputs = [torch.empty(numel, dtype=dtype) for numel in NUMELS]
+    with mock.patch.object(point_to_point, "CHUNK_NUMEL", 16):
+        launched = DirectReduceScatter().launch(outputs, inputs, world(), reduction, TAG, dtype)
+        Pending(launched).wait()
+    for out, parts in zip(outputs, full, strict=True):
+        total = parts[0][rank].to(torch.promote_types(dtype, torch.float32), copy=True)
+        for part in parts[1:]:
+            total += part[rank]
+        same.append(torch.equal(out, (total / count if op == "AVG" else total).to(dtype)))
     return all(same)
-
-
-def all_come(exchange: Exchange) -> bool:
-    """Wait until all others are there, as if this rank were the last."""
-    return all([exchange._entry(rank) for rank in exchange._unread])
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -202,11 +191,6 @@ def test_shards_may_change_as_soon_as_a_pass_has_ended(
         assert torch.equal(seen, torch.full((1, WIDTH), float(WIDTH)))
 
 
-not_at_once = mock.patch.object(Exchange, "all_published", lambda _: False)
-"""Whoever comes last finds what the others have published, and reads it when it launches."""
-
-
-@not_at_once
 def gather(start: float, tag: int = TAG) -> tuple[torch.Tensor, Pending]:
     output = torch.empty(2 * dist.get_world_size())
     shard = torch.full((2,), start + dist.get_rank())
@@ -215,11 +199,10 @@ def gather(start: float, tag: int = TAG) -> tuple[torch.Tensor, Pending]:
     return output, pending
 
 
-@not_at_once
 def reduce(start: float) -> tuple[torch.Tensor, Pending]:
     output, op = torch.empty(2), dist.ReduceOp.SUM
     full = torch.full((2 * dist.get_world_size(),), start + dist.get_rank())
-    pending = Pending(DirectReduceScatter().launch([output], [full], world(), op, TAG))
+    pending = Pending(DirectReduceScatter().launch([output], [full], world(), op, TAG, full.dtype))
     full.fill_(-1)
     return output, pending
 

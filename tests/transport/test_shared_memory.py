@@ -24,7 +24,6 @@ from on_ranks import on_ranks
 
 from composable_shard import _torch
 from composable_shard.core.transport.gloo import mailbox, shared_memory
-from composable_shard.core.transport.gloo.exchange import Exchange
 from composable_shard.core.transport.gloo.mailbox import local_ranks, mailbox_of, why_not_shared
 from composable_shard.core.transport.gloo.point_to_point import DirectAllGather
 from composable_shard.core.transport.gloo.shared_memory import SWITCH, OwnFile, PeerFile, Shared
@@ -469,8 +468,7 @@ def forked() -> tuple[str, str, bool]:
     group = fresh_group()
     assert gathers(group)
     output, own = torch.empty(4), torch.full((2,), 9.0)
-    with mock.patch.object(Exchange, "all_published", lambda _: False):  # else it reads at once
-        pending = Pending(DirectAllGather().launch([output], [own], group, TAG))
+    pending = Pending(DirectAllGather().launch([output], [own], group, TAG))
     launched = child_that(lambda: gathers(group))()
     waited = child_that(pending.wait)()
     pending.wait()
@@ -508,8 +506,7 @@ def test_a_forked_process_does_not_write_to_memory_of_its_parent() -> None:
         return launch(50.0)
 
     answer = child_that(later)
-    with mock.patch.object(Exchange, "all_published", lambda _: False):
-        output, pending = launch(10.0)
+    output, pending = launch(10.0)
     os.write(told, b"1")
     said = answer()
     dist.barrier()

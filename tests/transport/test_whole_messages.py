@@ -77,9 +77,9 @@ class Many(nn.Module):
 def test_flags_travel_behind_packed_gradients() -> None:
     model, rank, reduce, sent = fully_shard(Many()), dist.get_rank(), Channel.reduce, []
 
-    def note(self: Channel, outputs: Any, inputs: Any, divisor: float | None) -> Any:
+    def note(self: Channel, outputs: Any, inputs: Any, *args: Any) -> Any:
         sent.append(len(inputs))
-        return reduce(self, outputs, inputs, divisor)
+        return reduce(self, outputs, inputs, *args)
 
     for _ in range(2):
         with mock.patch.object(Channel, "reduce", note):

@@ -186,12 +186,15 @@ class Channel:
         group = self.mesh.shard_group
         return group is not None and self.reduce_scatter.averages(group, self.mesh.device)
 
-    def reduce(self, outputs: Tensors, inputs: Tensors, divisor: float | None) -> list[Waitable]:
+    def reduce(
+        self, outputs: Any, inputs: Tensors, dtype: torch.dtype, divisor: float | None
+    ) -> list[Waitable]:
         """Reduce every input [num_shards * n] over the shards, and scatter it into its output [n].
 
         Args:
-            outputs: The tensors to write.
+            outputs: The tensors to write; see `ReduceScatterLaunch`.
             inputs: The tensors to reduce.
+            dtype: The dtype of the outputs.
             divisor: The divisor of the sum; ``None`` keeps the sum. If the reduce-scatter does not
                 ``divide`` by any number, pass the number of ranks of the group, and only if
                 :meth:`can_average` is true.
@@ -200,8 +203,8 @@ class Channel:
         op: Any = dist.ReduceOp.SUM if divisor is None else dist.ReduceOp.AVG
         if divisor is not None and self.reduce_scatter.divides:
             op = divisor
-        launch, tag = self.reduce_scatter.launch, self.tags[1]
-        return self._launch(partial(launch, outputs, inputs, group, op, tag), group, self.reducing)
+        args = outputs, inputs, group, op, self.tags[1], dtype
+        return self._launch(partial(self.reduce_scatter.launch, *args), group, self.reducing)
 
     def exchange(self, output: torch.Tensor, source: torch.Tensor) -> list[Waitable]:
         """Send row r of ``source`` to rank r of the shards: an all-to-all.

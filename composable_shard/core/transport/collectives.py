@@ -54,27 +54,31 @@ class ReduceScatterLaunch(Protocol):
         divides: Whether it can divide a sum by any number before it rounds the sum.
         keeps_inputs: Whether the launched work keeps the inputs as long as it needs them. If not,
             the caller must keep them until the wait.
+        allocates_late: Whether the outputs may be an iterator that allocates them, each at the wait
+            when it is written.
     """
 
     widens: bool = False
     divides: bool = False
     keeps_inputs: bool = False
+    allocates_late: bool = False
 
     def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
         """Return whether :meth:`launch` accepts ``ReduceOp.AVG``."""
         return _torch.average_is_supported(_torch.backend_name(group, device))
 
     def launch(
-        self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, op: Any, tag: int
+        self, outputs: Any, inputs: Tensors, group: dist.ProcessGroup, op: Any, tag: int, dtype: Any
     ) -> list[Waitable]:
         """Launch the reduce-scatter of each input [N * n] into its output [n].
 
         Args:
-            outputs: The tensors to write.
+            outputs: The tensors to write; see ``allocates_late``.
             inputs: The tensors to send.
             group: The ranks.
             op: A ``ReduceOp``, or a divisor of the sum, if the reduce-scatter ``divides``.
             tag: The tag of these messages, which the ranks have agreed on.
+            dtype: The dtype of the outputs.
         """
 
 
@@ -132,7 +136,7 @@ class CoalescedReduceScatter(ReduceScatterLaunch):
     """One c10d launch for all tensors."""
 
     def launch(
-        self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, op: Any, tag: int
+        self, outputs: Any, inputs: Tensors, group: dist.ProcessGroup, op: Any, *_: Any
     ) -> list[Waitable]:
         return [_torch.reduce_scatter_flat(outputs, inputs, group, op)]
 
@@ -259,7 +263,7 @@ class CustomReduceScatter(ReduceScatterLaunch):
         self.comm = comm
 
     def launch(
-        self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, op: Any, tag: int
+        self, outputs: Any, inputs: Tensors, group: dist.ProcessGroup, op: Any, *_: Any
     ) -> list[Waitable]:
         return _launch_custom(self.comm, (outputs, 1), (inputs, group.size()), group, op)
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from composable_shard import _torch
 from composable_shard.core.transport import failures
 from composable_shard.core.transport.gloo.mailbox import GIVEN_UP, Entry, Mailbox, mailbox_of
-from composable_shard.core.transport.gloo.shared_memory import Slab, View
+from composable_shard.core.transport.gloo.shared_memory import View
 
 Memories = Sequence[_torch.MappableMemory | None]
 
@@ -54,10 +54,13 @@ class MessageSpec(NamedTuple):
     page_offsets: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], page_offsets: Sequence[int] = ()) -> MessageSpec:
-        """Return the spec of a message of these tensors, in one part each."""
-        numels, dtypes = tuple(t.numel() for t in tensors), tuple(t.dtype for t in tensors)
-        return cls(numels, dtypes, 1, tuple(page_offsets) or (-1,) * len(numels))
+    def of(
+        cls, tensors: Sequence[torch.Tensor], num_parts: int = 1, page_offsets: Sequence[int] = ()
+    ) -> MessageSpec:
+        """Return the spec of a message of these tensors."""
+        numels = tuple(tensor.numel() // num_parts for tensor in tensors)
+        dtypes = tuple(tensor.dtype for tensor in tensors)
+        return cls(numels, dtypes, num_parts, tuple(page_offsets) or (-1,) * len(numels))
 
     @property
     def sizes(self) -> list[int]:
@@ -102,6 +105,7 @@ _NUM_YIELDS = 20  # polls before the first sleep
 _SLEEPS = 2e-5, 1e-3  # seconds of the shortest and the longest sleep
 _SLEEP_SHARE = 0.1  # the length of a sleep, as a share of the time waited so far
 _CHECK_INTERVAL = 0.05  # seconds between two checks whether the other rank has ended
+_RESIDENT_NBYTES = 1 << 20  # of its own message, which a rank has in its resident memory at most
 
 
 class Exchange:
@@ -112,8 +116,7 @@ class Exchange:
         tag: The tag of the messages, which the ranks have agreed on.
         ranks: The ranks to exchange with; each of them exchanges with this one.
         spec: The spec of this rank's message.
-        fill: Writes the tensors of the message to the addresses that it gets; ``None`` if no rank
-            reads them.
+        tensors: The tensors of the message; ``None`` if no rank reads them.
 
     Attributes:
         spec: The spec of this rank's message.
@@ -130,7 +133,7 @@ class Exchange:
         tag: int,
         ranks: Sequence[int],
         spec: MessageSpec,
-        fill: Callable[[list[int]], object] | None,
+        tensors: Sequence[torch.Tensor] | None,
     ) -> None:
         self._unread: list[int] = []
         self._views: list[View] = []
@@ -146,11 +149,16 @@ class Exchange:
         self._unread = list(ranks)  # from here on, `__del__` gives up an unfinished exchange
         self._is_published = False
         self._layout = layout = _plan_slab(spec, group.rank())
-        slab = mailbox.allocate_slab(len(layout.table) if fill is None else layout.nbytes)
+        slab = mailbox.allocate_slab(len(layout.table) if tensors is None else layout.nbytes)
         self._slab, slab.is_held, self._has_slab = slab, True, True
         ctypes.memmove(slab.address, layout.table, len(layout.table))
-        if fill is not None:
-            fill([slab.address + offset for offset in layout.offsets])
+        nbytes = 0
+        for tensor, offset in zip(tensors or (), layout.offsets, strict=False):
+            copy_bytes(slab.address + offset, tensor.data_ptr(), tensor.nbytes)
+            nbytes += tensor.nbytes
+            if nbytes >= _RESIDENT_NBYTES:
+                slab.forget_pages()
+                nbytes = 0
         publish = partial(mailbox.publish, self._key, slab, list(ranks))
         if not publish():
             for rank in ranks:  # one by one, so that the error names a late rank
@@ -158,18 +166,13 @@ class Exchange:
             self._wait(ranks[0], publish)  # no slot is free; any rank may be late
         self._is_published = True
 
-    def all_published(self) -> bool:
-        """Return whether all other ranks have published."""
-        mailbox, key = self._mailbox, self._key
-        return all(mailbox.find_entry(mailbox.peers[rank], key) for rank in tuple(self._unread))
-
     def read(
         self, rank: int, part: int = 0, dtypes: Sequence[torch.dtype] = ()
     ) -> list[torch.Tensor]:
         """Wait for a rank's message; return its tensors, which are valid until :meth:`finish`.
 
         Args:
-            rank: The rank.
+            rank: The rank; it may be this one.
             part: The part of each tensor.
             dtypes: The expected dtypes; any if absent.
 
@@ -187,6 +190,8 @@ class Exchange:
         self, rank: int, dtypes: Sequence[torch.dtype]
     ) -> tuple[View, MessageSpec, _SlabLayout]:
         """Wait for a rank's message; return where it is, and what it has."""
+        if rank == self._group.rank():
+            return self._slab, self.spec, self._layout
         entry = self._entry(rank)
         view = self._mailbox.peers[rank].file.view(entry.start, entry.nbytes)
         self._views.append(view)
@@ -231,11 +236,7 @@ class Exchange:
         Raises:
             RankMismatchError: See :meth:`read`.
         """
-        block: Slab | View = self._slab
-        layout = self._layout
-        if rank != self._group.rank():
-            block, _, layout = self._find(rank, self.spec.dtypes)
-        page = mmap.PAGESIZE
+        (block, _, layout), page = self._find(rank, self.spec.dtypes), mmap.PAGESIZE
         for offset, nbytes, address, memory in zip(
             layout.offsets, self.spec.sizes, addresses, memories, strict=True
         ):
@@ -255,7 +256,7 @@ class Exchange:
 
     def forget_pages(self) -> None:
         """Release the read pages from the resident memory of this rank, until the next read."""
-        for view in self._views:
+        for view in (self._slab, *self._views):
             view.forget_pages()
 
     def finish(self) -> None:
@@ -266,7 +267,6 @@ class Exchange:
         self.forget_pages()
         self._views.clear()
         if self._is_mapped:
-            self._slab.forget_pages()
             return
         self._slab.is_held = self._has_slab = False
         if self._unread:

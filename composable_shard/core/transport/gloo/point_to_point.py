@@ -8,7 +8,7 @@ every other rank, which receives it straight into place.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -78,17 +78,14 @@ class DirectAllGather(AllGatherLaunch):
             -1 if memory is None else out.data_ptr() % mmap.PAGESIZE
             for out, memory in zip(outputs, memories, strict=True)
         ]
-        fill = None if to == rank else partial(_copy_shards, posted)
-        exchange = Exchange(group, tag, local, MessageSpec.of(posted, page_offsets), fill)
+        spec = MessageSpec.of(posted, page_offsets=page_offsets)
+        exchange = Exchange(group, tag, local, spec, None if to == rank else posted)
         if not receives:
             exchange.finish()  # this rank needs none of the published shards
             return works
         sources = local if to == rank else [rank, *local]
         read = partial(_read_shards, exchange, sources, outputs, memories)
-        reading = WaitThenCall(None, read)
-        if exchange.all_published():  # an early read frees the shared memory early
-            reading.wait()
-        return [*works, reading]
+        return [*works, WaitThenCall(None, read)]
 
 
 def _addresses(outputs: Tensors, nbytes: Sequence[int], rank: int) -> list[int]:
@@ -185,123 +182,90 @@ class DirectReduceScatter(ReduceScatterLaunch):
     widens = True
     divides = True
     keeps_inputs = True
+    allocates_late = True
 
     def averages(self, group: dist.ProcessGroup, device: torch.device) -> bool:
         return True
 
     def launch(
-        self, outputs: Tensors, inputs: Tensors, group: dist.ProcessGroup, op: Any, tag: int
+        self, outputs: Any, inputs: Tensors, group: dist.ProcessGroup, op: Any, tag: int, dtype: Any
     ) -> list[Waitable]:
         rank, num_ranks = group.rank(), group.size()
         divisor = op if isinstance(op, float) else {_SUM: 1, _AVERAGE: num_ranks}[op]
         local, remote = _peers_of(group)
-        sums = [_RankOrderSum(out, divisor) for out in outputs]
+        rows = [full.detach().view(num_ranks, -1) for full in inputs]
+        parts: list[dict[int, torch.Tensor]] = [{} for _ in inputs]  # of each input, by rank
         works: list[Waitable] = []
         if remote:
             messages = _Messages(group, tag)
             for peer in remote:
-                for total, out in zip(sums, outputs, strict=True):
-                    total.parts[peer] = _torch.empty_like(out)
-                    messages.receive(total.parts[peer], peer)
+                for own, received in zip(rows, parts, strict=True):
+                    received[peer] = _torch.empty(own.shape[1], dtype=dtype, device="cpu")
+                    messages.receive(received[peer], peer)
             for peer in remote:
-                for full, out in zip(inputs, outputs, strict=True):
-                    messages.send(full.view(num_ranks, -1)[peer].to(out.dtype), peer)
+                for own in rows:
+                    messages.send(own[peer].to(dtype), peer)
             works.append(messages)
         exchange = None
         if local:
-            spec = MessageSpec(
-                tuple(out.numel() for out in outputs),
-                tuple(full.dtype for full in inputs),
-                num_ranks - 1,
-                (-1,) * len(outputs),
-            )
-
-            def fill(addresses: list[int]) -> None:
-                for address, full in zip(addresses, inputs, strict=True):
-                    nbytes = full.nbytes // num_ranks
-                    begin, end = rank * nbytes, (rank + 1) * nbytes
-                    copy_bytes(address, full.data_ptr(), begin)
-                    copy_bytes(address + begin, full.data_ptr() + end, full.nbytes - end)
-
-            exchange = Exchange(group, tag, local, spec, fill)
-        can_sum_now = exchange is not None and not remote and exchange.all_published()
-        for total, full, out in zip(sums, inputs, outputs, strict=True):
-            part = full.detach().view(num_ranks, -1)[rank]
-            total.parts[rank] = part if can_sum_now else _keep_in_output(part, out)
-        summing = WaitThenCall(None, partial(_compute_sums, sums, exchange, local, rank))
-        if can_sum_now:
-            summing.wait()
-        return [*works, summing]
-
-
-def _keep_in_output(part: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Keep this rank's part in the output until the other parts have arrived."""
-    if part.dtype != out.dtype:
-        return out.copy_(part)
-    copy_bytes(out.data_ptr(), part.data_ptr(), part.nbytes)  # takes a fifth of torch's time
-    return out
+            exchange = Exchange(group, tag, local, MessageSpec.of(inputs, num_ranks), inputs)
+        else:
+            for own, received in zip(rows, parts, strict=True):
+                received[rank] = own[rank].clone()
+        sum_up = partial(_compute_sums, outputs, parts, divisor, exchange, [rank, *local])
+        return [*works, WaitThenCall(None, sum_up)]
 
 
 def _compute_sums(
-    sums: list[_RankOrderSum], exchange: Exchange | None, local: list[int], rank: int
+    outputs: Iterable[torch.Tensor],
+    parts: list[dict[int, torch.Tensor]],
+    divisor: float,
+    exchange: Exchange | None,
+    local: list[int],
 ) -> None:
-    """Compute the sums, after the wait for the messages of other hosts."""
-    for peer in local:
+    """Compute the sums, after the wait for the messages of other hosts.
+
+    Args:
+        outputs: The tensors to write.
+        parts: For each of them, the parts that other hosts have sent, by rank.
+        divisor: The divisor of the sums.
+        exchange: The messages of this host; ``None`` if there are none.
+        local: The ranks that exchange them; this rank is the first.
+    """
+    for peer in local if exchange else ():
         assert exchange is not None
-        index = rank - (rank > peer)  # a message leaves out the part of its sender
-        for total, part in zip(sums, exchange.read(peer, index), strict=True):
-            total.parts[peer] = part
-    longest = min(CHUNK_NUMEL, max((total.out.numel() for total in sums), default=0))
-    scratch = {
-        dtype: _torch.empty(longest, dtype=dtype, device="cpu")
-        for dtype in {sum_dtype(total.out.dtype) for total in sums}
-    }
-    for total in sums:
-        total.compute(scratch)
-        if exchange is not None and total.out.numel() > CHUNK_NUMEL:
+        for received, part in zip(parts, exchange.read(peer, local[0]), strict=True):
+            received[peer] = part
+    for out, received in zip(outputs, parts, strict=True):
+        _sum_in_rank_order(out, [received.pop(rank) for rank in sorted(received)], divisor)
+        if exchange is not None and out.numel() > CHUNK_NUMEL:
             exchange.forget_pages()  # so that only the pages of one tensor are resident
     if exchange is not None:
         exchange.finish()
 
 
-class _RankOrderSum:
-    """Sums the parts of all ranks in rank order, chunk by chunk.
+def _sum_in_rank_order(out: torch.Tensor, parts: list[torch.Tensor], divisor: float) -> None:
+    """Sum the parts of all ranks, chunk by chunk, and divide the sum.
 
     The sum of a chunk is computed in a scratch buffer, which stays in the cache until the sum is
     rounded.
-
-    Args:
-        out: The output, for the sum divided by ``divisor``.
-        divisor: The divisor.
-
-    Attributes:
-        out: The output.
-        parts: The parts by rank. This rank's part may be ``out``.
     """
-
-    def __init__(self, out: torch.Tensor, divisor: float) -> None:
-        self.out = out
-        self.parts: dict[int, torch.Tensor] = {}
-        self._divisor = divisor
-
-    def compute(self, scratch: Mapping[torch.dtype, torch.Tensor]) -> None:
-        """Compute the sum, given a scratch buffer for each dtype."""
-        parts = [self.parts.pop(rank) for rank in sorted(self.parts)]
-        wide = sum_dtype(self.out.dtype)
-        is_wide = {part.dtype for part in parts} == {wide}
-        chunks = [part.split(CHUNK_NUMEL) for part in (self.out, *parts)]
-        for chunk, first, second, *rest in zip(*chunks, strict=True):
-            total = scratch[wide][: chunk.numel()]
-            if is_wide:
-                torch.add(first, second, out=total)
-            else:
-                total.copy_(first).add_(second)
-            for part in rest:
-                total.add_(part)
-            if self._divisor == 1:
-                chunk.copy_(total)
-            else:
-                torch.div(total, _as_tensor(self._divisor, wide), out=chunk)
+    wide = sum_dtype(out.dtype)
+    scratch = _torch.empty(min(CHUNK_NUMEL, out.numel()), dtype=wide, device="cpu")
+    is_wide = {part.dtype for part in parts} == {wide}
+    chunks = [part.split(CHUNK_NUMEL) for part in (out, *parts)]
+    for chunk, first, second, *rest in zip(*chunks, strict=True):
+        total = scratch[: chunk.numel()]
+        if is_wide:
+            torch.add(first, second, out=total)
+        else:
+            total.copy_(first).add_(second)
+        for part in rest:
+            total.add_(part)
+        if divisor == 1:
+            chunk.copy_(total)
+        else:
+            torch.div(total, _as_tensor(divisor, wide), out=chunk)
 
 
 @lru_cache(maxsize=64)

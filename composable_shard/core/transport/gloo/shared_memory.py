@@ -114,25 +114,48 @@ def _round_up(nbytes: int, to: int = mmap.PAGESIZE) -> int:
     return -(-nbytes // to) * to
 
 
-class Slab:
+class View:
+    """A slab, of this rank or of another one.
+
+    Pages that were read count as resident memory of this process, too, until :meth:`forget_pages`.
+    There is no ``__del__`` that calls it, since a ``KeyboardInterrupt`` in ``__del__`` would be
+    lost.
+
+    Attributes:
+        address: Its address.
+        file: The descriptor of the file.
+        start: Its start in the file.
+    """
+
+    def __init__(self, piece: _Piece, file: int, start: int) -> None:
+        self._memory, self.address = piece.memory, piece.address
+        self.file, self.start = file, start
+        self.forget_pages = piece.forget_pages
+
+    def bytes(self, nbytes: int) -> bytes:
+        """Return the first ``nbytes`` bytes, or all if there are fewer."""
+        return bytes(memoryview(self._memory)[:nbytes])
+
+    def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor [numel] that begins at ``start``; it must not be written."""
+        if not numel:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
+
+
+class Slab(View):
     """A piece of this rank's file, for one message.
 
     Attributes:
-        file: The descriptor of the file.
-        start: Its start in the file.
         nbytes: Its size.
-        address: Its address.
         last_use: The number of allocations from the file when this slab was last freed.
         is_held: Whether this rank still reads it itself.
     """
 
     def __init__(self, file: int, start: int, nbytes: int, alignment: int) -> None:
-        self.file, self.start = file, start
-        self.nbytes = nbytes
         access = mmap.PROT_READ | mmap.PROT_WRITE
-        piece = _Piece(file, start, nbytes, access, alignment)
-        self.address = piece.address
-        self.forget_pages = piece.forget_pages
+        super().__init__(_Piece(file, start, nbytes, access, alignment), file, start)
+        self.nbytes = nbytes
         self.last_use = 0
         self.is_held = False
 
@@ -262,35 +285,6 @@ class PeerFile:
         while len(self._mapped) > _NUM_MAPPED:  # a view keeps its piece mapped
             self._mapped.popitem(last=False)
         return View(piece, self._file, start)
-
-
-class View:
-    """A slab of another rank.
-
-    Pages that were read count as resident memory of this process, too, until :meth:`forget_pages`.
-    There is no ``__del__`` that calls it, since a ``KeyboardInterrupt`` in ``__del__`` would be
-    lost.
-
-    Attributes:
-        address: Its address.
-        file: The descriptor of the file.
-        start: Its start in the file.
-    """
-
-    def __init__(self, piece: _Piece, file: int, start: int) -> None:
-        self._memory, self.address = piece.memory, piece.address
-        self.file, self.start = file, start
-        self.forget_pages = piece.forget_pages
-
-    def bytes(self, nbytes: int) -> bytes:
-        """Return the first ``nbytes`` bytes, or all if there are fewer."""
-        return bytes(memoryview(self._memory)[:nbytes])
-
-    def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor [numel] that begins at ``start``; it must not be written."""
-        if not numel:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
 
 
 # Finding the ranks that can share memory, and passing files between them --------------------------
