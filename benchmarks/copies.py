@@ -10,8 +10,8 @@ The columns count the bytes that operations of torch *write*:
   including FSDP2's own operators and DDP's scaled copy into its bucket; no other arithmetic;
 - arithmetic: divisions and additions in place or into a given tensor;
 - in comms: both kinds, where torch operations are a part of a collective. In this library's gloo
-  collectives, these are the sum of a reduce-scatter, the rank's own part of the sum if it must wait
-  for other ranks, the rank's own part of an all-gather, and copies into and out of shared memory.
+  collectives, these are the sum of a reduce-scatter, the rank's own part of an all-gather, and
+  copies into and out of shared memory; a message of gradients has the own part, too.
   In gloo's own reduce-scatter, which FSDP2 uses, it is the copy of the result. (FSDP2 gathers in
   place: its copy-in, which counts as moved, corresponds to the own part here.)
 
