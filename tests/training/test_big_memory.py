@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from composable_shard import fully_shard
 from composable_shard._torch import memory
 from composable_shard.core.transport.gloo.mailbox import mailbox_of
+from composable_shard.core.transport.gloo.point_to_point import DirectReduceScatter
+from composable_shard.optim import flat
 from composable_shard.testing import fake_ranks, run_ranks
 
 NUM_LAYERS, WIDTH = 6, 1024
@@ -111,3 +113,30 @@ def test_ranks_of_a_host_map_the_published_shards_and_write_only_their_own_memor
     dist.barrier()
     model[1].unshard()
     assert len(mailbox._published) <= 3  # those of the five turns are free again
+
+
+@on_ranks(2)
+def test_large_gradients_have_their_own_memory_unless_a_flat_optimizer_steps_them() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+
+    def spare() -> list[int]:
+        model(torch.ones(2, WIDTH)).sum().backward()
+        grads = [param.grad.to_local() for param in model.parameters()]
+        model.zero_grad()
+        return [grad.untyped_storage().nbytes() - grad.nbytes for grad in grads]
+
+    assert spare()[0::2] == [0, 0]
+    flat(torch.optim.SGD(model.parameters()))
+    assert min(spare()) > WIDTH
+
+
+@on_ranks(2)
+def test_a_rank_lets_go_of_the_pages_of_its_message() -> None:
+    full, rest = torch.ones(1 << 22), (dist.group.WORLD, dist.ReduceOp.SUM, 9, torch.float32)
+    [work] = DirectReduceScatter().launch([full.new_empty(1 << 21)], [full], *rest)
+    [slab] = [
+        each.slab for each in mailbox_of(rest[0])._published if each.slab.nbytes > full.nbytes
+    ]
+    text = Path("/proc/self/smaps").read_text().split(f"\n{slab.address:x}-")[1]
+    work.wait()
+    assert int(text.split("Rss:")[1].split()[0]) * 1024 < full.nbytes / 4
