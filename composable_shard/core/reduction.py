@@ -91,9 +91,9 @@ class Reduction:
 
     Attributes:
         dtype: The dtype in which gradients are added.
-        reduced: One flat buffer with the reduced shards and flags, without the shards that
-            :meth:`_allocate` allocates one by one. It exists from the launch, or then from the
-            wait, until ``.grad`` is written. `LocalReduction` has a list of gradients instead.
+        reduced: One flat buffer with the reduced shards and flags. It exists from the launch until
+            ``.grad`` is written. If :meth:`_allocate` makes the outputs, it exists from the wait,
+            and the direct gradients are not in it. `LocalReduction` has a list of gradients.
         num_flags: The number of flags at the end of ``reduced``.
         params: The parameters, in the order of ``reduced``.
         is_offloaded: Whether gradients must be copied to the memory of the host.
