@@ -68,9 +68,9 @@ def reduction_dtypes() -> Iterator[list[torch.dtype]]:
     """Note in which dtypes reductions are launched, one for each launch."""
     reduce, dtypes = Channel.reduce, list[torch.dtype]()
 
-    def note(self: Channel, outputs: Any, *rest: Any) -> Any:
-        dtypes.append(outputs[0].dtype)
-        return reduce(self, outputs, *rest)
+    def note(self: Channel, outputs: Any, inputs: Any, dtype: torch.dtype, *rest: Any) -> Any:
+        dtypes.append(dtype)
+        return reduce(self, outputs, inputs, dtype, *rest)
 
     with mock.patch.object(Channel, "reduce", note):
         yield dtypes

@@ -229,8 +229,8 @@ def counted_between_replicas(mesh: DeviceMesh) -> Iterator[Counter[str]]:
         def call(channel: Channel, *args: Any) -> Any:
             if name == "all_reduce" or channel.mesh.shard_group is replicas:
                 counts[name] += 1
-                sent = args[1] if name == "gather" else args[0]
-                counts["nbytes"] += sum(tensor.nbytes for tensor in sent) * (replicas.size() - 1)
+                sent, part = args[name != "all_reduce"], replicas.size() if name == "reduce" else 1
+                counts["nbytes"] += sum(t.nbytes for t in sent) * (replicas.size() - 1) // part
             else:
                 counts[f"{name} over shards"] += 1
             return before(channel, *args)
