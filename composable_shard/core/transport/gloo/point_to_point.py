@@ -232,10 +232,10 @@ def _compute_sums(
         exchange: The messages of this host; ``None`` if there are none.
         local: The ranks that exchange them; this rank is the first.
     """
-    for peer in local if exchange else ():
-        assert exchange is not None
-        for received, part in zip(parts, exchange.read(peer, local[0]), strict=True):
-            received[peer] = part
+    if exchange is not None:
+        for peer in local:
+            for received, part in zip(parts, exchange.read(peer, local[0]), strict=True):
+                received[peer] = part
     for out, received in zip(outputs, parts, strict=True):
         _sum_in_rank_order(out, [received.pop(rank) for rank in sorted(received)], divisor)
         if exchange is not None and out.numel() > CHUNK_NUMEL:
