@@ -63,7 +63,8 @@ class DirectAllGather(AllGatherLaunch):
                     messages.send(shard, peer)
             works.append(messages)
         if receives and (not local or to == rank):  # otherwise `_read_shards` places them
-            _copy_shards(shards, _addresses(outputs, sizes, rank))
+            for shard, address in zip(shards, _addresses(outputs, sizes, rank), strict=True):
+                copy_bytes(address, shard.data_ptr(), shard.nbytes)
         if not local:
             return works
         # All local ranks take part, even with nothing to send: each counts the collectives of a
@@ -91,12 +92,6 @@ class DirectAllGather(AllGatherLaunch):
 def _addresses(outputs: Tensors, nbytes: Sequence[int], rank: int) -> list[int]:
     """Return the address of each shard of a rank in the outputs, given the sizes in bytes."""
     return [out.data_ptr() + rank * size for out, size in zip(outputs, nbytes, strict=True)]
-
-
-def _copy_shards(shards: Tensors, into: list[int]) -> None:
-    """Copy each shard to its address."""
-    for shard, address in zip(shards, into, strict=True):
-        copy_bytes(address, shard.data_ptr(), shard.nbytes)
 
 
 class _Messages:
@@ -212,7 +207,7 @@ class DirectReduceScatter(ReduceScatterLaunch):
         else:
             for own, received in zip(rows, parts, strict=True):
                 received[rank] = own[rank].clone()
-        sum_up = partial(_compute_sums, outputs, parts, divisor, exchange, [rank, *local])
+        sum_up = partial(_compute_sums, outputs, parts, divisor, dtype, exchange, [rank, *local])
         return [*works, WaitThenCall(None, sum_up)]
 
 
@@ -220,6 +215,7 @@ def _compute_sums(
     outputs: Iterable[torch.Tensor],
     parts: list[dict[int, torch.Tensor]],
     divisor: float,
+    dtype: torch.dtype,
     exchange: Exchange | None,
     local: list[int],
 ) -> None:
@@ -229,6 +225,7 @@ def _compute_sums(
         outputs: The tensors to write.
         parts: For each of them, the parts that other hosts have sent, by rank.
         divisor: The divisor of the sums.
+        dtype: The dtype of the outputs.
         exchange: The messages of this host; ``None`` if there are none.
         local: The ranks that exchange them; this rank is the first.
     """
@@ -236,23 +233,23 @@ def _compute_sums(
         for peer in local:
             for received, part in zip(parts, exchange.read(peer, local[0]), strict=True):
                 received[peer] = part
+    longest = max((part.numel() for received in parts for part in received.values()), default=0)
+    scratch = _torch.empty(min(CHUNK_NUMEL, longest), dtype=sum_dtype(dtype), device="cpu")
     for out, received in zip(outputs, parts, strict=True):
-        _sum_in_rank_order(out, [received.pop(rank) for rank in sorted(received)], divisor)
+        _sum_in_rank_order(out, [received.pop(r) for r in sorted(received)], divisor, scratch)
         if exchange is not None and out.numel() > CHUNK_NUMEL:
             exchange.forget_pages()  # so that only the pages of one tensor are resident
     if exchange is not None:
         exchange.finish()
 
 
-def _sum_in_rank_order(out: torch.Tensor, parts: list[torch.Tensor], divisor: float) -> None:
+def _sum_in_rank_order(out: torch.Tensor, parts: Tensors, divisor: float, scratch: Any) -> None:
     """Sum the parts of all ranks, chunk by chunk, and divide the sum.
 
-    The sum of a chunk is computed in a scratch buffer, which stays in the cache until the sum is
+    The sum of a chunk is computed in ``scratch``, a buffer that stays in the cache until the sum is
     rounded.
     """
-    wide = sum_dtype(out.dtype)
-    scratch = _torch.empty(min(CHUNK_NUMEL, out.numel()), dtype=wide, device="cpu")
-    is_wide = {part.dtype for part in parts} == {wide}
+    is_wide = {part.dtype for part in parts} == {scratch.dtype}
     chunks = [part.split(CHUNK_NUMEL) for part in (out, *parts)]
     for chunk, first, second, *rest in zip(*chunks, strict=True):
         total = scratch[: chunk.numel()]
@@ -265,7 +262,7 @@ def _sum_in_rank_order(out: torch.Tensor, parts: list[torch.Tensor], divisor: fl
         if divisor == 1:
             chunk.copy_(total)
         else:
-            torch.div(total, _as_tensor(divisor, wide), out=chunk)
+            torch.div(total, _as_tensor(divisor, scratch.dtype), out=chunk)
 
 
 @lru_cache(maxsize=64)
