@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import starmap
 from operator import attrgetter, is_
 from types import SimpleNamespace
 from typing import Any, cast
@@ -323,7 +322,7 @@ class PartReduction(Reduction):
     def launch_over_replicas(self) -> None:
         """Launch the reduce-scatter of the shards, including those of earlier backwards."""
         is_whole = len(self._add_earlier_shards()) == self.num_flags or self._all_have_grads
-        shards = starmap(self.reduced.as_strided, self._view_args)
+        shards = map(self.reduced.as_strided, *self._view_args)
         flags = self.reduced[-self.num_flags :]
         self._over.launch_shards(dict(zip(self.params, shards, strict=True)), flags, is_whole)
         del self.reduced

@@ -251,13 +251,14 @@ def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
             setattr(target, name, getattr(source, name))
 
 
-_grad_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_hooks_before = attrgetter("_backward_hooks")
+_hooks_after = attrgetter("_post_accumulate_grad_hooks")
 
 
 def has_grad_hooks(*params: torch.Tensor) -> bool:
     """Return whether any of the leaves has gradient hooks of the user."""
     with without_overrides():
-        return any(map(any, map(_grad_hooks, params)))
+        return any(map(_hooks_before, params)) or any(map(_hooks_after, params))
 
 
 def hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:

@@ -14,9 +14,12 @@ from composable_shard._torch import streams
 
 # Storages, version counters and fused kernels -----------------------------------------------------
 
+# A context that disables `__torch_function__` of tensor subclasses, which halves the time to read
+# their attributes. No code of the user may run inside.
 without_overrides = torch._C.DisableTorchFunctionSubclass
-"""A context that disables ``__torch_function__`` of tensor subclasses, which halves the time to
-read their attributes. No code of the user may run inside."""
+# A context in which ops record no graph and views have version counters of their own, which takes
+# less than half of the time. For tensors that need no gradients.
+without_autograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 
 def fresh_storage_view(view: Tensor) -> Tensor:

@@ -629,7 +629,7 @@ class ExchangedReduction(Reduction, ABC):
         rows, flags = rows.tensor_split([-self.num_flags], 1)
         total = rows.new_zeros(self._numel, dtype=torch.promote_types(self.dtype, torch.float32))
         numels = (param.layout.flat.shard_numel for param in self.params)
-        starts = (start for *_, start in self._view_args)  # of the shards in `reduced`
+        *_, starts = self._view_args  # of the shards in `reduced`
         self.decode(rows, [total.narrow(0, *span) for span in zip(starts, numels, strict=True)])
         total.div_(self._divisor)
         total[-self.num_flags :] = flags.amax(0)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, compress, repeat, starmap
+from itertools import chain, compress, repeat
 from operator import attrgetter, is_, methodcaller
 from typing import Any, TypeGuard
 
@@ -196,17 +196,18 @@ class Reduction:
             self._packed = rows.view(-1)
             self._allocate_packed, self._free_packed = _torch.memory_ops(self._packed)
             self._free_packed()
-        settings, is_cast = self._group.settings, {*self._final_dtypes} != {self.dtype}
+        settings, self._is_cast = self._group.settings, {*self._final_dtypes} != {self.dtype}
         is_used_whole = settings.has_flat_grads or settings.all_reduce_hook is not None
         is_moved = self.is_offloaded or self.is_exchanged or self._mesh.num_replicas > 1
         is_late = self._channel.reduce_scatter.allocates_late
-        self._is_flat = not is_late or is_used_whole or is_moved or is_cast
+        self._is_flat = not is_late or is_used_whole or is_moved or self._is_cast
         if not self._is_flat:  # each direct gradient begins its own output, the others share one
             starts = [max(0, start - self._numel + self._message_numels[-1]) for start in starts]
         flat, rank = torch.empty(self._numel, device="meta"), self._mesh.shard_rank
         at = zip(self._layouts, starts, strict=True)
         shards = [layout.local(flat[start:], rank) for layout, start in at]
-        self._view_args = [(s.shape, s.stride(), s.storage_offset()) for s in shards]
+        views = [(shard.shape, shard.stride(), shard.storage_offset()) for shard in shards]
+        self._view_args = list(zip(*views, strict=True))  # their shapes, strides and starts
         self._specs = self._specs_of("sharded")
         for param, dtype in zip(self.params, self._final_dtypes, strict=True):
             allow_grad_dtype(param.sharded, dtype)
@@ -257,8 +258,8 @@ class Reduction:
             return
         outputs: Any = () if self._is_flat else self._allocate()
         if self._is_flat:
-            self.reduced = _torch.empty(self._numel, dtype=self.dtype, device=device)
-            outputs = self.reduced.split_with_sizes(self._message_numels)
+            out = self.reduced = _torch.empty(self._numel, dtype=self.dtype, device=device)
+            outputs = out.split_with_sizes(self._message_numels) if self._num_direct else [out]
         works = self._channel.reduce(outputs, inputs, self.dtype, self.division.divisor)
         to_keep = () if self._channel.reduce_scatter.keeps_inputs else inputs
         self._pending = [Pending(works, self._channel.reducing, stream, to_keep)]
@@ -291,7 +292,6 @@ class Reduction:
                     grads[index] = layout.new_zeros(self._all_flags, self.dtype)
         if any(map(_is_sparse, grads)):
             refuse_sparse(self.params, grads)
-        num_direct = self._num_direct
         if not self._is_cut_in_rows:
             grads = [  # cut along dim 0: drop leading dims of size 1, or stack the padded shards
                 layout.in_memory_order(grad).flatten(0, layout.flat.dim)
@@ -300,7 +300,7 @@ class Reduction:
                 for layout, grad in zip(self._layouts, grads, strict=True)
                 if layout.flat.numel  # parameters without elements are not sent
             ]
-        direct = list(map(_flattened, grads[:num_direct]))
+        direct = list(map(_flattened, grads[: self._num_direct]))
         if not all(map(is_, map(_dtype, direct), repeat(self._uncast_dtype))):
             numels, device = [grad.numel() for grad in direct], self._mesh.device
             scratch = _torch.empty(sum(numels), dtype=self.dtype, device=device)
@@ -308,7 +308,7 @@ class Reduction:
             cast = list(scratch.split_with_sizes(numels))
             _torch.copy_all_(cast, direct)  # one call, and one kernel on accelerators
             direct = cast
-        to_pack = grads[num_direct:]
+        to_pack = grads[self._num_direct :]
         if self._alignment > 1:
             padded = chain.from_iterable(zip(to_pack, self._paddings, strict=True))
             to_pack = [tensor for tensor in padded if tensor is not None]
@@ -377,10 +377,9 @@ class Reduction:
             The stage of ``grad``, which may be ``None``.
         """
         unsynced, stage = self._group.unsynced, stage_of(param, grad)
-        sum_dtype = unsynced.get(param.name)
+        unsynced.setdefault(param.name, None)
         if stage == "sharded":
-            sum_dtype = torch.promote_types(self.dtype, grad.dtype)
-        unsynced[param.name] = sum_dtype
+            unsynced[param.name] = torch.promote_types(self.dtype, grad.dtype)
         return stage
 
     def _unreduced_factor(self) -> float:
@@ -442,7 +441,7 @@ class Reduction:
     def _add_earlier_shards(self) -> list[torch.Tensor]:
         """Add the shards that earlier backwards left in ``.grad``, and return them."""
         flags, added = self.reduced[-self.num_flags :], list[torch.Tensor]()
-        shards = list(starmap(self.reduced.as_strided, self._view_args))
+        shards = list(map(self.reduced.as_strided, *self._view_args))
         for index, grad in self._take_reduced_over_shards():
             added.append(grad.to(self.reduced.device))
             shards[index].add_(added[-1])
@@ -524,14 +523,14 @@ class Reduction:
     def _shards_of(self, reduced: torch.Tensor) -> list[torch.Tensor]:
         """View this rank's shards in the reduced buffer, each in its final dtype."""
         dtypes = self._final_dtypes
-        if not self._is_flat:
-            outputs = chain(self.__dict__.pop("_alone"), repeat(reduced))
-            return list(map(torch.Tensor.as_strided, outputs, *zip(*self._view_args, strict=True)))
-        if dtypes.count(dtypes[0]) == len(dtypes):
-            reduced = reduced if reduced.dtype == dtypes[0] else reduced.to(dtypes[0])
-            return list(starmap(reduced.as_strided, self._view_args))
-        shards = starmap(reduced.as_strided, self._view_args)
-        return [shard.to(dtype) for shard, dtype in zip(shards, dtypes, strict=True)]
+        if self._is_cast and dtypes.count(dtypes[0]) == len(dtypes):
+            reduced = reduced.to(dtypes[0])
+        outputs = chain(self.__dict__.pop("_alone", ()), repeat(reduced))
+        with _torch.without_autograd():
+            shards = list(map(torch.Tensor.as_strided, outputs, *self._view_args))
+        if self._is_cast:
+            shards = [shard.to(dtype) for shard, dtype in zip(shards, dtypes, strict=True)]
+        return shards
 
     def discard(self) -> None:
         """Drop all gradients that are not in ``.grad`` yet, after a failed backward."""
