@@ -85,7 +85,7 @@ def test_gathered_are_the_shards_of_all(dtype: torch.dtype, apart: int | None, r
 
 
 def reduced(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype, op: str) -> bool:
-    """Reduce in `dtype` what is of the first of `dtypes` on rank 0, of the next on rank 1, ..."""
+    """Reduce tensors in `dtype`, which have the dtype number r of `dtypes` on rank r."""
     rank, count = dist.get_rank(), dist.get_world_size()
     full = [
         [
