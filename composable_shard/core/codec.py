@@ -29,25 +29,17 @@ RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"  # an o
 GRAD_PRE, GRAD_POST = "fsdp_pre_reduce_scatter", "fsdp_post_reduce_scatter"
 
 
-def has_extension(tensor: torch.Tensor) -> bool:
+def has_extension(tensor: torch.Tensor, pre: str = PRE, post: str = POST) -> bool:
     """Return whether a local shard has the all-gather hooks, on its class or on the instance.
 
-    Raises:
-        TypeError: If it defines only one of the two methods.
-    """
-    return _has_both(tensor, PRE, POST)
-
-
-def has_grad_extension(tensor: torch.Tensor) -> bool:
-    """Return whether the class of a local shard, or the tensor itself, has the gradient hooks.
+    Args:
+        tensor: The local shard.
+        pre: The name of the first hook, to look for another pair of hooks.
+        post: The name of the second hook.
 
     Raises:
         TypeError: If it defines only one of the two methods.
     """
-    return _has_both(tensor, GRAD_PRE, GRAD_POST)
-
-
-def _has_both(tensor: torch.Tensor, pre: str, post: str) -> bool:
     has_pre, has_post = hasattr(tensor, pre), hasattr(tensor, post)
     if has_pre != has_post:
         present, missing = (pre, post) if has_pre else (post, pre)
@@ -56,6 +48,15 @@ def _has_both(tensor: torch.Tensor, pre: str, post: str) -> bool:
             f"define {missing} too"
         )
     return has_pre
+
+
+def has_grad_extension(tensor: torch.Tensor) -> bool:
+    """Return whether the class of a local shard, or the tensor itself, has the gradient hooks.
+
+    Raises:
+        TypeError: If it defines only one of the two methods.
+    """
+    return has_extension(tensor, GRAD_PRE, GRAD_POST)
 
 
 def needs_extension(tensor: torch.Tensor) -> bool:
@@ -86,25 +87,57 @@ def checked_result(hook: str, name: str, result: Any) -> tuple[Sequence[torch.Te
     Raises:
         ExtensionError: If the result is not a pair of tensors and metadata.
     """
-    if not is_pair(result) or not are_tensors(result[0]):
-        raise wrong_result(hook, name, "(tensors, metadata)", kind_of(result))
-    tensors, metadata = result
-    return tensors, metadata
+    if not _is_pair(result) or not _are_tensors(result[0]):
+        raise wrong_result(hook, name, "(tensors, metadata)", _kind_of(result))
+    return result
 
 
-def is_pair(result: Any) -> bool:
+def checked_post_result(name: str, result: Any) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """Return the unsharded tensor and its inner tensors from the result of a post hook.
+
+    Args:
+        name: The name of the parameter, for error messages.
+        result: The result of the hook.
+
+    Raises:
+        ExtensionError: If the result is not a pair of a tensor and inner tensors.
+    """
+    if not _is_pair(result) or not torch.is_tensor(result[0]) or not _are_tensors(result[1]):
+        expected = "(tensor, inner tensors) when out is None"
+        raise wrong_result(POST, name, expected, _kind_of(result))
+    return result
+
+
+def asks_to_release(name: str, shard: Any) -> bool:
+    """Return whether the gathered tensors may be freed once the post hook has run.
+
+    Args:
+        name: The name of the parameter, for error messages.
+        shard: The local shard, which may have the optional hook.
+
+    Raises:
+        ExtensionError: If the hook does not return a bool.
+    """
+    hook = getattr(shard, RELEASE, None)
+    answer = False if hook is None else hook()
+    if not isinstance(answer, bool):
+        raise wrong_result(RELEASE, name, "a bool", _kind_of(answer))
+    return answer
+
+
+def _is_pair(result: Any) -> bool:
     """Return whether a result is a tuple of two items."""
     return isinstance(result, tuple) and len(result) == 2
 
 
-def are_tensors(value: Any) -> bool:
+def _are_tensors(value: Any) -> bool:
     """Return whether a value is a sequence of tensors."""
     return isinstance(value, Sequence) and all(map(torch.is_tensor, value))
 
 
-def kind_of(result: Any) -> str:
+def _kind_of(result: Any) -> str:
     """Return the type of a result as text; for a pair, both types."""
-    if is_pair(result):
+    if _is_pair(result):
         return f"({', '.join(type(item).__name__ for item in result)})"
     return type(result).__name__
 
@@ -191,10 +224,8 @@ class Codec:
             return next(tensors)
         inner = {name: codec.rebuild(tensors) for name, codec in self.inner}
         first = inner[self.inner[0][0]]  # all inner tensors have the outer shape, see `flatten`
-        rebuilt: torch.Tensor = self.kind.__tensor_unflatten__(  # type: ignore[attr-defined]
-            inner, self.context, first.shape, first.stride()
-        )
-        return rebuilt
+        unflatten = self.kind.__tensor_unflatten__  # type: ignore[attr-defined]
+        return unflatten(inner, self.context, first.shape, first.stride())
 
 
 def codec_of(tensor: torch.Tensor) -> Codec:
@@ -230,17 +261,14 @@ def flatten(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
 
 # Memory of tensors that are sent ------------------------------------------------------------------
 
-StorageViews = dict[int, torch.Tensor]
-"""A flat view of each storage, by the id of the storage."""
 
-
-def storage_views(tensors: Sequence[torch.Tensor]) -> StorageViews:
-    """Return a flat view of each resizable storage of some tensors.
+def storage_views(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return a flat view of each resizable storage of some tensors, by the id of the storage.
 
     A resizable storage can be freed and allocated again. Its view has dtype uint8 if the storage
     does not hold a whole number of elements.
     """
-    views: StorageViews = {}
+    views: dict[int, torch.Tensor] = {}
     for leaf in (leaf for tensor in tensors for leaf in _torch.leaves(tensor)):
         storage, dtype = leaf.untyped_storage(), leaf.dtype
         if storage.resizable():
@@ -334,7 +362,5 @@ class AttributeCopier:
 
 def attributes_of_user(param: nn.Parameter) -> dict[str, object]:
     """Return the attributes that users have set on a parameter, without those of its class."""
-    class_attrs = {_IS_PARAM}
-    if type(param) not in (nn.Parameter, DTensor):  # `detach` keeps those of the class
-        class_attrs.update(param.detach().__dict__)
+    class_attrs = {_IS_PARAM, *param.detach().__dict__}  # `detach` keeps those of the class
     return {name: value for name, value in param.__dict__.items() if name not in class_attrs}

@@ -148,14 +148,9 @@ def restore_module(module: nn.Module, saved: SavedModule) -> ParamGroup:
 def _pickle_group(group: ParamGroup) -> tuple[Any, ...]:
     # With references to prefetched groups, a pickle would nest as deep as the chain of layers.
     omitted = {"hook_stream": None, "forward_prefetch": (), "backward_prefetch": ()}
-    saved = _SavedGroup(
-        group.modules,
-        group.params,
-        group.mesh,
-        group.policy,
-        {**group.settings.__dict__, **omitted},
-        {mesh: channel.saved() for mesh, channel in group.channels.items()},
-    )
+    settings = {**group.settings.__dict__, **omitted}
+    channels = {mesh: channel.saved() for mesh, channel in group.channels.items()}
+    saved = _SavedGroup(group.modules, group.params, group.mesh, group.policy, settings, channels)
     return object.__new__, (ParamGroup,), {_SAVED: saved}
 
 

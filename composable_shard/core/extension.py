@@ -36,11 +36,11 @@ from composable_shard.core.codec import (
     GRAD_PRE,
     POST,
     PRE,
-    RELEASE,
     Format,
     Formats,
-    are_tensors,
+    asks_to_release,
     check_same_formats,
+    checked_post_result,
     checked_result,
     codec_of,
     flatten,
@@ -48,8 +48,6 @@ from composable_shard.core.codec import (
     has_extension,
     has_grad_extension,
     hook_of,
-    is_pair,
-    kind_of,
     needs_extension,
     padded,
     storage_views,
@@ -115,9 +113,9 @@ class ExtensionBucket:
         encodes = is_sharded and has_grad_extension(self.param.local)
         return EncodedReduction if encodes else StackedReduction
 
-    def grad_extension(self, param: ShardedParam, dtype: torch.dtype) -> GradExtension:
+    def grad_extension(self, dtype: torch.dtype) -> GradExtension:
         """Return the one `GradExtension` of the parameter for a dtype."""
-        return self._grad_extensions.setdefault(dtype, GradExtension(param))
+        return self._grad_extensions.setdefault(dtype, GradExtension(self.param))
 
     def gather_ops(self, shards: Tensors, channel: Channel, *, keeps_storage: bool) -> GatherOps:
         """Return the operations that gather the shard."""
@@ -164,8 +162,7 @@ class ExtensionBucket:
             return checked_result(PRE, param.name, hook(*all_args[:num_args]))
 
     def _gathered_dim_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.ndim == 0:
-            tensor = tensor.reshape(1)
+        tensor = torch.atleast_1d(tensor)
         return tensor.movedim(self._dim_of(tensor), 0).detach().to(self.mesh.device).contiguous()
 
     def _dim_of(self, tensor: torch.Tensor) -> int:
@@ -226,8 +223,8 @@ class ExtensionBucket:
         post = partial(hook, outputs, metadata, self.compute_dtype)
         with torch.inference_mode(False), torch.no_grad():
             if self._out is None:
-                tensor, inner = self._checked(post())
-                self._releases_gathered = has_hooks and self._asks_to_release(shard)
+                tensor, inner = checked_post_result(self.param.name, post())
+                self._releases_gathered = has_hooks and asks_to_release(self.param.name, shard)
                 self._create_unsharded(tensor, inner)
             else:
                 with _torch.preserved_versions(self._fixed_versions):
@@ -266,14 +263,6 @@ class ExtensionBucket:
 
     # The unsharded parameter ----------------------------------------------------------------
 
-    def _checked(self, result: Any) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Return the result of a post hook; raise unless it is a tensor and its inner tensors."""
-        if is_pair(result) and torch.is_tensor(result[0]) and are_tensors(result[1]):
-            tensor, inner = result
-            return tensor, inner
-        expected = "(tensor, inner tensors) when out is None"
-        raise wrong_result(POST, self.param.name, expected, kind_of(result))
-
     def _create_unsharded(self, tensor: torch.Tensor, inner: Sequence[torch.Tensor]) -> None:
         """Make the unsharded parameter; as in torch, ``tensor`` may end with rows of padding."""
         param, expected = self.param, self.param.layout.shape
@@ -302,14 +291,6 @@ class ExtensionBucket:
         """Return the memory to gather again for backward, as bytes: some backends send no fp8."""
         gathered = [] if self._releases_gathered else self._gathered
         return [memory.view(torch.uint8) for memory in (*self._inner, *gathered)]
-
-    def _asks_to_release(self, shard: Any) -> bool:
-        """Return whether the gathered tensors may be freed once the post hook has run."""
-        hook = getattr(shard, RELEASE, None)
-        answer = False if hook is None else hook()
-        if not isinstance(answer, bool):
-            raise wrong_result(RELEASE, self.param.name, "a bool", kind_of(answer))
-        return answer
 
 
 def _post_all_gather(
@@ -467,27 +448,23 @@ class StackedReduction(Reduction):
     def launch(self) -> None:
         """Launch the reduce-scatter of all inner tensors.
 
-        Collective: the reduce-scatter; before it, while codecs are unknown, the all-gathers of
-            :meth:`_agree_on_codecs`.
+        While codecs are unknown, ranks first exchange those of their gradients, which only ranks
+        with a gradient know, and plan again.
+
+        Collective: the reduce-scatter; before it, while codecs are unknown, an all-gather of a
+            small object for each mesh axis.
         """
         if any(map(_is_unknown, self.params)):
-            self._agree_on_codecs()
+            grads = enumerate(self._grads)
+            known = {index: codec_of(grad) for index, grad in grads if grad is not None}
+            doing = "agreeing on the inner tensors of gradients"
+            for theirs in gather_by_rank(known, self._mesh.process_groups, doing).values():
+                for index, codec in theirs.items():
+                    self.params[index].grad_codec = codec
+            self._plan()
         pairs = zip(self.params, self._grads, strict=True)
         self._grads = [None if grad is None else _stacked(param, grad) for param, grad in pairs]
         super().launch()
-
-    def _agree_on_codecs(self) -> None:
-        """Exchange the codecs of gradients, which only ranks with a gradient know; plan again.
-
-        Collective: an all-gather of a small object for each mesh axis.
-        """
-        grads = enumerate(self._grads)
-        known = {index: codec_of(grad) for index, grad in grads if grad is not None}
-        doing = "agreeing on the inner tensors of gradients"
-        for theirs in gather_by_rank(known, self._mesh.process_groups, doing).values():
-            for index, codec in theirs.items():
-                self.params[index].grad_codec = codec
-        self._plan()
 
     def _take_reduced_over_shards(self) -> Iterator[tuple[int, torch.Tensor]]:
         # `launch` has stacked the new gradients; the earlier ones in ``.grad`` are added to them.
@@ -639,12 +616,10 @@ class ExchangedReduction(Reduction, ABC):
 class EncodedReduction(ExchangedReduction):
     """The reduction of gradients that hooks encode."""
 
-    def __init__(self, buckets: Sequence[Any], *args: Any) -> None:
+    def __init__(self, buckets: Sequence[ExtensionBucket], *args: Any) -> None:
         super().__init__(buckets, *args)
-        bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
-        self._extensions: list[GradExtension] = [
-            bucket_of[param].grad_extension(param, self.dtype) for param in self.params
-        ]
+        bucket_of = {bucket.param: bucket for bucket in buckets}
+        self._extensions = [bucket_of[p].grad_extension(self.dtype) for p in self.params]
 
     def encode(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Call ``fsdp_pre_reduce_scatter`` for each gradient.

@@ -172,7 +172,7 @@ def plan_bucket(
     """Lay out parameters in the flat buffers of one bucket.
 
     Args:
-        params: The parameters; all have the same number of shards.
+        params: One or more parameters; all have the same number of shards.
         itemsize: Bytes of an element in the all-gather.
         cost: The cost of a message; see :func:`message_cost`.
         packed_alignment: Packed shards start at multiples of this many elements.
@@ -191,9 +191,6 @@ def plan_bucket(
         for param in ordered
     ]
     unsharded_offsets, unsharded_numel = _end_to_end(gathered_numels, step)
-    num_shards = params[0].num_shards if params else 1
-    # `Regather` cuts the buffer into k equal parts: k divides num_shards, so num_shards is enough.
-    total = aligned(unsharded_numel, num_shards)
     return BucketLayout(
         order=tuple(order),
         params=ordered,
@@ -203,7 +200,8 @@ def plan_bucket(
         packed_numel=packed_numel,
         shard_numel=packed_offset + packed_numel,
         unsharded_offsets=tuple(unsharded_offsets),
-        unsharded_numel=total,
+        # `Regather` cuts the buffer into k equal parts: k divides num_shards, so that is enough.
+        unsharded_numel=aligned(unsharded_numel, params[0].num_shards),
     )
 
 
@@ -233,17 +231,15 @@ def plan_messages(
 def is_packed(param: ParamLayout, itemsize: int, cost: int | None) -> bool:
     """Return whether a parameter shares the packed message.
 
-    A parameter is packed if it is empty, cannot be gathered in place, or is cheaper to copy than to
-    send alone. There are two exceptions: if ``cost`` is ``None`` (a bucket with one message), all
-    parameters are packed; otherwise, with one shard, none is.
+    A parameter is packed if it cannot be gathered in place, or is cheaper to copy than to send
+    alone, as an empty one always is. There are two exceptions: if ``cost`` is ``None`` (a bucket
+    with one message), all parameters are packed; otherwise, with one shard, none is.
     """
     if cost is None:
         return True
     if param.num_shards == 1:
         return False
-    if param.numel == 0 or not param.gathers_in_place:
-        return True
-    return param.numel * itemsize <= cost
+    return not param.gathers_in_place or param.numel * itemsize <= cost
 
 
 def aligned(offset: int, step: int) -> int:

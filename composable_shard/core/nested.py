@@ -148,10 +148,9 @@ def _flatten(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
         view = dict.values if isinstance(value, _VALUES) else dict.items
         keys = list(value.mapping)
         return list(value.mapping.values()), lambda items: view(dict(zip(keys, items, strict=True)))
-    is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
     if isinstance(value, Mapping):
         named = dict(value.items())
-    elif is_dataclass:
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         named = {name: getattr(value, name) for name in names if hasattr(value, name)}
         named = getattr(value, "__dict__", {}) | named
@@ -223,9 +222,8 @@ class ForwardCasts:
             if current is None or (is_weight and current is not cast):
                 continue
             if current.shape != tensor.shape:
-                holder[name] = current.to(tensor.dtype)
-                continue
-            if not is_weight:
+                tensor = current.to(tensor.dtype)
+            elif not is_weight:
                 # Compare values: batch norm writes its statistics without bumping their versions.
                 written = current != tensor.to(cast.dtype)
                 tensor.copy_(torch.where(written, current.to(tensor.dtype), tensor))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from composable_shard.errors import ShardError
 
 
 def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _groups_of(params: Iterable[torch.Tensor]) -> list[ParamGroup]:

@@ -278,10 +278,9 @@ def plan_placement(
             f"be parts of one mesh with named axes, got {spec.mesh} and {mesh.mesh}; build both "
             "by slicing one mesh, and pass its data-parallel axes, such as mesh['data']"
         ) from cause
-    axes = _axes(mesh, dim, _num_parts(spec, dim))
-    return ParamPlacement(
-        joint_mesh, (*axes, *((p, None) for p in spec.placements)), spec, spec.placements
-    )
+    other_axes = ((placement, None) for placement in spec.placements)
+    axes = *_axes(mesh, dim, _num_parts(spec, dim)), *other_axes
+    return ParamPlacement(joint_mesh, axes, spec, spec.placements)
 
 
 def _axes(
@@ -296,10 +295,8 @@ def _axes(
     """
     replicate: tuple[Placement, Role] = (Replicate(), "replicate")
     shard: tuple[Placement, Role] = (_shard(dim, num_parts), "shard")
-    groups = mesh.replica_group, mesh.shard_group
-    return tuple(
-        axis for axis, group in zip((replicate, shard), groups, strict=True) if group is not None
-    )
+    axes = (replicate, mesh.replica_group), (shard, mesh.shard_group)
+    return tuple(axis for axis, group in axes if group is not None)
 
 
 def _shard(dim: int | None, num_parts: int) -> Placement:
@@ -337,6 +334,7 @@ def _on_full_mesh(
     roles |= dict.fromkeys(dims.replicate_names, "replicate")
     submeshes: list[DeviceMesh] = []
     axes: list[tuple[Placement, Role]] = []
+    unsharded_grad: list[Placement | None] = []
     for index, axis_name in enumerate(full.mesh_dim_names):
         placement, role = spec.placements[index], roles.get(axis_name)
         if role is not None and not placement.is_replicate():
@@ -344,22 +342,15 @@ def _on_full_mesh(
                 f"Expected parameter '{name}' to be replicated over the data-parallel axis "
                 f"'{axis_name}', got {placement}"
             )
+        unsharded_grad.append(placement if role is None else None)
         if axis_name in dims.shard_names[1:]:
             continue  # flattened into the first sharding axis
         if role == "shard":
             # The axes to the right cut the dim first, and this axis cuts each of their parts.
             placement = _shard(dim, _num_parts(spec, dim, index + 1))
-        submeshes.append(
-            _torch.flat_axis(full, dims.shard_names if role == "shard" else (axis_name,))
-        )
+        names = dims.shard_names if role == "shard" else (axis_name,)
+        submeshes.append(_torch.flat_axis(full, names))
         axes.append((placement, role))
     is_flattened = len(axes) < full.ndim
-    return ParamPlacement(
-        _torch.concatenate_meshes(submeshes) if is_flattened else full,
-        tuple(axes),
-        spec,
-        tuple(
-            None if axis_name in roles else placement
-            for axis_name, placement in zip(full.mesh_dim_names, spec.placements, strict=True)
-        ),
-    )
+    joint_mesh = _torch.concatenate_meshes(submeshes) if is_flattened else full
+    return ParamPlacement(joint_mesh, tuple(axes), spec, tuple(unsharded_grad))

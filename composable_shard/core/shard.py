@@ -59,8 +59,7 @@ def top_modules(module: object) -> tuple[nn.Module, ...]:
                 "call fully_shard on its children, or on a list of them"
             )
     inner = {id(m) for top in modules for m in top.modules() if m is not top}
-    unique = {id(member): member for member in modules if id(member) not in inner}
-    return tuple(unique.values())
+    return tuple(dict.fromkeys(member for member in modules if id(member) not in inner))
 
 
 def check_not_parallelized(modules: Iterable[nn.Module]) -> None:
@@ -130,13 +129,11 @@ def find_managed(
     managed_modules: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
-        if module in managed_modules:
-            return
         managed_modules[module] = None
         for child in module.children():
             if _torch.is_replicated(child):
                 ignored_ids.update(map(id, child.parameters()))
-            elif not is_parallelized(child) and child not in sharded_first:
+            elif not (child in managed_modules or child in sharded_first or is_parallelized(child)):
                 visit(child)
 
     for top in modules:
@@ -186,26 +183,22 @@ def plan_params(
         name = managed.names[param]
         placement, own_mesh = placement_of(name, param, shard_placement_fn)
         param_mesh = mesh if own_mesh is None else own_mesh_of(name, own_mesh)
-        _check_param(name, param, param_mesh)
+        owner = owner_of_sharded(param)
+        if owner is not None:
+            raise ValueError(
+                f"Expected parameter '{name}' to be sharded once, got the sharded parameter "
+                f"'{owner.name}' of another group; shard inner modules before outer ones, tie "
+                "parameters before any call, and give added modules a call of their own"
+            )
+        if param.device.type not in ("meta", "cpu", param_mesh.device.type):
+            raise ValueError(
+                f"Expected parameter '{name}' on {param_mesh.device}, on the CPU or on the meta "
+                f"device, got {param.device}"
+            )
         dim = shard_dim(name, param, placement)
         policies = policy.for_parameter(name, param), offload_of(name, offload)
         planned[param] = ShardedParam(name, slots, param, dim, param_mesh, *policies)
     return planned
-
-
-def _check_param(name: str, param: nn.Parameter, mesh: ShardMesh) -> None:
-    owner = owner_of_sharded(param)
-    if owner is not None:
-        raise ValueError(
-            f"Expected parameter '{name}' to be sharded once, got the sharded parameter "
-            f"'{owner.name}' of another group; shard inner modules before outer ones, tie "
-            "parameters before any call, and give added modules a call of their own"
-        )
-    if param.device.type not in ("meta", "cpu", mesh.device.type):
-        raise ValueError(
-            f"Expected parameter '{name}' on {mesh.device}, on the CPU or on the meta device, "
-            f"got {param.device}"
-        )
 
 
 def build_group(
@@ -228,7 +221,11 @@ def build_group(
 def _cut_shards(planned: Planned) -> list[torch.Tensor]:
     """Cut this rank's shards: copies of tensor subclasses, and views or copies of plain tensors.
 
-    Collective: one small object for each mesh axis if there are tensor subclasses, else none.
+    Raises:
+        ExtensionError: On all ranks, with the text of every rank that could not cut its shards.
+
+    Collective: one small object for each mesh axis if there are tensor subclasses, else none. All
+        ranks have the same meshes of tensor subclasses.
     """
     shards: list[torch.Tensor] = []
     meshes: dict[DeviceMesh, None] = {}
@@ -244,8 +241,11 @@ def _cut_shards(planned: Planned) -> list[torch.Tensor]:
             shards.append(_cut_subclass(param, part))
         except ExtensionError as error:
             failure = failure or error
-    if meshes:
-        _agree_on_shards(failure, list(meshes))
+    axes = [mesh.get_group(index) for mesh in meshes for index in range(mesh.ndim)]
+    groups = [axis for axis in dict.fromkeys(axes) if axis.size() > 1 and not _torch.is_fake(axis)]
+    text = None if failure is None else str(failure)
+    texts = gather_by_rank(text, groups, "agreeing on how tensor subclasses are cut")
+    raise_on_all(texts, failure)
     return shards
 
 
@@ -288,25 +288,6 @@ def _cut_subclass(param: ShardedParam, part: torch.Tensor) -> torch.Tensor:
             f"to be cut into {param.mesh.num_shards} shards along dim {param.layout.dim}, got: "
             f"{got}; shard it over another number of ranks, or pass it in ignored_params"
         ) from error
-
-
-def _agree_on_shards(failure: ExtensionError | None, meshes: Sequence[DeviceMesh]) -> None:
-    """Raise the same error on all ranks of some meshes if any rank could not cut its shards.
-
-    Args:
-        failure: The error of this rank, if it failed.
-        meshes: The meshes of the parameters that are tensor subclasses; the same on all ranks.
-
-    Raises:
-        ExtensionError: On all ranks, with the text of every rank that failed.
-
-    Collective: an all-gather of a small object over each axis.
-    """
-    text = None if failure is None else str(failure)
-    axes = [mesh.get_group(index) for mesh in meshes for index in range(mesh.ndim)]
-    groups = [axis for axis in dict.fromkeys(axes) if axis.size() > 1 and not _torch.is_fake(axis)]
-    texts = gather_by_rank(text, groups, "agreeing on how tensor subclasses are cut")
-    raise_on_all(texts, failure)
 
 
 def check_subclasses(planned: Planned) -> None:
