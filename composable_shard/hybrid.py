@@ -332,7 +332,7 @@ class PartReduction(Reduction):
         super().discard()
         self._over.discard()
 
-    def _results(self) -> Iterable[tuple[ShardedParam, torch.Tensor, _torch.DTensorSpec]]:
+    def _results(self) -> Iterable[tuple[int, torch.Tensor, _torch.DTensorSpec]]:
         # Only a gradient of a shard can be added to the new one, which is a gradient of a shard.
         for param in self.params:
             grad: Any = redistributed_grad(param)

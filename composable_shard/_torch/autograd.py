@@ -222,7 +222,7 @@ def accumulate_nodes(params: Sequence[nn.Parameter]) -> list[Node]:
         return [node for node, _ in reached.grad_fn.next_functions]
 
 
-_use_count = methodcaller("_use_count")
+_use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 
 def in_graphs(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from operator import attrgetter
 from typing import cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -129,9 +130,20 @@ def parameter_of_class(tensor: Tensor, kind: type[Tensor], requires_grad: bool) 
     return cast(nn.Parameter, made)
 
 
+_specs: WeakValueDictionary[tuple[object, ...], DTensorSpec] = WeakValueDictionary()
+
+
 def make_spec(mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta) -> DTensorSpec:
-    """Return the spec of a DTensor with a global shape, stride and dtype."""
-    return DTensorSpec(mesh, placements, tensor_meta=meta)
+    """Return the spec of a DTensor with a global shape, stride and dtype.
+
+    The layers of a model often have parameters of equal shapes: they share one object, which takes
+    less memory, and stays in the cache of the processor. A spec in use keeps its mesh alive, so no
+    other mesh has the same id.
+    """
+    key = id(mesh), placements, meta
+    if (spec := _specs.get(key)) is None:
+        spec = _specs[key] = DTensorSpec(mesh, placements, tensor_meta=meta)
+    return spec
 
 
 def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:

@@ -17,9 +17,8 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -336,12 +335,8 @@ def storage_number(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-_storage_of, _number_of = torch.Tensor.untyped_storage, attrgetter("_cdata")
-
-
-def storage_numbers(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return the storage numbers of several tensors."""
-    return list(map(_number_of, map(_storage_of, tensors)))
+storages_of: Callable[..., Iterator[Any]] = partial(map, torch.Tensor.untyped_storage)
+"""Returns the storage objects of tensors; as long as one is referred to, it is the same object."""
 
 
 def num_uses(tensor: torch.Tensor) -> int:

@@ -12,7 +12,7 @@ before those of a group that forward used earlier, and all ranks call collective
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from functools import partial
 from operator import lt
@@ -85,11 +85,11 @@ class Backward:
         self.launched: set[ParamGroup] = set()
         self._task = _current_task()
         self._creates_graph = self._has_closed = False
+        self._progress: dict[ParamGroup, GroupProgress] = defaultdict(GroupProgress)
         for group in tree.groups:
-            group.progress = GroupProgress()
             group.finished_nodes.clear()
         for group, number in plan.num_recomputes.items():
-            group.progress.num_recomputes = number
+            self._progress[group].num_recomputes = number
         # Only the engine refers to the callback; if backward fails, the engine drops the callback.
         callback = partial(tree.end_backward, self)
         self._callback = weakref.ref(callback, self._on_callback_freed)
@@ -128,7 +128,7 @@ class Backward:
         self._creates_graph = torch.is_grad_enabled()
         if self._creates_graph and _torch.num_to_run(group.program.accumulators):
             raise _graph_error(group)
-        if not group.progress.expected_nodes:  # the first time
+        if not self._progress[group].expected_nodes:  # the first time
             settings = group.settings
             # A pipeline schedule may split a backward; see `_is_input_half`.
             if not (settings.reduce_grads or settings.reshard_after_backward):
@@ -150,7 +150,7 @@ class Backward:
 
     def count_marker(self, group: ParamGroup) -> None:
         """Count an input marker of ``group`` that has run; after the last one, run more steps."""
-        expected, task = group.progress.expected_nodes, _current_task()
+        expected, task = self._progress[group].expected_nodes, _current_task()
         if task in expected:
             group.finished_nodes.append(task)
             if group.finished_nodes.count(task) >= expected[task]:
@@ -164,7 +164,7 @@ class Backward:
         The first time in a backward, this also adds a finish step for a group outside of the plan
         and, in an inner backward, gathers the group.
         """
-        progress: GroupProgress = group.progress
+        progress = self._progress[group]
         if not progress.expected_nodes:
             if group not in self._reached:  # an earlier backward has cleared its visits
                 self._reached.add(group)
@@ -207,7 +207,7 @@ class Backward:
                 break
             group, is_gather = self.steps[-1]
             if not must_run:  # only finish steps of groups whose nodes have all run
-                may_be_recomputed = group.progress.num_recomputes > 0
+                may_be_recomputed = self._progress[group].num_recomputes > 0
                 if queue or is_gather or may_be_recomputed or self._has_pending_nodes(group):
                     break
                 self._finish(self.steps.pop().group)
@@ -215,7 +215,7 @@ class Backward:
             self.steps.pop()  # up to the gather of `up_to`, or to the end
             if not is_gather:
                 queue.append(group)
-                group.progress.awaits_inner_task = False  # autograd is past its checkpoints
+                self._progress[group].awaits_inner_task = False  # autograd is past its checkpoints
                 continue
             if not ends:
                 self._ensure_progress(group)
@@ -241,18 +241,20 @@ class Backward:
         chosen = group.settings.backward_prefetch
         if chosen:
             return [other for other in chosen if other in self._to_gather]
-        planned, depth = list[ParamGroup](), group.settings.prefetch_depth
+        planned: list[ParamGroup] = []
+        depth = group.settings.prefetch_depth
         for other, is_gather in reversed(self.steps):
-            if len(planned) == depth:
+            if not depth:
                 break
             if is_gather and other.settings.unshard_in_backward:
                 planned.append(other)
+                depth -= 1
         return planned
 
     def _has_pending_nodes(self, group: ParamGroup) -> bool:
-        if group.progress.awaits_inner_task:
+        if self._progress[group].awaits_inner_task:
             return True
-        finished, expected = group.finished_nodes, group.progress.expected_nodes
+        finished, expected = group.finished_nodes, self._progress[group].expected_nodes
         # Whether fewer nodes have run than expected, in any graph task.
         return any(map(lt, map(finished.count, expected), expected.values()))
 
@@ -272,14 +274,14 @@ class Backward:
                 group.register_sharded()
         elif group.settings.gathers_once_a_step:
             group.reshard(keeps_memory=True)
-        elif group.progress.has_input_markers:
+        elif self._progress[group].has_input_markers:
             group.reshard()
         else:
             self._to_free.append(group)
-        if group.needs_reduce and self.is_inner:
+        if group.program.reductions and self.is_inner:
             self._tree.in_flight.finish_reductions_of(group)
             group.accumulate()
-        elif group.needs_reduce:
+        elif group.program.reductions:
             self.launched.add(group)
             self._tree.in_flight.start(group)
         group.finished_nodes.clear()

@@ -471,15 +471,15 @@ class StackedReduction(Reduction):
         for index, grad in super()._take_reduced_over_shards():
             yield index, _stacked(self.params[index], grad)
 
-    def _results(self) -> Iterable[tuple[ShardedParam, torch.Tensor, _torch.DTensorSpec]]:
-        for param, shard, spec in super()._results():
-            codec = param.grad_codec
+    def _results(self) -> Iterable[tuple[int, torch.Tensor, _torch.DTensorSpec]]:
+        for index, shard, spec in super()._results():
+            codec = self.params[index].grad_codec
             if codec is not None and codec.kind is not None:
                 # Clones have equal storage offsets, which a class may require.
                 inner = map(torch.clone, shard.unbind(-1))
                 shard = codec.rebuild(inner).to(shard.dtype)
-            if not _is_unknown(param):
-                yield param, shard, spec
+            if not _is_unknown(self.params[index]):
+                yield index, shard, spec
 
 
 def _is_unknown(param: ShardedParam) -> bool:

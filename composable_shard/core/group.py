@@ -13,8 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from operator import attrgetter, is_not
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from composable_shard import _torch
 from composable_shard.core import user_changes
 from composable_shard.core.extension import create_unsharded, have_plain_shards, move_into_buckets
 from composable_shard.core.plugins import Op
-from composable_shard.core.program import Ops, Program
+from composable_shard.core.program import Ops, Program, grad_settings_of
 from composable_shard.core.reduction import is_partial
 from composable_shard.core.storage import Bucket, GatherOps, ShardedParam
 from composable_shard.core.transport.channel import Channel
@@ -35,8 +34,8 @@ from composable_shard.errors import ShardError, StaleParameterError
 from composable_shard.mesh import ShardMesh
 from composable_shard.policy import MixedPrecisionPolicy
 
-_version, _local, _requires_grad = map(attrgetter, ("_version", "local", "requires_grad"))
-_group_of_reduction = attrgetter("group")
+_version, _local = map(attrgetter, ("_version", "local"))
+_is_trainable, _group_of_reduction = attrgetter("sharded.requires_grad"), attrgetter("group")
 
 
 # The attribute of a sharded module that holds its group.
@@ -152,16 +151,11 @@ class ParamGroup:
             gradients are reduced over the shards already.
         finished_nodes: For each gradient accumulation and each input marker (see `hooks.py`) that
             has run in backward, the id of its graph task.
-        count_gradient: A post-accumulate hook that appends the id of the current graph task to
-            ``finished_nodes``. It is made of builtins, which are faster than a Python function.
         channels: The collectives of each mesh.
         streams: The streams that use the unsharded memory.
         is_compiled: Whether ``program`` may run. If not, ``program`` is missing or out of date.
-        needs_reduce: Whether some parameters get gradients to reduce; see `Program.reduced`.
-        is_trained: Whether some parameters are not frozen.
-        tree, progress, calls: Set by the layers above: the `Tree` of the group, its `GroupProgress`
-            in the current backward (`backward.py`), and weak references to each `Call` (`tree.py`)
-            that a backward may still reach.
+        tree, calls: Set by the layers above: the `Tree` of the group, and weak references to each
+            `Call` (`tree.py`) that a backward may still reach.
     """
 
     program: Program
@@ -192,15 +186,11 @@ class ParamGroup:
         self.unsynced: dict[str, torch.dtype | None] = {}
         self.has_unreduced = self.skips_shards = False
         self.finished_nodes: list[int] = []
-        count = map(self.finished_nodes.append, iter(_torch.current_backward, None))
-        self.count_gradient = partial(next, count)  # each call appends the current task
         self.streams = UsedStreams(mesh.device)
         self.tree: Any = None
-        self.progress: Any = None
         self.calls: list[weakref.ref[Any]] = []
         self._gathered_version = -1
         self._snapshot: user_changes.UnshardedSnapshot | None = None
-        self.needs_reduce = self.is_trained = False
 
     def place(self, mesh: ShardMesh, buckets: Sequence[Bucket]) -> None:
         """Put the group on the ranks of a mesh, with its buckets and new channels."""
@@ -234,6 +224,11 @@ class ParamGroup:
         """Whether the settings keep the unsharded parameters registered until the backward."""
         reshard = self.settings.reshard_after_forward
         return self.tree.root is self if reshard is None else not reshard
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether some parameters are not frozen."""
+        return any(map(_is_trainable, self.params))
 
     # Gather ---------------------------------------------------------------------------------
 
@@ -284,8 +279,7 @@ class ParamGroup:
             self.reshard()
         with torch.inference_mode(False):  # the program outlives a forward in inference mode
             self.program = Program(self)
-        self.is_compiled, self.needs_reduce = True, bool(self.program.reductions)
-        self.is_trained = bool(self.program.accumulators)
+        self.is_compiled = True
 
     def follow_stream(self) -> None:
         """Recompile if the current stream has changed: accumulation nodes belong to a stream."""
@@ -452,10 +446,13 @@ class ParamGroup:
             self.apply_user_changes()
         for copier in self.program.attribute_copiers:
             copier.copy_to_sharded()
-        slots = zip(self.program.registered(), self.program.slots, strict=True)
-        for now, (name, sharded, unsharded, put) in slots:
-            if now is unsharded:  # otherwise user code has registered another parameter: leave it
-                put(name, sharded)
+        program = self.program
+        if all(map(is_, program.registered(), program.slots_unsharded)):
+            deque(program.put_all(program.slots_sharded), maxlen=0)
+        else:  # user code has registered other parameters: leave them
+            for slot, sharded, unsharded in program.slots():
+                if slot.get() is unsharded:
+                    slot.put(sharded)
         self.is_unsharded_registered = False
 
     def register_unsharded(self) -> None:
@@ -463,22 +460,26 @@ class ParamGroup:
         for copier in self.program.attribute_copiers:
             copier.copy_to_unsharded()
         program = self.program
-        slots = zip(program.registered(), program.slots, strict=True)
-        for now, (name, sharded, unsharded, put) in slots:
-            if now is sharded:
-                put(name, unsharded)
-            elif now is not unsharded:  # a gradient of the other parameter would be lost
-                error = StaleParameterError(
-                    f"Expected the parameters of {self.label} in backward as they were in "
-                    "forward, got replaced ones; run backward before replacing them"
-                )
-                self.announce("running backward of", error)
-                raise error
-        in_backward = _torch.current_backward() != -1
-        if in_backward and tuple(map(_requires_grad, program.sharded)) != program.requires_grad:
-            for param in self.params:  # users have frozen or unfrozen some since forward
-                param.unsharded.requires_grad_(param.sharded.requires_grad)
-            program.generation = -1  # out of date
+        if all(map(is_, program.registered(), program.slots_sharded)):
+            deque(program.put_all(program.slots_unsharded), maxlen=0)
+        else:
+            for slot, sharded, unsharded in program.slots():
+                if slot.get() is sharded:
+                    slot.put(unsharded)
+                elif slot.get() is not unsharded:  # a gradient of that parameter would be lost
+                    error = StaleParameterError(
+                        f"Expected the parameters of {self.label} in backward as they were in "
+                        "forward, got replaced ones; run backward before replacing them"
+                    )
+                    self.announce("running backward of", error)
+                    raise error
+        if _torch.current_backward() != -1:
+            with _torch.without_overrides():
+                grad_settings = list(map(grad_settings_of, program.sharded))
+            if grad_settings != program.grad_settings:  # users have changed some since forward
+                for param in self.params:
+                    param.unsharded.requires_grad_(param.sharded.requires_grad)
+                program.generation = -1  # out of date
         self.is_unsharded_registered = True
 
     def _shard_version(self) -> int:
@@ -552,7 +553,8 @@ class ParamGroup:
     @property
     def zeros_unused_grads(self) -> bool:
         """Whether parameters that no backward has reached get gradients of zeros."""
-        return self.settings.zeros_for_unused and self.is_compiled and self.needs_reduce
+        is_asked_for = self.settings.zeros_for_unused and self.is_compiled
+        return is_asked_for and bool(self.program.reductions)
 
     def refuse_writes(self, before: int) -> None:
         """Raise if forward wrote unsharded parameters, because freeing them loses the writes.

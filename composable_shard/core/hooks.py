@@ -266,7 +266,8 @@ def _check_can_run_plain(group: ParamGroup) -> None:
 
 def _hook_outputs(call: Call, output: Any) -> bool:
     """Hook the outputs that need gradients, or their autograd nodes; return whether any do."""
-    nodes, has_hooked = dict[Node, None](), False
+    has_hooked = False
+    nodes: dict[Node, None] = {}
     tensors: Iterable[Tensor] = (output,) if isinstance(output, Tensor) else tensors_in(output)
     is_transformed = _torch.current_transform() is not None
     for tensor in _all_levels(tensors) if is_transformed else tensors:

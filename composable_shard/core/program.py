@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial, reduce
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, setitem
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from composable_shard import _torch
 from composable_shard.core.codec import share_attributes
 from composable_shard.core.plugins import Op, Phase
 from composable_shard.core.reduction import LocalReduction, Reduction, reduce_dtype
-from composable_shard.core.storage import Bucket, GatherOps, Regather, ShardedParam
+from composable_shard.core.storage import Bucket, GatherOps, Regather, ShardedParam, Slot
 from composable_shard.core.transport import pending
 
 Ops = tuple[Op, ...]
@@ -32,8 +32,7 @@ Ops = tuple[Op, ...]
 FREED = 1_000_000_000
 """The version of unsharded parameters without memory, so that autograd refuses to read them."""
 
-_requires_grad = attrgetter("requires_grad")
-_grad_dtype = attrgetter("grad_dtype")
+grad_settings_of = attrgetter("requires_grad", "grad_dtype")
 
 
 class Program:
@@ -55,20 +54,19 @@ class Program:
         has_offloaded_replicas: Whether a reduction over the replicas is followed by a copy to the
             host.
         version_tensors: Tensors with version counters that grow when the shards change.
-        registered: Returns what the modules hold now under each name of each parameter.
-        slots: For each name: the name, the sharded and the unsharded parameter, and the function
-            that registers a parameter.
+        registered: Returns what each slot holds now.
+        slots_sharded, slots_unsharded: The sharded and the unsharded parameter of each slot.
+        slots: Returns a tuple for each slot: the slot, and its sharded and unsharded parameter.
+        put_all: Puts a parameter into each slot, one at each step of the returned iterator.
         attribute_copiers: The copiers of user attributes, for parameters with separate ``__dict__``
             objects for the sharded and the unsharded form.
         sharded: The sharded parameters that were registered at compile time.
-        requires_grad: Whether each of ``sharded`` was trainable at compile time.
+        grad_settings: ``requires_grad`` and ``grad_dtype`` of each of ``sharded`` at compile time.
         stream: The id of the current stream at compile time.
         freeable: The unsharded parameters with memory that is freed between uses.
         unsharded_storages: The ids of the storages of ``freeable``; see ``_torch.storage_number``.
         accumulators: The autograd nodes that accumulate into the trainable parameters.
         had_unsynced: Whether there were unsynced gradients at compile time.
-        reduced: The parameters with gradients to reduce: trainable ones, and frozen ones that still
-            have unsynced gradients.
         reductions: A reduction for each combination of mesh, subclass of `Reduction`, dtype and
             offloading; see `reduced_together`.
         searched_modules: The modules that have been searched for ``tensor_attributes``, each after
@@ -80,24 +78,22 @@ class Program:
     def __init__(self, group: Any) -> None:
         self.generation = group.tree.generation
         self.stream = pending.compute_stream_id(group.mesh.device)
-        self._has_streams = _torch.has_streams(group.mesh.device)
         self.searched_modules: set[nn.Module] = set()
         self.tensor_attributes: list[tuple[dict[str, Any], str]] = []
         params: list[ShardedParam] = group.params
         self.sharded = tuple(param.sharded for param in params)
-        self._local_shards = tuple(param.local for param in params)
-        self.version_tensors = (*self.sharded, *self._local_shards)
-        self._storage_numbers = _torch.storage_numbers(self.sharded)
-        self.requires_grad = tuple(map(_requires_grad, self.sharded))
+        local_shards = tuple(param.local for param in params)
+        self.version_tensors = (*self.sharded, *local_shards)
+        self._memory = (*local_shards, *_torch.storages_of(self.sharded))
         freeable = [param for param in params if not param.shares_storage]
         self.freeable = tuple(param.unsharded for param in freeable)
         leaves = (leaf for param in freeable for leaf in _torch.leaves(param.unsharded_local))
         self.unsharded_storages = set(map(_torch.storage_number, leaves))
         self._list_slots(params)
-        self._prepare_unsharded(group)
-        self._compile(group)
-        self._grad_dtypes = tuple(map(_grad_dtype, self.sharded))  # `Reduction` may have set some
-        if self._has_streams:
+        self._compile(group, self._prepare_unsharded(group))
+        # `Reduction` may have set some ``grad_dtype``.
+        self.grad_settings = list(map(grad_settings_of, self.sharded))
+        if _torch.has_streams(group.mesh.device):
             self._put_on_streams(group)
 
     # Guards ---------------------------------------------------------------------------------
@@ -109,17 +105,16 @@ class Program:
         """
         sharded = self.sharded
         with _torch.without_overrides():
+            memory = chain(_torch.local_tensors(sharded), _torch.storages_of(sharded))
             return (
                 self.has_same_slots(generation, is_unsharded_registered=is_unsharded_registered)
-                and all(map(is_, _torch.local_tensors(sharded), self._local_shards))
-                and _torch.storage_numbers(sharded) == self._storage_numbers
-                and tuple(map(_requires_grad, sharded)) == self.requires_grad
-                and tuple(map(_grad_dtype, sharded)) == self._grad_dtypes
+                and all(map(is_, memory, self._memory))
+                and list(map(grad_settings_of, sharded)) == self.grad_settings
             )
 
     def has_same_slots(self, generation: int, *, is_unsharded_registered: bool) -> bool:
         """Return whether slots, settings and features are unchanged; cheaper than `is_current`."""
-        expected = self._slots_unsharded if is_unsharded_registered else self._slots_sharded
+        expected = self.slots_unsharded if is_unsharded_registered else self.slots_sharded
         return generation == self.generation and all(map(is_, self.registered(), expected))
 
     def has_shards_of(self, other: Program) -> bool:
@@ -135,7 +130,8 @@ class Program:
 
     def has_unsharded_grads(self) -> bool:
         """Return whether any unsharded parameter has a gradient."""
-        return any(param.unsharded.grad is not None for param in self.reduced)
+        params = chain.from_iterable(each.params for each in self.reductions)
+        return any(param.unsharded.grad is not None for param in params)
 
     def discard(self) -> None:
         """Drop all gradients that are not in ``.grad`` yet, after a failed backward."""
@@ -145,20 +141,28 @@ class Program:
     # Compile --------------------------------------------------------------------------------
 
     def _list_slots(self, params: Sequence[ShardedParam]) -> None:
-        slots = [(slot, param) for param in params for slot in param.slots]
-        holders = [slot.module._parameters for slot, _ in slots]
-        self.registered = partial(map, dict.get, holders, [slot.name for slot, _ in slots])
-        self.slots = [(s.name, p.sharded, p.unsharded, s.setter) for s, p in slots]
-        self._slots_sharded = [param.sharded for _, param in slots]
-        self._slots_unsharded = [param.unsharded for _, param in slots]
+        slots = [slot for param in params for slot in param.slots]
+        owners = [param for param in params for _ in param.slots]
+        holders, names = [slot.module._parameters for slot in slots], [slot.name for slot in slots]
+        self.registered = partial(map, dict.get, holders, names)
+        self.slots_sharded = [param.sharded for param in owners]
+        self.slots_unsharded = [param.unsharded for param in owners]
+        self.slots = partial(zip, slots, self.slots_sharded, self.slots_unsharded)
+        plain = partial(map, setitem, holders, names)  # builtins are faster
+        are_plain = all(slot.is_plain for slot in slots)
+        self.put_all = plain if are_plain else partial(map, Slot.put, slots)
 
-    def _prepare_unsharded(self, group: Any) -> None:
+    def _prepare_unsharded(self, group: Any) -> list[ShardedParam]:
         """Set ``requires_grad`` and ``grad_dtype`` of unsharded parameters, and add their hooks.
 
-        Also list the parameters with gradients to reduce.
+        Returns:
+            The parameters with gradients to reduce: trainable ones, and frozen ones that still have
+            unsynced gradients.
         """
+        # Each step of the iterator appends the current graph task; builtins make a faster hook.
+        count = map(group.finished_nodes.append, iter(_torch.current_backward, None))
         self.accumulators: list[Node] = []
-        self.reduced: list[ShardedParam] = []
+        reduced: list[ShardedParam] = []
         for param, sharded in zip(group.params, self.sharded, strict=True):
             unsharded = param.unsharded
             if param.attributes is None:
@@ -174,18 +178,19 @@ class Program:
                 self.accumulators.append(*_torch.accumulate_nodes([unsharded]))
                 if not param.is_counted:
                     param.is_counted = True
-                    unsharded.register_post_accumulate_grad_hook(group.count_gradient)
+                    unsharded.register_post_accumulate_grad_hook(partial(next, count))
             if sharded.requires_grad or param.name in group.unsynced:
-                self.reduced.append(param)
+                reduced.append(param)
         self.attribute_copiers = [p.attributes for p in group.params if p.attributes is not None]
+        return reduced
 
-    def _compile(self, group: Any) -> None:
+    def _compile(self, group: Any, reduced: Sequence[ShardedParam]) -> None:
         ops = partial(group.tree.ops, group)
         self._compile_gather(group, ops)
         self.had_unsynced = bool(group.unsynced)
         self.reductions: list[Reduction] = [
             reduction(buckets, params, dtype, group)
-            for reduction, buckets, params, dtype in reduced_together(group, self.reduced)
+            for reduction, buckets, params, dtype in reduced_together(group, reduced)
         ]
         self.pre_forward, self.post_forward = ops("pre_forward"), ops("post_forward")
         self.pre_backward, self.post_backward = ops("pre_backward"), ops("post_backward")
@@ -285,7 +290,7 @@ class Program:
         or flags (see `reduction.py`) to the host, and the next stage waits for the copies and
         writes ``.grad``. If no copy is needed, `Reduction.download` itself writes ``.grad``.
         """
-        if self._has_streams or any(each.is_offloaded for each in final):
+        if any(each.has_streams or each.is_offloaded for each in final):
             download = (each.download for each in final)
             written = tuple(each.write_downloaded for each in final)
             return (*ops, *download, *delivered), written

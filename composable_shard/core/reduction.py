@@ -124,7 +124,7 @@ class Reduction:
         self._channel: Channel = group.channels[self._mesh]
         self._compute_dtype = buckets[0].compute_dtype
         self._pending: list[Pending] = []  # the oldest first
-        self._has_streams = _torch.has_streams(self._mesh.device)
+        self.has_streams = _torch.has_streams(self._mesh.device)
         self._copies_overlap = copies_overlap_compute(params[0].offload, self._mesh.device)
         self.is_offloaded = self._copies_overlap or params[0].device != self._mesh.device
         # A direct gradient has its own message, which is a copy only if it is cast. The others are
@@ -251,7 +251,7 @@ class Reduction:
         """Launch the reduce-scatter of the gradients; send zeros where this rank has none."""
         inputs = self._pack()
         device = self._mesh.device
-        stream = launching_stream(device) if self._has_streams else None
+        stream = launching_stream(device) if self.has_streams else None
         if self._mesh.num_shards == 1:  # nothing to scatter: each gradient is one shard
             self.reduced = torch.cat(inputs)
             self._pending = [Pending([] if stream is None else [stream.record_event()])]
@@ -301,7 +301,7 @@ class Reduction:
                 if layout.flat.numel  # parameters without elements are not sent
             ]
         direct = list(map(_flattened, grads[: self._num_direct]))
-        if not all(map(is_, map(_dtype, direct), repeat(self._uncast_dtype))):
+        if direct and not all(map(is_, map(_dtype, direct), repeat(self._uncast_dtype))):
             numels, device = [grad.numel() for grad in direct], self._mesh.device
             scratch = _torch.empty(sum(numels), dtype=self.dtype, device=device)
             # Other ranks may send uncast gradients: the collective takes any dtypes then.
@@ -500,22 +500,24 @@ class Reduction:
                 _torch.on_backward_end(partial(self.write_grads, after_autograd=True))
                 return
         are_hooked = _torch.has_grad_hooks(*self._sharded)
-        for param, shard, spec in self._results():
-            sharded, grad = param.sharded, _torch.from_local(shard, spec)
-            if are_hooked:
-                with torch.no_grad():
-                    add_grad(param, _torch.call_grad_hooks(sharded, grad))
-                    _torch.call_post_accumulate_grad_hooks(sharded)
-            elif sharded.grad is None:
-                sharded.grad = grad
-            else:
-                add_grad(param, grad)
+        results, to_add = list(self._results()), []  # before the context: users' codecs may run
+        with _torch.without_overrides():
+            for index, shard, spec in results:
+                sharded, grad = self._sharded[index], _torch.from_local(shard, spec)
+                if are_hooked or sharded.grad is not None:
+                    to_add.append((self.params[index], grad))
+                else:
+                    sharded.grad = grad
+        with torch.no_grad():
+            for param, grad in to_add:
+                add_grad(param, _torch.call_grad_hooks(param.sharded, grad))
+                _torch.call_post_accumulate_grad_hooks(param.sharded)
 
-    def _results(self) -> Iterable[tuple[ShardedParam, torch.Tensor, _torch.DTensorSpec]]:
-        """Return the parameters that get a gradient, each with the gradient's shard and spec."""
+    def _results(self) -> Iterable[tuple[int, torch.Tensor, _torch.DTensorSpec]]:
+        """Return the index of each parameter that gets a gradient, with the shard and its spec."""
         reduced = self.reduced
         del self.reduced
-        results = zip(self.params, self._shards_of(reduced), self._specs, strict=True)
+        results = zip(range(self.num_flags), self._shards_of(reduced), self._specs, strict=True)
         if self._all_have_grads or self._writes_unused:  # no need to read the flags
             return results
         return compress(results, self.__dict__.pop("_flags", reduced[-self.num_flags :]).tolist())
@@ -564,12 +566,12 @@ class LocalReduction(Reduction):
         to_host = super()._to_host
         return [None if grad is None else to_host(grad) for grad in grads]
 
-    def _results(self) -> Iterable[tuple[ShardedParam, torch.Tensor, _torch.DTensorSpec]]:
-        columns = self.params, self.reduced, self._final_dtypes, self._specs
+    def _results(self) -> Iterable[tuple[int, torch.Tensor, _torch.DTensorSpec]]:
+        columns = range(self.num_flags), self.reduced, self._final_dtypes, self._specs
         del self.reduced
-        for param, grad, dtype, spec in zip(*columns, strict=True):
+        for index, grad, dtype, spec in zip(*columns, strict=True):
             if grad is not None:
-                yield param, grad.to(dtype), spec
+                yield index, grad.to(dtype), spec
 
 
 def refuse_sparse(params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]) -> None:

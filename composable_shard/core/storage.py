@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
@@ -136,15 +136,16 @@ class Slot:
     )
 
     @property
-    def setter(self) -> Callable[[str, nn.Parameter], None]:
-        """The function that registers a parameter under a name on the module."""
-        if self.is_unsafe or type(self.module).__setattr__ is nn.Module.__setattr__:
-            return self.module._parameters.__setitem__
-        return partial(setattr, self.module)
+    def is_plain(self) -> bool:
+        """Whether a parameter is registered by an entry of ``_parameters`` alone."""
+        return self.is_unsafe or type(self.module).__setattr__ is nn.Module.__setattr__
 
     def put(self, param: nn.Parameter) -> None:
         """Register a parameter under the name."""
-        self.setter(self.name, param)
+        if self.is_plain:
+            self.module._parameters[self.name] = param
+        else:
+            setattr(self.module, self.name, param)
 
     def get(self) -> nn.Parameter | None:
         """Return the parameter that is registered under the name."""

@@ -138,9 +138,8 @@ class Tape(Generic[Group]):
 
         If forward freed such a group, the next backward would gather it again at once.
         """
-        predicted, current = self._predicted_order, self._current_order
-        is_last = len(current) == len(predicted) and bool(current) and current[-1] is group
-        return is_last and group is self._first_of_backward
+        current, is_first = self._current_order, group is self._first_of_backward
+        return is_first and current[-1:] == [group] and len(current) == len(self._predicted_order)
 
     def was_turning_point(self, outermost: Group, group: Group) -> bool:
         """Return whether ``group`` was last in the last forward and first in the last backward."""

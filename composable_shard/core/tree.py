@@ -281,7 +281,8 @@ class Tree:
         else:
             self._run_without_program(group, "post_forward")
         if call.visit is not None and not has_failed:
-            self.tape.leave(call.visit, needs_reduce=group.needs_reduce, needs_grad=needs_grad)
+            needs_reduce = bool(group.program.reductions)
+            self.tape.leave(call.visit, needs_reduce=needs_reduce, needs_grad=needs_grad)
         interval = None if call.visit is None else call.visit.interval
         # The fields of a `CallRecord`.
         record = len(self.call_stack), group, call.module, interval
@@ -381,7 +382,7 @@ class Tree:
             # This forward has no backward, so reduce the gradients of inner backwards here.
             for group in dict.fromkeys(group for _, group, *_ in reversed(self.tape.calls)):
                 group.reshard()
-                if group.needs_reduce:
+                if group.params and group.program.reductions:
                     self.in_flight.start(group)
             self.in_flight.finish()
             self.tape.clear()

@@ -211,11 +211,11 @@ def spoiled_arrivals(
     arrived, gather = set[int](), Channel.gather
 
     def note(self: Channel, outputs: Any, *rest: Any) -> Any:
-        arrived.update(_torch.storage_numbers(outputs))
+        arrived.update(map(_torch.storage_number, outputs))
         return gather(self, outputs, *rest)
 
     def copy(into: list[torch.Tensor], sources: list[torch.Tensor], *rest: Any) -> None:
-        is_arrival = arrived.issuperset(_torch.storage_numbers(sources))
+        is_arrival = arrived.issuperset(map(_torch.storage_number, sources))
         (spoil if is_arrival else torch._foreach_copy_)(into, sources)
 
     noting = mock.patch.object(Channel, "gather", note)
