@@ -769,7 +769,7 @@ class Staging:
             if whole is None:
                 pairs += matching_pieces(param, target, column)
             elif column is not whole:  # otherwise the kernel has written it in place
-                pairs.append((whole, column))
+                pairs.append((whole[: param.num_nonempty], column[: param.num_nonempty]))
         if is_fused:
             outputs.append(rest_columns(layout.packed_numel - gap_start))
             outputs = [output for output in outputs if output.numel()]

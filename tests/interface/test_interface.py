@@ -9,15 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from nets import (
-    Net,
-    assert_trains_alike,
-    full,
-    own_input,
-    shard_net,
-    train_step,
-    two_nets,
-)
+from nets import Net, assert_trains_alike, full, own_input, shard_net, train_step, two_nets
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp

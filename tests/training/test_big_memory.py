@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable_shard import fully_shard
+from composable_shard import _torch, fully_shard
 from composable_shard._torch import memory
 from composable_shard.core.transport.gloo.mailbox import mailbox_of
 from composable_shard.core.transport.gloo.point_to_point import DirectReduceScatter
@@ -43,6 +44,17 @@ def test_sharding_allocates_the_shards_alone() -> None:
     with fake_ranks(4), Largest() as largest:
         fully_shard(layer)
     assert largest.nbytes == layer.weight.nbytes // 4  # type: ignore[operator]
+
+
+def test_a_gather_copies_no_padding() -> None:
+    layer, numels = nn.Linear(8, 8), list[int]()
+
+    def note(into: list[torch.Tensor], _: object) -> None:
+        numels.extend(tensor.numel() for tensor in into)
+
+    with fake_ranks(64), mock.patch.object(_torch, "copy_each_", note):
+        fully_shard(layer)(torch.ones(2, 8))
+    assert sum(numels) == 8 * 8 + 8
 
 
 def gradients_left() -> list[int]:
